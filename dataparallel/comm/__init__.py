@@ -1,0 +1,318 @@
+"""Moving tensors between the devices of one process: plain functions, no state.
+
+This room checks arguments, says what results look like and picks the transport (one file each beside this one);
+it knows no module and no autograd: gradients are not recorded here, ``dataparallel.functions`` does that. Names
+and arguments are those of ``torch.nn.parallel.comm``; devices are anything that ``dataparallel.devices`` accepts,
+the CPU included. On one device nothing is copied unless the caller needs its own storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from dataparallel.buckets import DEFAULT_CAP_BYTES
+from dataparallel.comm import copies
+from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
+
+__all__ = [
+    "TransportChoice",
+    "broadcast",
+    "broadcast_coalesced",
+    "choose_transport",
+    "gather",
+    "near_equal_sizes",
+    "reduce_add",
+    "reduce_add_coalesced",
+    "scatter",
+]
+
+
+class TransportChoice(NamedTuple):
+    """Which transport carries tensors between some devices, and the reason in words."""
+
+    name: str
+    reason: str
+
+
+def choose_transport(devices: Sequence[torch.device]) -> TransportChoice:
+    """How tensors would travel between ``devices``."""
+    if len({*devices}) < 2:
+        return TransportChoice("copy", "fewer than two devices: within one device only sums and own copies are made")
+    return TransportChoice("copy", "plain tensor copies serve every backend, and no faster transport is built in")
+
+
+def near_equal_sizes(total: int, slots: int) -> list[int]:
+    """Chunk sizes as ``torch.chunk`` makes them: equal but for the last, and fewer than ``slots`` where need be.
+
+    A batch of none is one empty chunk.
+    """
+    if total == 0:
+        return [0]
+    size = -(-total // slots)
+    return [min(size, total - start) for start in range(0, total, size)]
+
+
+@torch.no_grad()
+def broadcast(
+    tensor: Tensor, devices: Sequence[DeviceLike] | None = None, *, out: Sequence[Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """The tensor on each of ``devices``, or copied into each of ``out`` (exactly one of them is given).
+
+    Shape, strides (where memory has no holes), dtype and class are kept. Where the tensor is on a device already,
+    the result for that device is the tensor itself.
+
+    Raises:
+        ValueError: both or none of ``devices`` and ``out``, a shape in ``out`` that differs, a meta or lazy tensor.
+    """
+    _check_movable([tensor])
+    _check_exactly_one(devices, out)
+    if out is None:
+        return tuple(copies.broadcast(tensor, resolve_each(devices or ()), own=False))
+    for index, target in enumerate(out):
+        if target.shape != tensor.shape:
+            raise ValueError(
+                f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
+            )
+    for target in out:
+        target.copy_(tensor)
+    return tuple(out)
+
+
+@torch.no_grad()
+def broadcast_coalesced(
+    tensors: Sequence[Tensor],
+    devices: Sequence[DeviceLike],
+    buffer_size: int = DEFAULT_CAP_BYTES,
+    *,
+    own_storage: bool = False,
+) -> list[list[Tensor]]:
+    """A list of tensors for each of ``devices``; those that move travel in flat buffers of ``buffer_size`` bytes.
+
+    Args:
+        tensors: any mix of dtypes, shapes, strides, sparse and complex ones.
+        devices: slots; several on one device share what was copied there.
+        buffer_size: above 0.
+        own_storage: every slot but the first gets storage that nothing else uses.
+
+    Raises:
+        ValueError: a meta or lazy tensor, a device that does not exist.
+    """
+    _check_movable(tensors)
+    return copies.broadcast_coalesced(tensors, resolve_each(devices), buffer_size, own=own_storage)
+
+
+@torch.no_grad()
+def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) -> Tensor:
+    """The sum of the tensors, added in the order given, on ``destination`` (default: the first tensor's device).
+
+    One tensor that is there already is handed through.
+
+    Raises:
+        ValueError: no tensor, shapes or dtypes that differ (the message says which).
+    """
+    inputs = list(inputs)
+    _check_summable(inputs)
+    return copies.reduce_add(inputs, inputs[0].device if destination is None else resolve(destination))
+
+
+@torch.no_grad()
+def reduce_add_coalesced(
+    inputs: Sequence[Sequence[Tensor]],
+    destination: DeviceLike | None = None,
+    buffer_size: int = DEFAULT_CAP_BYTES,
+) -> tuple[Tensor, ...]:
+    """For each position the sum over slots, added in slot order, on ``destination`` (default: the first device).
+
+    Args:
+        inputs: one list of tensors for each slot, all of one length.
+        destination: a device.
+        buffer_size: size in bytes of the flat buffers in which dense tensors travel; above 0.
+
+    Raises:
+        ValueError: no slot, lists of different lengths, shapes or dtypes that differ within one position.
+    """
+    if not inputs:
+        raise ValueError("reduce_add_coalesced needs the tensors of at least one slot; got none")
+    lengths = [len(tensors) for tensors in inputs]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"every slot must bring the same number of tensors; got {lengths}")
+    if lengths[0] == 0:
+        return ()
+    kinds = [[(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in inputs]
+    if any(kind != kinds[0] for kind in kinds):
+        for position, terms in enumerate(zip(*inputs, strict=True)):
+            _check_summable(terms, f" at position {position}")
+    for tensors in inputs:
+        _check_movable(tensors)
+    target = inputs[0][0].device if destination is None else resolve(destination)
+    return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size))
+
+
+@torch.no_grad()
+def scatter(
+    tensor: Tensor,
+    devices: Sequence[DeviceLike] | None = None,
+    chunk_sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    *,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """Consecutive chunks of ``tensor`` along ``dim``, one on each device (or copied into ``out``).
+
+    Without ``chunk_sizes`` the chunks are near-equal (`near_equal_sizes`), and there are fewer of them than devices
+    where the tensor is small. Chunks that need not move are views.
+
+    Raises:
+        IndexError: the tensor has no dimension ``dim``.
+        ValueError: ``chunk_sizes`` or ``out`` that do not add up, both or none of ``devices`` and ``out``.
+    """
+    _check_movable([tensor])
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise IndexError(f"cannot scatter a tensor of shape {tuple(tensor.shape)} along dimension {dim}")
+    _check_exactly_one(devices, out)
+    if out is not None:
+        return _scatter_into(tensor, out, chunk_sizes, dim)
+    slots = resolve_each(devices or ())
+    if chunk_sizes is None:
+        sizes = near_equal_sizes(tensor.shape[dim], len(slots))
+    else:
+        sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
+    return tuple(copies.scatter(tensor, slots[: len(sizes)], sizes, dim))
+
+
+def _scatter_into(
+    tensor: Tensor, out: Sequence[Tensor], chunk_sizes: Sequence[int] | None, dim: int
+) -> tuple[Tensor, ...]:
+    if chunk_sizes is not None:
+        raise ValueError("chunk_sizes follow from the sizes of out; pass only one of them")
+    rest = list(tensor.shape)
+    rest[dim] = sum(target.shape[dim] for target in out)
+    chunk = list(tensor.shape)
+    for index, target in enumerate(out):
+        chunk[dim] = target.shape[dim]
+        if list(target.shape) != chunk:
+            raise ValueError(f"out[{index}] has shape {tuple(target.shape)}, its chunk has {tuple(chunk)}")
+    if rest != list(tensor.shape):
+        raise ValueError(
+            f"the sizes of out along dimension {dim} add up to {rest[dim]}, the tensor has {tensor.shape[dim]}"
+        )
+    for target, part in zip(out, torch.split(tensor, [t.shape[dim] for t in out], dim), strict=True):
+        target.copy_(part)
+    return tuple(out)
+
+
+@torch.no_grad()
+def gather(
+    tensors: Sequence[Tensor],
+    dim: int = 0,
+    destination: DeviceLike | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The tensors one after the other along ``dim``, on ``destination`` (default: the first's device) or in ``out``.
+
+    A result on the CPU is complete when the call returns. -1 means the CPU, as it does in torch.
+
+    Raises:
+        IndexError: there is no dimension ``dim``.
+        ValueError: no tensor, shapes that differ elsewhere, dtypes that differ, both ``destination`` and ``out``.
+    """
+    tensors = list(tensors)
+    if not tensors:
+        raise ValueError("gather needs at least one tensor; got none")
+    _check_movable(tensors)
+    first = tensors[0]
+    if not -first.dim() <= dim < first.dim():
+        raise IndexError(f"cannot gather tensors of shape {tuple(first.shape)} along dimension {dim}")
+    problem = why_not_gatherable(tensors, dim)
+    if problem:
+        raise ValueError(f"cannot gather: {problem}")
+    if out is None:
+        if destination is None:
+            target = first.device
+        else:
+            target = CPU if destination == -1 else resolve(destination)
+        return copies.gather(tensors, dim % first.dim(), target)
+    if destination is not None:
+        raise ValueError("out has a device already; pass only one of destination and out")
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    if list(out.shape) != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, the gathered tensors {tuple(shape)}")
+    return copies.gather_into(out, tensors, dim)
+
+
+def check_chunk_sizes(chunk_sizes: Sequence[int], slots: int, total: int) -> list[int]:
+    """``chunk_sizes`` as a list, if there is one for each slot, and they add up to ``total``.
+
+    Raises:
+        ValueError: says which of these does not hold.
+    """
+    sizes = [int(size) for size in chunk_sizes]
+    if len(sizes) != slots:
+        raise ValueError(f"chunk_sizes={sizes} has {len(sizes)} entries for {slots} slots; pass one for each")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"chunk_sizes={sizes}: sizes cannot be negative")
+    if sum(sizes) != total:
+        raise ValueError(
+            f"chunk_sizes={sizes} add up to {sum(sizes)}, but the batch has {total} samples; pass sizes that "
+            "fit this batch (a smaller last batch needs its own), or None for near-equal chunks"
+        )
+    return sizes
+
+
+def why_not_gatherable(tensors: Sequence[Tensor], dim: int) -> str | None:
+    """What keeps the tensors from being joined along ``dim``, in words; ``None`` if nothing does."""
+    first = tensors[0]
+    for slot, tensor in enumerate(tensors[1:], start=1):
+        if tensor.dtype != first.dtype:
+            return f"tensor 0 has dtype {first.dtype}, tensor {slot} has {tensor.dtype}"
+        ours, theirs = list(first.shape), list(tensor.shape)
+        if len(ours) == len(theirs) and ours:
+            ours[dim] = theirs[dim] = 0
+        if ours != theirs:
+            return (
+                f"tensor 0 has shape {tuple(first.shape)}, tensor {slot} has {tuple(tensor.shape)}; "
+                f"shapes may differ only along dimension {dim}"
+            )
+    return None
+
+
+def _check_exactly_one(devices: object, out: object) -> None:
+    if (devices is None) == (out is None):
+        raise ValueError(f"pass exactly one of devices and out; got devices={devices!r} and out={out!r}")
+
+
+def _check_movable(tensors: Sequence[Tensor]) -> None:
+    for index, tensor in enumerate(tensors):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"tensor {index} is an uninitialised lazy parameter; run the module once on a sample batch first"
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"tensor {index} of shape {tuple(tensor.shape)} is on the meta device and has no data to move"
+            )
+
+
+def _check_summable(tensors: Sequence[Tensor], where: str = "") -> None:
+    if not tensors:
+        raise ValueError("cannot add no tensors; pass at least one")
+    _check_movable(tensors)
+    first = tensors[0]
+    for slot, tensor in enumerate(tensors):
+        if tensor.shape != first.shape:
+            raise ValueError(
+                f"cannot add tensors of different shapes{where}: tensor 0 has {tuple(first.shape)}, "
+                f"tensor {slot} has {tuple(tensor.shape)}"
+            )
+        if tensor.dtype != first.dtype:
+            raise ValueError(
+                f"cannot add tensors of different dtypes{where}: tensor 0 has {first.dtype}, "
+                f"tensor {slot} has {tensor.dtype}"
+            )

@@ -1,0 +1,140 @@
+"""The plain-copy transport: tensors travel by ``Tensor.to`` and ``Tensor.copy_``, sums run in slot order.
+
+It works on every backend that torch knows, several slots on one device and CPU slots included, and is what
+every other transport is compared with. It checks nothing: only ``comm`` calls it, with arguments that ``comm``
+has checked and with gradient recording off. Copies from and to the host block, so that a pinned batch is the
+caller's again and a result on the CPU is complete when a call returns; copies between devices are ordered by
+torch against the current streams of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dataparallel.buckets import Bucket, dense_stride, flatten, plan_buckets, travels_flat, unflatten
+
+
+def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
+    """``tensor`` on ``device``: itself where it is there already, unless the caller needs its ``own`` storage."""
+    if tensor.device == device and not own:
+        return tensor
+    sent = tensor.detach().to(device, copy=True)
+    if tensor.__dict__:
+        sent.__dict__.update(tensor.__dict__)
+    return sent
+
+
+def broadcast(tensor: Tensor, devices: Sequence[torch.device], *, own: bool) -> list[Tensor]:
+    """One tensor for each slot; slots on one device share one copy unless they need their ``own``."""
+    sent: dict[torch.device, Tensor] = {}
+    results = []
+    for slot, device in enumerate(devices):
+        if own and slot > 0:
+            results.append(send(tensor, device, own=True))
+        else:
+            if device not in sent:
+                sent[device] = send(tensor, device)
+            results.append(sent[device])
+    return results
+
+
+def broadcast_coalesced(
+    tensors: Sequence[Tensor], devices: Sequence[torch.device], buffer_size: int, *, own: bool
+) -> list[list[Tensor]]:
+    """The tensors for each slot; those that have to move, move in flat buckets."""
+    results = [list(tensors) for _ in devices]
+    arrived: dict[torch.device, list[Tensor]] = {}
+    buckets, singles = plan_buckets(tensors, buffer_size)
+    for index in singles:
+        for result, copy in zip(results, broadcast(tensors[index], devices, own=own), strict=True):
+            result[index] = copy
+    for bucket in buckets:
+        flat: Tensor | None = None
+        arrived.clear()
+        source = tensors[bucket.indices[0]].device
+        for slot, device in enumerate(devices):
+            needs_own = own and slot > 0
+            if device == source and not needs_own:
+                continue
+            parts = None if needs_own else arrived.get(device)
+            if parts is None:
+                if flat is None:
+                    flat = flatten(bucket, tensors)
+                parts = arrived[device] = unflatten(bucket, flat.to(device, copy=True))
+            for index, part in zip(bucket.indices, parts, strict=True):
+                results[slot][index] = part
+    return results
+
+
+def reduce_add(inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
+    """The sum, in slot order, on ``destination``; one input alone is handed through."""
+    total = send(inputs[0], destination)
+    for tensor in inputs[1:]:
+        term = send(tensor, destination)
+        # Sparse plus dense is an operator only with the dense one first; addition of two is commutative to the bit.
+        total = term + total if total.is_sparse and not term.is_sparse else total + term
+    return total
+
+
+def reduce_add_coalesced(
+    inputs: Sequence[Sequence[Tensor]], destination: torch.device, buffer_size: int
+) -> list[Tensor]:
+    """For every position the sum over slots, in slot order; dense tensors travel in flat buckets."""
+    first = inputs[0]
+    if len(inputs) == 1:
+        return [send(tensor, destination) for tensor in first]
+    results = list(first)
+    flat_ones = [i for i in range(len(first)) if all(travels_flat(tensors[i]) for tensors in inputs)]
+    buckets, _ = plan_buckets(first, buffer_size, candidates=flat_ones)
+    for index in set(range(len(first))).difference(flat_ones):
+        results[index] = reduce_add([tensors[index] for tensors in inputs], destination)
+    for bucket in buckets:
+        for index, total in zip(bucket.indices, _sum_bucket(bucket, inputs, destination), strict=True):
+            results[index] = total
+    return results
+
+
+def _sum_bucket(bucket: Bucket, inputs: Sequence[Sequence[Tensor]], destination: torch.device) -> list[Tensor]:
+    if all(tensors[bucket.indices[0]].device == destination for tensors in inputs):
+        # Nothing has to travel, so nothing has to be flattened.
+        terms = [[tensors[i] for i in bucket.indices] for tensors in inputs]
+        totals = torch._foreach_add(terms[0], terms[1])
+        for term in terms[2:]:
+            torch._foreach_add_(totals, term)
+        return list(totals)
+    flat = flatten(bucket, inputs[0]).to(destination)
+    for tensors in inputs[1:]:
+        flat.add_(flatten(bucket, tensors).to(destination))
+    return unflatten(bucket, flat)
+
+
+def scatter(tensor: Tensor, devices: Sequence[torch.device], sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """Consecutive chunks of the given sizes along ``dim``; chunks that need not move are views."""
+    if len(sizes) == 1:
+        return [send(tensor, devices[0])]
+    chunks = torch.split(tensor.detach(), list(sizes), dim)
+    return [send(chunk, device) for chunk, device in zip(chunks, devices, strict=True)]
+
+
+def gather(tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:
+    """The tensors one after the other along ``dim``; one alone is handed through if it is there already."""
+    if len(tensors) == 1:
+        return send(tensors[0], destination)
+    if all(tensor.device == destination for tensor in tensors) or not all(map(travels_flat, tensors)):
+        return torch.cat([send(tensor, destination) for tensor in tensors], dim)
+    first = tensors[0]
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    stride = dense_stride(shape, first.stride())
+    out = torch.empty_strided(shape, stride, dtype=first.dtype, device=destination)
+    return gather_into(out, tensors, dim)
+
+
+def gather_into(out: Tensor, tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Copies the tensors into consecutive parts of ``out`` along ``dim``."""
+    for part, tensor in zip(torch.split(out, [t.shape[dim] for t in tensors], dim), tensors, strict=True):
+        part.copy_(tensor)
+    return out

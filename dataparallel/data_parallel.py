@@ -1,0 +1,198 @@
+"""`DataParallel` and `data_parallel`: the four stages in a row.
+
+scatter -> replicate -> parallel_apply -> gather, each a file of its own; this one checks what a user passes, decides
+when there is nothing to parallelise, and keeps the attributes and the state dict that code written for
+``torch.nn.DataParallel`` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from dataparallel.devices import DeviceLike, device_id, on, resolve, resolve_output, resolve_slots
+from dataparallel.parallel_apply import parallel_apply
+from dataparallel.replicate import ReplicaKeeper, replicate
+from dataparallel.scatter_gather import gather, moved, scatter_kwargs, tensors_in
+from dataparallel.thread_state import refuse_what_cannot_be_shared
+
+__all__ = ["DataParallel", "data_parallel"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
+    """Uses every device for one module: splits the batch, runs a replica on each slot, joins the outputs.
+
+    Gradients of all replicas are summed into the parameters of ``module``, which stay where they are, so the optimizer,
+    the loss and the training loop are those of one device. It is a ``torch.nn.DataParallel`` for ``isinstance`` only.
+
+    Args:
+        module: the module; its parameters and buffers are on the first slot when it is called. It may be moved there
+            after it was wrapped; with a single slot it is moved at once, as torch does.
+        device_ids: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
+            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module is just
+            called.
+        output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
+        dim: the batch dimension of inputs and outputs.
+        chunk_sizes: samples for each slot, where the devices should not share the batch equally. It has to fit every
+            batch, and may be assigned between calls: ``model.chunk_sizes = [4, 8]``.
+        workers: how many replicas may run Python at the same time; default: the library's choice. See `parallel_apply`.
+        serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: what the environment
+            variable ``DATAPARALLEL_SERIAL`` says.
+
+    Attributes:
+        module: the wrapped module.
+        device_ids: the slots, accelerators as ints, CPU slots as ``torch.device``; empty where there is none.
+        output_device: like one of ``device_ids``.
+        src_device_obj: the first slot as a ``torch.device``.
+
+    Raises:
+        TypeError: ``module`` is no module, or already wrapped.
+        ValueError: devices that do not exist or do not go together, ``workers`` below 1.
+    """
+
+    module: M
+    device_ids: list[int | torch.device]  # type: ignore[assignment]
+    output_device: int | torch.device | None  # type: ignore[assignment]
+    src_device_obj: torch.device | None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        module: M,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        chunk_sizes: Sequence[int] | None = None,
+        workers: int | None = None,
+        serial: bool | None = None,
+    ) -> None:
+        _check_module(module)
+        slots = resolve_slots(device_ids)
+        output = resolve_output(output_device, slots) if slots else None
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers={workers}: at least 1 replica has to run")
+        nn.Module.__init__(self)
+        self.module = module
+        self.device_ids = [device_id(slot) for slot in slots]
+        self.output_device = None if output is None else device_id(output)
+        self.src_device_obj = slots[0] if slots else None
+        self.dim = dim
+        self.chunk_sizes = chunk_sizes
+        self.workers = workers
+        self.serial = serial
+        if len(slots) == 1:
+            self.module.to(slots[0])
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output for the whole batch, on ``output_device``.
+
+        Raises:
+            RuntimeError: a parameter or buffer is not on the first slot; a replica cannot be made or run here.
+            ValueError: inputs that cannot be split or outputs that cannot be joined; the message names the place.
+            Exception: what a replica raised.
+        """
+        if not self.device_ids:
+            return self.module(*inputs, **kwargs)
+        slots = [resolve(device) for device in self.device_ids]
+        _check_placement(self.module, slots[0])
+        if len(slots) > 1:
+            refuse_what_cannot_be_shared()
+        split_inputs, split_kwargs = self.scatter(inputs, kwargs, self.device_ids)
+        if not split_inputs and not split_kwargs:
+            split_inputs, split_kwargs = ((),), ({},)
+        if len(slots) == 1:
+            with on(slots[0]):
+                output = self.module(*split_inputs[0], **split_kwargs[0])
+            return moved(output, resolve_output(self.output_device, slots))
+        replicas = self.replicate(self.module, self.device_ids[: len(split_inputs)])
+        keeper = ReplicaKeeper(replicas)
+        outputs = self.parallel_apply(replicas, split_inputs, split_kwargs)
+        gathered = self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
+        keeper.keep_for(tensors_in(gathered))
+        return gathered
+
+    def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
+        """The stage `dataparallel.replicate`; override it to make replicas in another way."""
+        return replicate(module, device_ids, not torch.is_grad_enabled())
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
+        """The stage `dataparallel.scatter_kwargs`; override it to split inputs in another way."""
+        return scatter_kwargs(inputs, kwargs, device_ids, self.dim, chunk_sizes=self.chunk_sizes)
+
+    def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """The stage `dataparallel.parallel_apply`; override it to run replicas in another way."""
+        devices = self.device_ids[: len(replicas)]
+        return parallel_apply(replicas, inputs, kwargs, devices, workers=self.workers, serial=self.serial)
+
+    def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
+        """The stage `dataparallel.gather`; override it to join outputs in another way."""
+        return gather(outputs, output_device, self.dim)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {name!r}, but the module that it wraps has: "
+                    f"write .module.{name}"
+                ) from None
+            raise
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """One parallel call of ``module`` without a wrapper: `DataParallel` for a single time.
+
+    Args:
+        module: a module whose parameters and buffers are on the first slot.
+        inputs: a tuple of positional arguments, one argument that is no tuple, or ``None`` for none.
+        device_ids, output_device, dim: as for `DataParallel`.
+        module_kwargs: keyword arguments.
+
+    Raises:
+        As `DataParallel` and its ``forward``; ``RuntimeError`` where there is no accelerator and no ``device_ids``.
+    """
+    if not resolve_slots(device_ids):
+        raise RuntimeError(
+            "data_parallel found no accelerator; pass device_ids=['cpu', 'cpu'] for CPU slots, or call the module"
+        )
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    slots = resolve_slots(device_ids)
+    _check_module(module)
+    _check_placement(module, slots[0])
+    return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"DataParallel wraps a torch.nn.Module; got {type(module).__name__}")
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(
+            f"the module is wrapped already, in a {type(module).__name__}; wrap its .module instead: "
+            "wrappers do not nest"
+        )
+
+
+def _check_placement(module: nn.Module, root: torch.device) -> None:
+    """Every parameter and buffer is on the first slot."""
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            if tensor.device != root:
+                raise RuntimeError(
+                    f"{kind} {name!r} is on {tensor.device}, but the first slot is {root}, where the module has to be; "
+                    f"call module.to({str(root)!r}) before the forward"
+                )

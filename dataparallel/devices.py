@@ -1,0 +1,145 @@
+"""Which devices: what a caller may pass, what it means, what the machine has.
+
+Every other room asks here and nowhere else, so that ints, strings and ``torch.device`` mean the same thing
+throughout and CUDA, CPU slots, XPU-like and PrivateUse1 devices take one code path. This room makes no
+contexts, moves no tensor and knows no module. Anyone may call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
+
+import torch
+
+DeviceLike: TypeAlias = "int | str | torch.device"
+
+CPU = torch.device("cpu")
+
+
+def accelerator_type() -> str | None:
+    """The type of the machine's accelerators (``"cuda"``, ``"xpu"``, ...), ``None`` where there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
+
+
+def device_count(device_type: str) -> int:
+    """How many devices of ``device_type`` the machine has; 0 for a type it lacks."""
+    return torch.accelerator.device_count() if device_type == accelerator_type() else 0
+
+
+def all_devices() -> list[torch.device]:
+    """All accelerators of the machine, in order; empty where there is none."""
+    device_type = accelerator_type()
+    if device_type is None:
+        return []
+    return [torch.device(device_type, index) for index in range(device_count(device_type))]
+
+
+def what_exists() -> str:
+    """The machine's devices as words for an error message."""
+    found = ", ".join(str(device) for device in all_devices())
+    return f"this machine has {found} and cpu" if found else "this machine has no accelerator, only cpu"
+
+
+def resolve(device: DeviceLike) -> torch.device:
+    """One device, checked: an accelerator with its index, or ``cpu`` without one.
+
+    An int means the current accelerator of that index; a type without an index means its current device.
+
+    Raises:
+        TypeError: ``device`` is no int, string or ``torch.device``.
+        ValueError: the machine has no such device, or it cannot hold data (``meta``).
+    """
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise TypeError(
+            f"a device is an int, a string or a torch.device; got {device!r} of type {type(device).__name__}"
+        )
+    if isinstance(device, int):
+        return _resolve_index(device)
+    try:
+        named = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{device!r} names no device that torch knows; {what_exists()}") from error
+    if named.type == "cpu":
+        return CPU
+    count = device_count(named.type)
+    if count == 0:
+        raise ValueError(f"there is no device {str(named)!r} to run on; {what_exists()}")
+    index = torch.accelerator.current_device_index() if named.index is None else named.index
+    if index >= count:
+        raise ValueError(f"{str(named)!r} does not exist; {what_exists()}")
+    return torch.device(named.type, index)
+
+
+def _resolve_index(index: int) -> torch.device:
+    device_type = accelerator_type()
+    if device_type is None:
+        raise ValueError(
+            f"device {index} asks for an accelerator, and {what_exists()}; "
+            "slots on the CPU are written device_ids=['cpu', 'cpu']"
+        )
+    if not 0 <= index < device_count(device_type):
+        raise ValueError(f"device {index} does not exist; {what_exists()}")
+    return torch.device(device_type, index)
+
+
+def resolve_each(devices: Sequence[DeviceLike]) -> list[torch.device]:
+    """Every device of a list that is not empty; types may be mixed. Errors as in `resolve_slots`."""
+    if isinstance(devices, (str, int, torch.device)):
+        raise TypeError(f"expected a list of devices; got {devices!r}: write [{devices!r}]")
+    if not devices:
+        raise ValueError(f"the list of devices is empty; pass at least one: {what_exists()}")
+    return [resolve(device) for device in devices]
+
+
+def resolve_slots(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+    """The slots that ``device_ids`` asks for; ``None`` asks for every accelerator (none: an empty list).
+
+    A device may be listed more than once: each mention is a slot.
+
+    Raises:
+        TypeError: ``device_ids`` is no sequence, or an entry is no device.
+        ValueError: an empty sequence, devices of several types, or a device that the machine lacks.
+    """
+    if device_ids is None:
+        return all_devices()
+    slots = resolve_each(device_ids)
+    types = sorted({slot.type for slot in slots})
+    if len(types) > 1:
+        raise ValueError(
+            f"device_ids={list(device_ids)!r} mixes device types {types}; all slots of one call have one type"
+        )
+    return slots
+
+
+def resolve_output(output_device: DeviceLike | None, slots: Sequence[torch.device]) -> torch.device:
+    """Where results go: ``None`` is the first slot, -1 and ``"cpu"`` the CPU, else a device of the slots' type.
+
+    Raises:
+        TypeError, ValueError: as in `resolve`, and for a device whose type is neither the slots' nor ``cpu``.
+    """
+    if output_device is None:
+        return slots[0]
+    if output_device == -1 and isinstance(output_device, int):
+        return CPU
+    if isinstance(output_device, int) and slots[0] == CPU:
+        raise ValueError(f"output_device={output_device} is an accelerator, but the slots are on the cpu")
+    output = resolve(output_device)
+    if output != CPU and output.type != slots[0].type:
+        raise ValueError(
+            f"output_device={output_device!r} is of type {output.type!r}, the slots are of type {slots[0].type!r}; "
+            "pass one of the slots' devices or 'cpu'"
+        )
+    return output
+
+
+def device_id(device: torch.device) -> int | torch.device:
+    """What attributes such as ``DataParallel.device_ids`` show: the index, or the device for a CPU slot."""
+    return device if device.index is None else device.index
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which ``device`` is the current one of its type; the CPU needs none."""
+    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

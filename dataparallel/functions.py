@@ -1,0 +1,230 @@
+"""``comm`` as autograd functions: Broadcast, ReduceAdd, ReduceAddCoalesced, Scatter, Gather.
+
+Each is one node whose backward is another of them, so all are twice differentiable; with one node for all
+devices, a backward pass reaches every device at once instead of one after the other. Gradients are ``None`` where
+every slot's gradient is ``None``, else the sum, in slot order, of those that there are. Nested structures are
+``scatter_gather``'s business, modules ``replicate``'s.
+
+Inside a backward that is not itself recorded the plain functions of ``comm`` are called: they hand one tensor to
+several places as the same object, from which torch sees that it must not be kept as anybody's ``.grad``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from dataparallel import comm
+from dataparallel.devices import CPU, DeviceLike, resolve_each
+
+__all__ = ["Broadcast", "Gather", "ReduceAdd", "ReduceAddCoalesced", "Scatter", "alias"]
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Another tensor object on the same memory and version counter, with the same Python attributes, no graph."""
+    other = tensor.detach()
+    if tensor.__dict__:
+        other.__dict__.update(tensor.__dict__)
+    return other
+
+
+class Broadcast(Function):
+    """``Broadcast.apply(devices, *tensors)``: the tensors on every slot, as one flat tuple, slot by slot.
+
+    On the device where a tensor is already the result shares its memory. Backward sums over the slots.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, devices: Sequence[DeviceLike], *tensors: Tensor) -> tuple[Tensor, ...]:
+        slots = resolve_each(devices)
+        ctx.set_materialize_grads(False)
+        ctx.slots = slots
+        ctx.sources = [tensor.device for tensor in tensors]
+        outputs = comm.broadcast_coalesced(tensors, slots)
+        for slot, device in enumerate(slots):
+            seen_before = device in slots[:slot]
+            outputs[slot] = [
+                alias(output) if seen_before or output is tensor else output
+                for output, tensor in zip(outputs[slot], tensors, strict=True)
+            ]
+        constant = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
+        ctx.mark_non_differentiable(*(on_slot[i] for on_slot in outputs for i in constant))
+        return tuple(chain.from_iterable(outputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        count = len(ctx.sources)
+        # Tensors whose gradients are present on the same slots, and whose sums go to one device, travel together.
+        groups: dict[tuple[torch.device, tuple[int, ...]], list[int]] = defaultdict(list)
+        for i, source in enumerate(ctx.sources):
+            present = tuple(k for k in range(len(ctx.slots)) if grads[k * count + i] is not None)
+            if present and ctx.needs_input_grad[1 + i]:
+                groups[source, present].append(i)
+        sums: list[Tensor | None] = [None] * count
+        for (source, present), indices in groups.items():
+            for i, total in zip(
+                indices,
+                _reduce(source, [[grads[k * count + i] for i in indices] for k in present]),
+                strict=True,
+            ):
+                sums[i] = total
+        return (None, *sums)
+
+
+def _reduce(destination: torch.device, inputs: list[list[Tensor | None]]) -> Sequence[Tensor]:
+    if torch.is_grad_enabled():
+        return ReduceAddCoalesced.apply(destination, len(inputs[0]), *chain.from_iterable(inputs))
+    return comm.reduce_add_coalesced(inputs, destination)  # type: ignore[arg-type]
+
+
+class ReduceAddCoalesced(Function):
+    """``ReduceAddCoalesced.apply(destination, count, *tensors)``: ``count`` sums over the slots.
+
+    ``tensors`` lists ``count`` tensors of the first slot, then those of the second, and so on. Backward broadcasts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, destination: DeviceLike, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if count < 1 or len(tensors) % count:
+            raise ValueError(f"{len(tensors)} tensors cannot be {count} for each slot")
+        ctx.set_materialize_grads(False)
+        ctx.count = count
+        ctx.slots = [tensors[k].device for k in range(0, len(tensors), count)]
+        inputs = [tensors[k : k + count] for k in range(0, len(tensors), count)]
+        totals = comm.reduce_add_coalesced(inputs, destination)
+        return tuple(alias(t) if len(inputs) == 1 else t for t in totals)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        results: list[Tensor | None] = [None] * (len(ctx.slots) * ctx.count)
+        if present:
+            for k, on_slot in enumerate(_spread(ctx.slots, [grads[i] for i in present])):
+                for i, grad in zip(present, on_slot, strict=True):
+                    results[k * ctx.count + i] = grad
+        return (None, None, *results)
+
+
+def _spread(slots: list[torch.device], tensors: list[Tensor | None]) -> list[Sequence[Tensor]]:
+    if torch.is_grad_enabled():
+        flat = Broadcast.apply(slots, *tensors)
+        return [flat[k : k + len(tensors)] for k in range(0, len(flat), len(tensors))]
+    return comm.broadcast_coalesced(tensors, slots)  # type: ignore[arg-type, return-value]
+
+
+class ReduceAdd(Function):
+    """``ReduceAdd.apply(destination, *tensors)``: their sum, in the order given. Backward broadcasts.
+
+    Raises ``ValueError`` where shapes or dtypes differ, and says which.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, destination: DeviceLike, *tensors: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.slots = [tensor.device for tensor in tensors]
+        total = comm.reduce_add(tensors, destination)
+        return alias(total) if len(tensors) == 1 else total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * (1 + len(ctx.slots))
+        return (None, *(on_slot[0] for on_slot in _spread(ctx.slots, [grad])))
+
+
+class Scatter(Function):
+    """``Scatter.apply(devices, chunk_sizes, dim, tensor)``: consecutive chunks, one for each slot.
+
+    ``chunk_sizes`` may be ``None`` for near-equal ones. Chunks that need not move share the tensor's memory.
+    Backward gathers; a slot without a gradient counts as zeros unless none has one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, devices: Sequence[DeviceLike], chunk_sizes: Sequence[int] | None, dim: int, tensor: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # detach: a view made here could not be changed in place by the code that receives it.
+        chunks = tuple(chunk.detach() for chunk in comm.scatter(tensor, devices, chunk_sizes, dim))
+        ctx.source, ctx.dim = tensor.device, dim
+        ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
+        return chunks
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if all(grad is None for grad in grads):
+            return None, None, None, None
+        whole = [
+            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+            for grad, (shape, dtype, device) in zip(grads, ctx.chunks, strict=True)
+        ]
+        if torch.is_grad_enabled():
+            return None, None, None, Gather.apply(ctx.source, ctx.dim, *whole)
+        return None, None, None, comm.gather(whole, ctx.dim, ctx.source)
+
+
+class Gather(Function):
+    """``Gather.apply(destination, dim, *tensors)``: the tensors one after the other along ``dim``.
+
+    0-dim tensors become a vector, whatever ``dim`` is. Backward scatters, to every device from this one node.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, destination: DeviceLike, dim: int, *tensors: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.scalars = all(tensor.dim() == 0 for tensor in tensors)
+        if ctx.scalars:
+            dim, tensors = 0, tuple(tensor.reshape(1) for tensor in tensors)
+        ctx.slots = [tensor.device for tensor in tensors]
+        ctx.sizes = [tensor.shape[dim] for tensor in tensors]
+        ctx.dim = dim
+        gathered = comm.gather(tensors, dim, destination)
+        return alias(gathered) if len(tensors) == 1 else gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * (2 + len(ctx.slots))
+        if len({slot for slot in ctx.slots if slot != CPU}) > 1:
+            _restore_cpu_generator_after_backward()
+        if torch.is_grad_enabled():
+            chunks = Scatter.apply(ctx.slots, ctx.sizes, ctx.dim, grad)
+        else:
+            chunks = comm.scatter(grad, ctx.slots, ctx.sizes, ctx.dim)
+        if ctx.scalars:
+            chunks = tuple(chunk.reshape(()) for chunk in chunks)
+        return (None, None, *chunks)
+
+
+_generator_guards: set[int] = set()
+_generator_guards_lock = threading.Lock()
+
+
+def _restore_cpu_generator_after_backward() -> None:
+    """Makes the CPU generator, when the running backward ends, what it is now.
+
+    torch's checkpointing saves, sets and restores the CPU generator around each recomputation. With distinct
+    devices several engine threads do so at once and the last one may restore what another has set, so that shuffles
+    and seeds repeat. On one device each recomputation leaves the generator as it found it: so does this, for all.
+    """
+    task = torch._C._current_graph_task_id()
+    with _generator_guards_lock:
+        # The first gather of a backward pass sees the generator before any recomputation; later ones may not.
+        if task in _generator_guards:
+            return
+        _generator_guards.add(task)
+    state = torch.get_rng_state()
+
+    def restore() -> None:
+        torch.set_rng_state(state)
+        with _generator_guards_lock:
+            _generator_guards.discard(task)
+
+    torch.autograd.Variable._execution_engine.queue_callback(restore)

@@ -1,0 +1,149 @@
+"""A module tree seen once: its tensors, children, ties, what hangs on its instances, classes with rules of their own.
+
+A plan is made at the start of a call from the tree as it is then, and read once for every replica, so that making a
+replica asks the source nothing. It also says which trees cannot be replicated, and why. It copies nothing; only
+``replicate`` uses it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dataparallel import module_references
+
+__all__ = ["ModuleEntry", "ModulePlan", "check_replicatable"]
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+"""What ``register_*_hook`` writes to: a ``forward`` may call it, so every replica has tables of its own."""
+
+
+@dataclass
+class ModuleEntry:
+    """One module: positions of its tensors and children in the plan, and attributes that refer to the tree."""
+
+    module: nn.Module
+    name: str
+    parameters: dict[str, int | None] = field(default_factory=dict)
+    buffers: dict[str, int | None] = field(default_factory=dict)
+    children: dict[str, int | None] = field(default_factory=dict)
+    references: list[str] = field(default_factory=list)
+    has_own_rule: bool = False
+
+
+@dataclass
+class ModulePlan:
+    """A tree: each module and each tensor once, however often it is used. Position 0 is the root."""
+
+    entries: list[ModuleEntry]
+    tensors: list[Tensor]
+    is_parameter: list[bool]
+    may_hold_cycles: bool
+
+    @classmethod
+    def of(cls, network: nn.Module) -> ModulePlan:
+        """The plan of ``network`` as it is now.
+
+        Raises:
+            RuntimeError: the tree cannot be replicated; the message names the module or parameter.
+        """
+        entries = [ModuleEntry(module, name) for name, module in network.named_modules()]
+        check_replicatable(entries)
+        position = {id(entry.module): i for i, entry in enumerate(entries)}
+        plan = cls(entries, [], [], False)
+        found: dict[int, int] = {}
+        # Parameters first: a tensor that is both a parameter and a buffer is a parameter.
+        for entry in entries:
+            for key, parameter in entry.module._parameters.items():
+                entry.parameters[key] = plan._add(parameter, True, found, entry, key)
+        for entry in entries:
+            for key, buffer in entry.module._buffers.items():
+                entry.buffers[key] = plan._add(buffer, False, found, entry, key)
+            for key, child in entry.module._modules.items():
+                entry.children[key] = None if child is None else position[id(child)]
+        plan._find_references(position.keys(), found.keys())
+        return plan
+
+    def _add(
+        self, tensor: Tensor | None, is_parameter: bool, found: dict[int, int], entry: ModuleEntry, key: str
+    ) -> int | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in found:
+            if is_lazy(tensor):
+                raise RuntimeError(
+                    f"{_dotted(entry.name, key)} is not initialised yet; run the module once on a sample batch "
+                    "before it is replicated"
+                )
+            found[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.is_parameter.append(is_parameter)
+        return found[id(tensor)]
+
+    def _find_references(self, modules: Set[int], tensors: Set[int]) -> None:
+        known = modules | tensors
+        for entry in self.entries:
+            cls = type(entry.module)
+            entry.has_own_rule = cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
+            for key, value in vars(entry.module).items():
+                if module_references.atomic(value) or key in _REGISTRIES:
+                    continue
+                # Empty tables are most of what a module holds.
+                if isinstance(value, (dict, list, tuple, set)) and not value:
+                    continue
+                if module_references.compiled_over(value, known):
+                    raise _compiled(_dotted(entry.name, key))
+                if module_references.refers(value, known):
+                    entry.references.append(key)
+                    # Tensors lead nowhere; a module's attribute that leads to a module may lead back to it.
+                    if not self.may_hold_cycles:
+                        self.may_hold_cycles = module_references.refers(value, modules)
+
+
+def _dotted(module_name: str, key: str) -> str:
+    return f"{module_name}.{key}" if module_name else key
+
+
+def check_replicatable(entries: list[ModuleEntry]) -> None:
+    """Refuses trees whose replicas would not be copies.
+
+    Raises:
+        RuntimeError: a ScriptModule holds a Python module, whose code TorchScript keeps; or a module is compiled,
+            and its compiled code holds the source's weights. The message names them.
+    """
+    # Importing it would cost seconds; where nobody has, nothing is compiled.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    compiled_class = dynamo.OptimizedModule if dynamo is not None else ()
+    for entry in entries:
+        module = entry.module
+        if isinstance(module, torch.jit.ScriptModule):
+            for name, child in module.named_modules():
+                if not isinstance(child, torch.jit.ScriptModule):
+                    raise RuntimeError(
+                        f"cannot replicate the ScriptModule {entry.name or 'at the root'!r}: it holds the Python "
+                        f"module {name!r} ({type(child).__name__}). Script that one too, or keep it outside"
+                    )
+        elif isinstance(module, compiled_class) or module._compiled_call_impl is not None:
+            raise _compiled(entry.name or type(module).__name__)
+
+
+def _compiled(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"cannot replicate {name!r}: it was compiled with torch.compile, and what was compiled computes with the "
+        "weights of the source. Wrap the module that is not compiled"
+    )

@@ -1,0 +1,148 @@
+"""Run each copy on its device; errors out.
+
+Takes replicas and their inputs and returns their outputs, in slot order. How threads are kept is ``workers``' business,
+what they see of the caller's settings ``thread_state``'s; here they meet, and here it is decided which replicas may run
+at the same time and which error is raised.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from dataparallel.devices import DeviceLike, resolve_slots
+from dataparallel.scatter_gather import tensors_in
+from dataparallel.thread_state import CallerState
+from dataparallel.workers import Gang, Interrupted, Outcome, Skipped
+
+__all__ = ["SERIAL_VARIABLE", "parallel_apply"]
+
+SERIAL_VARIABLE = "DATAPARALLEL_SERIAL"
+"""Environment variable: ``1`` runs every replica in the calling thread, so that ``breakpoint()`` works."""
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
+    *,
+    workers: int | None = None,
+    serial: bool | None = None,
+) -> list[Any]:
+    """Calls every module with its inputs, each on its own device, and returns the outputs in order.
+
+    Replicas that share a random generator (slots on one device) run one after the other, in slot order, while gradients
+    are recorded, unless ``workers`` is given: random draws have a fixed order then, and checkpointing recomputes with
+    the draws of the forward.
+
+    Args:
+        modules: one for each slot.
+        inputs: for each slot a tuple or list of positional arguments, or one argument that is neither.
+        kwargs_tup: for each slot its keyword arguments.
+        devices: the slots; by default that of each slot's first input tensor.
+        workers: how many replicas may run Python at the same time, at least 1; default: all.
+        serial: run in the calling thread, one after the other; default: what the environment variable
+            ``DATAPARALLEL_SERIAL`` says, else no.
+
+    Raises:
+        ValueError: lengths that disagree, no tensor from which a device follows, ``workers`` below 1.
+        RuntimeError: a functorch transform, a CUDA graph capture or a jit trace is running around the call.
+        Exception: the first error of a replica in slot order, the object that was raised, with a note that names the
+            replica and its device. Every other replica has ended by then.
+    """
+    if not modules:
+        raise ValueError("parallel_apply needs at least one module; got none")
+    keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
+    for name, found in (("inputs", inputs), ("kwargs_tup", keywords), ("devices", devices)):
+        if found is not None and len(found) != len(modules):
+            raise ValueError(f"got {len(modules)} modules but {len(found)} {name}; pass one for each module")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers}: at least 1 replica has to run")
+    slots = resolve_slots(_devices_of(inputs, keywords) if devices is None else devices)
+    arguments = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
+    calls = [
+        partial(module, *args, **kwargs) for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
+    ]
+    state = CallerState(slots)
+    if serial if serial is not None else os.environ.get(SERIAL_VARIABLE, "0") not in ("", "0"):
+        return _in_this_thread(calls, state, slots)
+    permits, turns = _who_may_run_together(slots, state, workers)
+    tasks = [partial(state.run_in_worker, slot, call) for slot, call in enumerate(calls)]
+    outcomes = Gang(tasks, permits, turns).run()
+    if any(outcome.error is not None for outcome in outcomes):
+        raise _first_error(outcomes, slots)
+    return [outcome.value for outcome in outcomes]
+
+
+def _devices_of(inputs: Sequence[Any], keywords: Sequence[dict[str, Any]]) -> list[torch.device]:
+    devices = []
+    for slot, (args, kwargs) in enumerate(zip(inputs, keywords, strict=True)):
+        tensor = next(tensors_in((args, kwargs)), None)
+        if tensor is None:
+            raise ValueError(
+                f"no device is given and the inputs of replica {slot} hold no tensor from which it would follow; "
+                "pass devices=[...]"
+            )
+        devices.append(tensor.device)
+    return devices
+
+
+def _who_may_run_together(
+    slots: Sequence[torch.device], state: CallerState, workers: int | None
+) -> tuple[int, list[Hashable | None] | None]:
+    """The number of permits, and a turn for each slot where some must not run at the same time."""
+    if state.one_at_a_time:
+        return 1, None
+    if workers is not None:
+        return workers, None
+    # A turn for each generator: every device has one.
+    return len(slots), list(slots) if torch.is_grad_enabled() else None
+
+
+def _in_this_thread(calls: Sequence[Any], state: CallerState, slots: Sequence[torch.device]) -> list[Any]:
+    outputs = []
+    for slot, call in enumerate(calls):
+        try:
+            outputs.append(state.run_here(slot, call))
+        except BaseException as error:
+            _note(error, _where(slot, slots))
+            raise
+    return outputs
+
+
+def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> BaseException:
+    """The first original error in slot order, annotated; the outcomes let go of it and of all others.
+
+    An error holds its traceback, that holds frames with activations: nothing that these frames can reach may hold the
+    error, or what a failed call used would only be freed by the garbage collector.
+    """
+    failed = [(slot, outcome.error) for slot, outcome in enumerate(outcomes) if outcome.error is not None]
+    for outcome in outcomes:
+        outcome.value = outcome.error = None
+    originals = [(slot, error) for slot, error in failed if not isinstance(error, (Interrupted, Skipped))]
+    slot, first = (originals or failed)[0]
+    _note(first, _where(slot, slots))
+    for other, error in originals[1:]:
+        if error is not first:
+            _note(first, f"replica {other} on device {slots[other]} raised {type(error).__name__} too: {error}")
+    try:
+        return first
+    finally:
+        del first, failed, originals
+
+
+def _where(slot: int, slots: Sequence[torch.device]) -> str:
+    return f"raised in replica {slot} on device {slots[slot]}"
+
+
+def _note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10 shows no notes, but tools that do look for them here
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]

@@ -1,0 +1,193 @@
+"""One module -> one copy per device, from a plan; which modules can be replicated is ``module_plan``'s to say.
+
+Replicas are fresh at every call and see whatever the source is then. Their parameters are outputs of one
+differentiable broadcast, so gradients are summed back into the source by its backward. Replica 0 shares the storage of
+the source's parameters and buffers; other replicas on its device share the parameters and own their buffers. Running
+replicas is ``parallel_apply``'s business.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import comm
+from dataparallel.devices import DeviceLike, resolve_slots
+from dataparallel.functions import Broadcast, alias
+from dataparallel.module_plan import HOOK_TABLES, ModuleEntry, ModulePlan
+from dataparallel.module_references import rebound
+
+__all__ = ["ReplicaKeeper", "ReplicaParameter", "replicate"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_CYCLES = "_dataparallel_may_hold_cycles"
+
+
+class ReplicaParameter(torch.Tensor):
+    """A parameter of a replica: ``isinstance(p, nn.Parameter)`` holds, but it is an output of the broadcast.
+
+    It is no leaf, so what is meant for a model's own parameters is refused on it with a sentence.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _is_param = True
+
+    def requires_grad_(self, requires_grad: bool = True) -> ReplicaParameter:
+        """Refused, unless it asks for what is."""
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether gradients flow to the source's parameter."""
+        return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        if requires_grad != self.requires_grad:
+            raise RuntimeError(
+                f"cannot set requires_grad={requires_grad} on a parameter of a replica: it is a copy made by the "
+                "broadcast, not a leaf. Set it on the source module before its forward"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        raise RuntimeError(
+            "cannot deepcopy a parameter of a replica: it is a copy made by the broadcast, not a leaf, and belongs to "
+            "one forward. Copy the source module outside forward, or take parameter.detach().clone()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
+    """A copy of ``network`` for each of ``devices``; its parameters and buffers should be on the first of them.
+
+    Args:
+        network: a module without uninitialised parameters, compiled modules, or Python modules below ScriptModules.
+        devices: the slots; a device may be listed more than once.
+        detach: copies without autograd; also where gradients are not being recorded.
+
+    Returns:
+        The replicas, in slot order. Parameters that need gradients are outputs of one `Broadcast`.
+
+    Raises:
+        RuntimeError: the tree cannot be replicated; the message names the module.
+        TypeError, ValueError: devices as in ``dataparallel.devices.resolve_slots``.
+    """
+    slots = resolve_slots(devices)
+    plan = ModulePlan.of(network)
+    record = torch.is_grad_enabled() and not detach
+    replicas = []
+    for tensors in _copy_tensors(plan, slots, record):
+        replica = _build(plan, tensors, record)
+        if plan.may_hold_cycles:
+            vars(replica)[_CYCLES] = True
+        replicas.append(replica)
+    return replicas
+
+
+def _copy_tensors(plan: ModulePlan, slots: list[torch.device], record: bool) -> list[list[Tensor]]:
+    """The plan's tensors for each slot."""
+    recorded = [i for i, tensor in enumerate(plan.tensors) if record and tensor.requires_grad]
+    constant = [i for i, known in enumerate(plan.is_parameter) if known and i not in set(recorded)]
+    buffers = [i for i, known in enumerate(plan.is_parameter) if not known and i not in set(recorded)]
+    copies: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
+    if recorded:
+        outputs = Broadcast.apply(slots, *(plan.tensors[i] for i in recorded))
+        for slot, on_slot in enumerate(copies):
+            for k, i in enumerate(recorded):
+                output = outputs[slot * len(recorded) + k]
+                own = slot > 0 and not plan.is_parameter[i]
+                on_slot[i] = output.clone() if own else output
+    for indices, own in ((constant, False), (buffers, True)):
+        sent = comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, own_storage=own) if indices else []
+        for on_slot, tensors in zip(copies, sent, strict=bool(indices)):
+            for i, tensor in zip(indices, tensors, strict=True):
+                # A parameter that no graph records still is a tensor of the replica's own.
+                on_slot[i] = alias(tensor) if plan.is_parameter[i] else tensor
+    return copies
+
+
+def _build(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
+    """One replica of the plan's tree around ``tensors``."""
+    parameter_class = ReplicaParameter if record else nn.Parameter
+    for tensor, is_parameter in zip(tensors, plan.is_parameter, strict=True):
+        if is_parameter and type(tensor) is Tensor:
+            # The object stays what the broadcast returned, graph included; only its Python class changes.
+            tensor.__class__ = parameter_class
+    modules = [_shell(entry) for entry in plan.entries]
+    for entry, module in zip(plan.entries, modules, strict=True):
+        _fill(entry, module, modules, tensors)
+    if any(entry.references for entry in plan.entries):
+        table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
+        table.update({id(source): tensor for source, tensor in zip(plan.tensors, tensors, strict=True)})
+        for entry, module in zip(plan.entries, modules, strict=True):
+            attributes = vars(module)
+            for key in entry.references:
+                if key in attributes:
+                    attributes[key] = rebound(attributes[key], table)
+    return modules[0]
+
+
+def _shell(entry: ModuleEntry) -> nn.Module:
+    """A module of the same class with the same attributes, and nothing yet in its registries."""
+    source = entry.module
+    if entry.has_own_rule:
+        replica = source._replicate_for_data_parallel()
+        if isinstance(source, torch.jit.ScriptModule):
+            return replica
+    else:
+        replica = object.__new__(type(source))
+        vars(replica).update(vars(source))
+    attributes = vars(replica)
+    attributes["_is_replica"] = True
+    for name in HOOK_TABLES:
+        attributes[name] = attributes[name].copy() if attributes[name] else OrderedDict()
+    return replica
+
+
+def _fill(entry: ModuleEntry, replica: nn.Module, modules: list[nn.Module], tensors: list[Tensor]) -> None:
+    """Puts the replica's own tensors and children where the source has its."""
+    parameters = {key: None if i is None else tensors[i] for key, i in entry.parameters.items()}
+    buffers = {key: None if i is None else tensors[i] for key, i in entry.buffers.items()}
+    children = {key: None if i is None else modules[i] for key, i in entry.children.items()}
+    if isinstance(replica, torch.jit.ScriptModule):
+        # Its registries are views of a C++ object, which is written through attributes.
+        for registry in (parameters, buffers, children):
+            for key, value in registry.items():
+                if value is not None:
+                    setattr(replica, key, value)
+        return
+    attributes = vars(replica)
+    attributes["_parameters"] = parameters
+    attributes["_buffers"] = buffers
+    attributes["_modules"] = children
+
+
+class ReplicaKeeper:
+    """Owns replicas whose attributes may refer to each other in circles, and takes them apart when it dies.
+
+    Reference counting alone does not free such replicas, and their copies of the weights would wait for the garbage
+    collector. A backward pass may still need them (checkpointing runs their methods again), so `keep_for` ties the
+    keeper to the graph of what they returned.
+    """
+
+    def __init__(self, replicas: Sequence[nn.Module]) -> None:
+        cyclic = [replica for replica in replicas if vars(replica).pop(_CYCLES, False)]
+        self._modules = [module for replica in cyclic for module in replica.modules()]
+
+    def keep_for(self, outputs: Iterable[Tensor]) -> None:
+        """Keeps the replicas at least as long as the graph of ``outputs``."""
+        for output in outputs:
+            if self._modules and output.grad_fn is not None:
+                output.grad_fn.metadata["dataparallel.replicas"] = self  # type: ignore[index]
+
+    def __del__(self) -> None:
+        for module in self._modules:
+            vars(module).clear()

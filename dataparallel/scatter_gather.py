@@ -1,0 +1,331 @@
+"""Nested structures in, nested structures out: `scatter`, `scatter_kwargs`, `gather` and `whole`.
+
+Walks the containers that ``batch_types`` knows and moves each tensor with the functions of ``functions``; every error
+names the place in the structure. Which devices there are and what runs on them is for others to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel import comm
+from dataparallel.batch_types import batch_of, container_of
+from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
+from dataparallel.functions import Broadcast, Gather, Scatter, alias
+
+__all__ = ["gather", "moved", "scatter", "scatter_kwargs", "tensors_in", "whole"]
+
+_WHOLE = "_dataparallel_whole"
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Marks a tensor that every replica gets whole (a mask, a table) instead of a chunk of it.
+
+    Returns another tensor on the same memory and in the same graph; the argument itself is not marked. Results of
+    operators carry no mark, so mark last: ``model(x, mask=dataparallel.whole(mask))``. A module that is not wrapped
+    takes it as the tensor it is.
+
+    Raises:
+        TypeError: ``tensor`` is no tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"whole() marks a tensor; got {type(tensor).__name__}: everything else is handed on whole anyway"
+        )
+    recorded = tensor.requires_grad and torch.is_grad_enabled()
+    marked = tensor.view_as(tensor) if recorded else alias(tensor)
+    setattr(marked, _WHOLE, True)
+    return marked
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether every replica gets the tensor whole: it is marked, or has no dimension to split."""
+    return tensor.dim() == 0 or hasattr(tensor, _WHOLE)
+
+
+def scatter(
+    inputs: Any,
+    target_gpus: Sequence[DeviceLike],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+) -> list[Any]:
+    """Splits every tensor of a nested structure along ``dim`` over the slots, and gives each slot its structure.
+
+    Chunks are near-equal as ``torch.chunk`` makes them, or of ``chunk_sizes`` (one for each slot, at least 1 sample
+    each); a batch with fewer samples than slots gives fewer structures. Tensors of 0 dimensions and those marked
+    `whole` go to every slot; anything that is no tensor is handed to all by reference, in containers of their own.
+    A structure without a tensor to split is repeated for every slot. All tensors arrive on their slot's device.
+
+    Args:
+        inputs: tensors, containers and batches (see ``batch_types``), nested as you like.
+        target_gpus: the slots, of any device type.
+        dim: the batch dimension of the tensors; batch types have their own.
+        chunk_sizes: samples for each slot.
+
+    Returns:
+        A list with one structure for each slot that has samples.
+
+    Raises:
+        ValueError: batch sizes that disagree (both are named, with their paths), ``chunk_sizes`` that do not fit, a
+            tensor without dimension ``dim``, a container that contains itself.
+    """
+    return _scatter(inputs, target_gpus, dim, chunk_sizes, "input")
+
+
+def scatter_kwargs(
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    target_gpus: Sequence[DeviceLike],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
+    """`scatter` for the arguments of a call: a tuple of positional and one of keyword arguments, one for each slot.
+
+    Batch sizes must agree over both. Without any argument both are empty.
+    """
+    if not inputs and not kwargs:
+        resolve_slots(target_gpus)
+        return (), ()
+    split = _scatter(_Arguments((tuple(inputs), kwargs or {})), target_gpus, dim, chunk_sizes, "")
+    return tuple(args for args, _ in split), tuple(keywords for _, keywords in split)
+
+
+class _Arguments(tuple[Any, ...]):
+    """Positional and keyword arguments of one call, walked together so that their batch sizes are compared."""
+
+    __slots__ = ()
+
+
+def _scatter(
+    inputs: Any, devices: Sequence[DeviceLike], dim: int, chunk_sizes: Sequence[int] | None, name: str
+) -> list[Any]:
+    slots = resolve_slots(devices)
+    sizes = _chunk_sizes(_batch_size(inputs, dim, name), len(slots), chunk_sizes)
+    walk = _Splitter(slots if sizes is None else slots[: len(sizes)], sizes, dim)
+    return walk.split(inputs)
+
+
+def _chunk_sizes(batch_size: int | None, slots: int, given: Sequence[int] | None) -> list[int] | None:
+    if batch_size is None:
+        return None
+    if given is None:
+        return comm.near_equal_sizes(batch_size, slots)
+    sizes = comm.check_chunk_sizes(given, slots, batch_size)
+    if 0 in sizes:
+        raise ValueError(
+            f"chunk_sizes={sizes}: every slot needs at least one sample; leave a slot out of device_ids instead"
+        )
+    return sizes
+
+
+def _batch_size(inputs: Any, dim: int, name: str) -> int | None:
+    """The one batch size of all that is to be split; ``None`` if there is nothing."""
+    first: tuple[str, int] | None = None
+    for path, leaf in _leaves(inputs, name, ()):
+        if isinstance(leaf, Tensor):
+            if is_whole(leaf):
+                continue
+            if not -leaf.dim() <= dim < leaf.dim():
+                raise ValueError(
+                    f"{path} of shape {tuple(leaf.shape)} has no dimension {dim} to split; "
+                    f"mark it dataparallel.whole(...) if every replica needs all of it"
+                )
+            size = leaf.shape[dim]
+        else:
+            batch = batch_of(leaf)
+            if batch is None:
+                continue
+            size = batch.size(leaf)
+        if first is None:
+            first = (path, size)
+        elif size != first[1]:
+            raise ValueError(
+                f"batch sizes disagree along dimension {dim}: {first[0]} has {first[1]}, {path} has {size}; mark a "
+                "tensor that is no batch (a mask, a table) as dataparallel.whole(tensor)"
+            )
+    return None if first is None else first[1]
+
+
+def _children(obj: Any, path: str) -> list[tuple[str, Any]] | None:
+    """Paths and values of a container's children; ``None`` for a leaf."""
+    if type(obj) is _Arguments:
+        args, kwargs = obj
+        return [("args", args), ("kwargs", kwargs)]
+    if isinstance(obj, Tensor) or batch_of(obj) is not None:
+        return None
+    container = container_of(obj)
+    return None if container is None else [(path + key, value) for key, value in container.children(obj)]
+
+
+def _leaves(obj: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    children = _children(obj, path)
+    if children is None:
+        yield path, obj
+        return
+    if id(obj) in above:
+        raise ValueError(f"{path} contains itself; a structure to scatter or gather must be a tree")
+    for child_path, child in children:
+        yield from _leaves(child, child_path, (*above, id(obj)))
+
+
+def tensors_in(obj: Any) -> Iterator[Tensor]:
+    """Every tensor of a nested structure, batch types aside, in order."""
+    return (leaf for _, leaf in _leaves(obj, "", ()) if isinstance(leaf, Tensor))
+
+
+class _Splitter:
+    """One scatter: the slots in use and their chunk sizes (``None``: there is nothing to split)."""
+
+    def __init__(self, slots: list[torch.device], sizes: list[int] | None, dim: int) -> None:
+        self.slots, self.sizes, self.dim = slots, sizes, dim
+        # One tensor in two places stays one tensor in two places: attention asks whether query is key.
+        # Keyed by id, with the tensor beside it so that the id stays taken.
+        self.done: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
+
+    def split(self, obj: Any) -> list[Any]:
+        """``obj`` for each slot."""
+        if isinstance(obj, Tensor):
+            if id(obj) not in self.done:
+                self.done[id(obj)] = obj, self.split_tensor(obj)
+            return list(self.done[id(obj)][1])
+        if type(obj) is _Arguments:
+            return list(zip(*map(self.split, obj), strict=True))
+        batch = batch_of(obj)
+        if batch is not None:
+            assert self.sizes is not None
+            parts = batch.split(obj, self.sizes)
+            return [batch.to(part, slot) for part, slot in zip(parts, self.slots, strict=True)]
+        container = container_of(obj)
+        if container is None:
+            return [obj] * len(self.slots)
+        columns = [self.split(value) for _, value in container.children(obj)]
+        return [container.rebuild(obj, [column[slot] for column in columns]) for slot in range(len(self.slots))]
+
+    def split_tensor(self, tensor: Tensor) -> Sequence[Tensor]:
+        if len(self.slots) == 1 and tensor.device == self.slots[0]:
+            return [tensor]
+        if not is_whole(tensor):
+            return Scatter.apply(self.slots, self.sizes, self.dim, tensor)
+        copies = Broadcast.apply(self.slots, tensor)
+        for copy in copies:
+            if tensor.dim() > 0:
+                setattr(copy, _WHOLE, True)
+        return copies
+
+
+def moved(obj: Any, device: torch.device) -> Any:
+    """The nested structure with every tensor and batch on ``device``; itself where all are there already."""
+    if isinstance(obj, Tensor):
+        return obj if obj.device == device else Broadcast.apply([device], obj)[0]
+    batch = batch_of(obj)
+    if batch is not None:
+        return batch.to(obj, device)
+    container = container_of(obj)
+    if container is None or all(tensor.device == device for tensor in tensors_in(obj)):
+        return obj
+    return container.rebuild(obj, [moved(value, device) for _, value in container.children(obj)])
+
+
+def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
+    """Joins one structure from each replica into one structure on ``target_device``.
+
+    Tensors are concatenated along ``dim``, 0-dim ones become a vector. Leaves that are no tensors stay what they are
+    where they are equal, and become a list, one entry for each replica, where they are not. Containers keep the
+    type, and what else they hold, of the first replica's.
+
+    Args:
+        outputs: one structure for each replica, at least one.
+        target_device: a device; -1 or ``"cpu"`` is the CPU, where the result is complete on return.
+        dim: the batch dimension.
+
+    Raises:
+        ValueError: outputs that cannot be joined (types, keys, lengths, shapes or dtypes that differ); the message
+            names the place, such as ``output["logits"][2]``.
+    """
+    if not outputs:
+        raise ValueError("gather needs the output of at least one replica; got none")
+    target = CPU if target_device == -1 else resolve(target_device)
+    return _gather(list(outputs), target, dim, "output", ())
+
+
+def _gather(outputs: list[Any], target: torch.device, dim: int, path: str, above: tuple[int, ...]) -> Any:
+    first = outputs[0]
+    if any(isinstance(output, Tensor) for output in outputs):
+        return _gather_tensors(outputs, target, dim, path)
+    batch = batch_of(first)
+    if batch is not None:
+        _check_same_type(outputs, path)
+        return batch.merge([batch.to(output, target) for output in outputs])
+    container = container_of(first)
+    if container is None:
+        return _gather_leaves(outputs, path)
+    if id(first) in above:
+        raise ValueError(f"{path} contains itself; a structure to scatter or gather must be a tree")
+    _check_same_type(outputs, path)
+    rows = [dict(container.children(output)) for output in outputs]
+    for replica, row in enumerate(rows[1:], start=1):
+        if row.keys() != rows[0].keys():
+            raise ValueError(
+                f"cannot gather {path}: replica 0 returned {len(rows[0])} elements {list(rows[0])}, "
+                f"replica {replica} {len(row)} elements {list(row)}"
+            )
+    above = (*above, id(first))
+    values = [_gather([row[key] for row in rows], target, dim, path + key, above) for key in rows[0]]
+    return container.rebuild(first, values)
+
+
+def _gather_tensors(outputs: list[Any], target: torch.device, dim: int, path: str) -> Tensor:
+    for replica, output in enumerate(outputs):
+        if not isinstance(output, Tensor):
+            other = next(i for i, found in enumerate(outputs) if isinstance(found, Tensor))
+            raise ValueError(
+                f"cannot gather {path}: replica {other} returned a tensor, replica {replica} returned "
+                f"{type(output).__name__}"
+            )
+    if any(output.dim() > 0 for output in outputs):
+        for replica, output in enumerate(outputs):
+            if not -output.dim() <= dim < output.dim():
+                raise ValueError(
+                    f"cannot gather {path}: replica {replica} returned shape {tuple(output.shape)}, "
+                    f"which has no dimension {dim}"
+                )
+        problem = comm.why_not_gatherable(outputs, dim)
+        if problem:
+            raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}")
+    return Gather.apply(target, dim, *outputs)
+
+
+def _gather_leaves(outputs: list[Any], path: str) -> Any:
+    first = outputs[0]
+    for replica, output in enumerate(outputs[1:], start=1):
+        if container_of(output) is not None or batch_of(output) is not None:
+            _check_same_type(outputs, path)
+            raise ValueError(f"cannot gather {path}: replica {replica} returned a {type(output).__name__}")
+    return first if all(_equal(first, output) for output in outputs[1:]) else outputs
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    try:
+        return bool(a == b)
+    except (ValueError, TypeError, RuntimeError):
+        # Arrays answer == with an array; what has no one answer is not equal.
+        return False
+
+
+def _check_same_type(outputs: list[Any], path: str) -> None:
+    for replica, output in enumerate(outputs[1:], start=1):
+        if type(output) is not type(outputs[0]):
+            raise ValueError(
+                f"cannot gather {path}: replica 0 returned {type(outputs[0]).__name__}, "
+                f"replica {replica} returned {type(output).__name__}"
+            )

@@ -1,0 +1,305 @@
+"""Which of the caller's settings a replica sees, and how.
+
+Much of what torch calls a setting belongs to a thread. A replica runs in another thread and must not notice, so here
+is a table of those settings, a row each: *carried* as they are, *translated* to the slot, *refused* because another
+thread cannot take part; what is the same for all threads already is listed too, to be looked up and tested. A
+`CallerState` is read once in the calling thread and then held around each replica by ``parallel_apply``, the only user.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch._C import _autograd
+from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
+
+from dataparallel.devices import on
+
+__all__ = [
+    "CARRIED",
+    "GLOBAL_ALREADY",
+    "REFUSED",
+    "TRANSLATED",
+    "CallerState",
+    "refuse_what_cannot_be_shared",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row: ``read(slots)`` in the caller gives a value; ``hold(value, slots, device)`` makes it so in a replica.
+
+    ``hold`` may return ``None`` where the thread is as it should be.
+    """
+
+    name: str
+    read: Callable[[Sequence[torch.device]], Any]
+    hold: Callable[[Any, Sequence[torch.device], torch.device], AbstractContextManager[Any] | None]
+
+
+def _hold_switch(
+    read: Callable[[], bool], switch: Callable[[bool], Any]
+) -> Callable[[Any, Sequence[torch.device], torch.device], AbstractContextManager[Any] | None]:
+    """A ``hold`` for a setting that is one bool with a setter."""
+
+    @contextmanager
+    def held(value: bool) -> Iterator[None]:
+        before = read()
+        switch(value)
+        try:
+            yield
+        finally:
+            switch(before)
+
+    return lambda value, slots, device: None if read() == value else held(value)
+
+
+def _switch(name: str, read: Callable[[], bool], switch: Callable[[bool], Any]) -> Setting:
+    return Setting(name, lambda slots: read(), _hold_switch(read, switch))
+
+
+def _autocast_types(slots: Sequence[torch.device]) -> list[str]:
+    return sorted({"cpu", slots[0].type})
+
+
+def _read_autocast(slots: Sequence[torch.device]) -> tuple[bool, list[tuple[str, bool, torch.dtype]]]:
+    return torch.is_autocast_cache_enabled(), [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_types(slots)
+    ]
+
+
+def _set_autocast(value: tuple[bool, list[tuple[str, bool, torch.dtype]]]) -> None:
+    cache, per_type = value
+    torch.set_autocast_cache_enabled(cache)
+    for kind, enabled, dtype in per_type:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+@contextmanager
+def _hold_autocast(value: Any, slots: Sequence[torch.device], device: torch.device) -> Iterator[None]:
+    before = _read_autocast(slots)
+    _set_autocast(value)
+    # Weights that were cast are remembered until the outermost autocast of the thread ends: be that one.
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        _set_autocast(before)
+
+
+@contextmanager
+def _hold_function_modes(modes: Any, slots: Sequence[torch.device], device: torch.device) -> Iterator[None]:
+    for mode in modes:
+        _push_function_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_function_mode()
+
+
+@contextmanager
+def _hold_dispatch_modes(modes: Any, slots: Sequence[torch.device], device: torch.device) -> Iterator[None]:
+    for mode in modes:
+        _python_dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _python_dispatch._pop_mode(getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None))
+
+
+def _read_torch_function(slots: Sequence[torch.device]) -> str:
+    if torch._C._is_torch_function_all_disabled():
+        return "disabled"
+    return "enabled" if torch._C._is_torch_function_enabled() else "disabled for subclasses"
+
+
+def _hold_torch_function(
+    value: str, slots: Sequence[torch.device], device: torch.device
+) -> AbstractContextManager[Any] | None:
+    if value == _read_torch_function(slots):
+        return None
+    return torch._C.DisableTorchFunction() if value == "disabled" else torch._C.DisableTorchFunctionSubclass()
+
+
+def _read_saved_tensor_hooks(slots: Sequence[torch.device]) -> tuple[Any, str | None]:
+    return (
+        _autograd._top_saved_tensors_default_hooks(True),
+        _autograd._saved_tensors_hooks_get_disabled_error_message(),
+    )
+
+
+@contextmanager
+def _hold_saved_tensor_hooks(value: Any, slots: Sequence[torch.device], device: torch.device) -> Iterator[None]:
+    # Only the innermost pair is ever called, so it alone has to come along.
+    hooks, why_disabled = value
+    if hooks is not None:
+        _autograd._push_saved_tensors_default_hooks(*hooks)
+    if why_disabled is not None:
+        _autograd._saved_tensors_hooks_disable(why_disabled)
+    try:
+        yield
+    finally:
+        if why_disabled is not None:
+            _autograd._saved_tensors_hooks_enable()
+        if hooks is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+
+
+CARRIED: tuple[Setting, ...] = (
+    # Inference mode changes grad mode, so it comes first.
+    Setting(
+        "inference mode",
+        lambda slots: torch.is_inference_mode_enabled(),
+        lambda value, slots, device: (
+            None if value == torch.is_inference_mode_enabled() else torch.inference_mode(value)
+        ),
+    ),
+    _switch("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled),
+    _switch("forward-mode gradients", torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
+    _switch("multithreaded backward", torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    _switch("view replay", torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
+    Setting("autocast", _read_autocast, _hold_autocast),
+    Setting("torch function", _read_torch_function, _hold_torch_function),
+    Setting(
+        "torch function modes",
+        lambda slots: [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)],
+        lambda value, slots, device: _hold_function_modes(value, slots, device) if value else None,
+    ),
+    Setting(
+        "torch dispatch modes",
+        lambda slots: _python_dispatch._get_current_dispatch_mode_stack(),
+        lambda value, slots, device: _hold_dispatch_modes(value, slots, device) if value else None,
+    ),
+    Setting(
+        "saved-tensor hooks",
+        _read_saved_tensor_hooks,
+        lambda value, slots, device: None if value == (None, None) else _hold_saved_tensor_hooks(value, slots, device),
+    ),
+)
+"""Settings of the calling thread that replicas see as they are. Context variables are carried too, by `CallerState`."""
+
+ORDERED = frozenset({"torch function modes", "torch dispatch modes", "saved-tensor hooks"})
+"""Carried objects with a state of their own, which would be called from several replicas at once."""
+
+
+def _default_device(slots: Sequence[torch.device]) -> torch.device | None:
+    return next((m.device for m in reversed(_get_current_function_mode_stack()) if isinstance(m, DeviceContext)), None)
+
+
+def _hold_default_device(
+    value: torch.device | None, slots: Sequence[torch.device], device: torch.device
+) -> AbstractContextManager[Any] | None:
+    if value is None:
+        return None
+    # A default without an index means the current device, which is the slot's already.
+    return _hold_function_modes([DeviceContext(device if value == slots[0] else value)], slots, device)
+
+
+def _streams(slots: Sequence[torch.device]) -> dict[torch.device, torch.Stream]:
+    if slots[0].type == "cpu":
+        return {}
+    return {device: torch.accelerator.current_stream(device) for device in {*slots}}
+
+
+TRANSLATED: tuple[Setting, ...] = (
+    Setting("current device", lambda slots: None, lambda value, slots, device: on(device)),
+    Setting("current stream", _streams, lambda value, slots, device: value.get(device)),
+    Setting("default device", _default_device, _hold_default_device),
+)
+"""Settings that mean something else in each slot: its device, the caller's current stream there."""
+
+GLOBAL_ALREADY: tuple[tuple[str, Callable[[], Any]], ...] = (
+    ("default dtype", torch.get_default_dtype),
+    ("anomaly mode", torch.is_anomaly_enabled),
+    ("deterministic algorithms", torch.are_deterministic_algorithms_enabled),
+    ("float32 matmul precision", torch.get_float32_matmul_precision),
+    ("flash attention", torch.backends.cuda.flash_sdp_enabled),
+    ("memory-efficient attention", torch.backends.cuda.mem_efficient_sdp_enabled),
+    ("math attention", torch.backends.cuda.math_sdp_enabled),
+    ("cuDNN", lambda: torch.backends.cudnn.enabled),
+    ("cuDNN benchmark", lambda: torch.backends.cudnn.benchmark),
+)
+"""Settings of the process: nothing has to be done for them."""
+
+
+def _capturing_cuda_graph() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+REFUSED: tuple[tuple[str, Callable[[], bool], str], ...] = (
+    (
+        "functorch transform",
+        lambda: torch._C._functorch.peek_interpreter_stack() is not None,
+        "a torch.func transform (vmap, grad, jvp, functionalize) is running around the call, and exists in its thread "
+        "only. Apply the transform inside the module's forward, or call the module that is not wrapped",
+    ),
+    (
+        "CUDA graph capture",
+        _capturing_cuda_graph,
+        "a CUDA graph is being captured around the call, and one capture cannot follow several threads. Capture the "
+        "module that is not wrapped",
+    ),
+    (
+        "jit trace",
+        lambda: torch._C._get_tracing_state() is not None,
+        "torch.jit.trace is running around the call, and sees its own thread only. Trace the module without wrapper",
+    ),
+)
+"""What cannot be extended to other threads: a name, whether it is so now, and the sentence with which it is refused."""
+
+
+def refuse_what_cannot_be_shared() -> None:
+    """Raises ``RuntimeError`` with the sentence of the first row of `REFUSED` that holds in the calling thread."""
+    for _, holds, sentence in REFUSED:
+        if holds():
+            raise RuntimeError(f"replicas cannot run here: {sentence}")
+
+
+class CallerState:
+    """The settings of the thread that makes it, for replicas on ``slots``. The first slot is the root."""
+
+    def __init__(self, slots: Sequence[torch.device]) -> None:
+        refuse_what_cannot_be_shared()
+        self._slots = slots
+        self._carried = [(setting, setting.read(slots)) for setting in CARRIED]
+        self._translated = [(setting, setting.read(slots)) for setting in TRANSLATED]
+        # Several threads cannot be inside one context, so each replica has a copy; what it sets there is dropped.
+        self._contexts = [contextvars.copy_context() for _ in slots]
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether something carried has a state that replicas must not touch at once, nor in changing order."""
+        return any(value not in ([], (None, None)) for setting, value in self._carried if setting.name in ORDERED)
+
+    def run_in_worker(self, slot: int, task: Callable[[], T]) -> T:
+        """Runs ``task`` with the caller's settings, in a thread that has none of its own."""
+        return self._run(slot, task, [*self._translated, *self._carried])
+
+    def run_here(self, slot: int, task: Callable[[], T]) -> T:
+        """Runs ``task`` in the calling thread, where only what depends on the slot has to change."""
+        return self._run(slot, task, self._translated)
+
+    def _run(self, slot: int, task: Callable[[], T], settings: list[tuple[Setting, Any]]) -> T:
+        device = self._slots[slot]
+        with ExitStack() as stack:
+            for setting, value in settings:
+                held = setting.hold(value, self._slots, device)
+                if held is not None:
+                    stack.enter_context(held)
+            return self._contexts[slot].run(task)
