@@ -7,7 +7,8 @@ when there is nothing to parallelise, and keeps the attributes and the state dic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -98,6 +99,11 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         """
         if not self.device_ids:
             return self.module(*inputs, **kwargs)
+        # torch.compile around the call: the stages run between its graphs. Without dynamo there is no such call.
+        run = _run_between_graphs if "torch._dynamo" in sys.modules else DataParallel._run
+        return run(self, *inputs, **kwargs)
+
+    def _run(self, *inputs: Any, **kwargs: Any) -> Any:
         slots = [resolve(device) for device in self.device_ids]
         _check_placement(self.module, slots[0])
         if len(slots) > 1:
@@ -144,6 +150,9 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
                     f"write .module.{name}"
                 ) from None
             raise
+
+
+_run_between_graphs: Callable[..., Any] = torch._disable_dynamo(DataParallel._run)  # type: ignore[attr-defined]
 
 
 def data_parallel(

@@ -43,7 +43,7 @@ class ReplicaParameter(torch.Tensor):
         return self
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether gradients flow to the source's parameter."""
         return super().requires_grad
 

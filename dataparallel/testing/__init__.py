@@ -1,0 +1,8 @@
+"""What tests need and the library does not: small models, and comparisons with one device.
+
+`models` is a zoo, one small model per way in which a replica can go wrong, made of the parts in
+`cases`. `parity` compares a module on several slots with the same module on one device; it is
+public, so that users can ask of their own module what the library's tests ask of the zoo, and
+stands on `steps`. Nothing in the library imports this package, and importing it touches no
+device.
+"""

@@ -1,0 +1,216 @@
+"""Gradients through the whole wrapper: twice differentiable, the same bits in every run, ``None`` as on one device."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+import dataparallel as dp
+from dataparallel import DataParallel
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+class Smooth(nn.Module):
+    """Two layers, one of them used twice, and a parameter that only some forwards use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
+        self.sometimes = nn.Parameter(torch.ones(2))
+        self.never = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, with_sometimes=False):
+        y = self.second(torch.tanh(self.first(torch.tanh(self.first(x)))))
+        return y * self.sometimes if with_sometimes else y
+
+
+@pytest.fixture
+def model(root):
+    torch.manual_seed(0)
+    return Smooth().double().to(root)
+
+
+@pytest.fixture
+def x(root):
+    return torch.randn(5, 2, dtype=torch.float64, device=root, requires_grad=True)
+
+
+def put(model, parameters) -> None:
+    """Makes the model compute with these tensors, leaves or not."""
+    places = [(layer, name) for layer in (model.first, model.second) for name in ("weight", "bias")]
+    for (layer, name), parameter in zip(places, parameters, strict=True):
+        layer._parameters[name] = parameter
+
+
+@pytest.mark.slots(2, 3, 8)
+def test_gradcheck_and_gradgradcheck_for_inputs_and_parameters(model, slots, x):
+    wrapped = DataParallel(model, slots)
+    parameters = [p.detach().clone().requires_grad_() for p in list(model.parameters())[2:]]
+
+    def call(x, *parameters):
+        put(model, parameters)
+        return wrapped(x)
+
+    assert gradcheck(call, (x, *parameters))
+    assert gradgradcheck(call, (x, *parameters))
+
+
+def test_gradgradcheck_through_replicate_alone(model, slots, x):
+    def call(weight):
+        replicas = dp.replicate(Holder(weight), slots)
+        return sum(((k + 1) * replica.weight.sin()).sum() for k, replica in enumerate(replicas))
+
+    class Holder(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self._parameters["weight"] = weight
+
+    weight = torch.randn(3, dtype=torch.float64, device=x.device, requires_grad=True)
+    assert gradcheck(call, (weight,))
+    assert gradgradcheck(call, (weight,))
+
+
+def test_autograd_grad_for_parameters_and_inputs_writes_no_grad(model, slots, x):
+    wanted = [x, *list(model.parameters())[2:]]
+    ours = torch.autograd.grad(DataParallel(model, slots)(x).square().sum(), wanted)
+    for mine, one_device in zip(ours, torch.autograd.grad(model(x).square().sum(), wanted), strict=True):
+        torch.testing.assert_close(mine, one_device, rtol=0, atol=1e-12)
+    assert all(tensor.grad is None for tensor in wanted)
+
+
+def test_a_gradient_penalty_needs_the_second_derivative(model, slots, x):
+    def penalty(call):
+        (slope,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), list(model.first.parameters()))
+
+    for ours, one_device in zip(penalty(DataParallel(model, slots)), penalty(model), strict=True):
+        torch.testing.assert_close(ours, one_device, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_sometimes", [True, False])
+def test_gradients_are_none_exactly_where_one_device_has_none(model, slots, x, with_sometimes):
+    DataParallel(model, slots)(x, with_sometimes).sum().backward()
+    assert model.never.grad is None
+    assert (model.sometimes.grad is None) == (not with_sometimes)
+    assert model.first.weight.grad is not None
+
+
+def test_a_parameter_that_one_replica_uses_gets_that_replicas_gradient(root, slots):
+    class Selective(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x):
+            return x * self.weight if x.sum() > 0 else x
+
+    model = Selective().to(root)
+    x = torch.tensor([-1.0, -1.0, 3.0], dtype=torch.float64, device=root, requires_grad=True)
+    DataParallel(model, slots)(x).sum().backward()
+    assert model.weight.grad == 3
+
+
+def test_a_frozen_parameter_stays_without_gradient(model, slots, x):
+    model.first.weight.requires_grad_(False)
+    DataParallel(model, slots)(x).sum().backward()
+    assert model.first.weight.grad is None
+    assert model.first.bias.grad is not None
+
+
+def test_a_hook_on_a_parameter_fires_once_with_the_sum(model, slots, x):
+    seen, accumulated = [], []
+    model.second.bias.register_hook(lambda grad: seen.append(grad.clone()))
+    model.second.bias.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.grad.clone()))
+    DataParallel(model, slots)(x).sum().backward()
+    assert len(seen) == len(accumulated) == 1
+    torch.testing.assert_close(seen[0], torch.full_like(seen[0], len(x)))
+    torch.testing.assert_close(accumulated[0], seen[0])
+
+
+def test_gradients_accumulate_over_calls_and_graphs_can_be_kept(model, slots, x):
+    wrapped = DataParallel(model, slots)
+    first, second = wrapped(x).sum(), wrapped(x).sum()
+    (first + second).backward(retain_graph=True)
+    once = model.second.bias.grad.clone()
+    first.backward()
+    torch.testing.assert_close(once, torch.full_like(once, 2 * len(x)))
+    torch.testing.assert_close(model.second.bias.grad, 1.5 * once)
+
+
+def test_the_output_is_one_node_that_leads_to_every_replica(model, slots, x):
+    output = DataParallel(model, slots)(x)
+    assert type(output.grad_fn).__name__ == "GatherBackward"
+    assert len(output.grad_fn.next_functions) == len(slots)
+
+
+def test_changing_a_parameter_before_backward_is_noticed_as_on_one_device(model, slots, x):
+    loss = DataParallel(model, slots)(x).sum()
+    with torch.no_grad():
+        model.second.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.slots(8)
+def test_gradients_are_the_same_bits_in_ten_runs(slots, root):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).to(root)
+    wrapped = DataParallel(model, slots)
+    x = torch.randn(37, 16, device=root)
+    runs = []
+    for _ in range(10):
+        model.zero_grad()
+        wrapped(x).square().mean().backward()
+        runs.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
+
+
+class Dropping(nn.Module):
+    """Dropout, recomputed in backward or not."""
+
+    def __init__(self, reentrant=None) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 8)
+        self.reentrant = reentrant
+
+    def body(self, x):
+        return self.second(nn.functional.dropout(torch.tanh(self.first(x)), 0.5))
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.body(x)
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.slots(8)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_dropout_is_recomputed_with_its_own_draws_in_50_of_50_steps(slots, root, reentrant):
+    torch.manual_seed(0)
+    plain = Dropping().double().to(root)
+    recomputed = Dropping(reentrant).double().to(root)
+    recomputed.load_state_dict(plain.state_dict())
+    for step in range(50):
+        x = torch.randn(16, 8, dtype=torch.float64, device=root, requires_grad=True)
+        gradients = []
+        for model in (plain, recomputed):
+            model.zero_grad()
+            torch.manual_seed(step)
+            DataParallel(model, slots)(x).square().sum().backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+        for expected, found in zip(*gradients, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slots(8)
+def test_seeded_forwards_repeat(slots, root):
+    wrapped = DataParallel(Dropping().to(root), slots)
+    x = torch.randn(16, 8, device=root)
+    outputs = []
+    for _ in range(20):
+        torch.manual_seed(3)
+        outputs.append(wrapped(x).detach())
+    assert all(torch.equal(output, outputs[0]) for output in outputs)

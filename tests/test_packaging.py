@@ -1,0 +1,117 @@
+import inspect
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import dataparallel
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLIC_NAMES = [
+    "DataParallel",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+    "whole",
+]
+
+
+def needed_files(package: Path) -> set[str]:
+    """Every file of the package except what Python leaves behind."""
+    return {
+        path.relative_to(package.parent).as_posix()
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    # Built from a copy: a build leaves folders in the tree, and old ones leak into the wheel.
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for folder in ("dataparallel", "tests", "bench"):
+        if (ROOT / folder).exists():
+            ignored = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
+    for name in ("setup.py", "setup.cfg", "README.rst", "LICENSE", "pyproject.toml"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tree / name)
+    # Sources of the kinds that later rooms compile on first use.
+    for name in ("kernel.cpp", "kernel.h", "kernel.cu"):
+        (tree / "dataparallel" / name).touch()
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*command, "--wheel-dir", str(out), str(tree)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_wheel_carries_every_file(wheel):
+    made_up = {f"dataparallel/kernel.{suffix}" for suffix in ("cpp", "h", "cu")}
+    inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert inside == needed_files(ROOT / "dataparallel") | made_up
+    assert "dataparallel/py.typed" in inside
+
+
+def test_wheel_metadata(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = wheel.read(name).decode()
+    for line in (
+        "Name: dataparallel",
+        f"Version: {dataparallel.__version__}",
+        "Requires-Python: >=3.10",
+        "Requires-Dist: torch>=2.11",
+    ):
+        assert f"\n{line}\n" in metadata
+    for extra in ("test", "bench", "cupy-cuda12", "cupy-cuda13"):
+        assert f"\nProvides-Extra: {extra}\n" in metadata
+    assert any(n.endswith("/LICENSE") for n in wheel.namelist())
+
+
+def test_import_is_free_of_side_effects():
+    code = """
+import os, sys, threading
+import torch
+tasks = lambda: len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 0
+tasks_before, modules_before = tasks(), set(sys.modules)
+import dataparallel
+new = {name.split(".")[0] for name in set(sys.modules) - modules_before}
+assert not new & {"cupy", "cupyx", "pynvml"}, new
+assert "torch.utils.cpp_extension" not in set(sys.modules) - modules_before
+assert not torch.cuda.is_initialized()
+assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
+assert tasks() == tasks_before, (tasks_before, tasks())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names():
+    for name in {*PUBLIC_NAMES, *dataparallel.__all__}:
+        assert hasattr(dataparallel, name), name
+    assert set(PUBLIC_NAMES) <= set(dataparallel.__all__)
+
+
+def torchs_own(name):
+    return getattr(torch.nn.parallel.scatter_gather, name, None) or getattr(torch.nn.parallel, name)
+
+
+@pytest.mark.parametrize("name", sorted({*PUBLIC_NAMES} - {"whole"}))
+def test_signatures_begin_like_torchs(name):
+    """Same parameters in the same order with the same defaults; what is added is keyword-only."""
+
+    torchs, ours = (
+        [(p.name, p.default, p.kind) for p in inspect.signature(function).parameters.values()]
+        for function in (torchs_own(name), getattr(dataparallel, name))
+    )
+    assert ours[: len(torchs)] == torchs
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, _, kind in ours[len(torchs) :])
