@@ -144,5 +144,7 @@ def _where(slot: int, slots: Sequence[torch.device]) -> str:
 def _note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(note)
-    else:  # Python 3.10 shows no notes, but tools that do look for them here
+    else:  # Python 3.10 shows no notes, only causes
         error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+        if error.__cause__ is None and error.__context__ is None:
+            error.__cause__ = RuntimeError(note)

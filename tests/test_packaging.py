@@ -47,9 +47,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     for name in ("kernel.cpp", "kernel.h", "kernel.cu"):
         (tree / "dataparallel" / name).touch()
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
-        [*command, "--wheel-dir", str(out), str(tree)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, "--wheel-dir", str(out), str(tree)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = out.glob("*.whl")
     return zipfile.ZipFile(built)

@@ -196,9 +196,7 @@ def test_broken_nvml_is_a_line_of_the_report(function):
 def test_unknown_memory_or_peer_hides_nothing_else():
     memory = ask_nvml(Broken("nvmlDeviceGetMemoryInfo"), {})
     assert memory.gpus[1] == Gpu("B", "not shown: NVML says GPU is lost")
-    assert "A, memory not shown: NVML says" in format_report(
-        make_report(["cuda:0", "cuda:1"], memory)
-    )
+    assert "A, memory not shown: NVML says" in format_report(make_report(["cuda:0", "cuda:1"], memory))
     peers = ask_nvml(Broken("nvmlDeviceGetP2PStatus"), {})
     assert peers.peers[0] == ("-", "error: GPU is lost")
     assert peers.gpus[0].memory == Memory(80 * GIB, 1 * GIB, 79 * GIB)
@@ -253,9 +251,7 @@ def test_cupy_by_metadata(monkeypatch):
 
 
 def run_python(*arguments):
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -278,9 +274,7 @@ def test_report_initialises_nothing():
 
 
 @pytest.mark.skipif(
-    torch.version.cuda is None
-    or not torch.cuda.is_available()
-    or importlib.util.find_spec("pynvml") is None,
+    torch.version.cuda is None or not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None,
     reason="needs CUDA devices and nvidia-ml-py",
 )
 def test_names_are_those_of_torch():

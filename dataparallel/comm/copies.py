@@ -47,7 +47,9 @@ def broadcast_coalesced(
     """The tensors for each slot; those that have to move, move in flat buckets."""
     results = [list(tensors) for _ in devices]
     arrived: dict[torch.device, list[Tensor]] = {}
-    buckets, singles = plan_buckets(tensors, buffer_size)
+    targets = {*devices}
+    moving = [i for i, tensor in enumerate(tensors) if (own and len(devices) > 1) or targets != {tensor.device}]
+    buckets, singles = plan_buckets(tensors, buffer_size, candidates=moving)
     for index in singles:
         for result, copy in zip(results, broadcast(tensors[index], devices, own=own), strict=True):
             result[index] = copy

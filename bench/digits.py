@@ -1,0 +1,189 @@
+"""The main job: a small residual network learns to read handwritten digits, on any list of slots.
+
+The data are the 1,797 scans that come with scikit-learn, 8 by 8 pixels each. An ordinary training
+loop, in which `DataParallel(network, device_ids=slots)` is all that knows of several slots.
+Compares and judges nothing: that is for `throughput_report.py` and `test_digits.py`.
+
+Training is the same computation on any number of slots, up to rounding:
+
+- the batch is the whole batch for every number of slots, only split differently;
+- `GroupNorm` normalises each sample by itself, so no sample sees how the batch was split;
+- the loss is the mean over the gathered logits, so that every sample weighs the same, also where
+  the chunks differ in size (the last batch of an epoch has 29 samples);
+- weights and shuffles come from seeds, drawn on the CPU, the weights in float32: they are the same
+  on every device and in every dtype.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from dataparallel import DataParallel
+
+EPOCHS = 16
+BATCH_SIZE = 128
+PEAK_LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.1
+LABEL_SMOOTHING = 0.1
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images `(n, 1, 8, 8)` from 0 to 1 and labels `(n,)` from 0 to 9, for training and test."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Digits:
+        """The same data on `device`, the images in `dtype`."""
+        return Digits(
+            self.train_images.to(device, dtype),
+            self.train_labels.to(device),
+            self.test_images.to(device, dtype),
+            self.test_labels.to(device),
+        )
+
+
+def load() -> Digits:
+    """A fifth of the scans is for the test: always the same ones, in the mix of the whole."""
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.from_numpy(pixels).view(-1, 1, 8, 8) / 16
+    train, test = train_test_split(torch.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    digits = torch.from_numpy(labels)
+    return Digits(images[train], digits[train], images[test], digits[test])
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions beside a shortcut.
+
+    No convolution has a bias: the normalisation behind it would take most of it out again.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, groups: int = 4) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
+            nn.GroupNorm(groups, outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.GroupNorm(groups, outputs),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if inputs != outputs or stride != 1:
+            self.shortcut = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.shortcut(x) + self.body(x))
+
+
+class ResidualNet(nn.Sequential):
+    """Images `(n, 1, 8, 8)` in, logits `(n, 10)` out: 85,000 parameters at the usual width."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__(
+            nn.Conv2d(1, width, 3, padding=1, bias=False),
+            nn.GroupNorm(4, width),
+            ResidualBlock(width, width),
+            ResidualBlock(width, 2 * width, stride=2),
+            ResidualBlock(2 * width, 2 * width),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(2 * width, 10),
+        )
+
+
+class TrainingRun:
+    """One training, an epoch at a time, so that several can take turns.
+
+    `losses` has the loss of every step so far, `epoch_seconds` the time of every epoch so far.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[torch.device],
+        dtype: torch.dtype = torch.float32,
+        epochs: int = EPOCHS,
+        seed: int = 0,
+    ) -> None:
+        self.slots = list(slots)
+        self.losses: list[float] = []
+        self.epoch_seconds: list[float] = []
+
+        self.data = load().to(self.slots[0], dtype)
+        self._shuffles = torch.Generator().manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network = ResidualNet()
+        network.to(self.slots[0], dtype)
+
+        self.model = DataParallel(network, device_ids=self.slots)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=WEIGHT_DECAY)
+        steps = epochs * len(self._batches())
+        self._schedule = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, PEAK_LEARNING_RATE, total_steps=steps)
+
+    def train_epoch(self) -> float:
+        """Trains once through the training data; returns the epoch's mean loss."""
+        start = time.perf_counter()
+        self.model.train()
+        losses = []
+        for batch in self._batches():
+            logits = self.model(self.data.train_images[batch])
+            labels = self.data.train_labels[batch]
+            loss = F.cross_entropy(logits, labels, label_smoothing=LABEL_SMOOTHING)
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+            self._schedule.step()
+            losses.append(loss.detach())
+        self._wait_for_devices()
+        self.epoch_seconds.append(time.perf_counter() - start)
+        self.losses += torch.stack(losses).tolist()
+        return statistics.mean(self.losses[-len(losses) :])
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """The part of the test images that is read correctly."""
+        self.model.eval()
+        answers = self.model(self.data.test_images).argmax(dim=1)
+        return (answers == self.data.test_labels).double().mean().item()
+
+    @property
+    def samples_per_second(self) -> float:
+        """Training throughput of the median epoch."""
+        return len(self.data.train_labels) / statistics.median(self.epoch_seconds)
+
+    def _batches(self) -> tuple[Tensor, ...]:
+        order = torch.randperm(len(self.data.train_labels), generator=self._shuffles)
+        return order.to(self.slots[0]).split(BATCH_SIZE)
+
+    def _wait_for_devices(self) -> None:
+        for device in set(self.slots):
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+
+
+def train(
+    slots: Sequence[torch.device],
+    dtype: torch.dtype = torch.float32,
+    epochs: int = EPOCHS,
+    seed: int = 0,
+) -> TrainingRun:
+    """A whole training with a progress bar (where there is a terminal to show it on)."""
+    run = TrainingRun(slots, dtype, epochs, seed)
+    place = f"{len(run.slots)} x {run.slots[0].type}, {str(dtype).removeprefix('torch.')}"
+    with tqdm(range(epochs), desc=place, unit="epoch", disable=None) as bar:
+        for _ in bar:
+            bar.set_postfix(loss=f"{run.train_epoch():.4f}")
+    return run

@@ -1,0 +1,51 @@
+"""The README's examples do what they say, on CPU slots where there is no accelerator."""
+
+import os
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+README = Path(__file__).parents[1] / "README.rst"
+
+
+def examples() -> list[str]:
+    blocks = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", README.read_text(encoding="utf-8"))
+    return [textwrap.dedent(block) for block in blocks]
+
+
+def example(word: str) -> str:
+    (found,) = [block for block in examples() if word in block]
+    return found
+
+
+def test_the_complete_example_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(example("the line that matters"), names)
+    assert names["loss"] < 5
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_the_uneven_example_is_the_loss_of_one_device():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(20, 1).double()
+    x, y = torch.randn(64, 20, dtype=torch.float64), torch.randn(64, 1, dtype=torch.float64)
+    import dataparallel
+
+    names = {"nn": torch.nn, "DataParallel": dataparallel.DataParallel, "model": model, "x": x, "y": y}
+    exec(example("chunk_sizes=[24, 40]"), names)
+    torch.testing.assert_close(names["loss"], torch.nn.functional.mse_loss(model(x), y), rtol=0, atol=1e-12)
+
+
+def test_every_example_is_valid_python():
+    assert len(examples()) == 4
+    for block in examples():
+        compile(block, "README.rst", "exec")
+
+
+@pytest.mark.parametrize("name", ["tests", "main job"])
+def test_commands_are_where_other_tools_look_for_them(name):
+    assert re.search(rf"^\.\. command: {name}\n\n\.\. code-block:: bash\n\n    pip install", README.read_text(), re.M)
