@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,19 +99,17 @@ def container_of(obj: Any) -> Container | None:
         return _PYTREE
     if pytree.is_namedtuple_class(cls):
         return _NAMEDTUPLE
-    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        return _DATACLASS
     for family, container in _FAMILIES:
         if isinstance(obj, family):
             return container
-    return None
+    return _DATACLASS if dataclasses.is_dataclass(obj) and not isinstance(obj, type) else None
 
 
 def _key(key: object) -> str:
     return f'["{key}"]' if isinstance(key, str) else f"[{key!r}]"
 
 
-def _sequence_children(obj: Sequence[Any]) -> list[tuple[str, Any]]:
+def _sequence_children(obj: Iterable[Any]) -> list[tuple[str, Any]]:
     return [(f"[{index}]", value) for index, value in enumerate(obj)]
 
 
@@ -122,14 +120,27 @@ def _mapping_children(obj: Any) -> list[tuple[str, Any]]:
 def _rebuild_mapping(obj: Any, values: list[Any]) -> Any:
     # A copy keeps what a subclass adds: a default factory, attributes.
     new = copy.copy(obj)
+    if getattr(obj, "__dict__", None) is obj:  # items that are attributes too
+        new.__dict__ = new
     for key, value in zip(obj, values, strict=True):
         new[key] = value
+    if dataclasses.is_dataclass(obj):
+        for item in dataclasses.fields(obj):
+            if item.name in new:
+                object.__setattr__(new, item.name, new[item.name])
     return new
 
 
 def _rebuild_list(obj: list[Any], values: list[Any]) -> list[Any]:
     new = copy.copy(obj)
     new[:] = values
+    return new
+
+
+def _rebuild_deque(obj: deque[Any], values: list[Any]) -> deque[Any]:
+    new = copy.copy(obj)
+    new.clear()
+    new.extend(values)
     return new
 
 
@@ -195,6 +206,7 @@ _PYTREE = Container(_pytree_children, _rebuild_pytree)
 _FAMILIES: tuple[tuple[Any, Container], ...] = (
     ((dict, UserDict), Container(_mapping_children, _rebuild_mapping)),
     (list, Container(_sequence_children, _rebuild_list)),
+    (deque, Container(_sequence_children, _rebuild_deque)),
     (tuple, Container(_sequence_children, _rebuild_tuple)),
 )
 

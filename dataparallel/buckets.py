@@ -58,21 +58,25 @@ def dense_stride(shape: Sequence[int], like_stride: Sequence[int]) -> tuple[int,
     return tuple(stride)
 
 
-def layout_of(tensor: Tensor) -> Layout:
+def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> Layout:
     """The layout that keeps the tensor's strides.
 
-    Dimensions that are repeated (stride 0, from ``expand``) are stored once. Memory with holes (a strided slice)
-    comes back dense in the same order of dimensions, as with ``Tensor.clone``.
+    Memory with holes (a strided slice) becomes dense, as with ``Tensor.clone``.
+
+    Args:
+        tensor: a strided tensor.
+        keep_repeats: dimensions that are repeated (stride 0, from ``expand``) are stored once and come back repeated;
+            else every element is stored.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     if tensor.is_contiguous():
         return Layout(shape, shape, stride, tensor.numel())
-    core = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
-    if tensor.numel() == 0:
-        core = shape
+    core = shape
+    if keep_repeats:
+        core = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
     if not is_dense(core, stride):
         core = shape
-        stride = dense_stride(shape, stride)
+        stride = torch.empty_like(tensor, device="meta").stride()
     numel = 1
     for size in core:
         numel *= size
@@ -87,6 +91,7 @@ def travels_flat(tensor: Tensor) -> bool:
     return (
         type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_quantized
         and not tensor.__dict__
         and not (tensor.is_conj() or tensor.is_neg())
@@ -94,13 +99,18 @@ def travels_flat(tensor: Tensor) -> bool:
 
 
 def plan_buckets(
-    tensors: Sequence[Tensor], cap_bytes: int = DEFAULT_CAP_BYTES, *, candidates: Iterable[int] | None = None
+    tensors: Sequence[Tensor],
+    cap_bytes: int = DEFAULT_CAP_BYTES,
+    *,
+    candidates: Iterable[int] | None = None,
+    keep_repeats: bool = True,
 ) -> tuple[list[Bucket], list[int]]:
     """Groups tensors into buckets of at most ``cap_bytes`` (or one tensor), in order, by device and dtype.
 
     Args:
         tensors: any tensors; ``candidates`` limits which of them (by position) are considered, default all.
         cap_bytes: above 0.
+        keep_repeats: see `layout_of`; ``False`` where other tensors of the same shapes will be flattened too.
 
     Returns:
         The buckets, and the positions of tensors that have to travel singly.
@@ -115,7 +125,7 @@ def plan_buckets(
         if not travels_flat(tensor):
             singles.append(index)
             continue
-        layout = layout_of(tensor)
+        layout = layout_of(tensor, keep_repeats=keep_repeats)
         nbytes = layout.numel * tensor.element_size()
         key = (tensor.device, tensor.dtype)
         bucket, filled = open_buckets.get(key, (None, 0))
@@ -131,7 +141,7 @@ def plan_buckets(
 def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
     """A new flat buffer with the elements of the bucket's tensors, in the order in which they lie in memory.
 
-    ``tensors`` is the list that the bucket was planned for, or one whose tensors have the same shapes.
+    ``tensors`` is the list that the bucket was planned for or, if it keeps no repeats, one with the same shapes.
     """
     return torch.cat([_flat_view(tensors[i], layout) for i, layout in zip(bucket.indices, bucket.layouts, strict=True)])
 

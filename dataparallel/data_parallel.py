@@ -16,8 +16,9 @@ from torch import nn
 
 from dataparallel.devices import DeviceLike, device_id, on, resolve, resolve_output, resolve_slots
 from dataparallel.parallel_apply import parallel_apply
-from dataparallel.replicate import ReplicaKeeper, replicate
-from dataparallel.scatter_gather import gather, moved, scatter_kwargs, tensors_in
+from dataparallel.replica_cycles import CycleBreaker
+from dataparallel.replicate import replicate
+from dataparallel.scatter_gather import gather, moved, scatter_kwargs
 from dataparallel.thread_state import refuse_what_cannot_be_shared
 
 __all__ = ["DataParallel", "data_parallel"]
@@ -116,11 +117,9 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
                 output = self.module(*split_inputs[0], **split_kwargs[0])
             return moved(output, resolve_output(self.output_device, slots))
         replicas = self.replicate(self.module, self.device_ids[: len(split_inputs)])
-        keeper = ReplicaKeeper(replicas)
+        _breaker = CycleBreaker(replicas)
         outputs = self.parallel_apply(replicas, split_inputs, split_kwargs)
-        gathered = self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
-        keeper.keep_for(tensors_in(gathered))
-        return gathered
+        return self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way."""

@@ -63,6 +63,8 @@ def resolve(device: DeviceLike) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"{device!r} names no device that torch knows; {what_exists()}") from error
     if named.type == "cpu":
+        if named.index not in (None, 0):
+            raise ValueError(f"{str(named)!r} does not exist; the CPU is 'cpu', and may be listed several times")
         return CPU
     count = device_count(named.type)
     if count == 0:
@@ -122,9 +124,10 @@ def resolve_output(output_device: DeviceLike | None, slots: Sequence[torch.devic
     """
     if output_device is None:
         return slots[0]
-    if output_device == -1 and isinstance(output_device, int):
+    is_index = isinstance(output_device, int) and not isinstance(output_device, bool)
+    if is_index and output_device == -1:
         return CPU
-    if isinstance(output_device, int) and slots[0] == CPU:
+    if is_index and slots[0] == CPU:
         raise ValueError(f"output_device={output_device} is an accelerator, but the slots are on the cpu")
     output = resolve(output_device)
     if output != CPU and output.type != slots[0].type:

@@ -12,7 +12,7 @@ several places as the same object, from which torch sees that it must not be kep
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -29,10 +29,7 @@ __all__ = ["Broadcast", "Gather", "ReduceAdd", "ReduceAddCoalesced", "Scatter", 
 
 def alias(tensor: Tensor) -> Tensor:
     """Another tensor object on the same memory and version counter, with the same Python attributes, no graph."""
-    other = tensor.detach()
-    if tensor.__dict__:
-        other.__dict__.update(tensor.__dict__)
-    return other
+    return comm.copies.same_kind(tensor.detach(), tensor)
 
 
 class Broadcast(Function):
@@ -152,7 +149,10 @@ class Scatter(Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # detach: a view made here could not be changed in place by the code that receives it.
-        chunks = tuple(chunk.detach() for chunk in comm.scatter(tensor, devices, chunk_sizes, dim))
+        # Chunk 0 keeps the version counter, by which a batch that changes before backward is noticed; the others have
+        # their own, or a replica that changes its chunk in place would seem to change those of all.
+        parts = comm.scatter(tensor, devices, chunk_sizes, dim)
+        chunks = tuple(part.data if slot else part.detach() for slot, part in enumerate(parts))
         ctx.source, ctx.dim = tensor.device, dim
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
@@ -165,6 +165,8 @@ class Scatter(Function):
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
             for grad, (shape, dtype, device) in zip(grads, ctx.chunks, strict=True)
         ]
+        if not all(grad.is_sparse for grad in whole):
+            whole = [grad.to_dense() if grad.is_sparse else grad for grad in whole]
         if torch.is_grad_enabled():
             return None, None, None, Gather.apply(ctx.source, ctx.dim, *whole)
         return None, None, None, comm.gather(whole, ctx.dim, ctx.source)
@@ -183,9 +185,9 @@ class Gather(Function):
         if ctx.scalars:
             dim, tensors = 0, tuple(tensor.reshape(1) for tensor in tensors)
         ctx.slots = [tensor.device for tensor in tensors]
-        ctx.sizes = [tensor.shape[dim] for tensor in tensors]
         ctx.dim = dim
         gathered = comm.gather(tensors, dim, destination)
+        ctx.sizes = [tensor.shape[dim] for tensor in tensors]
         return alias(gathered) if len(tensors) == 1 else gathered
 
     @staticmethod
@@ -203,7 +205,8 @@ class Gather(Function):
         return (None, None, *chunks)
 
 
-_generator_guards: set[int] = set()
+# Long enough for all backward passes that run at a time; one that fails leaves its number behind.
+_generator_guards: deque[int] = deque(maxlen=64)
 _generator_guards_lock = threading.Lock()
 
 
@@ -219,12 +222,6 @@ def _restore_cpu_generator_after_backward() -> None:
         # The first gather of a backward pass sees the generator before any recomputation; later ones may not.
         if task in _generator_guards:
             return
-        _generator_guards.add(task)
+        _generator_guards.append(task)
     state = torch.get_rng_state()
-
-    def restore() -> None:
-        torch.set_rng_state(state)
-        with _generator_guards_lock:
-            _generator_guards.discard(task)
-
-    torch.autograd.Variable._execution_engine.queue_callback(restore)
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: torch.set_rng_state(state))

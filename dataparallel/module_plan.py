@@ -7,7 +7,9 @@ replica asks the source nothing. It also says which trees cannot be replicated, 
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections import OrderedDict
 from collections.abc import Set
 from dataclasses import dataclass, field
 
@@ -15,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dataparallel import module_references
+from dataparallel.module_references import atomic, compiled_over, is_module_proxy, reached
 
 __all__ = ["ModuleEntry", "ModulePlan", "check_replicatable"]
 
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+_TABLES = frozenset({dict, OrderedDict, list, tuple, set})
 
 HOOK_TABLES = (
     "_forward_pre_hooks",
@@ -101,18 +105,35 @@ class ModulePlan:
             cls = type(entry.module)
             entry.has_own_rule = cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
             for key, value in vars(entry.module).items():
-                if module_references.atomic(value) or key in _REGISTRIES:
+                # Most of what a module holds is atomic or an empty table.
+                if atomic(value) or key in REGISTRIES or (type(value) in _TABLES and not value):
                     continue
-                # Empty tables are most of what a module holds.
-                if isinstance(value, (dict, list, tuple, set)) and not value:
-                    continue
-                if module_references.compiled_over(value, known):
+                items = reached(value)
+                if any(map(is_module_proxy, items)):
+                    raise RuntimeError(
+                        f"cannot replicate {_dotted(entry.name, key)!r}: a weakref.proxy of a module cannot be pointed "
+                        "at its replica; keep a weakref.ref, or the module in a list"
+                    )
+                if compiled_over(items, known):
                     raise _compiled(_dotted(entry.name, key))
-                if module_references.refers(value, known):
+                ids = {id(item) for item in items}
+                if not ids.isdisjoint(known):
                     entry.references.append(key)
                     # Tensors lead nowhere; a module's attribute that leads to a module may lead back to it.
-                    if not self.may_hold_cycles:
-                        self.may_hold_cycles = module_references.refers(value, modules)
+                    self.may_hold_cycles |= not ids.isdisjoint(modules)
+
+
+@functools.cache
+def slot_names(cls: type) -> tuple[str, ...]:
+    """Attributes that instances keep in ``__slots__`` and not in their ``__dict__``."""
+    names = []
+    for base in cls.__mro__:
+        declared = vars(base).get("__slots__", ())
+        for name in (declared,) if isinstance(declared, str) else declared:
+            if name not in ("__dict__", "__weakref__"):
+                private = name.startswith("__") and not name.endswith("__")
+                names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(names)
 
 
 def _dotted(module_name: str, key: str) -> str:

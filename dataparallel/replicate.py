@@ -9,23 +9,23 @@ replicas is ``parallel_apply``'s business.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import comm
+from dataparallel.buckets import PLAIN_TYPES
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.functions import Broadcast, alias
-from dataparallel.module_plan import HOOK_TABLES, ModuleEntry, ModulePlan
+from dataparallel.module_plan import HOOK_TABLES, ModuleEntry, ModulePlan, slot_names
 from dataparallel.module_references import rebound
+from dataparallel.replica_cycles import note_circles
 
-__all__ = ["ReplicaKeeper", "ReplicaParameter", "replicate"]
+__all__ = ["ReplicaParameter", "replicate"]
 
 M = TypeVar("M", bound=nn.Module)
-
-_CYCLES = "_dataparallel_may_hold_cycles"
 
 
 class ReplicaParameter(torch.Tensor):
@@ -65,6 +65,9 @@ class ReplicaParameter(torch.Tensor):
         return self.detach().__reduce_ex__(protocol)
 
 
+PLAIN_TYPES.add(ReplicaParameter)  # a wrapper inside a wrapped module sends replicas' parameters on
+
+
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
     """A copy of ``network`` for each of ``devices``; its parameters and buffers should be on the first of them.
 
@@ -85,9 +88,10 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     record = torch.is_grad_enabled() and not detach
     replicas = []
     for tensors in _copy_tensors(plan, slots, record):
-        replica = _build(plan, tensors, record)
+        made: list[Any] = []
+        replica = _build(plan, tensors, record, made)
         if plan.may_hold_cycles:
-            vars(replica)[_CYCLES] = True
+            note_circles(replica, made)
         replicas.append(replica)
     return replicas
 
@@ -114,8 +118,8 @@ def _copy_tensors(plan: ModulePlan, slots: list[torch.device], record: bool) -> 
     return copies
 
 
-def _build(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
-    """One replica of the plan's tree around ``tensors``."""
+def _build(plan: ModulePlan, tensors: list[Tensor], record: bool, made: list[Any]) -> Any:
+    """One replica of the plan's tree around ``tensors``; ``made`` gets what was built for its attributes."""
     parameter_class = ReplicaParameter if record else nn.Parameter
     for tensor, is_parameter in zip(tensors, plan.is_parameter, strict=True):
         if is_parameter and type(tensor) is Tensor:
@@ -131,24 +135,33 @@ def _build(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
             attributes = vars(module)
             for key in entry.references:
                 if key in attributes:
-                    attributes[key] = rebound(attributes[key], table)
+                    attributes[key] = rebound(attributes[key], table, made)
     return modules[0]
 
 
 def _shell(entry: ModuleEntry) -> nn.Module:
     """A module of the same class with the same attributes, and nothing yet in its registries."""
     source = entry.module
+    attributes = vars(source)
     if entry.has_own_rule:
         replica = source._replicate_for_data_parallel()
+        # What its rule leaves out comes along, but for methods of a ScriptModule, which are bound to the source.
+        left_out = attributes.keys() - vars(replica).keys()
+        methods = torch._C.ScriptMethod
+        vars(replica).update({key: attributes[key] for key in left_out if not isinstance(attributes[key], methods)})
         if isinstance(source, torch.jit.ScriptModule):
             return replica
     else:
         replica = object.__new__(type(source))
-        vars(replica).update(vars(source))
-    attributes = vars(replica)
-    attributes["_is_replica"] = True
+        vars(replica).update(attributes)
+    own = vars(replica)
+    own["_is_replica"] = True
+    own["_non_persistent_buffers_set"] = set(attributes["_non_persistent_buffers_set"])
     for name in HOOK_TABLES:
-        attributes[name] = attributes[name].copy() if attributes[name] else OrderedDict()
+        own[name] = attributes[name].copy() if attributes[name] else OrderedDict()
+    for name in slot_names(type(source)):  # type: ignore[arg-type]
+        if hasattr(source, name):
+            setattr(replica, name, getattr(source, name))
     return replica
 
 
@@ -159,35 +172,13 @@ def _fill(entry: ModuleEntry, replica: nn.Module, modules: list[nn.Module], tens
     children = {key: None if i is None else modules[i] for key, i in entry.children.items()}
     if isinstance(replica, torch.jit.ScriptModule):
         # Its registries are views of a C++ object, which is written through attributes.
-        for registry in (parameters, buffers, children):
-            for key, value in registry.items():
-                if value is not None:
-                    setattr(replica, key, value)
+        for key, tensor in {**parameters, **buffers}.items():
+            if tensor is not None:
+                setattr(replica, key, tensor)
+        for key, child in children.items():
+            replica._modules[key] = child
         return
     attributes = vars(replica)
     attributes["_parameters"] = parameters
     attributes["_buffers"] = buffers
     attributes["_modules"] = children
-
-
-class ReplicaKeeper:
-    """Owns replicas whose attributes may refer to each other in circles, and takes them apart when it dies.
-
-    Reference counting alone does not free such replicas, and their copies of the weights would wait for the garbage
-    collector. A backward pass may still need them (checkpointing runs their methods again), so `keep_for` ties the
-    keeper to the graph of what they returned.
-    """
-
-    def __init__(self, replicas: Sequence[nn.Module]) -> None:
-        cyclic = [replica for replica in replicas if vars(replica).pop(_CYCLES, False)]
-        self._modules = [module for replica in cyclic for module in replica.modules()]
-
-    def keep_for(self, outputs: Iterable[Tensor]) -> None:
-        """Keeps the replicas at least as long as the graph of ``outputs``."""
-        for output in outputs:
-            if self._modules and output.grad_fn is not None:
-                output.grad_fn.metadata["dataparallel.replicas"] = self  # type: ignore[index]
-
-    def __del__(self) -> None:
-        for module in self._modules:
-            vars(module).clear()

@@ -227,9 +227,11 @@ def moved(obj: Any, device: torch.device) -> Any:
     if batch is not None:
         return batch.to(obj, device)
     container = container_of(obj)
-    if container is None or all(tensor.device == device for tensor in tensors_in(obj)):
+    if container is None:
         return obj
-    return container.rebuild(obj, [moved(value, device) for _, value in container.children(obj)])
+    old = [value for _, value in container.children(obj)]
+    new = [moved(value, device) for value in old]
+    return obj if all(a is b for a, b in zip(new, old, strict=True)) else container.rebuild(obj, new)
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
@@ -268,15 +270,22 @@ def _gather(outputs: list[Any], target: torch.device, dim: int, path: str, above
     if id(first) in above:
         raise ValueError(f"{path} contains itself; a structure to scatter or gather must be a tree")
     _check_same_type(outputs, path)
-    rows = [dict(container.children(output)) for output in outputs]
-    for replica, row in enumerate(rows[1:], start=1):
-        if row.keys() != rows[0].keys():
+    rows = [container.children(output) for output in outputs]
+    keys = [key for key, _ in rows[0]]
+    for replica, row in enumerate(rows):
+        theirs = [key for key, _ in row]
+        if sorted(theirs) != sorted(keys):
             raise ValueError(
-                f"cannot gather {path}: replica 0 returned {len(rows[0])} elements {list(rows[0])}, "
-                f"replica {replica} {len(row)} elements {list(row)}"
+                f"cannot gather {path}: replica 0 returned {len(keys)} elements {keys}, "
+                f"replica {replica} {len(row)} elements {theirs}"
             )
+        if theirs != keys:  # the same keys in another order
+            rows[replica] = sorted(row, key=lambda pair: keys.index(pair[0]))
     above = (*above, id(first))
-    values = [_gather([row[key] for row in rows], target, dim, path + key, above) for key in rows[0]]
+    values = [
+        _gather([value for _, value in column], target, dim, path + key, above)
+        for key, column in zip(keys, zip(*rows, strict=True), strict=True)
+    ]
     return container.rebuild(first, values)
 
 
@@ -295,9 +304,9 @@ def _gather_tensors(outputs: list[Any], target: torch.device, dim: int, path: st
                     f"cannot gather {path}: replica {replica} returned shape {tuple(output.shape)}, "
                     f"which has no dimension {dim}"
                 )
-        problem = comm.why_not_gatherable(outputs, dim)
-        if problem:
-            raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}")
+    problem = comm.why_not_gatherable(outputs, dim)
+    if problem:
+        raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}")
     return Gather.apply(target, dim, *outputs)
 
 
@@ -316,9 +325,10 @@ def _equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     try:
-        return bool(a == b)
+        answer = a == b
+        # Arrays of one shape answer with an array.
+        return bool(answer.all() if hasattr(answer, "all") else answer)
     except (ValueError, TypeError, RuntimeError):
-        # Arrays answer == with an array; what has no one answer is not equal.
         return False
 
 

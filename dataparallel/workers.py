@@ -16,8 +16,8 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Hashable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -63,7 +63,12 @@ class Gang:
         turns: a key for each slot; of tasks with one key only one runs at a time. ``None`` excludes nothing.
 
     A task is in ``_waiting``, then in ``_running``; while it waits for a nested call it is in ``_paused``, and then in
-    ``_resuming`` until it has a permit again. These fields are read and written only with ``_lock`` held.
+    ``_resuming`` until it has a permit again. Only workers write these fields, with ``_lock`` held.
+
+    Interrupts come from outside at any bytecode: ``KeyboardInterrupt`` in the waiting thread, which therefore holds no
+    lock and does no bookkeeping, and `Interrupted` in workers, which the waiting thread sends them. Both sides settle
+    what happens by taking something away, which is one step and succeeds for one of them: the ``_launch`` token, before
+    the gang has started, and a task's entry in ``_inside``, without which no worker is interrupted.
     """
 
     def __init__(
@@ -71,19 +76,23 @@ class Gang:
     ) -> None:
         if permits < 1:
             raise ValueError(f"a gang needs at least 1 permit; got {permits}")
-        self._tasks = list(tasks)
+        self._tasks: list[Callable[[], Any] | None] = list(tasks)
         self._turns: list[Hashable | None] = [None] * len(self._tasks) if turns is None else list(turns)
-        self._permits: float = permits
-        self.outcomes = [Outcome() for _ in self._tasks]
+        self._permits = permits
+        self._outcomes = [Outcome() for _ in self._tasks]
         self._lock = threading.Lock()
-        self._all_done = threading.Event()
         self._waiting = list(range(len(self._tasks)))
         self._running: set[int] = set()
         self._paused: dict[int, Gang] = {}
         self._resuming: dict[int, threading.Event] = {}
+        self._workers = 1  # threads that work for this gang; the first is the one that `run` asks for
+        self._launch = [True]
         self._inside: dict[int, int] = {}  # slot -> ident of the thread that may be interrupted
-        self._workers = 0  # threads started for this gang and not yet given back
-        self._interrupted = False
+        self._sent: set[int] = set()  # slots whose thread has been sent `Interrupted`
+        self._interrupted = self._abandoned = False
+        self._is_done = False
+        self._done = threading.Lock()
+        self._done.acquire()
 
     def run(self) -> list[Outcome]:
         """Runs the tasks and returns when none is running any more.
@@ -92,31 +101,100 @@ class Gang:
         thread (``KeyboardInterrupt``) makes running tasks end after the operator that they are in, and is raised when
         they have; a second one abandons their threads and is raised at once.
         """
+        if not self._tasks:
+            return []
         outer, slot = _here.gang, _here.slot
-        if outer is None:
-            self._run()
-        else:
-            with outer._paused_for(self, slot):
+        try:
+            if outer is None:
                 self._run()
-        return self.outcomes
+            else:
+                outer._pause(slot, self)
+                try:
+                    self._run()
+                finally:
+                    outer._resume(slot)
+            return self._outcomes
+        except BaseException:
+            if not self._abandoned:
+                # An error refers to the frame of `_call`, and that to the outcome: nobody else will break the circle.
+                for outcome in self._outcomes:
+                    outcome.value = outcome.error = None
+            raise
+        finally:
+            if not self._abandoned:
+                # A thread may still have the gang in its hands for a moment, but nothing of the call.
+                self._outcomes, self._tasks = [], []
 
     def _run(self) -> None:
         try:
-            self._start(self._admit())
-            if self._tasks:
-                self._all_done.wait()
+            _pool.start(self, None)
+            self._wait()
         except BaseException:
-            self._interrupt()
-            self._all_done.wait()
+            try:
+                self._interrupt()
+                self._wait()
+            except BaseException:
+                self._interrupted = self._abandoned = True
+                raise
             raise
+
+    def _wait(self) -> None:
+        while not self._is_done:
+            # A signal that arrives just before the wait is noticed only after it: look up now and then.
+            self._done.acquire(timeout=0.2)
+
+    def _interrupt(self) -> None:
+        """Starts no further task, and sends `Interrupted` to the threads of those that run. Holds no lock."""
+        self._interrupted = True
+        if self._take(self._launch.pop):
+            self._is_done = True  # no worker will ever start
+        for slot in list(self._inside):
+            ident = self._inside.pop(slot, None)
+            if ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Interrupted))
+                self._sent.add(slot)
+        for nested in list(self._paused.values()):
+            nested._interrupt()
+
+    @staticmethod
+    def _take(pop: Callable[[], bool]) -> bool:
+        try:
+            return pop()
+        except IndexError:
+            return False
+
+    def work(self, slot: int | None, worker: _Worker) -> bool:
+        """Called by a worker: runs the task of ``slot`` (``None``: the first), then others as permits become free.
+
+        Returns whether the thread is in the pool again; one that may have been interrupted is not used any more.
+        """
+        if slot is None and not self._take(self._launch.pop):
+            _pool.take_back(worker)
+            return True
+        slots = self._admit() if slot is None else [slot]
+        while slots:
+            self._start(slots[1:])
+            self._call(slots[0])
+            self._settle(slots[0])
+            slots = self._admit()
+        # Back to the pool first: whoever waits for this gang finds the thread idle in its next call.
+        usable = not self._interrupted
+        if usable:
+            _pool.take_back(worker)
+        self._leave()
+        return usable
 
     def _admit(self) -> list[int]:
         """Gives free permits to tasks, lowest slot first; returns those that need a thread."""
-        to_start = []
+        slots = []
         with self._lock:
+            if self._interrupted:
+                self._skip(above=-1)
+            # Tasks that wait for a permit only want to end then.
+            permits = math.inf if self._interrupted else self._permits
             held = {self._turns[slot] for slot in itertools.chain(self._running, self._paused, self._resuming)}
             for slot in sorted(itertools.chain(self._waiting, self._resuming)):
-                if len(self._running) >= self._permits:
+                if len(self._running) >= permits:
                     break
                 if slot in self._resuming:
                     self._running.add(slot)
@@ -125,116 +203,90 @@ class Gang:
                     held.add(self._turns[slot])
                     self._waiting.remove(slot)
                     self._running.add(slot)
-                    self._workers += 1
-                    to_start.append(slot)
-        return to_start
+                    slots.append(slot)
+        return slots
 
     def _start(self, slots: list[int]) -> None:
+        """Has each of ``slots`` run by a thread of its own."""
         for slot in slots:
+            with self._lock:
+                self._workers += 1
             try:
                 _pool.start(self, slot)
             except RuntimeError as error:  # the system has no more threads
-                self.outcomes[slot].error = error
+                self._outcomes[slot].error = error
                 self._settle(slot)
-                self._give_back_worker()
-
-    def work(self, slot: int, worker: _Worker) -> bool:
-        """Called by a worker: runs the task of ``slot``, then others as permits become free.
-
-        Returns whether the thread is in the pool again; one that may have been interrupted is not used any more.
-        """
-        while True:
-            self._call(slot)
-            self._settle(slot)
-            to_start = self._admit()
-            if not to_start:
-                break
-            slot = to_start[0]
-            with self._lock:
-                self._workers -= 1  # this thread goes on with the first of them
-            self._start(to_start[1:])
-        # Back to the pool first: whoever waits for this gang finds the thread idle in its next call.
-        usable = not self._interrupted
-        if usable:
-            _pool.take_back(worker)
-        self._give_back_worker()
-        return usable
+                self._leave()
 
     def _call(self, slot: int) -> None:
-        outcome = self.outcomes[slot]
+        """Runs the task. Only in here can the thread be interrupted; when this returns nothing is on its way."""
+        outcome, task = self._outcomes[slot], self._tasks[slot]
+        assert task is not None
         try:
-            with self._lock:
+            try:
+                self._inside[slot] = threading.get_ident()
+                _here.gang, _here.slot = self, slot
                 if self._interrupted:
                     raise Interrupted
-                self._inside[slot] = threading.get_ident()
-            _here.gang, _here.slot = self, slot
-            outcome.value = self._tasks[slot]()
-        except BaseException as error:
-            # From here on the traceback begins in the task.
-            outcome.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+                outcome.value = task()
+            except BaseException as error:
+                # From here on the traceback begins in the task.
+                outcome.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+            self._step_out(slot)
+        except Interrupted as error:  # it came late
+            outcome.error = error.with_traceback(None)
+        _here.gang = None
+
+    def _step_out(self, slot: int) -> None:
+        """After this the calling thread is not interrupted; an interrupt that has been sent arrives in here."""
+        if self._inside.pop(slot, None) is None:
+            while slot not in self._sent and not self._abandoned:
+                time.sleep(0.001)
+            time.sleep(0)
 
     def _settle(self, slot: int) -> None:
-        """Notes that a task has ended. May be repeated: an interrupt can arrive as late as here."""
-        while True:
-            try:
-                _here.gang = None
-                with self._lock:
-                    self._inside.pop(slot, None)
-                    self._running.discard(slot)
-                    if self.outcomes[slot].error is not None:
-                        self._skip(above=slot)
-                return
-            except Interrupted:
-                continue
+        """Notes that a task has ended."""
+        with self._lock:
+            self._running.discard(slot)
+            self._tasks[slot] = None
+            if self._outcomes[slot].error is not None:
+                self._skip(above=slot)
 
     def _skip(self, above: int) -> None:
         for slot in [slot for slot in self._waiting if slot > above]:
             self._waiting.remove(slot)
-            self.outcomes[slot].error = Skipped()
+            self._outcomes[slot].error = Skipped()
 
-    def _give_back_worker(self) -> None:
+    def _leave(self) -> None:
+        """One thread less works for this gang; after the last one nothing runs any more."""
         with self._lock:
             self._workers -= 1
             if self._workers == 0:
-                self._all_done.set()
+                self._is_done = True
+                self._done.release()
 
-    @contextmanager
-    def _paused_for(self, nested: Gang, slot: int) -> Iterator[None]:
-        """Gives the permit of ``slot`` back while its task waits for a nested gang."""
+    def _pause(self, slot: int, nested: Gang) -> None:
+        """Gives the permit of ``slot`` back, because its task begins to wait for ``nested``; it keeps its turn."""
+        self._step_out(slot)
         with self._lock:
-            if self._interrupted:
-                raise Interrupted
             self._running.discard(slot)
             self._paused[slot] = nested
+        if self._interrupted:
+            nested._interrupted = True  # nobody else may have seen it
         self._start(self._admit())
-        try:
-            yield
-        finally:
-            resumed = threading.Event()
-            with self._lock:
-                del self._paused[slot]
-                self._resuming[slot] = resumed
-            self._start(self._admit())
-            resumed.wait()
-            _here.gang, _here.slot = self, slot
 
-    def _interrupt(self) -> None:
-        """Starts no further task, and raises `Interrupted` in those that run as soon as they are back in Python."""
+    def _resume(self, slot: int) -> None:
+        """Waits for a permit for ``slot`` again."""
+        admitted = threading.Event()
         with self._lock:
-            if self._interrupted:
-                return
-            self._interrupted = True
-            self._permits = math.inf  # tasks that wait for a permit only want to end
-            self._skip(above=-1)
-            # With the lock held: a task that ends now finds the exception in `_settle`, not later.
-            for ident in self._inside.values():
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Interrupted))
-            nested = list(self._paused.values())
-            if self._workers == 0:
-                self._all_done.set()
-        self._admit()
-        for gang in nested:
-            gang._interrupt()
+            del self._paused[slot]
+            self._resuming[slot] = admitted
+        self._start(self._admit())
+        admitted.wait()
+        _here.gang, _here.slot = self, slot
+        self._inside[slot] = threading.get_ident()
+        if self._interrupted:
+            raise Interrupted
 
 
 class _Worker(threading.Thread):
@@ -242,7 +294,7 @@ class _Worker(threading.Thread):
 
     def __init__(self, number: int) -> None:
         super().__init__(name=f"dataparallel-worker-{number}", daemon=True)
-        self.jobs: SimpleQueue[tuple[Gang, int]] = SimpleQueue()
+        self.jobs: SimpleQueue[tuple[Gang, int | None]] = SimpleQueue()
 
     def run(self) -> None:
         usable = True
@@ -253,26 +305,24 @@ class _Worker(threading.Thread):
 
 
 class _Pool:
-    """The idle threads of the process."""
+    """The idle threads of the process. Without a lock, which an interrupt could leave held."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._numbers = itertools.count()
         self.used = False
 
-    def start(self, gang: Gang, slot: int) -> None:
-        with self._lock:
-            worker = self._idle.pop() if self._idle else None
-            self.used = True
-        if worker is None:
+    def start(self, gang: Gang, slot: int | None) -> None:
+        self.used = True
+        try:
+            worker = self._idle.pop()
+        except IndexError:
             worker = _Worker(next(self._numbers))
             worker.start()
         worker.jobs.put((gang, slot))
 
     def take_back(self, worker: _Worker) -> None:
-        with self._lock:
-            self._idle.append(worker)
+        self._idle.append(worker)
 
 
 _pool = _Pool()

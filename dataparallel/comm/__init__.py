@@ -8,6 +8,7 @@ the CPU included. On one device nothing is copied unless the caller needs its ow
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -71,8 +72,10 @@ def broadcast(
     """
     _check_movable([tensor])
     _check_exactly_one(devices, out)
-    if out is None:
-        return tuple(copies.broadcast(tensor, resolve_each(devices or ()), own=False))
+    if devices is not None:
+        return tuple(copies.broadcast(tensor, resolve_each(devices), own=False))
+    assert out is not None
+    _check_movable(out)
     for index, target in enumerate(out):
         if target.shape != tensor.shape:
             raise ValueError(
@@ -143,12 +146,12 @@ def reduce_add_coalesced(
         raise ValueError(f"every slot must bring the same number of tensors; got {lengths}")
     if lengths[0] == 0:
         return ()
+    for tensors in inputs:
+        _check_movable(tensors)
     kinds = [[(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in inputs]
     if any(kind != kinds[0] for kind in kinds):
         for position, terms in enumerate(zip(*inputs, strict=True)):
             _check_summable(terms, f" at position {position}")
-    for tensors in inputs:
-        _check_movable(tensors)
     target = inputs[0][0].device if destination is None else resolve(destination)
     return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size))
 
@@ -177,7 +180,8 @@ def scatter(
     _check_exactly_one(devices, out)
     if out is not None:
         return _scatter_into(tensor, out, chunk_sizes, dim)
-    slots = resolve_each(devices or ())
+    assert devices is not None
+    slots = resolve_each(devices)
     if chunk_sizes is None:
         sizes = near_equal_sizes(tensor.shape[dim], len(slots))
     else:
@@ -190,16 +194,17 @@ def _scatter_into(
 ) -> tuple[Tensor, ...]:
     if chunk_sizes is not None:
         raise ValueError("chunk_sizes follow from the sizes of out; pass only one of them")
-    rest = list(tensor.shape)
-    rest[dim] = sum(target.shape[dim] for target in out)
+    _check_movable(out)
     chunk = list(tensor.shape)
     for index, target in enumerate(out):
-        chunk[dim] = target.shape[dim]
+        if target.dim() == tensor.dim():
+            chunk[dim] = target.shape[dim]
         if list(target.shape) != chunk:
             raise ValueError(f"out[{index}] has shape {tuple(target.shape)}, its chunk has {tuple(chunk)}")
-    if rest != list(tensor.shape):
+    total = sum(target.shape[dim] for target in out)
+    if total != tensor.shape[dim]:
         raise ValueError(
-            f"the sizes of out along dimension {dim} add up to {rest[dim]}, the tensor has {tensor.shape[dim]}"
+            f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
         )
     for target, part in zip(out, torch.split(tensor, [t.shape[dim] for t in out], dim), strict=True):
         target.copy_(part)
@@ -227,11 +232,11 @@ def gather(
         raise ValueError("gather needs at least one tensor; got none")
     _check_movable(tensors)
     first = tensors[0]
-    if not -first.dim() <= dim < first.dim():
-        raise IndexError(f"cannot gather tensors of shape {tuple(first.shape)} along dimension {dim}")
     problem = why_not_gatherable(tensors, dim)
     if problem:
         raise ValueError(f"cannot gather: {problem}")
+    if not -first.dim() <= dim < first.dim():
+        raise IndexError(f"cannot gather tensors of shape {tuple(first.shape)} along dimension {dim}")
     if out is None:
         if destination is None:
             target = first.device
@@ -253,7 +258,7 @@ def check_chunk_sizes(chunk_sizes: Sequence[int], slots: int, total: int) -> lis
     Raises:
         ValueError: says which of these does not hold.
     """
-    sizes = [int(size) for size in chunk_sizes]
+    sizes = [operator.index(size) for size in chunk_sizes]
     if len(sizes) != slots:
         raise ValueError(f"chunk_sizes={sizes} has {len(sizes)} entries for {slots} slots; pass one for each")
     if any(size < 0 for size in sizes):
@@ -273,7 +278,7 @@ def why_not_gatherable(tensors: Sequence[Tensor], dim: int) -> str | None:
         if tensor.dtype != first.dtype:
             return f"tensor 0 has dtype {first.dtype}, tensor {slot} has {tensor.dtype}"
         ours, theirs = list(first.shape), list(tensor.shape)
-        if len(ours) == len(theirs) and ours:
+        if len(ours) == len(theirs) and -len(ours) <= dim < len(ours):
             ours[dim] = theirs[dim] = 0
         if ours != theirs:
             return (

@@ -14,17 +14,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dataparallel.buckets import Bucket, dense_stride, flatten, plan_buckets, travels_flat, unflatten
+from dataparallel.buckets import PLAIN_TYPES, Bucket, dense_stride, flatten, plan_buckets, travels_flat, unflatten
 
 
 def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
     """``tensor`` on ``device``: itself where it is there already, unless the caller needs its ``own`` storage."""
     if tensor.device == device and not own:
         return tensor
-    sent = tensor.detach().to(device, copy=True)
-    if tensor.__dict__:
-        sent.__dict__.update(tensor.__dict__)
-    return sent
+    return same_kind(tensor.detach().to(device, copy=True), tensor)
+
+
+def same_kind(new: Tensor, original: Tensor) -> Tensor:
+    """``new`` with the class and the Python attributes of ``original``, whose data it holds."""
+    if type(new) is Tensor and type(original) not in PLAIN_TYPES:
+        new = new.as_subclass(type(original))
+    if original.__dict__:
+        new.__dict__.update(original.__dict__)
+    return new
 
 
 def broadcast(tensor: Tensor, devices: Sequence[torch.device], *, own: bool) -> list[Tensor]:
@@ -76,8 +82,11 @@ def reduce_add(inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
     total = send(inputs[0], destination)
     for tensor in inputs[1:]:
         term = send(tensor, destination)
-        # Sparse plus dense is an operator only with the dense one first; addition of two is commutative to the bit.
-        total = term + total if total.is_sparse and not term.is_sparse else total + term
+        if total.is_sparse and not term.is_sparse:
+            # Only dense plus sparse is an operator; the sum of two is the same to the bit.
+            total, term = term, total
+        # Repeated indices are summed first: where they meet dense memory, CUDA would add them in any order.
+        total = total + (term.coalesce() if term.is_sparse and not total.is_sparse else term)
     return total
 
 
@@ -89,8 +98,12 @@ def reduce_add_coalesced(
     if len(inputs) == 1:
         return [send(tensor, destination) for tensor in first]
     results = list(first)
-    flat_ones = [i for i in range(len(first)) if all(travels_flat(tensors[i]) for tensors in inputs)]
-    buckets, _ = plan_buckets(first, buffer_size, candidates=flat_ones)
+    flat_ones = [
+        i
+        for i in range(len(first))
+        if all(travels_flat(tensors[i]) and tensors[i].device == tensors[0].device for tensors in inputs)
+    ]
+    buckets, _ = plan_buckets(first, buffer_size, candidates=flat_ones, keep_repeats=False)
     for index in set(range(len(first))).difference(flat_ones):
         results[index] = reduce_add([tensors[index] for tensors in inputs], destination)
     for bucket in buckets:
@@ -117,7 +130,11 @@ def scatter(tensor: Tensor, devices: Sequence[torch.device], sizes: Sequence[int
     """Consecutive chunks of the given sizes along ``dim``; chunks that need not move are views."""
     if len(sizes) == 1:
         return [send(tensor, devices[0])]
-    chunks = torch.split(tensor.detach(), list(sizes), dim)
+    if tensor.layout is torch.sparse_coo:
+        starts = [sum(sizes[:k]) for k in range(len(sizes))]
+        chunks = [tensor.detach().narrow_copy(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+    else:
+        chunks = list(torch.split(tensor.detach(), list(sizes), dim))
     return [send(chunk, device) for chunk, device in zip(chunks, devices, strict=True)]
 
 
@@ -130,7 +147,7 @@ def gather(tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Te
     first = tensors[0]
     shape = list(first.shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    stride = dense_stride(shape, first.stride())
+    stride = dense_stride(shape, torch.empty_like(first, device="meta").stride())
     out = torch.empty_strided(shape, stride, dtype=first.dtype, device=destination)
     return gather_into(out, tensors, dim)
 

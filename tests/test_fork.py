@@ -1,0 +1,173 @@
+"""A fork after the threads of a gang were used: nothing hangs in the child, nothing changes in the parent."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dataparallel
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+
+PRELUDE = """
+import os, signal, sys, threading, traceback, warnings
+import torch
+from torch import nn
+from dataparallel import DataParallel
+from dataparallel.workers import Gang
+
+warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads, which is what this is about
+torch.manual_seed(0)
+
+
+def in_child(job):
+    '''Runs job in a fork; what it returns is the exit code. A child that hangs is ended by a signal.'''
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            signal.alarm(15)
+            code = job() or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFEXITED(status), f"the child ended by signal {os.WTERMSIG(status)}"
+    return os.WEXITSTATUS(status)
+
+
+def four():
+    return [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], 4).run()]
+
+
+module = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256))
+model = DataParallel(module, ["cpu"] * 3)
+x = torch.randn(300, 256)  # enough for torch to use several intra-op threads
+
+
+def step():
+    module.zero_grad()
+    output = model(x)
+    output.square().mean().backward()
+    return output.detach(), [p.grad.clone() for p in module.parameters()]
+
+
+def same(left, right):
+    torch.testing.assert_close(left, right)
+
+"""
+
+
+def run(script: str) -> str:
+    paths = [str(Path(dataparallel.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_forward_and_backward_in_the_child_and_the_parent() -> None:
+    run("""
+torch.set_num_threads(4)
+output, gradients = step()
+
+
+def forward():
+    assert torch.get_num_threads() == 1
+    same(model(x), output)
+    with torch.no_grad():
+        same(model(x), output)
+
+
+def backward():
+    try:
+        same(step()[1], gradients)
+    except RuntimeError as error:
+        assert "fork" in str(error), error
+
+
+for _ in range(3):
+    assert in_child(forward) == 0
+    assert in_child(backward) == 0
+    assert torch.get_num_threads() == 4
+    same(step()[1], gradients)
+""")
+
+
+def test_gangs_in_a_child() -> None:
+    run("""
+torch.set_num_threads(3)
+assert in_child(torch.get_num_threads) == 3, "nothing was used yet, so nothing changes"
+four()
+assert in_child(torch.get_num_threads) == 1
+assert torch.get_num_threads() == 3
+
+
+def child():
+    assert threading.active_count() == 1
+    for _ in range(20):
+        assert four() == [0, 1, 2, 3]
+    assert threading.active_count() == 5
+    return in_child(four_again)
+
+
+def four_again():
+    assert four() == [0, 1, 2, 3]
+
+
+before = threading.active_count()
+assert in_child(child) == 0
+assert threading.active_count() == before
+four_again()
+
+inside_a_task = lambda: in_child(four_again)
+assert [outcome.value for outcome in Gang([inside_a_task] * 2, 1).run()] == [0, 0]
+assert [outcome.value for outcome in Gang([inside_a_task] * 2, 2).run()] == [0, 0]
+""")
+
+
+def test_a_fork_while_gangs_run() -> None:
+    run("""
+over = threading.Event()
+
+
+def user():
+    while not over.is_set():
+        assert four() == [0, 1, 2, 3]
+
+
+users = [threading.Thread(target=user, daemon=True) for _ in range(3)]
+for thread in users:
+    thread.start()
+for _ in range(20):
+    assert in_child(lambda: 0 if four() == [0, 1, 2, 3] else 1) == 0
+over.set()
+for thread in users:
+    thread.join(10)
+    assert not thread.is_alive()
+""")
+
+
+def test_data_loader_workers_are_forked_as_ever() -> None:
+    run("""
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(4)
+output, gradients = step()
+loader = DataLoader(TensorDataset(x), batch_size=100, num_workers=2, multiprocessing_context="fork", timeout=15)
+for _ in range(2):
+    same(torch.cat([batch for (batch,) in loader]), x)
+    assert torch.get_num_threads() == 4
+    same(step(), (output, gradients))
+    same(torch.cat([model(batch) for (batch,) in loader]).detach(), output)
+""")

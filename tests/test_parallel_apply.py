@@ -1,0 +1,238 @@
+"""Running each copy on its device: arguments, order, who may run at the same time, randomness.
+
+What happens to errors is in ``test_parallel_apply_errors``.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dataparallel import DataParallel, parallel_apply
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+TIMEOUT = 20.0
+
+
+class Call(nn.Module):
+    """A module that is one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def echo(*args: Any, **kwargs: Any) -> tuple:
+    return args, kwargs
+
+
+def test_each_module_gets_its_own_inputs_and_outputs_are_in_order(slots: list, root: torch.device) -> None:
+    modules = [Call(lambda t, slot=slot: (slot, t)) for slot in range(3)]
+    inputs = [torch.full((2,), float(slot), device=root) for slot in range(3)]
+    outputs = parallel_apply(modules, [(t,) for t in inputs], devices=slots)
+    assert [slot for slot, _ in outputs] == [0, 1, 2]
+    assert all(output is t for (_, output), t in zip(outputs, inputs, strict=True))
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_inputs_are_a_tuple_a_list_or_one_argument(serial: bool, slots: list, root: torch.device) -> None:
+    t = torch.ones(1, device=root)
+    outputs = parallel_apply([Call(echo)] * 3, [(t, 1), [t, 2], {"key": t}], devices=slots, serial=serial)
+    assert outputs == [((t, 1), {}), ((t, 2), {}), (({"key": t},), {})]
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_each_module_gets_its_own_keyword_arguments(serial: bool, slots: list, root: torch.device) -> None:
+    t = torch.ones(1, device=root)
+    kwargs = [{"a": 1}, {}, {"b": t}]
+    outputs = parallel_apply([Call(echo)] * 3, [()] * 3, kwargs, slots, serial=serial)
+    assert outputs == [((), {"a": 1}), ((), {}), ((), {"b": t})]
+
+
+def test_the_device_is_that_of_the_first_tensor(root: torch.device) -> None:
+    t = torch.ones(1, device=root)
+    inputs = [("no tensor", {"x": [t]}), (t,)]
+    assert parallel_apply([Call(echo)] * 2, inputs) == [(inputs[0], {}), (inputs[1], {})]
+    assert parallel_apply([Call(echo)] * 2, [()] * 2, [{"x": t}] * 2) == [((), {"x": t})] * 2
+
+
+def test_no_tensor_and_no_device_is_an_error(root: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"inputs of replica 1 hold no tensor.*pass devices="):
+        parallel_apply([Call(echo)] * 2, [(torch.ones(1, device=root),), ("a string",)])
+
+
+def test_lengths_have_to_agree(slots: list) -> None:
+    modules = [Call(echo)] * 3
+    with pytest.raises(ValueError, match="got 3 modules but 2 inputs"):
+        parallel_apply(modules, [(), ()], devices=slots)
+    with pytest.raises(ValueError, match="got 3 modules but 1 kwargs_tup"):
+        parallel_apply(modules, [()] * 3, [{}], slots)
+    with pytest.raises(ValueError, match="got 3 modules but 2 devices"):
+        parallel_apply(modules, [()] * 3, None, slots[:2])
+    with pytest.raises(ValueError, match="at least one module"):
+        parallel_apply([], [])
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_at_least_one_worker(workers: int, slots: list) -> None:
+    with pytest.raises(ValueError, match=f"workers={workers}"):
+        parallel_apply([Call(echo)] * 3, [()] * 3, devices=slots, workers=workers)
+    with pytest.raises(ValueError, match=f"workers={workers}"):
+        DataParallel(Call(echo), slots, workers=workers)
+
+
+@pytest.mark.parametrize("variable", [None, "", "0", "1"])
+@pytest.mark.parametrize("argument", [None, True, False])
+def test_serial_runs_in_the_calling_thread_in_slot_order(
+    argument: bool | None, variable: str | None, slots: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DATAPARALLEL_SERIAL", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("DATAPARALLEL_SERIAL", variable)
+    order: list[tuple[int, bool]] = []
+    here = threading.get_ident()
+    modules = [Call(lambda slot=slot: order.append((slot, threading.get_ident() == here))) for slot in range(3)]
+    parallel_apply(modules, [()] * 3, devices=slots, serial=argument)
+    serial = argument if argument is not None else variable == "1"
+    assert sorted(order) == [(slot, serial) for slot in range(3)]
+    if serial:
+        assert order == sorted(order)
+
+
+class Together:
+    """Whether all replicas can be inside at the same time; each waits a moment for the others."""
+
+    def __init__(self, replicas: int, seconds: float) -> None:
+        self.barrier = threading.Barrier(replicas)
+        self.seconds = seconds
+        self.order: list[int] = []
+
+    def run(self, slots: list, **options: Any) -> bool:
+        modules = [Call(lambda slot=slot: self.inside(slot)) for slot in range(len(slots))]
+        return all(parallel_apply(modules, [()] * len(slots), devices=slots, **options))
+
+    def inside(self, slot: int) -> bool:
+        self.order.append(slot)
+        try:
+            self.barrier.wait(self.seconds)
+        except threading.BrokenBarrierError:
+            return False
+        return True
+
+
+def sharing(slots: list) -> list:
+    """Slots with one generator."""
+    return [slots[0]] * 3
+
+
+def test_replicas_that_share_a_generator_run_one_after_the_other_while_recording(slots: list) -> None:
+    together = Together(3, seconds=0.2)
+    assert not together.run(sharing(slots))
+    assert together.order == [0, 1, 2]
+
+
+def test_they_run_together_where_nothing_is_recorded(slots: list) -> None:
+    with torch.no_grad():
+        assert Together(3, TIMEOUT).run(sharing(slots))
+    with torch.inference_mode():
+        assert Together(3, TIMEOUT).run(sharing(slots))
+
+
+def test_they_run_together_where_workers_are_asked_for(slots: list) -> None:
+    assert Together(3, TIMEOUT).run(sharing(slots), workers=3)
+
+
+def test_workers_is_how_many_run_at_the_same_time(slots: list) -> None:
+    with torch.no_grad():
+        assert not Together(3, seconds=0.2).run(sharing(slots), workers=2)
+        together = Together(2, TIMEOUT)
+        assert together.run([slots[0]] * 4, workers=2)
+
+
+class Dropout(nn.Module):
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.reentrant = reentrant
+
+    def part(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = nn.functional.dropout(x, 0.2)
+        return nn.functional.dropout(torch.relu(self.first(x)), 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.part(x) if self.reentrant is None else checkpoint(self.part, x, use_reentrant=self.reentrant)
+        return nn.functional.dropout(self.second(hidden), 0.5)
+
+
+def dropout(root: torch.device, reentrant: bool | None = None) -> Dropout:
+    torch.manual_seed(0)
+    return Dropout(reentrant).double().to(root)
+
+
+def batch(root: torch.device, size: int = 17) -> Tensor:
+    return torch.randn(size, 8, dtype=torch.float64).to(root).requires_grad_()
+
+
+@pytest.mark.slots(8)
+def test_seeded_forwards_are_reproducible(slots: list, root: torch.device) -> None:
+    model, x = DataParallel(dropout(root), slots), batch(root)
+
+    def forward() -> Tensor:
+        torch.manual_seed(1)
+        return model(x).detach()
+
+    first = forward()
+    assert all(torch.equal(forward(), first) for _ in range(20))
+
+
+@pytest.mark.slots(8)
+def test_serial_and_parallel_draw_the_same_numbers(slots: list, root: torch.device) -> None:
+    module, x = dropout(root), batch(root)
+    outputs = []
+    for serial in (False, True):
+        torch.manual_seed(1)
+        outputs.append(DataParallel(module, slots, serial=serial)(x))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.slots(8)
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
+def test_checkpoint_recomputes_with_the_draws_of_the_forward(
+    reentrant: bool, serial: bool, slots: list, root: torch.device
+) -> None:
+    plain, checkpointed, x = dropout(root), dropout(root, reentrant), batch(root)
+
+    def step(module: Dropout, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        module.zero_grad()
+        x.grad = None
+        DataParallel(module, slots, serial=serial)(x).square().sum().backward()
+        return [x.grad, *(p.grad for p in module.parameters())]
+
+    for seed in range(20):
+        for one, other in zip(step(plain, seed), step(checkpointed, seed), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_non_reentrant_checkpoint_around_the_wrapper(slots: list, root: torch.device) -> None:
+    module, x = dropout(root), batch(root)
+    model = DataParallel(module, slots)
+
+    def gradients(call: Callable[[Tensor], Tensor], seed: int) -> tuple[Tensor, ...]:
+        torch.manual_seed(seed)
+        return torch.autograd.grad(call(x).square().sum(), [x, *module.parameters()])
+
+    for seed in range(5):
+        expected = gradients(model, seed)
+        found = gradients(lambda t: checkpoint(model, t, use_reentrant=False), seed)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

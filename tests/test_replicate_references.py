@@ -1,0 +1,192 @@
+"""What hangs on an instance follows the replica: each slot has weights of its own, and every way must lead to them.
+
+The same ways on single values are in test_module_references.
+"""
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dataparallel import replicate
+from dataparallel.testing.cases import numbers, seeded
+from dataparallel.testing.parity import Perturbation, assert_same_step
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+PERTURBATION = Perturbation(seed=3, scale=0.5)
+samples = numbers(4)
+
+
+class Net(nn.Module):
+    """Two layers, a weight and a forward; `setup` hangs something on the instance."""
+
+    def __init__(self, setup: Callable[["Net"], Any], forward: Callable[["Net", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+        self.run = forward
+        setup(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.first(x) * self.scale
+
+
+def hang(**attributes: Callable[[Net], Any]) -> Callable[[Net], None]:
+    """Sets plain attributes, past the registries."""
+
+    def setup(net: Net) -> None:
+        for name, make in attributes.items():
+            vars(net)[name] = make(net)
+
+    return setup
+
+
+def both_layers(net: Net, x: Tensor) -> Tensor:
+    return net.second(net.first(x))
+
+
+def rebind_forward(net: Net) -> None:
+    net.first.forward = types.MethodType(lambda self, x: 2 * F.linear(x, self.weight), net.first)
+
+
+def rebind_call_of_the_root(net: Net) -> None:
+    net.forward = types.MethodType(lambda self, x: self.scaled(x) + self.scale, net)
+
+
+def decorate_forward(net: Net) -> None:
+    method = net.first.forward
+
+    @functools.wraps(method)
+    def twice(x: Tensor) -> Tensor:
+        return method(method(x))
+
+    net.first.forward = twice
+
+
+def borrow_forward(net: Net) -> None:
+    net.second.forward = net.first.forward
+
+
+def a_recursion(net: Net) -> Callable:
+    def descend(x: Tensor, depth: int = 2) -> Tensor:
+        x = torch.tanh(net.first(x))
+        return descend(x, depth - 1) if depth else x
+
+    return descend
+
+
+def two_that_alternate(net: Net) -> Callable:
+    def one(x: Tensor, depth: int = 2) -> Tensor:
+        return other(net.first(x), depth - 1)
+
+    def other(x: Tensor, depth: int) -> Tensor:
+        return one(net.second(x), depth) if depth else x
+
+    return one
+
+
+def a_hook_of_the_parent(net: Net) -> None:
+    net.first.register_forward_hook(lambda module, args, output: output * net.scale)
+
+
+def a_method_as_hook(net: Net) -> None:
+    net.second.register_forward_pre_hook(functools.partial(types.MethodType(lambda s, m, a: s.scaled(a[0]), net)))
+
+
+def a_child_that_knows_its_parent(net: Net) -> None:
+    net.first.above = [net]
+    net.first.forward = types.MethodType(lambda self, x: F.linear(x, self.weight) * self.above[0].scale, net.first)
+
+
+def a_weak_parent(net: Net) -> None:
+    net.first.above = weakref.ref(net)
+    net.first.forward = types.MethodType(lambda self, x: F.linear(x, self.weight) * self.above().scale, net.first)
+
+
+WAYS: dict[str, tuple[Callable[[Net], Any], Callable[[Net, Tensor], Tensor]]] = {
+    "forward bound to a child": (rebind_forward, both_layers),
+    "forward bound to the root": (rebind_call_of_the_root, both_layers),
+    "decorated forward": (decorate_forward, both_layers),
+    "forward of another child": (borrow_forward, both_layers),
+    "method": (hang(enter=lambda net: net.scaled), lambda net, x: net.enter(x)),
+    "methods in a dict": (hang(table=lambda net: {"in": net.scaled}), lambda net, x: net.table["in"](x)),
+    "partial": (hang(enter=lambda net: functools.partial(F.linear, weight=net.first.weight)), lambda n, x: n.enter(x)),
+    "closure": (hang(enter=lambda net: lambda x: net.first(x) * net.scale), lambda net, x: net.enter(x)),
+    "closure that calls itself": (hang(enter=a_recursion), lambda net, x: net.enter(x)),
+    "closures that call each other": (hang(enter=two_that_alternate), lambda net, x: net.enter(x)),
+    "module": (hang(again=lambda net: net.first), lambda net, x: net.again(x)),
+    "itself": (hang(me=lambda net: net), lambda net, x: net.me.first(x)),
+    "parameter": (hang(weight=lambda net: net.first.weight), lambda net, x: x @ net.weight),
+    "modules in a list": (
+        hang(route=lambda net: [net.second, net.first]),
+        lambda net, x: functools.reduce(lambda value, layer: layer(value), net.route, x),
+    ),
+    "modules in a tuple": (hang(pair=lambda net: (net.first, net.scale)), lambda net, x: net.pair[0](x) * net.pair[1]),
+    "modules in a dict": (hang(named=lambda net: {"a": net.first}), lambda net, x: net.named["a"](x)),
+    "modules in a set": (
+        hang(some=lambda net: {net.first, net.second}),
+        lambda net, x: sum(layer(x) for layer in net.some),
+    ),
+    "weak reference": (hang(last=lambda net: weakref.ref(net.second)), lambda net, x: net.last()(x)),
+    "weak method": (hang(last=lambda net: weakref.WeakMethod(net.scaled)), lambda net, x: net.last()(x)),
+    "hook over the parent": (a_hook_of_the_parent, both_layers),
+    "method as a hook": (a_method_as_hook, both_layers),
+    "parent in a list": (a_child_that_knows_its_parent, both_layers),
+    "weak parent": (a_weak_parent, both_layers),
+}
+
+
+@pytest.mark.parametrize(("setup", "forward"), WAYS.values(), ids=WAYS.keys())
+def test_every_way_leads_to_the_weights_of_the_replica(setup: Callable, forward: Callable, slots: list) -> None:
+    build = seeded(Net, setup, forward)
+    assert_same_step(build, samples(7, 1), slots, perturbation=PERTURBATION)
+
+
+def test_the_source_keeps_what_hangs_on_it(slots: list) -> None:
+    net = Net(hang(route=lambda net: [net.first], table=lambda net: {"in": net.scaled}), both_layers)
+    route, table = net.route, net.table
+    replicas = replicate(net, slots)
+    assert net.route is route
+    assert net.route[0] is net.first
+    assert net.table is table
+    assert net.table["in"].__self__ is net
+    for replica in replicas:
+        assert replica.route[0] is replica.first
+        assert replica.table["in"].__self__ is replica
+
+
+def test_attributes_that_lead_elsewhere_are_the_same_objects(slots: list) -> None:
+    stranger = nn.Linear(1, 1)
+    net = Net(hang(config=lambda net: {"depth": 3}, other=lambda net: [stranger], enter=lambda net: torch.relu), len)
+    for replica in replicate(net, slots):
+        assert replica.config is net.config
+        assert replica.other is net.other
+        assert replica.enter is net.enter
+
+
+def test_attributes_of_every_kind_may_hang_on_a_module(slots: list) -> None:
+    net = Net(hang(array=lambda net: np.zeros(3), generator=lambda net: torch.Generator(), cls=lambda net: Net), len)
+    for replica in replicate(net, slots):
+        assert replica.array is net.array
+        assert replica.generator is net.generator
+        assert replica.cls is Net
+
+
+@pytest.mark.parametrize("cls", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_weight_lists_hold_the_weights_of_the_replica(cls: Any, slots: list, root: torch.device) -> None:
+    source = cls(3, 4, num_layers=2, bidirectional=True).to(root)
+    for replica in replicate(source, slots):
+        assert len(replica._flat_weights) == 16
+        for name, weight in zip(replica._flat_weights_names, replica._flat_weights, strict=True):
+            assert weight is getattr(replica, name)
+            assert weight is not getattr(source, name)

@@ -1,0 +1,265 @@
+"""What the caller's settings do in replicas: numbers under autocast, modes and hooks that are really called."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from dataparallel import DataParallel
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
+
+
+class Net(nn.Module):
+    """Linear, tanh, linear; notes the dtypes of its first part, whoever runs it."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.reentrant = reentrant
+        self.dtypes: list[torch.dtype] = []
+
+    def part(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.dtypes.append(hidden.dtype)
+        return torch.tanh(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.second(self.part(x))
+        return self.second(checkpoint(self.part, x, use_reentrant=self.reentrant))
+
+
+def net(root: torch.device, reentrant: bool | None = None) -> Net:
+    torch.manual_seed(0)
+    return Net(reentrant).to(root)
+
+
+def batch(root: torch.device) -> Tensor:
+    return torch.randn(7, 6, generator=torch.Generator().manual_seed(1)).to(root).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@serial_or_not
+def test_autocast_computes_what_it_computes_for_each_chunk(
+    dtype: torch.dtype, serial: bool, slots: list, root: torch.device
+) -> None:
+    module, x = net(root), batch(root)
+    with torch.autocast(root.type, dtype):
+        expected = torch.cat([module(chunk) for chunk in x.chunk(len(slots))])
+        output = DataParallel(module, slots, serial=serial)(x)
+    assert output.dtype == dtype
+    assert torch.equal(output, expected)
+    assert set(module.dtypes) == {dtype}
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+@serial_or_not
+def test_autocast_holds_in_backward_and_recomputation(
+    reentrant: bool | None, serial: bool, slots: list, root: torch.device
+) -> None:
+    plain, x = net(root), batch(root)
+    with torch.autocast(root.type, torch.bfloat16):
+        torch.cat([plain(chunk) for chunk in x.chunk(len(slots))]).float().square().sum().backward()
+    expected, x.grad = x.grad, None
+
+    module = net(root, reentrant)
+    with torch.autocast(root.type, torch.bfloat16):
+        output = DataParallel(module, slots, serial=serial)(x)
+    output.float().square().sum().backward()  # outside of the context, where the setting is off
+    assert set(module.dtypes) == {torch.bfloat16}
+    assert len(module.dtypes) == len(slots) * (1 if reentrant is None else 2)
+    assert torch.equal(x.grad, expected)
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=2**-7, atol=2**-7)
+
+
+@serial_or_not
+def test_autocast_off_around_the_call_is_off_inside(serial: bool, slots: list, root: torch.device) -> None:
+    module = net(root)
+    with torch.autocast(root.type, torch.bfloat16), torch.autocast(root.type, enabled=False):
+        assert DataParallel(module, slots, serial=serial)(batch(root)).dtype == torch.float32
+
+
+@serial_or_not
+def test_weights_that_were_cast_are_not_remembered(serial: bool, slots: list, root: torch.device) -> None:
+    module = net(root)
+    model, x = DataParallel(module, slots, serial=serial), batch(root)
+    for _ in range(2):
+        with torch.autocast(root.type, torch.bfloat16):
+            output = model(x)
+            assert torch.equal(output, torch.cat([module(chunk) for chunk in x.chunk(len(slots))]))
+        with torch.no_grad():
+            module.first.weight.mul_(2)
+
+
+class Alone:
+    """Notes whether two threads were ever inside at the same time."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.calls = 0
+        self.crowded = False
+        self.threads: set[int] = set()
+
+    def __enter__(self) -> None:
+        self.threads.add(threading.get_ident())
+        self.calls += 1
+        self.inside += 1
+        self.crowded |= self.inside > 1
+
+    def __exit__(self, *_: object) -> None:
+        self.inside -= 1
+
+
+def function_mode(alone: Alone) -> TorchFunctionMode:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with alone:
+                return function(*args, **(kwargs or {}))
+
+    return Mode()
+
+
+def dispatch_mode(alone: Alone) -> TorchDispatchMode:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with alone:
+                return function(*args, **(kwargs or {}))
+
+    return Mode()
+
+
+def saved_tensor_hooks(alone: Alone) -> contextlib.AbstractContextManager[Any]:
+    def pack(tensor: Tensor) -> Tensor:
+        with alone:
+            return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+class Slow(Net):
+    """Other replicas would run meanwhile if they could."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone = Alone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.alone:
+            time.sleep(0.02)
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [function_mode, dispatch_mode, saved_tensor_hooks])
+@pytest.mark.parametrize("workers", [None, 3])
+def test_modes_and_hooks_are_called_in_replicas_that_run_one_at_a_time(
+    make: Callable[[Alone], Any], workers: int | None, slots: list, root: torch.device
+) -> None:
+    module, alone, x = Slow().to(root), Alone(), batch(root)
+    expected = module(x)
+    module.alone.calls = 0
+    with make(alone):
+        output = DataParallel(module, slots, workers=workers)(x)
+    torch.testing.assert_close(output, expected)
+    assert module.alone.calls == len(slots)
+    assert alone.threads - {threading.get_ident()}, "no replica called it"
+    assert not alone.crowded
+    assert not module.alone.crowded
+
+
+def test_without_them_replicas_do_run_at_the_same_time(slots: list, root: torch.device) -> None:
+    module = Slow().to(root)
+    together = threading.Barrier(len(slots))
+
+    def wait_for_all(*_: Any) -> None:
+        together.wait(20)
+
+    module.register_forward_pre_hook(wait_for_all)
+    DataParallel(module, slots, workers=len(slots))(batch(root))
+    assert module.alone.crowded
+
+
+@serial_or_not
+def test_saved_tensor_hooks_unpack_what_they_packed(serial: bool, slots: list, root: torch.device) -> None:
+    plain, x = net(root), batch(root)
+    plain(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    module = net(root)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.dtype, t.double()), lambda pair: pair[1].to(pair[0])):
+        output = DataParallel(module, slots, serial=serial)(x)
+    output.square().sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+    torch.testing.assert_close(module.first.weight.grad, plain.first.weight.grad)
+
+
+@serial_or_not
+def test_disabled_saved_tensor_hooks_raise_their_message(serial: bool, slots: list, root: torch.device) -> None:
+    class Hooks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                return x * x
+
+    model = DataParallel(Hooks(), slots, serial=serial)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("none of these, please"),
+        pytest.raises(RuntimeError, match="none of these, please"),
+    ):
+        model(batch(root))
+    assert model(batch(root)).shape == (7, 6)
+
+
+@serial_or_not
+def test_the_default_device_is_where_a_forward_makes_tensors(serial: bool, slots: list, root: torch.device) -> None:
+    devices: list[torch.device] = []
+
+    class Makes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            devices.append(torch.zeros(1).device)
+            return x
+
+    model, x = DataParallel(Makes(), slots, serial=serial), batch(root)
+    for device in (torch.device("meta"), root):
+        devices.clear()
+        with device:
+            model(x)
+        expected = [device] if device.type == "meta" else [torch.device(slot) for slot in slots]
+        assert {*devices} == {*expected}
+        assert len(devices) == len(slots)
+
+
+@serial_or_not
+def test_inference_mode_makes_inference_tensors(serial: bool, slots: list, root: torch.device) -> None:
+    inference: list[bool] = []
+
+    class Makes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inference.append((x + 1).is_inference())
+            return x + 1
+
+    model = DataParallel(Makes(), slots, serial=serial)
+    with torch.inference_mode():
+        output = model(batch(root).detach())
+    assert inference == [True] * len(slots)
+    assert output.is_inference()
+
+
+@serial_or_not
+def test_forward_mode_gradients_pass_through_replicas(serial: bool, slots: list, root: torch.device) -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+            return torch.autograd.forward_ad.unpack_dual(dual.square()).tangent
+
+    x = batch(root)
+    with torch.autograd.forward_ad.dual_level():
+        torch.testing.assert_close(DataParallel(Square(), slots, serial=serial)(x), 2 * x.detach())

@@ -1,0 +1,82 @@
+"""Ctrl-C at any moment, many times, in a process of its own that is ended if it hangs."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dataparallel
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system")
+
+STRESS = """
+import faulthandler, random, signal, sys, threading, time
+from dataparallel.workers import Gang
+
+kind, rounds, rng, main = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3])), threading.get_ident()
+sys.setswitchinterval(1e-5)  # as many places as possible where another thread can go on
+
+
+def spin(count):
+    for _ in range(count):
+        pass
+
+
+def short():
+    spin(rng.randrange(600))
+
+
+def fails():
+    short()
+    raise ValueError
+
+
+def nests():
+    Gang([short] * 3, 2).run()
+
+
+def press(go, delay):
+    go.wait()
+    spin(delay)
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+task = {"short": short, "fails": fails, "nests": nests}[kind]
+for _ in range(rounds):
+    faulthandler.dump_traceback_later(10, exit=True)
+    go = threading.Event()
+    presser = threading.Thread(target=press, args=(go, rng.randrange(40_000)))
+    presser.start()
+    gang = Gang([task] * 4, rng.choice([1, 2, 4]))
+    try:
+        go.set()
+        gang.run()
+        presser.join()
+        time.sleep(1)
+        raise SystemExit("the interrupt got lost")
+    except KeyboardInterrupt:
+        pass
+    presser.join()
+    assert [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], 4).run()] == [0, 1, 2, 3]
+threads = sum(thread.name.startswith("dataparallel") for thread in threading.enumerate())
+assert threads < 100, threads
+print("ended well")
+"""
+
+
+@pytest.mark.parametrize("kind", ["short", "fails", "nests"])
+def test_ctrl_c_at_any_time(kind: str) -> None:
+    paths = [str(Path(dataparallel.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", STRESS, kind, "300", "0"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ended well" in done.stdout

@@ -1,0 +1,103 @@
+"""Threads of gangs: kept between calls, holding nothing while idle, and what happens where no more can be had."""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dataparallel import workers
+from dataparallel.workers import Gang
+
+TIMEOUT = 20.0  # of every wait that a correct gang ends at once
+
+
+def values(tasks: list[Callable[[], Any]], permits: int) -> list[Any]:
+    """What the tasks returned; the first error is raised."""
+    outcomes = Gang(tasks, permits).run()
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.value for outcome in outcomes]
+
+
+def worker_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("dataparallel-worker")}
+
+
+def test_threads_are_kept_and_never_more_than_the_largest_gang_needs() -> None:
+    values([int] * 8, 8)
+    before = worker_threads()
+    for call in range(500):
+        size = 1 + call % 8
+        assert values([int] * size, size) == [0] * size
+    assert worker_threads() <= before
+
+
+def test_a_thread_that_is_slow_to_go_idle_keeps_nothing_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Task:
+        def __call__(self) -> None:
+            pass
+
+    leave = Gang._leave
+
+    def leave_slowly(gang: Gang) -> None:
+        leave(gang)
+        time.sleep(0.2)
+
+    task = Task()
+    alive = weakref.ref(task)
+    gc.collect()
+    with monkeypatch.context() as patch:
+        patch.setattr(Gang, "_leave", leave_slowly)
+        Gang([task], 1).run()
+        del task
+        assert alive() is None
+
+
+@pytest.mark.parametrize("possible", [0, 1, 2])
+@pytest.mark.parametrize("permits", [1, 2, 4])
+def test_too_few_threads_are_an_error_and_no_hang(possible: int, permits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_pool", workers._Pool())
+    start, left = workers._Worker.start, [None] * possible
+
+    def start_while_possible(worker: workers._Worker) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(worker)
+
+    together = threading.Barrier(min(permits, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(workers._Worker, "start", start_while_possible)
+        gang = Gang([lambda: together.wait(TIMEOUT if possible >= permits else 0.1)] * 4, permits)
+        if not possible:
+            with pytest.raises(RuntimeError, match="new thread"):
+                gang.run()
+            return
+        outcomes = gang.run()
+    errors = [outcome.error for outcome in outcomes]
+    if possible >= permits:
+        assert errors == [None] * 4
+    else:
+        assert any(isinstance(error, RuntimeError) and "new thread" in str(error) for error in errors)
+    assert values([int] * 4, permits) == [0] * 4
+
+
+def test_too_few_threads_for_a_nested_gang_are_an_error_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_pool", workers._Pool())
+    start, running = workers._Worker.start, []
+
+    def start_one(worker: workers._Worker) -> None:
+        if running:
+            raise RuntimeError("can't start new thread")
+        running.append(worker)
+        start(worker)
+
+    monkeypatch.setattr(workers._Worker, "start", start_one)
+    outcome = Gang([lambda: values([int], 1)], 1).run()[0]
+    assert isinstance(outcome.error, RuntimeError)
+    assert values([int] * 3, 1) == [0] * 3
