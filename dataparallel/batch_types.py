@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -172,6 +173,10 @@ def _dataclass_children(obj: Any) -> list[tuple[str, Any]]:
 
 def _rebuild_dataclass(obj: Any, values: list[Any]) -> Any:
     new = copy.copy(obj)
+    for name in list(getattr(new, "__dict__", ())):
+        # What was computed from the old fields is computed anew.
+        if isinstance(getattr(type(obj), name, None), functools.cached_property):
+            del vars(new)[name]
     for (path, _), value in zip(_dataclass_children(obj), values, strict=True):
         # object's own setter: frozen dataclasses refuse theirs.
         object.__setattr__(new, path[1:], value)

@@ -115,15 +115,19 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         if len(slots) == 1:
             with on(slots[0]):
                 output = self.module(*split_inputs[0], **split_kwargs[0])
-            return moved(output, resolve_output(self.output_device, slots))
+            target = resolve_output(self.output_device, slots)
+            return output if target == slots[0] else moved(output, target)
         replicas = self.replicate(self.module, self.device_ids[: len(split_inputs)])
-        _breaker = CycleBreaker(replicas)
+        breaker = CycleBreaker(replicas)
         outputs = self.parallel_apply(replicas, split_inputs, split_kwargs)
-        return self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
+        gathered = self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
+        del replicas, outputs
+        breaker.take_apart()
+        return gathered
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way."""
-        return replicate(module, device_ids, not torch.is_grad_enabled())
+        return replicate(module, device_ids)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """The stage `dataparallel.scatter_kwargs`; override it to split inputs in another way."""
@@ -173,13 +177,13 @@ def data_parallel(
     Raises:
         As `DataParallel` and its ``forward``; ``RuntimeError`` where there is no accelerator and no ``device_ids``.
     """
-    if not resolve_slots(device_ids):
+    slots = resolve_slots(device_ids)
+    if not slots:
         raise RuntimeError(
             "data_parallel found no accelerator; pass device_ids=['cpu', 'cpu'] for CPU slots, or call the module"
         )
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    slots = resolve_slots(device_ids)
     _check_module(module)
     _check_placement(module, slots[0])
     return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))

@@ -17,6 +17,9 @@ DeviceLike: TypeAlias = "int | str | torch.device"
 
 CPU = torch.device("cpu")
 
+# Devices that have been found to exist: they are asked for many times in each step, and do not go away.
+_checked: set[torch.device] = {CPU}
+
 
 def accelerator_type() -> str | None:
     """The type of the machine's accelerators (``"cuda"``, ``"xpu"``, ...), ``None`` where there is none."""
@@ -52,6 +55,8 @@ def resolve(device: DeviceLike) -> torch.device:
         TypeError: ``device`` is no int, string or ``torch.device``.
         ValueError: the machine has no such device, or it cannot hold data (``meta``).
     """
+    if isinstance(device, torch.device) and device in _checked:
+        return device
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(
             f"a device is an int, a string or a torch.device; got {device!r} of type {type(device).__name__}"
@@ -72,7 +77,12 @@ def resolve(device: DeviceLike) -> torch.device:
     index = torch.accelerator.current_device_index() if named.index is None else named.index
     if index >= count:
         raise ValueError(f"{str(named)!r} does not exist; {what_exists()}")
-    return torch.device(named.type, index)
+    return _remembered(torch.device(named.type, index))
+
+
+def _remembered(device: torch.device) -> torch.device:
+    _checked.add(device)
+    return device
 
 
 def _resolve_index(index: int) -> torch.device:
@@ -84,13 +94,14 @@ def _resolve_index(index: int) -> torch.device:
         )
     if not 0 <= index < device_count(device_type):
         raise ValueError(f"device {index} does not exist; {what_exists()}")
-    return torch.device(device_type, index)
+    return _remembered(torch.device(device_type, index))
 
 
 def resolve_each(devices: Sequence[DeviceLike]) -> list[torch.device]:
     """Every device of a list that is not empty; types may be mixed. Errors as in `resolve_slots`."""
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(f"expected a list of devices; got {devices!r}: write [{devices!r}]")
+    devices = list(devices)
     if not devices:
         raise ValueError(f"the list of devices is empty; pass at least one: {what_exists()}")
     return [resolve(device) for device in devices]

@@ -11,9 +11,10 @@ several places as the same object, from which torch sees that it must not be kep
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,12 +25,16 @@ from torch.autograd import Function
 from dataparallel import comm
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 
-__all__ = ["Broadcast", "Gather", "ReduceAdd", "ReduceAddCoalesced", "Scatter", "alias"]
+__all__ = ["Broadcast", "Gather", "ReduceAdd", "ReduceAddCoalesced", "Scatter", "alias", "current_streams"]
 
 
-def alias(tensor: Tensor) -> Tensor:
-    """Another tensor object on the same memory and version counter, with the same Python attributes, no graph."""
-    return comm.copies.same_kind(tensor.detach(), tensor)
+def alias(tensor: Tensor, slot: int) -> Tensor:
+    """Another tensor object on the same memory, of the same class, with the same Python attributes, without graph.
+
+    For slot 0 it keeps the version counter, by which autograd notices that the source changes before backward. Those of
+    other slots have their own, or what one replica changes in place would seem to have changed in all.
+    """
+    return comm.copies.same_kind(tensor.data if slot else tensor.detach(), tensor)
 
 
 class Broadcast(Function):
@@ -43,12 +48,13 @@ class Broadcast(Function):
         slots = resolve_each(devices)
         ctx.set_materialize_grads(False)
         ctx.slots = slots
+        ctx.streams = current_streams(slots)
         ctx.sources = [tensor.device for tensor in tensors]
         outputs = comm.broadcast_coalesced(tensors, slots)
         for slot, device in enumerate(slots):
             seen_before = device in slots[:slot]
             outputs[slot] = [
-                alias(output) if seen_before or output is tensor else output
+                alias(output, slot) if seen_before or output is tensor else output
                 for output, tensor in zip(outputs[slot], tensors, strict=True)
             ]
         constant = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
@@ -58,6 +64,7 @@ class Broadcast(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         count = len(ctx.sources)
+        _wait_for_streams(ctx.streams, grads)
         # Tensors whose gradients are present on the same slots, and whose sums go to one device, travel together.
         groups: dict[tuple[torch.device, tuple[int, ...]], list[int]] = defaultdict(list)
         for i, source in enumerate(ctx.sources):
@@ -96,7 +103,7 @@ class ReduceAddCoalesced(Function):
         ctx.slots = [tensors[k].device for k in range(0, len(tensors), count)]
         inputs = [tensors[k : k + count] for k in range(0, len(tensors), count)]
         totals = comm.reduce_add_coalesced(inputs, destination)
-        return tuple(alias(t) if len(inputs) == 1 else t for t in totals)
+        return tuple(alias(t, 0) if len(inputs) == 1 else t for t in totals)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -127,7 +134,7 @@ class ReduceAdd(Function):
         ctx.set_materialize_grads(False)
         ctx.slots = [tensor.device for tensor in tensors]
         total = comm.reduce_add(tensors, destination)
-        return alias(total) if len(tensors) == 1 else total
+        return alias(total, 0) if len(tensors) == 1 else total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
@@ -148,11 +155,8 @@ class Scatter(Function):
         ctx: Any, devices: Sequence[DeviceLike], chunk_sizes: Sequence[int] | None, dim: int, tensor: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # detach: a view made here could not be changed in place by the code that receives it.
-        # Chunk 0 keeps the version counter, by which a batch that changes before backward is noticed; the others have
-        # their own, or a replica that changes its chunk in place would seem to change those of all.
-        parts = comm.scatter(tensor, devices, chunk_sizes, dim)
-        chunks = tuple(part.data if slot else part.detach() for slot, part in enumerate(parts))
+        # Aliases: a view made here could not be changed in place by the code that receives it.
+        chunks = tuple(alias(part, k) for k, part in enumerate(comm.scatter(tensor, devices, chunk_sizes, dim)))
         ctx.source, ctx.dim = tensor.device, dim
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
@@ -188,7 +192,7 @@ class Gather(Function):
         ctx.dim = dim
         gathered = comm.gather(tensors, dim, destination)
         ctx.sizes = [tensor.shape[dim] for tensor in tensors]
-        return alias(gathered) if len(tensors) == 1 else gathered
+        return alias(gathered, 0) if len(tensors) == 1 else gathered
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
@@ -210,13 +214,36 @@ _generator_guards: deque[int] = deque(maxlen=64)
 _generator_guards_lock = threading.Lock()
 
 
+def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:
+    """The calling thread's current stream on each accelerator among ``devices``."""
+    return {device: torch.accelerator.current_stream(device) for device in {*devices} if device != CPU}
+
+
+def _wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[Tensor | None]) -> None:
+    """Orders what follows after the gradients that replicas made on ``streams``, those of the caller's forward.
+
+    One engine thread sums the gradients of all devices. It has waited for the stream that wrote those of its own
+    device; on the others it sees default streams, which know nothing of a caller's stream.
+    """
+    for device, stream in streams.items():
+        here = torch.accelerator.current_stream(device)
+        if here != stream:
+            here.wait_stream(stream)
+            for grad in grads:
+                if grad is not None and grad.device == device:
+                    grad.record_stream(here)
+
+
 def _restore_cpu_generator_after_backward() -> None:
     """Makes the CPU generator, when the running backward ends, what it is now.
 
     torch's checkpointing saves, sets and restores the CPU generator around each recomputation. With distinct
     devices several engine threads do so at once and the last one may restore what another has set, so that shuffles
     and seeds repeat. On one device each recomputation leaves the generator as it found it: so does this, for all.
+    Draws by hooks of the user in the same backward are taken back with them.
     """
+    if "torch.utils.checkpoint" not in sys.modules:
+        return
     task = torch._C._current_graph_task_id()
     with _generator_guards_lock:
         # The first gather of a backward pass sees the generator before any recomputation; later ones may not.

@@ -7,7 +7,6 @@ replica asks the source nothing. It also says which trees cannot be replicated, 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Set
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dataparallel.module_references import atomic, compiled_over, is_module_proxy, reached
+from dataparallel.module_references import atomic, behind_proxy, compiled_over, reached
 
 __all__ = ["ModuleEntry", "ModulePlan", "check_replicatable"]
 
@@ -47,6 +46,8 @@ class ModuleEntry:
     buffers: dict[str, int | None] = field(default_factory=dict)
     children: dict[str, int | None] = field(default_factory=dict)
     references: list[str] = field(default_factory=list)
+    proxied: list[str] = field(default_factory=list)  # children that are weak proxies of a module
+    slots: tuple[str, ...] = ()
     has_own_rule: bool = False
 
 
@@ -79,7 +80,9 @@ class ModulePlan:
             for key, buffer in entry.module._buffers.items():
                 entry.buffers[key] = plan._add(buffer, False, found, entry, key)
             for key, child in entry.module._modules.items():
-                entry.children[key] = None if child is None else position[id(child)]
+                entry.children[key] = None if child is None else position[id(behind_proxy(child))]
+                if child is not behind_proxy(child):
+                    entry.proxied.append(key)
         plan._find_references(position.keys(), found.keys())
         return plan
 
@@ -103,17 +106,13 @@ class ModulePlan:
         known = modules | tensors
         for entry in self.entries:
             cls = type(entry.module)
+            entry.slots = _slot_names(cls)
             entry.has_own_rule = cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
             for key, value in vars(entry.module).items():
                 # Most of what a module holds is atomic or an empty table.
                 if atomic(value) or key in REGISTRIES or (type(value) in _TABLES and not value):
                     continue
                 items = reached(value)
-                if any(map(is_module_proxy, items)):
-                    raise RuntimeError(
-                        f"cannot replicate {_dotted(entry.name, key)!r}: a weakref.proxy of a module cannot be pointed "
-                        "at its replica; keep a weakref.ref, or the module in a list"
-                    )
                 if compiled_over(items, known):
                     raise _compiled(_dotted(entry.name, key))
                 ids = {id(item) for item in items}
@@ -123,8 +122,7 @@ class ModulePlan:
                     self.may_hold_cycles |= not ids.isdisjoint(modules)
 
 
-@functools.cache
-def slot_names(cls: type) -> tuple[str, ...]:
+def _slot_names(cls: type) -> tuple[str, ...]:
     """Attributes that instances keep in ``__slots__`` and not in their ``__dict__``."""
     names = []
     for base in cls.__mro__:

@@ -25,6 +25,8 @@ __all__ = ["SERIAL_VARIABLE", "parallel_apply"]
 SERIAL_VARIABLE = "DATAPARALLEL_SERIAL"
 """Environment variable: ``1`` runs every replica in the calling thread, so that ``breakpoint()`` works."""
 
+_NO = ("", "0", "false", "no", "off")
+
 
 def parallel_apply(
     modules: Sequence[nn.Module],
@@ -38,8 +40,8 @@ def parallel_apply(
     """Calls every module with its inputs, each on its own device, and returns the outputs in order.
 
     Replicas that share a random generator (slots on one device) run one after the other, in slot order, while gradients
-    are recorded, unless ``workers`` is given: random draws have a fixed order then, and checkpointing recomputes with
-    the draws of the forward.
+    are recorded or a module is in training mode, unless ``workers`` is given: random draws have a fixed order then, and
+    checkpointing recomputes with the draws of the forward.
 
     Args:
         modules: one for each slot.
@@ -70,9 +72,10 @@ def parallel_apply(
         partial(module, *args, **kwargs) for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
     state = CallerState(slots)
-    if serial if serial is not None else os.environ.get(SERIAL_VARIABLE, "0") not in ("", "0"):
+    if serial if serial is not None else os.environ.get(SERIAL_VARIABLE, "").lower() not in _NO:
         return _in_this_thread(calls, state, slots)
-    permits, turns = _who_may_run_together(slots, state, workers)
+    may_draw = torch.is_grad_enabled() or _is_training(modules[0])
+    permits, turns = _who_may_run_together(slots, state, workers, may_draw)
     tasks = [partial(state.run_in_worker, slot, call) for slot, call in enumerate(calls)]
     outcomes = Gang(tasks, permits, turns).run()
     if any(outcome.error is not None for outcome in outcomes):
@@ -94,15 +97,16 @@ def _devices_of(inputs: Sequence[Any], keywords: Sequence[dict[str, Any]]) -> li
 
 
 def _who_may_run_together(
-    slots: Sequence[torch.device], state: CallerState, workers: int | None
+    slots: Sequence[torch.device], state: CallerState, workers: int | None, may_draw: bool
 ) -> tuple[int, list[Hashable | None] | None]:
     """The number of permits, and a turn for each slot where some must not run at the same time."""
     if state.one_at_a_time:
         return 1, None
     if workers is not None:
         return workers, None
-    # A turn for each generator: every device has one.
-    return len(slots), list(slots) if torch.is_grad_enabled() else None
+    # A turn for each generator: every device has one. Without gradients too where draws are likely: a reentrant
+    # checkpoint around the call runs it first without, then with them, and needs the same draws.
+    return len(slots), list(slots) if may_draw else None
 
 
 def _in_this_thread(calls: Sequence[Any], state: CallerState, slots: Sequence[torch.device]) -> list[Any]:
@@ -130,7 +134,7 @@ def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> 
     _note(first, _where(slot, slots))
     for other, error in originals[1:]:
         if error is not first:
-            _note(first, f"replica {other} on device {slots[other]} raised {type(error).__name__} too: {error}")
+            _note(first, f"replica {other} on device {slots[other]} raised {type(error).__name__} too{_words(error)}")
     try:
         return first
     finally:
@@ -141,10 +145,24 @@ def _where(slot: int, slots: Sequence[torch.device]) -> str:
     return f"raised in replica {slot} on device {slots[slot]}"
 
 
+def _is_training(module: Any) -> bool:
+    return isinstance(module, nn.Module) and any(child.training for child in module.modules())
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return f": {error}"
+    except Exception:  # its __str__ raises; the type has to do
+        return ""
+
+
 def _note(error: BaseException, note: str) -> None:
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:  # Python 3.10 shows no notes, only causes
-        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
-        if error.__cause__ is None and error.__context__ is None:
-            error.__cause__ = RuntimeError(note)
+    try:
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:  # Python 3.10 shows no notes, only causes
+            error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+            if error.__cause__ is None and error.__context__ is None:
+                error.__cause__ = RuntimeError(note)
+    except Exception:  # an exception may refuse attributes; it is raised all the same, as what it is
+        return

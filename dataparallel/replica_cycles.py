@@ -31,10 +31,10 @@ def note_circles(replica: nn.Module, made: list[Any]) -> None:
 
 
 class CycleBreaker:
-    """Takes replicas apart when it dies, if they may be circular and nothing else holds a part of them.
+    """Takes replicas apart, if they may be circular and nothing else holds a part of them.
 
-    It belongs into the frame of the call: that frame lives until the call returns, or until the last traceback of its
-    failure is gone.
+    It belongs into the frame of the call, which calls `take_apart` when all is well. When the call fails the frame
+    lives until the last traceback of the failure is gone, and then the breaker does it as it dies.
     """
 
     def __init__(self, replicas: Sequence[nn.Module]) -> None:
@@ -45,9 +45,13 @@ class CycleBreaker:
                 self._parts += [*replica.modules(), *made]
 
     def __del__(self) -> None:
+        self.take_apart()
+
+    def take_apart(self) -> None:
+        """Takes the replicas apart, and those of earlier calls that were still in use then."""
         if not self._parts:
             return
-        waiting = [self._parts]
+        waiting, self._parts = [self._parts], []
         while _in_use:
             try:
                 waiting.append(_in_use.popleft())

@@ -8,6 +8,7 @@ replicas is ``parallel_apply``'s business.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -19,8 +20,8 @@ from dataparallel import comm
 from dataparallel.buckets import PLAIN_TYPES
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.functions import Broadcast, alias
-from dataparallel.module_plan import HOOK_TABLES, ModuleEntry, ModulePlan, slot_names
-from dataparallel.module_references import rebound
+from dataparallel.module_plan import HOOK_TABLES, ModuleEntry, ModulePlan
+from dataparallel.module_references import Rebinding
 from dataparallel.replica_cycles import note_circles
 
 __all__ = ["ReplicaParameter", "replicate"]
@@ -74,10 +75,11 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     Args:
         network: a module without uninitialised parameters, compiled modules, or Python modules below ScriptModules.
         devices: the slots; a device may be listed more than once.
-        detach: copies without autograd; also where gradients are not being recorded.
+        detach: copies without autograd.
 
     Returns:
-        The replicas, in slot order. Parameters that need gradients are outputs of one `Broadcast`.
+        The replicas, in slot order. Parameters that need gradients are outputs of one `Broadcast`; where gradients are
+        not being recorded they are leaves that need them too, for a ``forward`` that turns recording on again.
 
     Raises:
         RuntimeError: the tree cannot be replicated; the message names the module.
@@ -86,21 +88,21 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
     slots = resolve_slots(devices)
     plan = ModulePlan.of(network)
     record = torch.is_grad_enabled() and not detach
-    replicas = []
-    for tensors in _copy_tensors(plan, slots, record):
-        made: list[Any] = []
-        replica = _build(plan, tensors, record, made)
-        if plan.may_hold_cycles:
-            note_circles(replica, made)
-        replicas.append(replica)
-    return replicas
+    copies = _copy_tensors(plan, slots, record)
+    if not record and not detach and not torch.is_inference_mode_enabled():
+        needed = [i for i, known in enumerate(plan.is_parameter) if known and plan.tensors[i].requires_grad]
+        for tensors in copies:
+            for i in needed:
+                tensors[i].requires_grad_()
+    return [_build(plan, tensors, record) for tensors in copies]
 
 
 def _copy_tensors(plan: ModulePlan, slots: list[torch.device], record: bool) -> list[list[Tensor]]:
     """The plan's tensors for each slot."""
     recorded = [i for i, tensor in enumerate(plan.tensors) if record and tensor.requires_grad]
-    constant = [i for i, known in enumerate(plan.is_parameter) if known and i not in set(recorded)]
-    buffers = [i for i, known in enumerate(plan.is_parameter) if not known and i not in set(recorded)]
+    rest = set(range(len(plan.tensors))).difference(recorded)
+    constant = [i for i in sorted(rest) if plan.is_parameter[i]]
+    buffers = [i for i in sorted(rest) if not plan.is_parameter[i]]
     copies: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
     if recorded:
         outputs = Broadcast.apply(slots, *(plan.tensors[i] for i in recorded))
@@ -111,15 +113,15 @@ def _copy_tensors(plan: ModulePlan, slots: list[torch.device], record: bool) -> 
                 on_slot[i] = output.clone() if own else output
     for indices, own in ((constant, False), (buffers, True)):
         sent = comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, own_storage=own) if indices else []
-        for on_slot, tensors in zip(copies, sent, strict=bool(indices)):
+        for slot, tensors in enumerate(sent):
             for i, tensor in zip(indices, tensors, strict=True):
                 # A parameter that no graph records still is a tensor of the replica's own.
-                on_slot[i] = alias(tensor) if plan.is_parameter[i] else tensor
+                copies[slot][i] = alias(tensor, slot) if plan.is_parameter[i] else tensor
     return copies
 
 
-def _build(plan: ModulePlan, tensors: list[Tensor], record: bool, made: list[Any]) -> Any:
-    """One replica of the plan's tree around ``tensors``; ``made`` gets what was built for its attributes."""
+def _build(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
+    """One replica of the plan's tree around ``tensors``."""
     parameter_class = ReplicaParameter if record else nn.Parameter
     for tensor, is_parameter in zip(tensors, plan.is_parameter, strict=True):
         if is_parameter and type(tensor) is Tensor:
@@ -129,14 +131,29 @@ def _build(plan: ModulePlan, tensors: list[Tensor], record: bool, made: list[Any
     for entry, module in zip(plan.entries, modules, strict=True):
         _fill(entry, module, modules, tensors)
     if any(entry.references for entry in plan.entries):
-        table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
-        table.update({id(source): tensor for source, tensor in zip(plan.tensors, tensors, strict=True)})
-        for entry, module in zip(plan.entries, modules, strict=True):
-            attributes = vars(module)
-            for key in entry.references:
-                if key in attributes:
-                    attributes[key] = rebound(attributes[key], table, made)
+        _point_attributes(plan, modules, tensors)
     return modules[0]
+
+
+def _point_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor]) -> None:
+    """Points what attributes outside of the registries hold at the replica."""
+    table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
+    table.update({id(source): tensor for source, tensor in zip(plan.tensors, tensors, strict=True)})
+    rebinding = Rebinding(table)
+    for entry, module in zip(plan.entries, modules, strict=True):
+        attributes = vars(module)
+        for key in entry.references:
+            if key in attributes:
+                try:
+                    attributes[key] = rebinding.rebound(attributes[key])
+                except Exception as error:
+                    name = f"{entry.name}.{key}" if entry.name else key
+                    raise RuntimeError(
+                        f"cannot replicate {name!r}: it refers to modules of the tree, and another "
+                        f"{type(attributes[key]).__name__} that refers to their replicas could not be built"
+                    ) from error
+    if plan.may_hold_cycles:
+        note_circles(modules[0], rebinding.made)
 
 
 def _shell(entry: ModuleEntry) -> nn.Module:
@@ -159,7 +176,7 @@ def _shell(entry: ModuleEntry) -> nn.Module:
     own["_non_persistent_buffers_set"] = set(attributes["_non_persistent_buffers_set"])
     for name in HOOK_TABLES:
         own[name] = attributes[name].copy() if attributes[name] else OrderedDict()
-    for name in slot_names(type(source)):  # type: ignore[arg-type]
+    for name in entry.slots:
         if hasattr(source, name):
             setattr(replica, name, getattr(source, name))
     return replica
@@ -178,6 +195,8 @@ def _fill(entry: ModuleEntry, replica: nn.Module, modules: list[nn.Module], tens
         for key, child in children.items():
             replica._modules[key] = child
         return
+    for key in entry.proxied:
+        children[key] = weakref.proxy(children[key])  # type: ignore[assignment]
     attributes = vars(replica)
     attributes["_parameters"] = parameters
     attributes["_buffers"] = buffers

@@ -37,7 +37,7 @@ def whole(tensor: Tensor) -> Tensor:
             f"whole() marks a tensor; got {type(tensor).__name__}: everything else is handed on whole anyway"
         )
     recorded = tensor.requires_grad and torch.is_grad_enabled()
-    marked = tensor.view_as(tensor) if recorded else alias(tensor)
+    marked = tensor.view_as(tensor) if recorded else alias(tensor, 0)
     setattr(marked, _WHOLE, True)
     return marked
 
@@ -129,8 +129,16 @@ def _batch_size(inputs: Any, dim: int, name: str) -> int | None:
     first: tuple[str, int] | None = None
     for path, leaf in _leaves(inputs, name, ()):
         if isinstance(leaf, Tensor):
+            problem = comm.why_not_movable(leaf)
+            if problem:
+                raise ValueError(f"{path} {problem}")
             if is_whole(leaf):
                 continue
+            if leaf.layout not in (torch.strided, torch.sparse_coo) or leaf.is_nested:
+                raise ValueError(
+                    f"{path} cannot be split: its layout is {leaf.layout}{' (nested)' if leaf.is_nested else ''}; "
+                    "pass a strided or a sparse COO tensor, or mark it dataparallel.whole(...)"
+                )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise ValueError(
                     f"{path} of shape {tuple(leaf.shape)} has no dimension {dim} to split; "
@@ -199,6 +207,8 @@ class _Splitter:
         batch = batch_of(obj)
         if batch is not None:
             assert self.sizes is not None
+            if len(self.slots) == 1:
+                return [batch.to(obj, self.slots[0])]
             parts = batch.split(obj, self.sizes)
             return [batch.to(part, slot) for part, slot in zip(parts, self.slots, strict=True)]
         container = container_of(obj)
@@ -297,6 +307,9 @@ def _gather_tensors(outputs: list[Any], target: torch.device, dim: int, path: st
                 f"cannot gather {path}: replica {other} returned a tensor, replica {replica} returned "
                 f"{type(output).__name__}"
             )
+        problem = comm.why_not_movable(output)
+        if problem:
+            raise ValueError(f"cannot gather {path}: what replica {replica} returned {problem}")
     if any(output.dim() > 0 for output in outputs):
         for replica, output in enumerate(outputs):
             if not -output.dim() <= dim < output.dim():
@@ -326,9 +339,10 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     try:
         answer = a == b
-        # Arrays of one shape answer with an array.
-        return bool(answer.all() if hasattr(answer, "all") else answer)
-    except (ValueError, TypeError, RuntimeError):
+        # Arrays of one shape answer with an array; NaN is not even equal to itself.
+        equal = bool(answer.all() if hasattr(answer, "all") else answer)
+        return equal or bool(isinstance(a, float) and a != a and b != b)
+    except Exception:  # whatever a user's == raises, it has not said that they are equal
         return False
 
 

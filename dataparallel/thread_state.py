@@ -9,10 +9,10 @@ thread cannot take part; what is the same for all threads already is listed too,
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch._C import _autograd
@@ -23,6 +23,7 @@ from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 from dataparallel.devices import on
+from dataparallel.functions import current_streams
 
 __all__ = [
     "CARRIED",
@@ -36,46 +37,47 @@ __all__ = [
 T = TypeVar("T")
 
 
+End: TypeAlias = "Callable[[], object] | None"
+
+
 @dataclass(frozen=True)
 class Setting:
     """One row: ``read(slots)`` in the caller gives a value; ``hold(value, slots, device)`` makes it so in a replica.
 
-    ``hold`` may return ``None`` where the thread is as it should be.
+    ``hold`` returns what ends it, or ``None`` where nothing has to be ended.
     """
 
     name: str
     read: Callable[[Sequence[torch.device]], Any]
-    hold: Callable[[Any, Sequence[torch.device], torch.device], AbstractContextManager[Any] | None]
+    hold: Callable[[Any, Sequence[torch.device], torch.device], End]
 
 
-def _hold_switch(
-    read: Callable[[], bool], switch: Callable[[bool], Any]
-) -> Callable[[Any, Sequence[torch.device], torch.device], AbstractContextManager[Any] | None]:
-    """A ``hold`` for a setting that is one bool with a setter."""
+def _entered(context: AbstractContextManager[Any]) -> End:
+    context.__enter__()
+    return lambda: context.__exit__(None, None, None)
 
-    @contextmanager
-    def held(value: bool) -> Iterator[None]:
+
+def _switch(name: str, read: Callable[[], Any], switch: Callable[[Any], Any]) -> Setting:
+    """A setting that is one value with a getter and a setter."""
+
+    def hold(value: Any, slots: Sequence[torch.device], device: torch.device) -> End:
         before = read()
+        if before == value:
+            return None
         switch(value)
-        try:
-            yield
-        finally:
-            switch(before)
+        return lambda: switch(before)
 
-    return lambda value, slots, device: None if read() == value else held(value)
+    return Setting(name, lambda slots: read(), hold)
 
 
-def _switch(name: str, read: Callable[[], bool], switch: Callable[[bool], Any]) -> Setting:
-    return Setting(name, lambda slots: read(), _hold_switch(read, switch))
-
-
-def _autocast_types(slots: Sequence[torch.device]) -> list[str]:
-    return sorted({"cpu", slots[0].type})
+def _hold_inference_mode(value: bool, slots: Sequence[torch.device], device: torch.device) -> End:
+    return None if value == torch.is_inference_mode_enabled() else _entered(torch.inference_mode(value))
 
 
 def _read_autocast(slots: Sequence[torch.device]) -> tuple[bool, list[tuple[str, bool, torch.dtype]]]:
     return torch.is_autocast_cache_enabled(), [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_types(slots)
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in torch._C._autocast_supported_devices()
     ]
 
 
@@ -87,40 +89,33 @@ def _set_autocast(value: tuple[bool, list[tuple[str, bool, torch.dtype]]]) -> No
         torch.set_autocast_dtype(kind, dtype)
 
 
-@contextmanager
-def _hold_autocast(value: Any, slots: Sequence[torch.device], device: torch.device) -> Iterator[None]:
+def _hold_autocast(value: Any, slots: Sequence[torch.device], device: torch.device) -> End:
     before = _read_autocast(slots)
+    if before == value:
+        return None
     _set_autocast(value)
     # Weights that were cast are remembered until the outermost autocast of the thread ends: be that one.
     torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
+
+    def end() -> None:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         _set_autocast(before)
 
+    return end
 
-@contextmanager
-def _hold_function_modes(modes: Any, slots: Sequence[torch.device], device: torch.device) -> Iterator[None]:
+
+def _hold_function_modes(modes: Sequence[Any], slots: Sequence[torch.device], device: torch.device) -> End:
     for mode in modes:
         _push_function_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            _pop_function_mode()
+    return lambda: [_pop_function_mode() for _ in modes]
 
 
-@contextmanager
-def _hold_dispatch_modes(modes: Any, slots: Sequence[torch.device], device: torch.device) -> Iterator[None]:
+def _hold_dispatch_modes(modes: Sequence[Any], slots: Sequence[torch.device], device: torch.device) -> End:
     for mode in modes:
         _python_dispatch._push_mode(mode)
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            _python_dispatch._pop_mode(getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None))
+    keys = [getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None) for mode in reversed(modes)]
+    return lambda: [_python_dispatch._pop_mode(key) for key in keys]
 
 
 def _read_torch_function(slots: Sequence[torch.device]) -> str:
@@ -129,12 +124,10 @@ def _read_torch_function(slots: Sequence[torch.device]) -> str:
     return "enabled" if torch._C._is_torch_function_enabled() else "disabled for subclasses"
 
 
-def _hold_torch_function(
-    value: str, slots: Sequence[torch.device], device: torch.device
-) -> AbstractContextManager[Any] | None:
+def _hold_torch_function(value: str, slots: Sequence[torch.device], device: torch.device) -> End:
     if value == _read_torch_function(slots):
         return None
-    return torch._C.DisableTorchFunction() if value == "disabled" else torch._C.DisableTorchFunctionSubclass()
+    return _entered(torch._C.DisableTorchFunction() if value == "disabled" else torch._C.DisableTorchFunctionSubclass())
 
 
 def _read_saved_tensor_hooks(slots: Sequence[torch.device]) -> tuple[Any, str | None]:
@@ -144,32 +137,32 @@ def _read_saved_tensor_hooks(slots: Sequence[torch.device]) -> tuple[Any, str | 
     )
 
 
-@contextmanager
-def _hold_saved_tensor_hooks(value: Any, slots: Sequence[torch.device], device: torch.device) -> Iterator[None]:
+def _hold_saved_tensor_hooks(value: Any, slots: Sequence[torch.device], device: torch.device) -> End:
     # Only the innermost pair is ever called, so it alone has to come along.
     hooks, why_disabled = value
     if hooks is not None:
         _autograd._push_saved_tensors_default_hooks(*hooks)
     if why_disabled is not None:
         _autograd._saved_tensors_hooks_disable(why_disabled)
-    try:
-        yield
-    finally:
+
+    def end() -> None:
         if why_disabled is not None:
             _autograd._saved_tensors_hooks_enable()
         if hooks is not None:
             _autograd._pop_saved_tensors_default_hooks()
 
+    return end
+
+
+def _hold_intra_op_threads(value: int, slots: Sequence[torch.device], device: torch.device) -> End:
+    if torch.get_num_threads() != value:
+        torch.set_num_threads(value)
+    return None  # the thread may keep it: the next call says anew
+
 
 CARRIED: tuple[Setting, ...] = (
     # Inference mode changes grad mode, so it comes first.
-    Setting(
-        "inference mode",
-        lambda slots: torch.is_inference_mode_enabled(),
-        lambda value, slots, device: (
-            None if value == torch.is_inference_mode_enabled() else torch.inference_mode(value)
-        ),
-    ),
+    Setting("inference mode", lambda slots: torch.is_inference_mode_enabled(), _hold_inference_mode),
     _switch("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled),
     _switch("forward-mode gradients", torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
     _switch("multithreaded backward", torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
@@ -179,18 +172,15 @@ CARRIED: tuple[Setting, ...] = (
     Setting(
         "torch function modes",
         lambda slots: [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)],
-        lambda value, slots, device: _hold_function_modes(value, slots, device) if value else None,
+        _hold_function_modes,
     ),
     Setting(
         "torch dispatch modes",
         lambda slots: _python_dispatch._get_current_dispatch_mode_stack(),
-        lambda value, slots, device: _hold_dispatch_modes(value, slots, device) if value else None,
+        _hold_dispatch_modes,
     ),
-    Setting(
-        "saved-tensor hooks",
-        _read_saved_tensor_hooks,
-        lambda value, slots, device: None if value == (None, None) else _hold_saved_tensor_hooks(value, slots, device),
-    ),
+    Setting("saved-tensor hooks", _read_saved_tensor_hooks, _hold_saved_tensor_hooks),
+    Setting("intra-op threads", lambda slots: torch.get_num_threads(), _hold_intra_op_threads),
 )
 """Settings of the calling thread that replicas see as they are. Context variables are carried too, by `CallerState`."""
 
@@ -202,24 +192,25 @@ def _default_device(slots: Sequence[torch.device]) -> torch.device | None:
     return next((m.device for m in reversed(_get_current_function_mode_stack()) if isinstance(m, DeviceContext)), None)
 
 
-def _hold_default_device(
-    value: torch.device | None, slots: Sequence[torch.device], device: torch.device
-) -> AbstractContextManager[Any] | None:
+def _hold_default_device(value: torch.device | None, slots: Sequence[torch.device], device: torch.device) -> End:
     if value is None:
         return None
     # A default without an index means the current device, which is the slot's already.
     return _hold_function_modes([DeviceContext(device if value == slots[0] else value)], slots, device)
 
 
-def _streams(slots: Sequence[torch.device]) -> dict[torch.device, torch.Stream]:
-    if slots[0].type == "cpu":
-        return {}
-    return {device: torch.accelerator.current_stream(device) for device in {*slots}}
+def _hold_stream(value: dict[torch.device, torch.Stream], slots: Sequence[torch.device], device: torch.device) -> End:
+    if device not in value:
+        return None
+    # Set, not entered: the stream object keeps what it was entered over, and several replicas would share it.
+    before = torch.accelerator.current_stream(device)
+    torch.accelerator.set_stream(value[device])
+    return lambda: torch.accelerator.set_stream(before)
 
 
 TRANSLATED: tuple[Setting, ...] = (
-    Setting("current device", lambda slots: None, lambda value, slots, device: on(device)),
-    Setting("current stream", _streams, lambda value, slots, device: value.get(device)),
+    Setting("current device", lambda slots: None, lambda value, slots, device: _entered(on(device))),
+    Setting("current stream", current_streams, _hold_stream),
     Setting("default device", _default_device, _hold_default_device),
 )
 """Settings that mean something else in each slot: its device, the caller's current stream there."""
@@ -296,10 +287,13 @@ class CallerState:
         return self._run(slot, task, self._translated)
 
     def _run(self, slot: int, task: Callable[[], T], settings: list[tuple[Setting, Any]]) -> T:
-        device = self._slots[slot]
-        with ExitStack() as stack:
+        ends: list[Callable[[], object]] = []
+        try:
             for setting, value in settings:
-                held = setting.hold(value, self._slots, device)
-                if held is not None:
-                    stack.enter_context(held)
+                end = setting.hold(value, self._slots, self._slots[slot])
+                if end is not None:
+                    ends.append(end)
             return self._contexts[slot].run(task)
+        finally:
+            for end in reversed(ends):
+                end()

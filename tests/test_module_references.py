@@ -26,7 +26,7 @@ def refers(value: Any, known: Any) -> bool:
 
 
 def rebound(value: Any, table: dict[int, Any]) -> Any:
-    return module_references.rebound(value, table, [])
+    return module_references.Rebinding(table).rebound(value)
 
 
 class Owner(nn.Module):

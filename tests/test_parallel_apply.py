@@ -114,8 +114,8 @@ class Together:
         self.seconds = seconds
         self.order: list[int] = []
 
-    def run(self, slots: list, **options: Any) -> bool:
-        modules = [Call(lambda slot=slot: self.inside(slot)) for slot in range(len(slots))]
+    def run(self, slots: list, training: bool = False, **options: Any) -> bool:
+        modules = [Call(lambda slot=slot: self.inside(slot)).train(training) for slot in range(len(slots))]
         return all(parallel_apply(modules, [()] * len(slots), devices=slots, **options))
 
     def inside(self, slot: int) -> bool:
@@ -138,11 +138,18 @@ def test_replicas_that_share_a_generator_run_one_after_the_other_while_recording
     assert together.order == [0, 1, 2]
 
 
-def test_they_run_together_where_nothing_is_recorded(slots: list) -> None:
+def test_they_run_together_where_nothing_is_recorded_or_drawn(slots: list) -> None:
     with torch.no_grad():
         assert Together(3, TIMEOUT).run(sharing(slots))
     with torch.inference_mode():
         assert Together(3, TIMEOUT).run(sharing(slots))
+
+
+def test_in_training_mode_they_take_turns_without_recording_too(slots: list) -> None:
+    with torch.no_grad():
+        together = Together(3, seconds=0.2)
+        assert not together.run(sharing(slots), training=True)
+    assert together.order == [0, 1, 2]
 
 
 def test_they_run_together_where_workers_are_asked_for(slots: list) -> None:

@@ -66,9 +66,22 @@ def test_different_leaves_become_a_list(leaves: list, root: torch.device) -> Non
     assert list(map(type, joined)) == list(map(type, leaves))
 
 
-def test_a_leaf_that_does_not_equal_itself_is_one_leaf_where_it_is_one_object(root: torch.device) -> None:
+def test_nan_from_every_replica_is_one_nan(root: torch.device) -> None:
     assert math.isnan(gather([math.nan] * 3, root))
-    assert len(gather([float("nan"), float("nan")], root)) == 2
+    assert math.isnan(gather([float("nan"), float("nan")], root))
+    assert len(gather([1.0, float("nan")], root)) == 2
+
+
+def test_a_leaf_whose_comparison_raises_equals_nothing_else(root: torch.device) -> None:
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise AttributeError("no")
+
+        __hash__ = None
+
+    one, other = Odd(), Odd()
+    assert gather([one, one], root) is one
+    assert gather([one, other], root)[1] is other
 
 
 def test_arrays_are_leaves(root: torch.device) -> None:

@@ -98,6 +98,16 @@ def torch_function() -> tuple:
     return torch._C._is_torch_function_enabled(), torch._C._is_torch_function_all_disabled()
 
 
+@contextlib.contextmanager
+def intra_op_threads_set() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class Row:
     """How a user changes a setting, how it is read, and what then is read in a replica."""
@@ -157,6 +167,7 @@ ROWS = [
     ),
     Row("default device", lambda: default_device_set("meta"), torch.get_default_device, torch.device("meta")),
     Row("default device", lambda: torch.device("meta"), torch.get_default_device, torch.device("meta"), "with"),
+    Row("intra-op threads", intra_op_threads_set, torch.get_num_threads, 3),
     Row("context variables", variable_set, VARIABLE.get, "the caller's"),
 ]
 
@@ -239,10 +250,12 @@ def test_a_default_device_equal_to_the_root_becomes_the_slots() -> None:
     for change in (lambda: default_device_set("cpu"), lambda: torch.device("cpu")):
         with change():
             value = row.read(slots)
-        held = row.hold(value, slots, slots[1])
-        assert held is not None
-        with held:
+        end = row.hold(value, slots, slots[1])
+        assert end is not None
+        try:
             assert torch.get_default_device() == slots[1]
+        finally:
+            end()
         assert torch.get_default_device() == slots[0]
     assert row.hold(row.read(slots), slots, slots[1]) is None
 

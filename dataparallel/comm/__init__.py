@@ -271,6 +271,15 @@ def check_chunk_sizes(chunk_sizes: Sequence[int], slots: int, total: int) -> lis
     return sizes
 
 
+def why_not_movable(tensor: Tensor) -> str | None:
+    """What keeps the tensor from being moved, as the rest of a sentence; ``None`` if nothing does."""
+    if is_lazy(tensor):
+        return "is an uninitialised lazy parameter; run the module once on a sample batch first"
+    if tensor.is_meta:
+        return f"of shape {tuple(tensor.shape)} is on the meta device and has no data to move"
+    return None
+
+
 def why_not_gatherable(tensors: Sequence[Tensor], dim: int) -> str | None:
     """What keeps the tensors from being joined along ``dim``, in words; ``None`` if nothing does."""
     first = tensors[0]
@@ -295,14 +304,9 @@ def _check_exactly_one(devices: object, out: object) -> None:
 
 def _check_movable(tensors: Sequence[Tensor]) -> None:
     for index, tensor in enumerate(tensors):
-        if is_lazy(tensor):
-            raise ValueError(
-                f"tensor {index} is an uninitialised lazy parameter; run the module once on a sample batch first"
-            )
-        if tensor.is_meta:
-            raise ValueError(
-                f"tensor {index} of shape {tuple(tensor.shape)} is on the meta device and has no data to move"
-            )
+        problem = why_not_movable(tensor)
+        if problem:
+            raise ValueError(f"tensor {index} {problem}")
 
 
 def _check_summable(tensors: Sequence[Tensor], where: str = "") -> None:

@@ -135,7 +135,7 @@ def scatter(tensor: Tensor, devices: Sequence[torch.device], sizes: Sequence[int
         chunks = [tensor.detach().narrow_copy(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
     else:
         chunks = list(torch.split(tensor.detach(), list(sizes), dim))
-    return [send(chunk, device) for chunk, device in zip(chunks, devices, strict=True)]
+    return [same_kind(send(chunk, device), tensor) for chunk, device in zip(chunks, devices, strict=True)]
 
 
 def gather(tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:
