@@ -104,10 +104,23 @@ class ResidualNet(nn.Sequential):
         )
 
 
+class ByHand(nn.Module):
+    """The same chunks, one after the other, without the library: what splitting alone costs on one device."""
+
+    def __init__(self, module: nn.Module, chunks: int) -> None:
+        super().__init__()
+        self.module = module
+        self.chunks = chunks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.module(chunk) for chunk in x.chunk(self.chunks)])
+
+
 class TrainingRun:
     """One training, an epoch at a time, so that several can take turns.
 
-    `losses` has the loss of every step so far, `epoch_seconds` the time of every epoch so far.
+    With `by_hand` the chunks are called one after the other without `DataParallel`. `losses` has the
+    loss of every step so far, `epoch_seconds` the time of every epoch so far.
     """
 
     def __init__(
@@ -116,6 +129,7 @@ class TrainingRun:
         dtype: torch.dtype = torch.float32,
         epochs: int = EPOCHS,
         seed: int = 0,
+        by_hand: bool = False,
     ) -> None:
         self.slots = list(slots)
         self.losses: list[float] = []
@@ -128,7 +142,9 @@ class TrainingRun:
             network = ResidualNet()
         network.to(self.slots[0], dtype)
 
-        self.model = DataParallel(network, device_ids=self.slots)
+        self.model: nn.Module = DataParallel(network, device_ids=self.slots)
+        if by_hand:
+            self.model = ByHand(network, len(self.slots))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=WEIGHT_DECAY)
         steps = epochs * len(self._batches())
         self._schedule = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, PEAK_LEARNING_RATE, total_steps=steps)

@@ -10,7 +10,7 @@ import datetime
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
@@ -32,7 +32,10 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One run. Efficiencies are the quartiles over the epochs; 1 is ideal."""
+    """One run. Efficiencies are the quartiles over the epochs; 1 is ideal.
+
+    `over_by_hand` is the time of an epoch over that of the same chunks without the library; none for several devices.
+    """
 
     device: str
     devices: int
@@ -41,6 +44,7 @@ class Row:
     efficiency: float
     efficiency_low: float
     efficiency_high: float
+    over_by_hand: float | None
     test_accuracy: float
 
 
@@ -72,8 +76,8 @@ class Report:
         plot(self.rows, directory / f"{self.name}.png")
 
 
-def compare(runs: Sequence[Run]) -> list[Row]:
-    """A row per run, each measured against the first, which has one slot.
+def compare(runs: Sequence[Run], by_hand: Mapping[int, Run]) -> list[Row]:
+    """A row per run, each measured against the first, which has one slot, and against `by_hand` of as many chunks.
 
     efficiency = speed-up over one slot / number of distinct devices
 
@@ -97,15 +101,21 @@ def compare(runs: Sequence[Run]) -> list[Row]:
                 efficiency=middle,
                 efficiency_low=low,
                 efficiency_high=high,
+                over_by_hand=_over(run, by_hand[len(run.slots)]) if devices == 1 else None,
                 test_accuracy=run.accuracy(),
             )
         )
     return rows
 
 
+def _over(run: Run, other: Run) -> float:
+    return statistics.median(a / b for a, b in zip(run.epoch_seconds, other.epoch_seconds, strict=True))
+
+
 def table(rows: Sequence[Row]) -> str:
     """A simple reStructuredText table."""
-    lines = [("device", "devices", "slots", "samples/s", "efficiency", "middle half", "test accuracy")] + [
+    head = ("device", "devices", "slots", "samples/s", "efficiency", "middle half", "time/by hand", "test accuracy")
+    lines = [head] + [
         (
             row.device,
             str(row.devices),
@@ -113,6 +123,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.samples_per_second:,.0f}",
             f"{row.efficiency:.2f}",
             f"{row.efficiency_low:.2f} to {row.efficiency_high:.2f}",
+            "" if row.over_by_hand is None else f"{row.over_by_hand:.2f}",
             f"{row.test_accuracy:.1%}",
         )
         for row in rows
