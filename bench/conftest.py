@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from throughput_report import Report
 
 REPORT = pytest.StashKey[Report]()

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from digits import EPOCHS, TrainingRun, train
 from pytest_benchmark.fixture import BenchmarkFixture
-from throughput_report import Report, compare
 from tqdm import tqdm
 
 from dataparallel.devices import all_devices
+from digits import EPOCHS, TrainingRun, train
+from throughput_report import Report, compare
 
 SHORT_EPOCHS = 6
 

@@ -1,13 +1,10 @@
 """A fork after the threads of a gang were used: nothing hangs in the child, nothing changes in the parent."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import dataparallel
+from gangs import run_script
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
@@ -63,17 +60,7 @@ def same(left, right):
 
 
 def run(script: str) -> str:
-    paths = [str(Path(dataparallel.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_script(PRELUDE + script)
 
 
 def test_forward_and_backward_in_the_child_and_the_parent() -> None:

@@ -5,45 +5,22 @@ What carried settings do: ``test_thread_state_effects``. What is global or refus
 
 import contextlib
 import contextvars
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _autograd
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dataparallel import DataParallel
 from dataparallel.thread_state import CARRIED, TRANSLATED
+from probe import Probe
 
 serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
-
-
-class Probe(nn.Module):
-    """Notes what it reads in each forward, and the thread."""
-
-    def __init__(self, read: Callable[[], Any] = lambda: None) -> None:
-        super().__init__()
-        self.read = read
-        self.seen: list[Any] = []
-        self.threads: set[int] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(self.read())
-        self.threads.add(threading.get_ident())
-        return x
-
-    def run(self, slots: list, serial: bool) -> list[Any]:
-        self.seen.clear()
-        self.threads.clear()
-        DataParallel(self, slots, serial=serial)(torch.zeros(len(slots), 2, device=slots[0]))
-        assert (threading.get_ident() in self.threads) is serial
-        return list(self.seen)
 
 
 class FunctionMode(TorchFunctionMode):

@@ -9,26 +9,9 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, parallel_apply, thread_state
 from dataparallel.thread_state import GLOBAL_ALREADY, REFUSED
+from probe import Probe
 
 serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
-
-
-class Probe(nn.Module):
-    """Notes what it reads in each forward."""
-
-    def __init__(self, read: Callable[[], Any] = lambda: None) -> None:
-        super().__init__()
-        self.read = read
-        self.seen: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(self.read())
-        return x
-
-    def run(self, slots: list, serial: bool) -> list[Any]:
-        self.seen.clear()
-        DataParallel(self, slots, serial=serial)(torch.zeros(len(slots), 2, device=slots[0]))
-        return list(self.seen)
 
 
 def attribute(owner: Any, name: str) -> Callable[[Any], None]:

@@ -8,21 +8,9 @@ from typing import Any
 import pytest
 
 from dataparallel.workers import Gang, Skipped
+from gangs import values, worker_threads
 
 TIMEOUT = 20.0  # of every wait that a correct gang ends at once
-
-
-def values(tasks: list[Callable[[], Any]], permits: int, turns: list | None = None) -> list[Any]:
-    """What the tasks returned; the first error is raised."""
-    outcomes = Gang(tasks, permits, turns).run()
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise outcome.error
-    return [outcome.value for outcome in outcomes]
-
-
-def worker_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("dataparallel-worker")}
 
 
 def in_user_threads(count: int, job: Callable[[], Any]) -> None:

@@ -1,14 +1,10 @@
 """Ctrl-C at any moment, many times, in a process of its own that is ended if it hangs."""
 
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import dataparallel
+from gangs import run_script
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system")
 
@@ -69,14 +65,4 @@ print("ended well")
 
 @pytest.mark.parametrize("kind", ["short", "fails", "nests"])
 def test_ctrl_c_at_any_time(kind: str) -> None:
-    paths = [str(Path(dataparallel.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", STRESS, kind, "300", "0"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ended well" in done.stdout
+    assert "ended well" in run_script(STRESS, kind, "300", "0")

@@ -4,28 +4,14 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from dataparallel import workers
 from dataparallel.workers import Gang
+from gangs import values, worker_threads
 
 TIMEOUT = 20.0  # of every wait that a correct gang ends at once
-
-
-def values(tasks: list[Callable[[], Any]], permits: int) -> list[Any]:
-    """What the tasks returned; the first error is raised."""
-    outcomes = Gang(tasks, permits).run()
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise outcome.error
-    return [outcome.value for outcome in outcomes]
-
-
-def worker_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("dataparallel-worker")}
 
 
 def test_threads_are_kept_and_never_more_than_the_largest_gang_needs() -> None:
