@@ -1,9 +1,11 @@
 """`DataParallel` and `data_parallel`: what they promise a user of ``torch.nn.DataParallel``."""
 
+import _thread
 import copy
 import inspect
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -264,3 +266,26 @@ class TestErrors:
             wrapped(batch, offset=batch[:3])
         assert all(torch.equal(value, before[key]) for key, value in affine.state_dict().items())
         torch.testing.assert_close(wrapped(batch), affine(batch))
+
+    def test_ctrl_c_ends_the_replicas_and_the_same_wrapper_works_again(self, slots, root):
+        began = threading.Event()
+
+        class Slow(nn.Module):
+            endless = True
+
+            def forward(self, x):
+                began.set()
+                while self.endless:
+                    x = x + 1
+                return x
+
+        module = Slow()
+        wrapped = DataParallel(module, slots)
+        x = torch.zeros(6, 1, device=root)
+        presser = threading.Thread(target=lambda: began.wait(20) and _thread.interrupt_main())
+        presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            wrapped(x)
+        presser.join()
+        module.endless = False
+        torch.testing.assert_close(wrapped(x), x)
