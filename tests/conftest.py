@@ -7,6 +7,7 @@ of the first slot) or for `make_slots` (a function of the number, for tests that
 
 import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -83,6 +84,14 @@ def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises ``KeyboardInterrupt``, also in a process that was started in the background and ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -267,6 +267,7 @@ class TestErrors:
         assert all(torch.equal(value, before[key]) for key, value in affine.state_dict().items())
         torch.testing.assert_close(wrapped(batch), affine(batch))
 
+    @pytest.mark.usefixtures("ctrl_c")
     def test_ctrl_c_ends_the_replicas_and_the_same_wrapper_works_again(self, slots, root):
         began = threading.Event()
 

@@ -16,7 +16,10 @@ from torch import nn
 from dataparallel import DataParallel, workers
 from dataparallel.workers import Gang
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system"),
+    pytest.mark.usefixtures("ctrl_c"),
+]
 
 TIMEOUT = 10.0
 MAIN = threading.main_thread().ident

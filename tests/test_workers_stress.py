@@ -13,6 +13,7 @@ import faulthandler, random, signal, sys, threading, time
 from dataparallel.workers import Gang
 
 kind, rounds, rng, main = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3])), threading.get_ident()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
 sys.setswitchinterval(1e-5)  # as many places as possible where another thread can go on
 
 
