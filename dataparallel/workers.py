@@ -99,7 +99,8 @@ class Gang:
 
         Once a task has failed, tasks of higher slots that have not started are skipped. An exception in the waiting
         thread (``KeyboardInterrupt``) makes running tasks end after the operator that they are in, and is raised when
-        they have; a second one abandons their threads and is raised at once.
+        they have; a second one abandons their threads and is raised at once. As Ctrl-C does on one device, it can
+        interrupt a task at any place in its Python.
         """
         if not self._tasks:
             return []

@@ -78,7 +78,10 @@ def assert_gangs_work() -> None:
 
 
 class Steps:
-    """A task that goes on until it is interrupted, and tells when it began and whether it has ended."""
+    """A task that goes on until it is interrupted, and tells when it began and whether it has ended.
+
+    It tells so once: an interrupt inside of ``Event.set`` would leave the event locked, as Ctrl-C does on one device.
+    """
 
     def __init__(self, step: Callable[[], Any]) -> None:
         self.step = step
@@ -87,8 +90,8 @@ class Steps:
 
     def __call__(self) -> None:
         try:
+            self.began.set()
             while True:
-                self.began.set()
                 self.step()
         finally:
             self.ended = True
@@ -106,8 +109,9 @@ def test_ctrl_c_ends_running_tasks_after_their_operator(step: Callable[[], Any])
         try:
             Gang(tasks, 3).run()
         finally:
-            ended = [task.ended for task in tasks]
-    assert ended == [True] * 3
+            ended = [task.ended for task in tasks if task.began.is_set()]
+    assert ended  # the third has begun; an earlier one may have been interrupted on its way in
+    assert all(ended)
     assert time.perf_counter() - began < 5
     assert_gangs_work()
 
