@@ -158,6 +158,7 @@ class Scatter(Function):
         # Aliases: a view made here could not be changed in place by the code that receives it.
         chunks = tuple(alias(part, k) for k, part in enumerate(comm.scatter(tensor, devices, chunk_sizes, dim)))
         ctx.source, ctx.dim = tensor.device, dim
+        ctx.streams = current_streams(chunk.device for chunk in chunks)
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
 
@@ -165,6 +166,7 @@ class Scatter(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if all(grad is None for grad in grads):
             return None, None, None, None
+        _wait_for_streams(ctx.streams, grads)
         whole = [
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
             for grad, (shape, dtype, device) in zip(grads, ctx.chunks, strict=True)
@@ -231,7 +233,8 @@ def _wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence
             here.wait_stream(stream)
             for grad in grads:
                 if grad is not None and grad.device == device:
-                    grad.record_stream(here)
+                    for memory in (grad._indices(), grad._values()) if grad.is_sparse else (grad,):
+                        memory.record_stream(here)
 
 
 def _restore_cpu_generator_after_backward() -> None:

@@ -25,11 +25,12 @@ from torch import nn
 
 __all__ = ["Rebinding", "atomic", "behind_proxy", "compiled_over", "reached"]
 
-_ATOMIC = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, type, types.BuiltinFunctionType, types.ModuleType}
-)
+_ATOMIC = frozenset({type(None), bool, int, float, complex, str, bytes, type, types.ModuleType})
+_NOT_ENTERED = _ATOMIC | {list, tuple, dict, set, frozenset}  # as elements: only one level is looked at
+_BUILT_IN_METHODS = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CACHE = type(functools.lru_cache(lambda: None))
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict, UserDict)
 
 
 def atomic(value: Any) -> bool:
@@ -53,17 +54,20 @@ def reached(value: Any) -> list[Any]:
     return found
 
 
-def _elements(value: Any) -> Collection[Any]:
-    """What a container holds, one level deep."""
+def _elements(value: Any) -> list[Any]:
+    """What a container holds, one level deep, without what leads nowhere: word lists and tables are long."""
     cls = type(value)
     if issubclass(cls, (list, tuple, set, frozenset, deque)):
-        elements: Collection[Any] = value
-    elif issubclass(cls, (dict, UserDict)):
-        elements = [*value.keys(), *value.values()]
-    else:
-        return ()
-    # Word lists and tables are long, and hold nothing else.
-    return () if _ATOMIC.issuperset(map(type, elements)) else elements
+        return [item for item in value if type(item) not in _NOT_ENTERED]
+    if issubclass(cls, (dict, UserDict)):
+        return [item for pair in _items(value) for item in pair if type(item) not in _NOT_ENTERED]
+    return []
+
+
+def _items(value: Any) -> Collection[tuple[Any, Any]]:
+    """The items of a dict, whatever its class makes of its methods."""
+    table = vars(value).get("data") if issubclass(type(value), UserDict) else value
+    return dict.items(table) if isinstance(table, dict) else ()
 
 
 def _behind(item: Any) -> list[Any]:
@@ -71,6 +75,8 @@ def _behind(item: Any) -> list[Any]:
     cls = type(item)
     if cls is types.MethodType:
         return [item.__self__, item.__func__]
+    if cls in _BUILT_IN_METHODS:
+        return [item.__self__]
     if cls is types.FunctionType:
         contents = [content for _, content in _filled(item)]
         return [*contents, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values(), *vars(item).values()]
@@ -138,69 +144,68 @@ class Rebinding:
 
     def __init__(self, table: Mapping[int, Any]) -> None:
         self._table = table
-        self._done: dict[int, Any] = {}
+        self._done: dict[int, tuple[Any, Any]] = {}
         self.made: list[Any] = []
 
     def rebound(self, value: Any) -> Any:
         """``value``, which may be a container, with every reference into the tree replaced; itself if it has none."""
         cls = type(value)
-        is_mapping = issubclass(cls, (dict, UserDict))
-        if not is_mapping and not issubclass(cls, (list, tuple, set, frozenset, deque)):
+        if id(value) in self._table or not issubclass(cls, _CONTAINERS):
             return self._one(value)
         if id(value) in self._done:
-            return self._done[id(value)]
-        if is_mapping:
-            new = self._mapping(value)
-        else:
+            return self._done[id(value)][1]
+        if not self._leads_into_the_tree(value):
+            return value
+        if not issubclass(cls, (list, deque, dict, UserDict)):
             elements = [self._one(item) for item in value]
-            same = all(new is old for new, old in zip(elements, value, strict=True))
-            new = value if same else _sequence_like(value, elements)
-        if new is not value:
-            self.made += [new, vars(new), new.data] if issubclass(cls, UserDict) else [new]
-        self._done[id(value)] = new
+            return self._made(value, cls._make(elements) if hasattr(cls, "_make") else cls(elements))
+        # Noted before it is filled: what it holds may lead back to it.
+        new = self._made(value, copy.copy(value))
+        if issubclass(cls, (list, deque)):
+            new.clear()
+            new.extend(self._one(item) for item in value)
+            return new
+        items = [(self._one(key), self._one(item)) for key, item in _items(value)]
+        table = new.data if issubclass(cls, UserDict) else new
+        if table is not new:
+            self.made += [vars(new), table]
+        dict.clear(table)
+        dict.update(table, items)
         return new
 
-    def _mapping(self, value: Any) -> Any:
-        items = [(self._one(key), self._one(item)) for key, item in value.items()]
-        pairs = zip(items, value.items(), strict=True)
-        if all(key is old_key and item is old for (key, item), (old_key, old) in pairs):
-            return value
-        new = copy.copy(value)
-        if not all(key in new for key, _ in items):
-            new.clear()
-        new.update(items)
+    def _made(self, item: Any, new: Any) -> Any:
+        # With the item, so that its id stays taken.
+        self._done[id(item)] = item, new
+        self.made.append(new)
         return new
 
     def _one(self, item: Any) -> Any:
-        """A value that is no container."""
+        """A value of which nothing is looked at but itself and, if it is callable, what it calls."""
         cls = type(item)
         if cls in _ATOMIC:
             return item
         if id(item) in self._table:
             return self._table[id(item)]
         if id(item) in self._done:
-            return self._done[id(item)]
+            return self._done[id(item)][1]
+        if issubclass(cls, _CONTAINERS) or not self._leads_into_the_tree(item):
+            return item
+        if cls is types.MethodType:
+            return self._made(item, types.MethodType(self._one(item.__func__), self._one(item.__self__)))
+        if cls in _BUILT_IN_METHODS:
+            owner = self._one(item.__self__)
+            return item if owner is item.__self__ else self._made(item, getattr(owner, item.__name__))
         if cls is types.FunctionType:
             return self._function(item)
-        new = item
-        if cls is types.MethodType:
-            owner, function = self._one(item.__self__), self._one(item.__func__)
-            if owner is not item.__self__ or function is not item.__func__:
-                new = types.MethodType(function, owner)
-                self.made.append(new)
-        elif issubclass(cls, functools.partial):
-            new = self._partial(item)
-        elif cls is _CACHE:
-            wrapped = self.rebound(item.__wrapped__)
-            if wrapped is not item.__wrapped__:
-                new = functools.lru_cache(**item.cache_parameters())(wrapped)
-                self.made.append(new)
-        elif issubclass(cls, weakref.ref):
-            new = self._weak(item)
-        elif cls in _PROXIES and id(behind_proxy(item)) in self._table:
-            new = weakref.proxy(self._table[id(behind_proxy(item))])
-        self._done[id(item)] = new
-        return new
+        if issubclass(cls, functools.partial):
+            return self._partial(item)
+        if cls is _CACHE:
+            return self._made(item, functools.lru_cache(**item.cache_parameters())(self.rebound(item.__wrapped__)))
+        if issubclass(cls, weakref.ref):
+            return self._weak(item)
+        if cls in _PROXIES:
+            return weakref.proxy(self._table[id(behind_proxy(item))])
+        return item
 
     def _weak(self, item: weakref.ref[Any]) -> weakref.ref[Any]:
         referent = item()
@@ -211,45 +216,34 @@ class Rebinding:
         return item
 
     def _partial(self, item: functools.partial[Any]) -> functools.partial[Any]:
-        if not self._leads_into_the_tree(item):
-            return item
         args = [self.rebound(arg) for arg in item.args]
         keywords = {key: self.rebound(value) for key, value in item.keywords.items()}
-        new = type(item)(self.rebound(item.func), *args, **keywords)
+        new: functools.partial[Any] = self._made(item, type(item)(self.rebound(item.func), *args, **keywords))
         vars(new).update({key: self.rebound(value) for key, value in vars(item).items()})
         # The empty tuple is everybody's.
-        self.made += [new, vars(new), *(part for part in (new.args, new.keywords) if part)]
+        self.made += [vars(new), *(part for part in (new.args, new.keywords) if part)]
         return new
 
     def _function(self, item: types.FunctionType) -> types.FunctionType:
-        if not self._leads_into_the_tree(item):
-            self._done[id(item)] = item
-            return item
         cells = {id(cell): types.CellType() for cell, content in _filled(item) if self._leads_into_the_tree(content)}
         closure = tuple(cells.get(id(cell), cell) for cell in item.__closure__ or ())
-        new = types.FunctionType(item.__code__, item.__globals__, item.__name__, None, closure)
-        # From here on a cell that leads back to the function finds the new one.
-        self._done[id(item)] = new
+        # Noted before it is complete: a cell may lead back to it.
+        new: types.FunctionType = self._made(
+            item, types.FunctionType(item.__code__, item.__globals__, item.__name__, None, closure)
+        )
         new.__defaults__ = item.__defaults__ and self.rebound(item.__defaults__)
         new.__kwdefaults__ = item.__kwdefaults__ and self.rebound(item.__kwdefaults__)
-        new.__annotations__ = item.__annotations__
         new.__qualname__ = item.__qualname__
+        if sys.version_info >= (3, 14):
+            new.__annotate__ = item.__annotate__
+        else:
+            new.__annotations__ = item.__annotations__
         vars(new).update({key: self.rebound(value) for key, value in vars(item).items()})
         for cell, content in _filled(item):
             if id(cell) in cells:
                 cells[id(cell)].cell_contents = self.rebound(content)
-        self.made += [new, vars(new), *([closure] if closure else []), *cells.values()]
+        self.made += [vars(new), *([closure] if closure else []), *cells.values()]
         return new
 
     def _leads_into_the_tree(self, value: Any) -> bool:
         return any(id(item) in self._table for item in reached(value))
-
-
-def _sequence_like(value: Any, elements: list[Any]) -> Any:
-    cls = type(value)
-    if issubclass(cls, (list, deque)):
-        new = copy.copy(value)
-        new.clear()
-        new.extend(elements)
-        return new
-    return cls._make(elements) if hasattr(cls, "_make") else cls(elements)

@@ -101,7 +101,8 @@ def _who_may_run_together(
 ) -> tuple[int, list[Hashable | None] | None]:
     """The number of permits, and a turn for each slot where some must not run at the same time."""
     if state.one_at_a_time:
-        return 1, None
+        # A permit is given back while a replica waits for a nested call; a turn is not.
+        return 1, ["what is carried"] * len(slots)
     if workers is not None:
         return workers, None
     # A turn for each generator: every device has one. Without gradients too where draws are likely: a reentrant

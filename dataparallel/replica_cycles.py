@@ -3,17 +3,18 @@
 A bound method or a reference to the parent makes a circle in the source, which lives long, and in each replica, which
 lives for one forward. Reference counting does not free circles, and copies of all weights would wait for the garbage
 collector. So when a call ends, replicas that nothing outside of them refers to are taken apart. Something may: a
-checkpoint runs a replica's methods again in backward. Such replicas are looked at again when the next call ends, and
-those that stay in use for many calls are left to the collector. ``replicate`` says what it made, ``data_parallel`` says
-when a call ends.
+checkpoint runs a replica's methods again in backward. Such replicas are looked at again when the next call ends; until
+then, and if nobody calls again, they are the collector's. ``replicate`` says what it made, ``data_parallel`` says when
+a call ends.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -34,70 +35,78 @@ class CycleBreaker:
     """Takes replicas apart, if they may be circular and nothing else holds a part of them.
 
     It belongs into the frame of the call, which calls `take_apart` when all is well. When the call fails the frame
-    lives until the last traceback of the failure is gone, and then the breaker does it as it dies.
+    lives until the last traceback of the failure is gone, and then the breaker does it as it dies. It keeps nothing
+    alive itself.
     """
 
     def __init__(self, replicas: Sequence[nn.Module]) -> None:
-        self._parts: list[Any] = []
-        for replica in replicas:
-            made = vars(replica).pop(_MADE, None)
-            if made is not None:
-                self._parts += [*replica.modules(), *made]
+        self._roots = [weakref.ref(replica) for replica in replicas if _MADE in vars(replica)]
 
     def __del__(self) -> None:
         self.take_apart()
 
     def take_apart(self) -> None:
         """Takes the replicas apart, and those of earlier calls that were still in use then."""
-        if not self._parts:
-            return
-        waiting, self._parts = [self._parts], []
+        roots, self._roots = self._roots, []
         while _in_use:
             try:
-                waiting.append(_in_use.popleft())
+                roots.append(_in_use.popleft())
             except IndexError:  # another thread was first
                 break
-        for parts in reversed(waiting):
-            _take_apart(parts)
+        for root in roots:
+            if not _take_apart(root):
+                _in_use.append(root)
 
 
-# Parts of replicas that were in use when their call ended: a few, or one wrapper's forgotten outputs would pile up.
-_in_use: deque[list[Any]] = deque(maxlen=8)
+# Roots of replicas that were in use when their call ended.
+_in_use: deque[weakref.ref[nn.Module]] = deque(maxlen=256)
 
 
-def _take_apart(parts: list[Any]) -> None:
+def _take_apart(root: weakref.ref[nn.Module]) -> bool:
+    """Whether the replica is gone."""
+    parts = _parts(root)
     if not _only_their_own(parts):
-        _in_use.append(parts)
-        return
+        return False
     for part in parts:
         if issubclass(type(part), nn.Module):
             vars(part).clear()
+    return True
+
+
+def _parts(root: weakref.ref[nn.Module]) -> list[Any]:
+    """The modules of a replica, and what was made for their attributes."""
+    replica = root()
+    return [] if replica is None else [*replica.modules(), *vars(replica)[_MADE]]
 
 
 def _only_their_own(parts: list[Any]) -> bool:
     """Whether every reference to one of ``parts``, but those in that list, comes from another of them.
 
-    References are counted: those that there are against those that the parts and their ``__dict__`` hold. Where an
-    interpreter counts or lists them differently than expected, the two differ and the answer is no.
+    References are counted: those that there are against those that are held inside. Who holds a module's registry, or
+    a view of it, holds its children: registries count as parts. Where an interpreter counts or lists references
+    differently than expected, the two differ and the answer is no.
     """
-    inside = Counter(id(held) for holder in _holders(parts) for held in gc.get_referents(holder))
-    # What the list, the loop and the call below add to each count.
+    modules = [part for part in parts if issubclass(type(part), nn.Module)]
+    made = [part for part in parts if not issubclass(type(part), nn.Module)]
+    attributes = [vars(module) for module in modules]
+    names = (*REGISTRIES, *HOOK_TABLES)
+    known = set(map(id, made))  # a hook table that was made anew is one of these
+    tables = [own[name] for own in attributes for name in names if name in own and id(own[name]) not in known]
+    noted = [own[_MADE] for own in attributes if _MADE in own]
+    holders = {id(holder): holder for holder in (*attributes, *tables, *made, *noted)}
+    inside = Counter(id(held) for holder in holders.values() for held in gc.get_referents(holder))
+    # Beside ``parts`` each of these objects is in one list here, and holders are in one dict more.
     ((_, extra),) = _counts([object()])
-    return all(count == inside[name] + extra for name, count in _counts(parts))
+    control = nn.Module()
+    control_attributes = [vars(control)]
+    ((_, owned),) = _counts(control_attributes)
+    return (
+        all(count == inside[name] + extra + 1 for name, count in _counts(modules))
+        and all(count == inside[name] + extra + 2 for name, count in _counts(made))
+        and all(count == inside[name] + extra + 1 for name, count in _counts(tables))
+        and all(count == owned + 1 for _, count in _counts(attributes))
+    )
 
 
 def _counts(objects: list[Any]) -> list[tuple[int, int]]:
     return [(id(item), sys.getrefcount(item)) for item in objects]
-
-
-def _holders(parts: Iterable[Any]) -> Iterable[Any]:
-    """The parts with what belongs to a module alone: its ``__dict__``, its registries, its hook tables. Each once."""
-    found: dict[int, Any] = {}
-    for part in parts:
-        if issubclass(type(part), nn.Module):
-            attributes = vars(part)
-            tables = [attributes[name] for name in (*REGISTRIES, *HOOK_TABLES) if name in attributes]
-            found.update({id(holder): holder for holder in (attributes, *tables)})
-        else:
-            found[id(part)] = part
-    return found.values()

@@ -169,7 +169,7 @@ def _shell(entry: ModuleEntry) -> nn.Module:
         if isinstance(source, torch.jit.ScriptModule):
             return replica
     else:
-        replica = object.__new__(type(source))
+        replica = _bare(type(source))
         vars(replica).update(attributes)
     own = vars(replica)
     own["_is_replica"] = True
@@ -180,6 +180,13 @@ def _shell(entry: ModuleEntry) -> nn.Module:
         if hasattr(source, name):
             setattr(replica, name, getattr(source, name))
     return replica
+
+
+def _bare(cls: type[nn.Module]) -> nn.Module:
+    try:
+        return object.__new__(cls)  # a class's own may want arguments
+    except TypeError:  # a class that is also a built-in type
+        return cls.__new__(cls)
 
 
 def _fill(entry: ModuleEntry, replica: nn.Module, modules: list[nn.Module], tensors: list[Tensor]) -> None:

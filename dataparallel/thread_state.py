@@ -262,6 +262,13 @@ def refuse_what_cannot_be_shared() -> None:
             raise RuntimeError(f"replicas cannot run here: {sentence}")
 
 
+def _clear_modes() -> None:
+    """Takes off what a task has left entered in its thread (``torch.set_default_device``): the next has its own."""
+    for _ in _get_current_function_mode_stack():
+        _pop_function_mode()
+    torch._GLOBAL_DEVICE_CONTEXT.device_context = None
+
+
 class CallerState:
     """The settings of the thread that makes it, for replicas on ``slots``. The first slot is the root."""
 
@@ -280,11 +287,19 @@ class CallerState:
 
     def run_in_worker(self, slot: int, task: Callable[[], T]) -> T:
         """Runs ``task`` with the caller's settings, in a thread that has none of its own."""
-        return self._run(slot, task, [*self._translated, *self._carried])
+        try:
+            return self._run(slot, task, [*self._translated, *self._carried])
+        finally:
+            _clear_modes()
 
     def run_here(self, slot: int, task: Callable[[], T]) -> T:
         """Runs ``task`` in the calling thread, where only what depends on the slot has to change."""
-        return self._run(slot, task, self._translated)
+        try:
+            return self._run(slot, task, self._translated)
+        finally:
+            if torch._C._is_any_autocast_enabled():
+                # Casts of a replica's weights would be remembered until the caller's autocast ends.
+                torch.clear_autocast_cache()
 
     def _run(self, slot: int, task: Callable[[], T], settings: list[tuple[Setting, Any]]) -> T:
         ends: list[Callable[[], object]] = []

@@ -135,7 +135,7 @@ class Gang:
                 self._interrupt()
                 self._wait()
             except BaseException:
-                self._interrupted = self._abandoned = True
+                self._abandon()
                 raise
             raise
 
@@ -156,6 +156,12 @@ class Gang:
                 self._sent.add(slot)
         for nested in list(self._paused.values()):
             nested._interrupt()
+
+    def _abandon(self) -> None:
+        """Leaves the threads to themselves, those of nested gangs too."""
+        self._interrupted = self._abandoned = True
+        for nested in list(self._paused.values()):
+            nested._abandon()
 
     @staticmethod
     def _take(pop: Callable[[], bool]) -> bool:
@@ -273,7 +279,8 @@ class Gang:
             self._running.discard(slot)
             self._paused[slot] = nested
         if self._interrupted:
-            nested._interrupted = True  # nobody else may have seen it
+            # Nobody else may have seen it.
+            nested._interrupted, nested._abandoned = True, self._abandoned
         self._start(self._admit())
 
     def _resume(self, slot: int) -> None:

@@ -4,12 +4,14 @@ What happens to errors is in ``test_parallel_apply_errors``.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, parallel_apply
@@ -243,3 +245,25 @@ def test_non_reentrant_checkpoint_around_the_wrapper(slots: list, root: torch.de
         found = gradients(lambda t: checkpoint(model, t, use_reentrant=False), seed)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_nested_wrappers_keep_carried_modes_one_at_a_time(slots: list, root: torch.device) -> None:
+    class Counting(TorchFunctionMode):
+        inside = most = 0
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls = type(self)
+            cls.inside += 1
+            cls.most = max(cls.most, cls.inside)
+            time.sleep(0.001)
+            try:
+                return function(*args, **(kwargs or {}))
+            finally:
+                cls.inside -= 1
+
+    same = [slots[0]] * 2
+    model = DataParallel(nn.Sequential(nn.ReLU(), DataParallel(nn.Sequential(nn.ReLU(), nn.ReLU()), same)), same)
+    with Counting(), torch.no_grad():
+        model.eval()(torch.zeros(8, 1, device=root))
+    # The caller's own gathers run in the mode too, but nothing at the same time.
+    assert Counting.most == 1

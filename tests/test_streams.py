@@ -22,7 +22,7 @@ class FakeStream:
 def test_sums_wait_for_the_streams_that_gradients_were_made_on(monkeypatch: pytest.MonkeyPatch) -> None:
     made_on, here = FakeStream(), FakeStream()
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made_on if device == FIRST else here)
-    grads = [mock.Mock(device=FIRST), None, mock.Mock(device=SECOND)]
+    grads = [mock.Mock(device=FIRST, is_sparse=False), None, mock.Mock(device=SECOND, is_sparse=False)]
     functions._wait_for_streams({FIRST: made_on, SECOND: made_on}, grads)
     assert here.waited_for == [made_on]
     grads[2].record_stream.assert_called_once_with(here)

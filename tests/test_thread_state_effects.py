@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -263,3 +264,33 @@ def test_forward_mode_gradients_pass_through_replicas(serial: bool, slots: list,
     x = batch(root)
     with torch.autograd.forward_ad.dual_level():
         torch.testing.assert_close(DataParallel(Square(), slots, serial=serial)(x), 2 * x.detach())
+
+
+def test_what_a_forward_leaves_entered_in_its_thread_is_gone_for_the_next(slots: list) -> None:
+    class Leaving(nn.Module):
+        leaves = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.leaves:
+                torch.set_default_device("meta")
+            return torch.zeros(len(x))
+
+    module = Leaving()
+    with pytest.raises(ValueError, match="meta device"):
+        DataParallel(module, slots)(torch.zeros(6, 1))
+    module.leaves = False
+    assert DataParallel(module, slots)(torch.zeros(6, 1)).device.type != "meta"
+    assert torch.get_default_device().type != "meta"
+
+
+@pytest.mark.parametrize("serial", [True, False])
+def test_no_casts_are_remembered_beyond_the_call(serial: bool, slots: list, root: torch.device) -> None:
+    model = nn.Linear(512, 512).to(root)
+    wrapped = DataParallel(model, slots, serial=serial)
+    x = torch.randn(6, 512, device=root)
+    with torch.no_grad(), torch.autocast(root.type, dtype=torch.bfloat16):
+        wrapped(x)
+        memory = psutil.Process().memory_info().rss
+        for _ in range(100):
+            wrapped(x)
+        assert psutil.Process().memory_info().rss < memory + 30 * 2**20

@@ -247,6 +247,9 @@ def gather(
         raise ValueError("out has a device already; pass only one of destination and out")
     shape = list(first.shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    _check_movable([out])
+    if out.dtype != first.dtype:
+        raise ValueError(f"out has dtype {out.dtype}, the gathered tensors {first.dtype}")
     if list(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, the gathered tensors {tuple(shape)}")
     return copies.gather_into(out, tensors, dim)
