@@ -24,6 +24,9 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 _TABLES = frozenset({dict, OrderedDict, list, tuple, set})
 
+MADE = "_dataparallel_made"
+"""Attribute of a replica's root: objects made for its attributes. It belongs to that replica only."""
+
 HOOK_TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -110,7 +113,7 @@ class ModulePlan:
             entry.has_own_rule = cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
             for key, value in vars(entry.module).items():
                 # Most of what a module holds is atomic or an empty table.
-                if atomic(value) or key in REGISTRIES or (type(value) in _TABLES and not value):
+                if atomic(value) or key in (*REGISTRIES, MADE) or (type(value) in _TABLES and not value):
                     continue
                 items = reached(value)
                 if compiled_over(items, known):

@@ -19,16 +19,14 @@ from typing import Any
 
 from torch import nn
 
-from dataparallel.module_plan import HOOK_TABLES, REGISTRIES
+from dataparallel.module_plan import HOOK_TABLES, MADE, REGISTRIES
 
 __all__ = ["CycleBreaker", "note_circles"]
-
-_MADE = "_dataparallel_made"
 
 
 def note_circles(replica: nn.Module, made: list[Any]) -> None:
     """Notes on the root of a replica the objects that were made for its attributes, for a `CycleBreaker`."""
-    vars(replica)[_MADE] = made
+    vars(replica)[MADE] = made
 
 
 class CycleBreaker:
@@ -40,7 +38,7 @@ class CycleBreaker:
     """
 
     def __init__(self, replicas: Sequence[nn.Module]) -> None:
-        self._roots = [weakref.ref(replica) for replica in replicas if _MADE in vars(replica)]
+        self._roots = [weakref.ref(replica) for replica in replicas if MADE in vars(replica)]
 
     def __del__(self) -> None:
         self.take_apart()
@@ -76,7 +74,7 @@ def _take_apart(root: weakref.ref[nn.Module]) -> bool:
 def _parts(root: weakref.ref[nn.Module]) -> list[Any]:
     """The modules of a replica, and what was made for their attributes."""
     replica = root()
-    return [] if replica is None else [*replica.modules(), *vars(replica)[_MADE]]
+    return [] if replica is None else [*replica.modules(), *vars(replica)[MADE]]
 
 
 def _only_their_own(parts: list[Any]) -> bool:
@@ -92,7 +90,7 @@ def _only_their_own(parts: list[Any]) -> bool:
     names = (*REGISTRIES, *HOOK_TABLES)
     known = set(map(id, made))  # a hook table that was made anew is one of these
     tables = [own[name] for own in attributes for name in names if name in own and id(own[name]) not in known]
-    noted = [own[_MADE] for own in attributes if _MADE in own]
+    noted = [own[MADE] for own in attributes if MADE in own]
     holders = {id(holder): holder for holder in (*attributes, *tables, *made, *noted)}
     inside = Counter(id(held) for holder in holders.values() for held in gc.get_referents(holder))
     # Beside ``parts`` each of these objects is in one list here, and holders are in one dict more.

@@ -20,7 +20,7 @@ from dataparallel import comm
 from dataparallel.buckets import PLAIN_TYPES
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.functions import Broadcast, alias
-from dataparallel.module_plan import HOOK_TABLES, ModuleEntry, ModulePlan
+from dataparallel.module_plan import HOOK_TABLES, MADE, ModuleEntry, ModulePlan
 from dataparallel.module_references import Rebinding
 from dataparallel.replica_cycles import note_circles
 
@@ -173,6 +173,7 @@ def _shell(entry: ModuleEntry) -> nn.Module:
         vars(replica).update(attributes)
     own = vars(replica)
     own["_is_replica"] = True
+    own.pop(MADE, None)
     own["_non_persistent_buffers_set"] = set(attributes["_non_persistent_buffers_set"])
     for name in HOOK_TABLES:
         own[name] = attributes[name].copy() if attributes[name] else OrderedDict()
