@@ -7,7 +7,6 @@ replica asks the source nothing. It also says which trees cannot be replicated, 
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from dataparallel.module_references import atomic, behind_proxy, compiled_over, reached
 
-__all__ = ["ModuleEntry", "ModulePlan", "check_replicatable"]
+__all__ = ["ModuleEntry", "ModulePlan", "check_replicatable", "dotted"]
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -26,6 +25,8 @@ _TABLES = frozenset({dict, OrderedDict, list, tuple, set})
 
 MADE = "_dataparallel_made"
 """Attribute of a replica's root: objects made for its attributes. It belongs to that replica only."""
+
+_NOT_READ = frozenset({*REGISTRIES, MADE})
 
 HOOK_TABLES = (
     "_forward_pre_hooks",
@@ -97,7 +98,7 @@ class ModulePlan:
         if id(tensor) not in found:
             if is_lazy(tensor):
                 raise RuntimeError(
-                    f"{_dotted(entry.name, key)} is not initialised yet; run the module once on a sample batch "
+                    f"{dotted(entry.name, key)} is not initialised yet; run the module once on a sample batch "
                     "before it is replicated"
                 )
             found[id(tensor)] = len(self.tensors)
@@ -113,11 +114,11 @@ class ModulePlan:
             entry.has_own_rule = cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
             for key, value in vars(entry.module).items():
                 # Most of what a module holds is atomic or an empty table.
-                if atomic(value) or key in (*REGISTRIES, MADE) or (type(value) in _TABLES and not value):
+                if atomic(value) or key in _NOT_READ or (type(value) in _TABLES and not value):
                     continue
                 items = reached(value)
                 if compiled_over(items, known):
-                    raise _compiled(_dotted(entry.name, key))
+                    raise _compiled(dotted(entry.name, key))
                 ids = {id(item) for item in items}
                 if not ids.isdisjoint(known):
                     entry.references.append(key)
@@ -137,7 +138,8 @@ def _slot_names(cls: type) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _dotted(module_name: str, key: str) -> str:
+def dotted(module_name: str, key: str) -> str:
+    """The name of what the module called ``module_name`` (``""``: the root) holds as ``key``."""
     return f"{module_name}.{key}" if module_name else key
 
 
@@ -148,9 +150,7 @@ def check_replicatable(entries: list[ModuleEntry]) -> None:
         RuntimeError: a ScriptModule holds a Python module, whose code TorchScript keeps; or a module is compiled,
             and its compiled code holds the source's weights. The message names them.
     """
-    # Importing it would cost seconds; where nobody has, nothing is compiled.
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    compiled_class = dynamo.OptimizedModule if dynamo is not None else ()
+    known = {id(entry.module) for entry in entries}
     for entry in entries:
         module = entry.module
         if isinstance(module, torch.jit.ScriptModule):
@@ -160,7 +160,7 @@ def check_replicatable(entries: list[ModuleEntry]) -> None:
                         f"cannot replicate the ScriptModule {entry.name or 'at the root'!r}: it holds the Python "
                         f"module {name!r} ({type(child).__name__}). Script that one too, or keep it outside"
                     )
-        elif isinstance(module, compiled_class) or module._compiled_call_impl is not None:
+        elif compiled_over([module], known) or module._compiled_call_impl is not None:
             raise _compiled(entry.name or type(module).__name__)
 
 

@@ -114,7 +114,7 @@ def _filled(function: types.FunctionType) -> Iterator[tuple[types.CellType, Any]
 def compiled_over(items: Collection[Any], known: Collection[int]) -> bool:
     """Whether among ``items`` is something that ``torch.compile`` made over an object whose id is in ``known``."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:  # nobody has compiled anything
+    if dynamo is None:  # importing it would cost seconds; where nobody has, nothing is compiled
         return False
     for item in items:
         if issubclass(type(item), dynamo.OptimizedModule):

@@ -20,7 +20,7 @@ from dataparallel import comm
 from dataparallel.buckets import PLAIN_TYPES
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.functions import Broadcast, alias
-from dataparallel.module_plan import HOOK_TABLES, MADE, ModuleEntry, ModulePlan
+from dataparallel.module_plan import HOOK_TABLES, MADE, ModuleEntry, ModulePlan, dotted
 from dataparallel.module_references import Rebinding
 from dataparallel.replica_cycles import note_circles
 
@@ -147,9 +147,8 @@ def _point_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[
                 try:
                     attributes[key] = rebinding.rebound(attributes[key])
                 except Exception as error:
-                    name = f"{entry.name}.{key}" if entry.name else key
                     raise RuntimeError(
-                        f"cannot replicate {name!r}: it refers to modules of the tree, and another "
+                        f"cannot replicate {dotted(entry.name, key)!r}: it refers to modules of the tree, and another "
                         f"{type(attributes[key]).__name__} that refers to their replicas could not be built"
                     ) from error
     if plan.may_hold_cycles:

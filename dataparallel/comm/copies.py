@@ -53,8 +53,9 @@ def broadcast_coalesced(
     """The tensors for each slot; those that have to move, move in flat buckets."""
     results = [list(tensors) for _ in devices]
     arrived: dict[torch.device, list[Tensor]] = {}
-    targets = {*devices}
-    moving = [i for i, tensor in enumerate(tensors) if (own and len(devices) > 1) or targets != {tensor.device}]
+    # Where all slots are on one device, what is there already stays, unless slots need their own.
+    stays = devices[0] if len({*devices}) == 1 and not (own and len(devices) > 1) else None
+    moving = [i for i, tensor in enumerate(tensors) if tensor.device != stays]
     buckets, singles = plan_buckets(tensors, buffer_size, candidates=moving)
     for index in singles:
         for result, copy in zip(results, broadcast(tensors[index], devices, own=own), strict=True):
