@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from by_hand import ByHand
 from dataparallel import DataParallel
 
 EPOCHS = 16
@@ -104,23 +105,12 @@ class ResidualNet(nn.Sequential):
         )
 
 
-class ByHand(nn.Module):
-    """The same chunks, one after the other, without the library: what splitting alone costs on one device."""
-
-    def __init__(self, module: nn.Module, chunks: int) -> None:
-        super().__init__()
-        self.module = module
-        self.chunks = chunks
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.module(chunk) for chunk in x.chunk(self.chunks)])
-
-
 class TrainingRun:
     """One training, an epoch at a time, so that several can take turns.
 
-    With `by_hand` the chunks are called one after the other without `DataParallel`. `losses` has the
-    loss of every step so far, `epoch_seconds` the time of every epoch so far.
+    With `by_hand` the chunks are called one after the other without `DataParallel`, all of them on
+    the first device. `losses` has the loss of every step so far, `epoch_seconds` the time of every
+    epoch so far.
     """
 
     def __init__(

@@ -1,21 +1,25 @@
-"""What the benchmark reports: efficiencies of runs that took turns, as a table, CSV and a plot.
+"""What the throughput of runs that took turns means: efficiencies, as rows of a report and as a plot.
 
 Knows nothing of digits, and measures nothing itself.
 """
 
 from __future__ import annotations
 
-import csv
-import datetime
-import os
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from places import computing_devices, device_name
+from reporting import quartiles, ratios
+
+CAPTION = """\
+Efficiency is the speed-up over one slot of the same kind, divided by the number of devices that compute. Simulated
+devices are no accelerators: all of them compute on the CPU's cores, so they count as one, and nothing becomes faster
+by more of them than the cores allow. Their clocks were off."""
 
 
 class Run(Protocol):
@@ -34,7 +38,8 @@ class Run(Protocol):
 class Row:
     """One run. Efficiencies are the quartiles over the epochs; 1 is ideal.
 
-    `over_by_hand` is the time of an epoch over that of the same chunks without the library; none for several devices.
+    `over_by_hand` is the time of an epoch over that of the same chunks without the library on one device, where that
+    is the same work for the same cores.
     """
 
     device: str
@@ -47,91 +52,51 @@ class Row:
     over_by_hand: float | None
     test_accuracy: float
 
-
-@dataclass
-class Report:
-    """Filled by the tests, printed and written when they are through."""
-
-    name: str
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def text(self) -> str:
-        """Everything but the plot, as reStructuredText that is readable as it stands."""
-        parts = [environment(), *self.notes]
-        if self.rows:
-            parts.insert(1, table(self.rows))
-        return "\n\n".join(parts) + "\n"
-
-    def write(self, directory: Path) -> None:
-        """Writes `name.rst`, `name.csv` and `name.png`."""
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{self.name}.rst").write_text(self.text(), encoding="utf-8")
-        with (directory / f"{self.name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow([column.name for column in fields(Row)])
-            for row in self.rows:
-                values = (getattr(row, column.name) for column in fields(Row))
-                writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in values)
-        plot(self.rows, directory / f"{self.name}.png")
+    def cells(self) -> dict[str, str]:
+        return {
+            "device": self.device,
+            "devices": str(self.devices),
+            "slots": str(self.slots),
+            "samples/s": f"{self.samples_per_second:,.0f}",
+            "efficiency": f"{self.efficiency:.2f}",
+            "middle half": f"{self.efficiency_low:.2f} to {self.efficiency_high:.2f}",
+            "time/by hand": "" if self.over_by_hand is None else f"{self.over_by_hand:.2f}",
+            "test accuracy": f"{self.test_accuracy:.1%}",
+        }
 
 
-def compare(runs: Sequence[Run], by_hand: Mapping[int, Run]) -> list[Row]:
-    """A row per run, each measured against the first, which has one slot, and against `by_hand` of as many chunks.
+def compare(runs: Sequence[Run], by_hand: Mapping[Run, Run]) -> list[Row]:
+    """A row per run, measured against the first run of its device type, which has one slot, and against `by_hand`.
 
-    efficiency = speed-up over one slot / number of distinct devices
+    efficiency = speed-up over one slot / number of devices that compute
 
     so 1 is ideal both for slots that share one device, whose work does not become less by splitting
-    it, and for n devices, which should be n times as fast. The speed-up is taken epoch by epoch: on
-    a machine that does other things too, epochs a second apart can be compared, whole runs cannot.
+    it, and for n devices, which should be n times as fast. Simulated devices share the CPU. The
+    speed-up is taken epoch by epoch: on a machine that does other things too, epochs a second apart
+    can be compared, whole runs cannot.
     """
     rows = []
     for run in runs:
-        devices = len(set(run.slots))
-        pairs = zip(runs[0].epoch_seconds, run.epoch_seconds, strict=True)
-        low, middle, high = statistics.quantiles(
-            (one / several / devices for one, several in pairs), n=4, method="inclusive"
-        )
+        one_slot = next(other for other in runs if other.slots[0].type == run.slots[0].type)
+        devices = computing_devices(run.slots)
+        low, middle, high = quartiles(x / devices for x in ratios(one_slot.epoch_seconds, run.epoch_seconds))
+        over_by_hand = None
+        if run in by_hand:
+            over_by_hand = statistics.median(ratios(run.epoch_seconds, by_hand[run].epoch_seconds))
         rows.append(
             Row(
                 device=device_name(run.slots[0]),
-                devices=devices,
+                devices=len(set(run.slots)),
                 slots=len(run.slots),
                 samples_per_second=run.samples_per_second,
                 efficiency=middle,
                 efficiency_low=low,
                 efficiency_high=high,
-                over_by_hand=_over(run, by_hand[len(run.slots)]) if devices == 1 else None,
+                over_by_hand=over_by_hand,
                 test_accuracy=run.accuracy(),
             )
         )
     return rows
-
-
-def _over(run: Run, other: Run) -> float:
-    return statistics.median(a / b for a, b in zip(run.epoch_seconds, other.epoch_seconds, strict=True))
-
-
-def table(rows: Sequence[Row]) -> str:
-    """A simple reStructuredText table."""
-    head = ("device", "devices", "slots", "samples/s", "efficiency", "middle half", "time/by hand", "test accuracy")
-    lines = [head] + [
-        (
-            row.device,
-            str(row.devices),
-            str(row.slots),
-            f"{row.samples_per_second:,.0f}",
-            f"{row.efficiency:.2f}",
-            f"{row.efficiency_low:.2f} to {row.efficiency_high:.2f}",
-            "" if row.over_by_hand is None else f"{row.over_by_hand:.2f}",
-            f"{row.test_accuracy:.1%}",
-        )
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rule = "  ".join("=" * width for width in widths)
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([rule, text[0], rule, *text[1:], rule])
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -142,14 +107,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (speed, efficiency) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    shared = [row for row in rows if row.devices == 1]
-    distinct = [row for row in rows if row.devices > 1]
-    for label, series in (
-        (f"slots share one device ({rows[0].device})", shared),
-        ("a device for each slot", [rows[0], *distinct] if distinct else []),
-    ):
-        if not series:
-            continue
+    for label, series in _series(rows).items():
         slots = [row.slots for row in series]
         speed.plot(slots, [row.samples_per_second for row in series], "o-", label=label)
         middle = [row.efficiency for row in series]
@@ -160,7 +118,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         efficiency.errorbar(slots, middle, yerr=spread, fmt="o-", capsize=3, label=label)
     efficiency.axhline(1, color="grey", linestyle=":", label="ideal")
     speed.set_ylabel("training samples per second")
-    efficiency.set_ylabel("speed-up over one slot / devices")
+    efficiency.set_ylabel("efficiency (see the table)")
     for axes in (speed, efficiency):
         axes.set_xscale("log", base=2)
         ticks = sorted({row.slots for row in rows})
@@ -174,18 +132,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
-def device_name(device: torch.device) -> str:
-    """The product's name where the backend tells it, else the device type."""
-    if device.type == "cpu":
-        return "cpu"
-    name = getattr(torch.get_device_module(device), "get_device_name", None)
-    return name(device) if name else device.type
-
-
-def environment() -> str:
-    """One line on when and with what this was measured."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return (
-        f"Measured on {datetime.date.today().isoformat()} with Python {platform.python_version()}, "
-        f"torch {torch.__version__}, {cores} CPU cores, {torch.get_num_threads()} intra-op thread."
-    )
+def _series(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The lines of the plot, each from one slot on."""
+    lines = {}
+    for device in dict.fromkeys(row.device for row in rows):
+        own = [row for row in rows if row.device == device]
+        lines[f"slots share one device ({device})"] = [row for row in own if row.devices == 1]
+        lines[f"a device for each slot ({device})"] = [row for row in own if row.devices == row.slots]
+    several = {label: line for label, line in lines.items() if len(line) > 1}
+    return several or dict(list(lines.items())[:1])

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 from torch.autograd import Function
 
 from dataparallel import comm
@@ -193,6 +194,8 @@ class Gather(Function):
         ctx.slots = [tensor.device for tensor in tensors]
         ctx.dim = dim
         gathered = comm.gather(tensors, dim, destination)
+        if _on_distinct_accelerators(ctx.slots) and _autograd._top_saved_tensors_default_hooks(True) is not None:
+            ctx.save_for_backward(gathered.new_empty(0))
         ctx.sizes = [tensor.shape[dim] for tensor in tensors]
         return alias(gathered, 0) if len(tensors) == 1 else gathered
 
@@ -200,7 +203,10 @@ class Gather(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * (2 + len(ctx.slots))
-        if len({slot for slot in ctx.slots if slot != CPU}) > 1:
+        # Unpacks what was saved, if anything. A checkpoint around the wrapper then recomputes here, once: left to the
+        # replicas' nodes, the engine's threads for their devices would all start to recompute the same region.
+        _ = ctx.saved_tensors
+        if _on_distinct_accelerators(ctx.slots):
             _restore_cpu_generator_after_backward()
         if torch.is_grad_enabled():
             chunks = Scatter.apply(ctx.slots, ctx.sizes, ctx.dim, grad)
@@ -209,6 +215,11 @@ class Gather(Function):
         if ctx.scalars:
             chunks = tuple(chunk.reshape(()) for chunk in chunks)
         return (None, None, *chunks)
+
+
+def _on_distinct_accelerators(slots: Sequence[torch.device]) -> bool:
+    """Whether a backward over these slots runs in several threads of the engine."""
+    return len({slot for slot in slots if slot != CPU}) > 1
 
 
 # Long enough for all backward passes that run at a time; one that fails leaves its number behind.

@@ -184,6 +184,13 @@ CARRIED: tuple[Setting, ...] = (
 )
 """Settings of the calling thread that replicas see as they are. Context variables are carried too, by `CallerState`."""
 
+
+def carry(setting: Setting) -> None:
+    """Adds a row to `CARRIED`, for thread-local state of another library that modules use in ``forward``."""
+    global CARRIED
+    CARRIED = (*CARRIED, setting)
+
+
 ORDERED = frozenset({"torch function modes", "torch dispatch modes", "saved-tensor hooks"})
 """Carried objects with a state of their own, which would be called from several replicas at once."""
 

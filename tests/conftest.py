@@ -1,8 +1,9 @@
 """Where the suite runs, and what it does when it hangs.
 
-`--devices` picks the kind of slots for the whole process. A test asks for `slots` (a list of
-three, or of as many as its marker `slots(2, 8)` says, one run for each), for `root` (the device
-of the first slot) or for `make_slots` (a function of the number, for tests that draw it).
+`--devices` picks the kind of slots for the whole process, and `--slots` and `--arrangement` how many there are and on
+which devices, where a test does not say. A test asks for `slots` (a list of three, or of as many as its marker
+`slots(2, 8)` says, one run for each), for `root` (the device of the first slot) or for `make_slots` (a function of the
+number, for tests that draw it). A test marked `devices("sim")` runs on these kinds only.
 """
 
 import faulthandler
@@ -15,7 +16,8 @@ import hypothesis
 import pytest
 import torch
 
-DEFAULT_SLOTS = 3
+from dataparallel.testing.simulated import SimulationUnavailable, simulate
+
 WATCHDOG_SECONDS = 120.0
 
 hypothesis.settings.register_profile(
@@ -29,35 +31,49 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("dataparallel")
 
 
-def _cpu_slots(count: int) -> list:
-    return ["cpu"] * count
+SIMULATED = 16  # slots of the suite's largest tests, and some to spare
+KINDS = ("cpu", "cuda", "sim")
 
-
-def _cuda_slots(count: int) -> list:
-    available = torch.cuda.device_count()
-    return [torch.device("cuda", slot % available) for slot in range(count)]
-
-
-# A further kind needs a row here and, if it can be missing, a check in `pytest_configure`.
-SLOTS: dict[str, Callable[[int], list]] = {"cpu": _cpu_slots, "cuda": _cuda_slots}
+# The index of the device for each of `count` slots, where there are `available` devices.
+ARRANGEMENTS: dict[str, Callable[[int, int], list[int]]] = {
+    "distinct": lambda count, available: [slot % available for slot in range(count)],
+    "duplicates": lambda count, available: [slot // 2 % available for slot in range(count)],
+    "reversed": lambda count, available: [slot % available for slot in reversed(range(count))],
+    "subset": lambda count, available: [(slot + 1) * 3 % available for slot in range(count)],
+}
 
 _stderr_key = pytest.StashKey[int]()
+_why_not_key = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--devices",
-        choices=sorted(SLOTS),
+        choices=KINDS,
         default="cpu",
         help="the kind of devices that slots are on (default: cpu)",
+    )
+    parser.addoption("--slots", type=int, default=3, help="how many slots where a test does not say (default: 3)")
+    parser.addoption(
+        "--arrangement",
+        choices=sorted(ARRANGEMENTS),
+        default="distinct",
+        help="which devices the slots are on (default: distinct)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slots(*counts): run the test once per number of slots")
     config.addinivalue_line("markers", f"watchdog(seconds): end a run that hangs (default: {WATCHDOG_SECONDS:g} s)")
-    if config.getoption("--devices") == "cuda" and not torch.cuda.is_available():
+    config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
+    kind = config.getoption("--devices")
+    if kind == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError(f"--devices=cuda: torch {torch.__version__} sees no CUDA device on this machine")
+    if kind == "sim":
+        try:
+            simulate(SIMULATED)
+        except SimulationUnavailable as error:
+            config.stash[_why_not_key] = str(error)
     # Capturing is suspended while plugins are configured, so this is the terminal's stderr.
     config.stash[_stderr_key] = os.dup(sys.__stderr__.fileno())
 
@@ -73,6 +89,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker is not None and "slots" in metafunc.fixturenames:
         ids = [f"{count}slots" for count in marker.args]
         metafunc.parametrize("slots", marker.args, indirect=True, ids=ids)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kind, why_not = config.getoption("--devices"), config.stash.get(_why_not_key, None)
+    for item in items:
+        marker = item.get_closest_marker("devices")
+        if why_not is not None:
+            item.add_marker(pytest.mark.skip(reason=why_not))
+        elif marker is not None and kind not in marker.args:
+            item.add_marker(pytest.mark.skip(reason=f"for --devices={' or '.join(marker.args)}"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_freed_too_early(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What the clocks find when memory is freed belongs to the test that caused it."""
+    yield
+    if request.config.getoption("--devices") == "sim":
+        torch.sim.check_clocks()
 
 
 @pytest.fixture(autouse=True)
@@ -106,13 +140,17 @@ def one_intra_op_thread() -> Iterator[None]:
 @pytest.fixture
 def make_slots(request: pytest.FixtureRequest) -> Callable[[int], list]:
     """A function from a number to a list of as many slots."""
-    return SLOTS[request.config.getoption("--devices")]
+    kind = request.config.getoption("--devices")
+    if kind == "cpu":
+        return lambda count: ["cpu"] * count
+    arrangement = ARRANGEMENTS[request.config.getoption("--arrangement")]
+    return lambda count: [torch.device(kind, index) for index in arrangement(count, torch.accelerator.device_count())]
 
 
 @pytest.fixture
 def slots(request: pytest.FixtureRequest, make_slots: Callable[[int], list]) -> list:
-    """A list of slots: three, or what the marker `slots` or an indirect parameter says."""
-    return make_slots(getattr(request, "param", DEFAULT_SLOTS))
+    """A list of slots: as many as `--slots` says, or what the marker `slots` or an indirect parameter says."""
+    return make_slots(getattr(request, "param", request.config.getoption("--slots")))
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_packed_sequences_keep_samples_in_order(kind: str, chunk_sizes: Any, slo
     assert (joined.sorted_indices is None) == (kind == "sorted")
     for found in (split, unpack_sequence(joined)):
         assert [len(sequence) for sequence in found] == LENGTHS[kind]
-        assert all(torch.equal(a, b) for a, b in zip(found, sequences, strict=True))
+        assert all(torch.equal(a.to(root), b) for a, b in zip(found, sequences, strict=True))
 
 
 @pytest.mark.parametrize("kind", LENGTHS)

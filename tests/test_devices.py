@@ -16,7 +16,7 @@ from dataparallel.devices import CPU, device_id, on, resolve, resolve_each, reso
 CURRENT = 1
 
 
-@pytest.fixture(params=["cuda", "xpu", "privateuseone"])
+@pytest.fixture(params=["cuda", "xpu", torch._C._get_privateuse1_backend_name()])
 def accelerators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A machine with three accelerators of one type, the second of which is current."""
     _pretend(monkeypatch, request.param, count=3)

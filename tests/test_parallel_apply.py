@@ -173,12 +173,12 @@ class Dropout(nn.Module):
 
     def part(self, x: Tensor) -> Tensor:
         for _ in range(4):
-            x = nn.functional.dropout(x, 0.2)
-        return nn.functional.dropout(torch.relu(self.first(x)), 0.5)
+            x = nn.functional.dropout(x, 0.2, self.training)
+        return nn.functional.dropout(torch.relu(self.first(x)), 0.5, self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.part(x) if self.reentrant is None else checkpoint(self.part, x, use_reentrant=self.reentrant)
-        return nn.functional.dropout(self.second(hidden), 0.5)
+        return nn.functional.dropout(self.second(hidden), 0.5, self.training)
 
 
 def dropout(root: torch.device, reentrant: bool | None = None) -> Dropout:
@@ -232,9 +232,11 @@ def test_checkpoint_recomputes_with_the_draws_of_the_forward(
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_non_reentrant_checkpoint_around_the_wrapper(slots: list, root: torch.device) -> None:
-    module, x = dropout(root), batch(root)
-    model = DataParallel(module, slots)
+@pytest.mark.parametrize("draws", [True, False])
+def test_non_reentrant_checkpoint_around_the_wrapper(draws: bool, slots: list, root: torch.device) -> None:
+    module, x = dropout(root).train(draws), batch(root)
+    # torch's checkpoint keeps the generators of the devices of its arguments only.
+    model = DataParallel(module, sharing(slots) if draws else slots)
 
     def gradients(call: Callable[[Tensor], Tensor], seed: int) -> tuple[Tensor, ...]:
         torch.manual_seed(seed)

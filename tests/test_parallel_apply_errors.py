@@ -228,7 +228,7 @@ def test_memory_of_a_failed_nested_call_is_free_too(outer: dict, inner: dict, sl
 
     class Nests(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return parallel_apply([failing, failing], [x, x], devices=slots[:2], **inner)[0]
+            return parallel_apply([failing, failing], [x.to(root)] * 2, devices=[root] * 2, **inner)[0]
 
     model, x = DataParallel(Nests(), slots, **outer), numbered(slots)
     with no_collector():

@@ -41,7 +41,7 @@ def test_the_uneven_example_is_the_loss_of_one_device():
 
 
 def test_every_example_is_valid_python():
-    assert len(examples()) == 4
+    assert len(examples()) == 7
     for block in examples():
         compile(block, "README.rst", "exec")
 

@@ -190,7 +190,7 @@ def test_an_opaque_output_keeps_the_replicas(watch: Callable, root: torch.device
 
     parallel, _ = watch(Opaque())
     outputs = parallel(torch.randn(6, 3, device=root))
-    sum(output.value.sum() for output in outputs).backward()
+    sum(output.value.sum().to(root) for output in outputs).backward()
     assert parallel.module.layer.weight.grad is not None
 
 
@@ -301,7 +301,7 @@ def test_what_somebody_holds_stays_whole_until_it_is_let_go(hold: Callable, slot
         module = part if isinstance(part, nn.Module) else part.__self__
         above = module if isinstance(module, Holding) else module.above[0]
         assert above.layer.above[0] is above
-        assert above.enter(x).shape == x.shape
+        assert above.enter(x.to(above.layer.weight.device)).shape == x.shape
     alive = weakref.ref(above)
     del part, module, above
     held.clear()

@@ -64,8 +64,7 @@ def test_tensor_subclasses_are_kept(copied: Callable, root: torch.device) -> Non
 
 def test_python_attributes_are_kept(copied: Callable, root: torch.device) -> None:
     source = holding(trained=nn.Parameter(torch.ones(2)), constant=nn.Parameter(torch.ones(2), requires_grad=False))
-    source.buffer = nn.Buffer(torch.ones(2))
-    source.to(root)
+    source.to(root).buffer = nn.Buffer(torch.ones(2, device=root))  # torch's own `to` forgets the class of buffers
     for name in ("trained", "constant", "buffer"):
         getattr(source, name).note = name
     for replica in copied(source):
@@ -80,7 +79,7 @@ def test_python_attributes_are_kept(copied: Callable, root: torch.device) -> Non
 def test_every_dtype_is_kept(dtype: torch.dtype, slots: list, root: torch.device) -> None:
     source = holding(weight=nn.Parameter(torch.ones(2, dtype=dtype)), buffer=torch.ones(3, dtype=dtype)).to(root)
     for slot, replica in enumerate(perturbed_replicas(source, slots)):
-        assert torch.equal(replica.weight, source.weight + PERTURBATION.noise(source.weight, slot, 0))
+        assert torch.equal(replica.weight.to(root), source.weight + PERTURBATION.noise(source.weight, slot, 0))
         assert (replica.weight.dtype, replica.buffer.dtype) == (dtype, dtype)
         (replica.weight * 2).sum().abs().backward()
     assert source.weight.grad.dtype == dtype
@@ -100,7 +99,7 @@ def test_sparse_buffers_are_copied(copied: Callable, root: torch.device) -> None
     for slot, replica in enumerate(copied(source)):
         assert replica.buffer.is_sparse
         assert replica.buffer_csr.layout == torch.sparse_csr
-        assert torch.equal(replica.buffer.to_dense(), source.buffer.to_dense())
+        assert torch.equal(replica.buffer.to_dense().to(root), source.buffer.to_dense())
         shared = replica.buffer._values().data_ptr() == source.buffer._values().data_ptr()
         assert shared == (slot == 0)
 
@@ -108,7 +107,7 @@ def test_sparse_buffers_are_copied(copied: Callable, root: torch.device) -> None
 def test_buffers_that_need_gradients(slots: list, root: torch.device) -> None:
     source = holding(buffer=torch.ones(2, requires_grad=True, device=root))
     for slot, replica in enumerate(perturbed_replicas(source, slots)):
-        assert torch.equal(replica.buffer, source.buffer + PERTURBATION.noise(source.buffer, slot, 0))
+        assert torch.equal(replica.buffer.to(root), source.buffer + PERTURBATION.noise(source.buffer, slot, 0))
         (replica.buffer * 10**slot).sum().backward(retain_graph=True)
     assert source.buffer.grad.tolist() == [111, 111]
     first, second, _ = replicate(source, slots)
@@ -123,7 +122,7 @@ def test_buffers_that_are_not_saved_stay_so(copied: Callable, root: torch.device
     source = nn.Sequential(nn.BatchNorm1d(2))
     source[0].register_buffer("cache", torch.ones(2), persistent=False)
     for replica in copied(source.to(root)):
-        assert torch.equal(replica[0].cache, source[0].cache)
+        assert torch.equal(replica[0].cache.to(root), source[0].cache)
         assert list(replica.state_dict()) == list(source.state_dict())
 
 
@@ -260,14 +259,15 @@ def test_attributes_of_graph_modules_follow(copied: Callable, root: torch.device
 
 
 def test_script_modules_keep_their_mode_and_have_weights_of_their_own(slots: list, root: torch.device) -> None:
-    source = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))).eval().to(root)
+    # Moved before: torch's scripted children would keep showing buffers of the old device.
+    source = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).to(root)).eval()
     x = torch.randn(6, 4, device=root)
     for slot, replica in enumerate(perturbed_replicas(source, slots)):
         expected = copy.deepcopy(source)
         with torch.no_grad():
             for index, weight in enumerate(expected.parameters()):
                 weight += PERTURBATION.noise(weight, slot, index)
-        torch.testing.assert_close(replica(x), expected(x))
+        torch.testing.assert_close(replica(x.to(slots[slot])).to(root), expected(x))
     source.train()
     assert all(replica.training for replica in replicate(source, slots))
     DataParallel(source, slots)(x)
@@ -275,13 +275,14 @@ def test_script_modules_keep_their_mode_and_have_weights_of_their_own(slots: lis
 
 
 @pytest.fixture
-def nested(slots: list, root: torch.device) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), DataParallel(nn.Linear(4, 3), slots[:2]), nn.Tanh()).to(root)
+def nested(root: torch.device) -> nn.Module:
+    """A wrapper as a child, which stays on its slots wherever the outer replicas are: so all share a device."""
+    return nn.Sequential(nn.Linear(4, 4), DataParallel(nn.Linear(4, 3), [root] * 2), nn.Tanh()).to(root)
 
 
-def test_a_wrapper_as_a_child_replicates_the_replica(nested: nn.Module, slots: list, root: torch.device) -> None:
+def test_a_wrapper_as_a_child_replicates_the_replica(nested: nn.Module, root: torch.device) -> None:
     x = torch.randn(4, 4, device=root)
-    for replica in perturbed_replicas(nested, slots):
+    for replica in perturbed_replicas(nested, [root] * 3):
         twin = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3), nn.Tanh()).to(root)
         with torch.no_grad():
             for ours, theirs in zip(twin.parameters(), replica.parameters(), strict=True):
@@ -290,10 +291,10 @@ def test_a_wrapper_as_a_child_replicates_the_replica(nested: nn.Module, slots: l
         torch.testing.assert_close(replica(x), twin(x))
 
 
-def test_gradients_cross_both_wrappers(nested: nn.Module, slots: list, root: torch.device) -> None:
+def test_gradients_cross_both_wrappers(nested: nn.Module, root: torch.device) -> None:
     plain = nn.Sequential(nested[0], nested[1].module, nested[2])
     x = torch.randn(7, 4, device=root)
     expected = torch.autograd.grad(plain(x).pow(2).sum(), list(plain.parameters()))
-    DataParallel(nested, slots)(x).pow(2).sum().backward()
+    DataParallel(nested, [root] * 3)(x).pow(2).sum().backward()
     for parameter, gradient in zip(nested.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)

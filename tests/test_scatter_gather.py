@@ -63,7 +63,7 @@ def assert_same(actual: Any, expected: Any) -> None:
     assert type(actual) is type(expected)
     if isinstance(expected, Tensor):
         assert actual.dtype == expected.dtype
-        assert torch.equal(actual, expected)
+        assert torch.equal(actual.to(expected.device), expected)
     elif isinstance(expected, dict):
         assert list(actual) == list(expected)
         assert_same(list(actual.values()), list(expected.values()))
@@ -117,7 +117,7 @@ def test_whole_tensors_go_to_every_slot(slots: list, root: torch.device) -> None
     marked = whole(table)
     parts = scatter((numbers(4, 2).to(root), marked, {"again": table[:4]}), slots)
     assert len(parts) == 2
-    assert all(torch.equal(part[1], table) for part in parts)
+    assert all(torch.equal(part[1].to(root), table) for part in parts)
     assert marked.data_ptr() == table.data_ptr(), "another tensor on the same memory"
     assert marked is not table
     with pytest.raises(ValueError, match="batch sizes disagree"):
@@ -139,7 +139,7 @@ def test_a_whole_tensor_stays_whole_when_it_is_scattered_again(slots: list, root
 def test_gradients_of_a_whole_tensor_are_summed(slots: list, root: torch.device) -> None:
     table = torch.ones(2, device=root, requires_grad=True)
     parts = scatter((numbers(6).to(root), whole(table)), slots)
-    sum((part[1] * 10**slot).sum() for slot, part in enumerate(parts)).backward()
+    sum((part[1] * 10**slot).sum().to(root) for slot, part in enumerate(parts)).backward()
     assert table.grad.tolist() == [111, 111]
 
 
@@ -153,7 +153,7 @@ def test_tensors_without_dimensions_go_to_every_slot(slots: list, root: torch.de
     scale = torch.tensor(2.0, device=root, requires_grad=True)
     parts = scatter((numbers(4, 1).to(root), scale), slots, dim=1 - 1)
     assert [part[1].item() for part in parts] == [2, 2]
-    sum(part[1] for part in parts).backward()
+    sum(part[1].to(root) for part in parts).backward()
     assert scale.grad.item() == 2
 
 

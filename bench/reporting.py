@@ -1,0 +1,95 @@
+"""How results are reported: a table for the terminal and as reStructuredText, CSV, a plot, and what they stand on.
+
+Knows nothing of what was measured, and measures nothing itself.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+
+class Row(Protocol):
+    """A dataclass, whose fields are the columns of the CSV file."""
+
+    __dataclass_fields__: dict[str, Any]
+
+    def cells(self) -> dict[str, str]:
+        """The row of the table: a text for each title, for every row the same titles."""
+
+
+@dataclass
+class Report:
+    """Filled by the tests of one file, printed and written when all are through."""
+
+    name: str
+    caption: str
+    plot: Callable[[Sequence[Any], Path], None] | None = None
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Everything but the plot, as reStructuredText that is readable as it stands."""
+        parts = [environment(), *self.notes]
+        if self.rows:
+            parts[1:1] = [self.caption, table([row.cells() for row in self.rows])]
+        return "\n\n".join(parts) + "\n"
+
+    def write(self, directory: Path) -> None:
+        """Writes `name.rst`, `name.csv` and, where there is a plot, `name.png`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{self.name}.rst").write_text(self.text(), encoding="utf-8")
+        with (directory / f"{self.name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            columns = [column.name for column in fields(self.rows[0])]
+            writer.writerow(columns)
+            for row in self.rows:
+                values = (getattr(row, column) for column in columns)
+                writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in values)
+        if self.plot is not None:
+            self.plot(self.rows, directory / f"{self.name}.png")
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """A simple reStructuredText table. The first cell of a row must not be empty."""
+    lines = [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rule = "  ".join("=" * width for width in widths)
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([rule, text[0], rule, *text[1:], rule])
+
+
+class Quartiles(NamedTuple):
+    """The median of several measurements, and where their middle half lies."""
+
+    low: float
+    middle: float
+    high: float
+
+
+def quartiles(values: Iterable[float]) -> Quartiles:
+    """Of at least two values."""
+    return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def ratios(these: Sequence[float], those: Sequence[float]) -> list[float]:
+    """Round by round, because times of one round can be compared on a machine that does other things too."""
+    return [this / that for this, that in zip(these, those, strict=True)]
+
+
+def environment() -> str:
+    """One line on when and with what this was measured."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (
+        f"Measured on {datetime.date.today().isoformat()} with Python {platform.python_version()}, "
+        f"torch {torch.__version__}, {cores} CPU cores, {torch.get_num_threads()} intra-op thread."
+    )

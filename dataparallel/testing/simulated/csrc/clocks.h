@@ -1,0 +1,157 @@
+// Vector clocks: which access to which memory is ordered after which other one.
+//
+// Operators run at once here, so nothing ever goes wrong by itself. This file knows what would be ordered on a real
+// accelerator: a stream's operators among themselves, events and stream waits between streams, and what a host thread
+// has waited for before everything that it launches later. An access that nothing orders after an earlier conflicting
+// one is refused, in every run, whatever the timing. It knows streams, blocks and byte spans; no tensor.
+//
+// The model of reads and writes follows torch.cuda._sanitizer; the clocks are those of Mattern, "Virtual time and
+// global states of distributed systems" (1989).
+#pragma once
+
+#include <c10/core/Stream.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace simulated {
+
+using StreamNumber = uint32_t;
+
+// For each stream, the last of its launches that is known to be over.
+class Clock {
+ public:
+  uint64_t operator[](StreamNumber stream) const {
+    return stream < ticks_.size() ? ticks_[stream] : 0;
+  }
+  uint64_t tick(StreamNumber stream);
+  void join(const Clock& other);
+
+ private:
+  std::vector<uint64_t> ticks_;
+};
+
+struct Launch {
+  std::string op;
+  std::string stack; // Python's, if asked for
+};
+
+// An access by a launch; a tick of 0 is ordered before everything.
+struct Access {
+  StreamNumber stream = 0;
+  uint64_t tick = 0;
+  std::shared_ptr<const Launch> launch;
+};
+
+struct Span {
+  size_t begin = 0; // bytes from the start of the block
+  size_t end = 0;
+};
+
+// The last write of every byte of a block, and the reads since.
+class History {
+ public:
+  struct Segment {
+    Span span;
+    Access write;
+    c10::SmallVector<Access, 1> reads; // at most one per stream: the last
+  };
+  // The segments within `span`, cut so that they cover it exactly. Valid until the next call.
+  Segment* within(Span span, size_t& count);
+  const std::vector<Segment>& segments() const {
+    return segments_;
+  }
+  void start_with(size_t bytes, Access write);
+
+ private:
+  size_t cut_at(size_t position);
+  std::vector<Segment> segments_; // sorted, disjoint
+};
+
+// An access to memory that has been freed since.
+struct Debt {
+  Access access;
+  bool write = false;
+  Span span;
+  const char* where = "";
+};
+
+// What the clocks keep with a block of memory.
+struct Tracked {
+  History history;
+  StreamNumber home = 0; // the stream that it was allocated on, and goes back to
+  c10::SmallVector<StreamNumber, 1> recorded; // record_stream: freeing waits for these
+  std::vector<Debt> inherited; // of what may have had this memory before
+  const char* where = ""; // "sim:1", "pinned host memory"
+};
+
+struct Touch {
+  Tracked* block;
+  c10::SmallVector<Span, 1> spans;
+  bool write;
+  const char* argument;
+};
+
+struct Event {
+  Clock clock;
+  bool recorded = false;
+  int64_t nanoseconds = 0;
+};
+
+// What a host thread has waited for. It travels with torch's thread-local state, so into the autograd engine's threads.
+struct Knowledge final : c10::DebugInfoBase, std::enable_shared_from_this<Knowledge> {
+  Clock clock;
+};
+
+namespace clocks {
+
+bool enabled();
+void enable(bool on);
+void keep_stacks(bool on);
+bool stacks_kept();
+void set_stack_reader(std::string (*reader)());
+
+// A launch on `stream`, also ordered after the work on `joined` so far, which then is ordered after it (the two current
+// streams of a cross-device copy). Throws c10::Error for an access that is not ordered.
+struct Ticket {
+  Access access;
+  explicit operator bool() const {
+    return access.launch != nullptr;
+  }
+};
+Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> touches,
+              std::optional<c10::Stream> joined = std::nullopt);
+// Memory that the launch itself has made.
+void wrote(const Ticket& ticket, Tracked& block, size_t bytes);
+
+// Memory goes back to the stream that it was made on, and may be given out there at once. What other streams are not
+// known to have done with it then is a hazard for whoever writes there next.
+void allocated(Tracked& block, size_t bytes, c10::Stream home);
+void freed(Tracked& block);
+void used_on(Tracked& block, c10::Stream stream);
+
+void record(Event& event, c10::Stream stream);
+void wait(c10::Stream stream, const Event& event);
+void host_waits(const Event& event);
+void host_waits(c10::Stream stream);
+void host_waits_for_device(c10::DeviceIndex device);
+
+// Memory that was freed while another stream may still use it, and that the calling thread has not waited for: throws,
+// once. Without that, using the memory again throws.
+void check();
+
+std::shared_ptr<Knowledge> knowledge();
+// The calling thread learns what the other one knows, or the other way round.
+void learn(const Knowledge& from);
+void tell(Knowledge& to);
+// From now on this thread's knowledge is shared with the engine's threads that work for it.
+void enter_thread(const Knowledge* parent);
+
+} // namespace clocks
+} // namespace simulated

@@ -1,0 +1,292 @@
+#include "devices.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <array>
+#include <atomic>
+#include <mutex>
+
+#include "clocks.h"
+#include "limits.h"
+#include "memory.h"
+
+namespace simulated {
+namespace {
+
+std::atomic<c10::DeviceIndex> count{0};
+thread_local c10::DeviceIndex current = 0;
+// Every thread starts on the default streams.
+thread_local std::array<c10::StreamId, kCeiling> current_streams{};
+
+c10::DeviceIndex checked(c10::DeviceIndex device) {
+  if (device == -1) {
+    return current;
+  }
+  TORCH_CHECK(device >= 0 && device < count, "sim:", static_cast<int>(device), ": this process simulates ",
+              static_cast<int>(count.load()), " devices, sim:0 to sim:", count.load() - 1);
+  return device;
+}
+
+// torch's generator of a simulated device draws from a generator of the CPU, so that the same seed gives the same
+// numbers on every device and on the CPU.
+class SimulatedGenerator final : public c10::GeneratorImpl {
+ public:
+  SimulatedGenerator(c10::DeviceIndex device, at::Generator source)
+      : c10::GeneratorImpl(c10::Device(c10::kPrivateUse1, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        source_(std::move(source)) {}
+  void set_current_seed(uint64_t seed) override {
+    source_.set_current_seed(seed);
+  }
+  void set_offset(uint64_t offset) override {
+    source_.set_offset(offset);
+  }
+  uint64_t get_offset() const override {
+    return source_.get_offset();
+  }
+  uint64_t current_seed() const override {
+    return source_.current_seed();
+  }
+  uint64_t seed() override {
+    return source_.seed();
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    source_.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return source_.unsafeGetGeneratorImpl()->get_state();
+  }
+  const at::Generator& source() const {
+    return source_;
+  }
+
+ private:
+  SimulatedGenerator* clone_impl() const override {
+    return new SimulatedGenerator(device().index(), source_.clone());
+  }
+  at::Generator source_;
+};
+
+at::Generator new_generator(c10::DeviceIndex device) {
+  return at::make_generator<SimulatedGenerator>(device, at::detail::createCPUGenerator());
+}
+
+Event* event_of(void* event) {
+  return static_cast<Event*>(event);
+}
+
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override {
+    return c10::kPrivateUse1;
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto before = current_device();
+    set_current_device(device.index());
+    return before;
+  }
+  c10::Device getDevice() const override {
+    return current_device();
+  }
+  void setDevice(c10::Device device) const override {
+    set_current_device(device.index());
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() >= 0) {
+      current = device.index();
+    }
+  }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return count;
+  }
+
+  c10::Stream getStream(c10::Device device) const override {
+    return current_stream(device);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, c10::Device(c10::kPrivateUse1, checked(device.index())));
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    static std::array<std::atomic<uint32_t>, kCeiling> made{};
+    const auto index = checked(device.index());
+    const auto number = made.at(static_cast<size_t>(index))++;
+    const auto id = static_cast<c10::StreamId>(1 + number % (kStreams - 1));
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, index), id);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto before = current_stream(stream.device());
+    current_streams.at(static_cast<size_t>(stream.device_index())) = stream.id();
+    return before;
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
+    return reinterpret_cast<void*>(stream.id());
+  }
+
+  // Nothing is ever pending, so queries say yes, and what they say the asking thread knows.
+  bool queryStream(const c10::Stream& stream) const override {
+    clocks::host_waits(stream);
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    clocks::host_waits(stream);
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    clocks::host_waits_for_device(checked(device));
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag) const override {
+    TORCH_CHECK(device == -1 || device == stream.device_index(), "an event of sim:", static_cast<int>(device),
+                " cannot be recorded on a stream of sim:", static_cast<int>(stream.device_index()));
+    if (!*event) {
+      *event = new Event();
+    }
+    clocks::record(*event_of(*event), stream);
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event && event_of(event)->recorded) {
+      clocks::wait(stream, *event_of(event));
+    }
+  }
+  bool queryEvent(void* event) const override {
+    synchronizeEvent(event);
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event && event_of(event)->recorded) {
+      clocks::host_waits(*event_of(event));
+    }
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete event_of(event);
+  }
+  double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
+    TORCH_CHECK(start && end && event_of(start)->recorded && event_of(end)->recorded,
+                "Both events must be recorded before calculating elapsed time.");
+    return static_cast<double>(event_of(end)->nanoseconds - event_of(start)->nanoseconds) / 1e6;
+  }
+
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    memory::device_allocator()->recordStream(data, stream);
+  }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return count > 0;
+  }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override {
+    return device >= 0 && device < count;
+  }
+  c10::DeviceIndex deviceCount() const override {
+    return count;
+  }
+  void setCurrentDevice(c10::DeviceIndex device) const override {
+    set_current_device(device);
+  }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return current;
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    const auto before = current;
+    set_current_device(device);
+    return before;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return exchangeDevice(device);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return default_generator(device);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return new_generator(checked(device));
+  }
+  at::Device getDeviceFromPtr(void*) const override {
+    TORCH_CHECK(false, "memory of simulated devices is host memory: a pointer does not tell its device");
+  }
+  bool isPinnedPtr(const void* data) const override {
+    return memory::pinned_block_of(data) != nullptr;
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return memory::pinned_allocator();
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    auto* impl = storage.unsafeGetStorageImpl();
+    if (bytes > impl->nbytes()) {
+      memory::grow(*impl, bytes);
+    } else if (bytes < impl->nbytes()) {
+      OnDevice on(impl->device());
+      auto smaller = memory::device_allocator()->allocate(bytes);
+      if (bytes > 0) {
+        memory::device_allocator()->copy_data(smaller.get(), impl->data(), bytes);
+      }
+      impl->set_data_ptr(std::move(smaller));
+      impl->set_nbytes(bytes);
+    }
+  }
+};
+
+} // namespace
+
+c10::DeviceIndex device_count() {
+  return count;
+}
+
+void set_device_count(c10::DeviceIndex new_count) {
+  count = new_count;
+}
+
+c10::Device current_device() {
+  return {c10::kPrivateUse1, current};
+}
+
+void set_current_device(c10::DeviceIndex device) {
+  current = checked(device);
+}
+
+c10::Stream current_stream(c10::Device device) {
+  const auto index = checked(device.index());
+  const auto id = current_streams.at(static_cast<size_t>(index));
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, index), id);
+}
+
+OnDevice::OnDevice(c10::Device device) : before_(current) {
+  set_current_device(device.index());
+}
+
+OnDevice::~OnDevice() {
+  current = before_;
+}
+
+const at::Generator& default_generator(c10::DeviceIndex device) {
+  static auto* generators = [] {
+    auto* made = new std::array<at::Generator, kCeiling>();
+    for (size_t i = 0; i < kCeiling; ++i) {
+      (*made)[i] = new_generator(static_cast<c10::DeviceIndex>(i));
+    }
+    return made;
+  }();
+  return generators->at(static_cast<size_t>(checked(device)));
+}
+
+at::Generator drawn_from(const at::Generator& generator) {
+  auto* simulated = dynamic_cast<SimulatedGenerator*>(generator.unsafeGetGeneratorImpl());
+  TORCH_CHECK(simulated, "expected a generator of a simulated device; got one of ", generator.device().str());
+  return simulated->source();
+}
+
+void register_hooks() {
+  static Hooks hooks;
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  c10::SetAllocator(c10::kPrivateUse1, memory::device_allocator());
+}
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+} // namespace simulated

@@ -1,0 +1,359 @@
+// The operators of the simulated devices: a few of their own, where memory is made, moved or viewed, and the CPU's for
+// everything else.
+#include <ATen/core/Tensor.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/bernoulli.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/resize.h>
+#include <ATen/ops/view_native.h>
+#include <ATen/EmptyTensor.h>
+#include <torch/library.h>
+
+#include "devices.h"
+#include "memory.h"
+#include "on_cpu.h"
+
+namespace simulated {
+namespace {
+
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+
+c10::OperatorHandle handle(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+// ---- everything else
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  run_on_cpu(op, stack, op.operator_name());
+}
+
+// ---- memory
+
+void check_unpinned(std::optional<bool> pin_memory) {
+  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
+}
+
+c10::Device device_or_current(std::optional<c10::Device> device) {
+  return device && device->has_index() ? *device : current_device();
+}
+
+Tensor empty(c10::SymIntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+             std::optional<c10::Device> device, std::optional<bool> pin_memory,
+             std::optional<c10::MemoryFormat> format) {
+  check_unpinned(pin_memory);
+  const OnDevice on(device_or_current(device));
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), memory::device_allocator(),
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::ScalarType> dtype,
+                     std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
+  check_unpinned(pin_memory);
+  const OnDevice on(device_or_current(device));
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+                                           memory::device_allocator(),
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
+// Zeros without memory: what forward derivatives take for those of constants.
+Tensor efficient_zeros(c10::SymIntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                       std::optional<c10::Device> device, std::optional<bool>) {
+  at::native::ZeroTensorAllocator none(device_or_current(device));
+  const c10::DispatchKeySet keys({c10::DispatchKey::PrivateUse1, c10::DispatchKey::ZeroTensor});
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &none, keys, c10::dtype_or_default(dtype),
+                                   std::nullopt);
+}
+
+void ensure_storage(const Tensor& tensor) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  if (impl->numel() > 0) {
+    const auto bytes = at::detail::computeStorageNbytes(
+        impl->sizes(), impl->strides(), impl->dtype().itemsize(), static_cast<size_t>(impl->storage_offset()));
+    memory::grow(*impl->storage().unsafeGetStorageImpl(), bytes);
+  }
+}
+
+const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
+  if (format && *format != c10::MemoryFormat::Preserve) {
+    impl->empty_tensor_restride(*format);
+  }
+  ensure_storage(self);
+  return self;
+}
+
+Tensor& set_storage_at(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+                       c10::SymIntArrayRef stride) {
+  TORCH_CHECK(source.device_type() == c10::kPrivateUse1, "Attempted to set the storage of a tensor on device \"",
+              self.device().str(), "\" to a storage on different device \"", source.device().str(),
+              "\".  This is no longer allowed; the devices must match.");
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  if (stride.empty() && !sizes.empty()) {
+    impl->set_sizes_contiguous(sizes);
+    impl->set_storage_offset(offset.guard_int(__FILE__, __LINE__));
+  } else {
+    impl->set_sizes_and_strides(sizes, C10_AS_INTARRAYREF_SLOW(stride), offset.guard_int(__FILE__, __LINE__));
+  }
+  ensure_storage(self);
+  return self;
+}
+
+Tensor& set_storage(Tensor& self, at::Storage source) {
+  const auto elements = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+  return set_storage_at(self, std::move(source), 0, {c10::SymInt(elements)}, {c10::SymInt(1)});
+}
+
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return set_storage_at(self, source.storage(), source.sym_storage_offset(), source.sym_sizes(), source.sym_strides());
+}
+
+Tensor& set_empty(Tensor& self) {
+  const OnDevice on(self.device());
+  at::Storage nothing = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), 0, memory::device_allocator()->allocate(0), memory::device_allocator(), true);
+  return set_storage_at(self, std::move(nothing), 0, {c10::SymInt(0)}, {c10::SymInt(1)});
+}
+
+void record_stream(Tensor& self, c10::Stream stream) {
+  memory::device_allocator()->recordStream(self.storage().data_ptr(), stream);
+}
+
+// ---- views
+
+Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                  std::optional<c10::SymInt> offset) {
+  return at::native::as_strided_tensorimpl(
+      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+      offset ? std::optional<int64_t>(offset->guard_int(__FILE__, __LINE__)) : std::nullopt);
+}
+
+Tensor view(const Tensor& self, c10::SymIntArrayRef size) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+// Whether `tensor.data = other` may be said. `Module.to` asks, and keeps its parameters, with all ties, if so.
+bool may_become(const Tensor& self, const Tensor& from) {
+  auto ours = [](const Tensor& t) {
+    return t.layout() == c10::kStrided && (t.is_cpu() || t.device().type() == c10::kPrivateUse1);
+  };
+  return (ours(self) && ours(from)) || self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set());
+}
+
+// ---- copies
+
+bool is_simulated(const Tensor& tensor) {
+  return tensor.device().type() == c10::kPrivateUse1;
+}
+
+// Copies between devices are ordered against both current streams, as torch's CUDA copies are. Copies from and to the
+// host block unless `non_blocking` was said and the host memory is pinned; pageable memory that is sent
+// `non_blocking` is staged, so it does not block, and pageable memory that is written always does.
+Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
+  const auto at = is_simulated(to) ? current_stream(to.device()) : current_stream(self.device());
+  const auto launched_on = is_simulated(self) ? current_stream(self.device()) : at;
+  const auto joined = is_simulated(self) && is_simulated(to) ? std::optional(at) : std::nullopt;
+  if (clocks::enabled()) {
+    c10::SmallVector<Touch, 2> touches;
+    add_touch(touches, self, false, "self");
+    add_touch(touches, to, true, "dst");
+    clocks::launch(launched_on, "aten::_copy_from", touches, joined);
+  }
+  const auto source = is_simulated(self) ? cpu_alias(self) : self;
+  const auto target = is_simulated(to) ? cpu_alias(to) : to;
+  {
+    c10::impl::ExcludeDispatchKeyGuard below(
+        c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
+    target.copy_(source);
+  }
+  const bool to_pageable = !is_simulated(to) && !memory::pinned_block_of(to.storage().data());
+  if (!(is_simulated(self) && is_simulated(to)) && (!non_blocking || to_pageable)) {
+    clocks::host_waits(launched_on);
+  }
+  return to;
+}
+
+Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
+  to.resize_(self.sizes());
+  return copy_from(self, to, false);
+}
+
+c10::Scalar local_scalar_dense(const Tensor& self) {
+  const auto stream = current_stream(self.device());
+  if (clocks::enabled()) {
+    c10::SmallVector<Touch, 1> touches;
+    add_touch(touches, self, false, "self");
+    clocks::launch(stream, "aten::_local_scalar_dense", touches);
+  }
+  clocks::host_waits(stream);
+  return cpu_alias(self).item();
+}
+
+// ---- convolutions: torch asks backends of this kind for operators of their own
+
+void convolution(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static const auto cpu = handle("aten::convolution");
+  run_on_cpu(cpu, stack, op.operator_name());
+}
+
+void convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static const auto cpu = handle("aten::convolution_backward");
+  // (grad_output, input, weight, stride, ...) becomes (grad_output, input, weight, bias_sizes, stride, ...).
+  const auto arguments = stack->end() - static_cast<ptrdiff_t>(op.schema().arguments().size());
+  const auto bias = arguments->toTensor().size(1);
+  stack->insert(arguments + 3, c10::IValue(std::vector<int64_t>{bias}));
+  run_on_cpu(cpu, stack, op.operator_name());
+}
+
+// ---- what the CPU draws without a generator argument
+
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  if (input.numel() == 0 || !train.value_or(true)) {
+    return {input.clone(), at::empty_like(input, input.options().dtype(c10::kBool)).fill_(true)};
+  }
+  auto mask = at::empty_like(input, input.options().dtype(c10::kBool));
+  mask.bernoulli_(1 - p);
+  return {input.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask};
+}
+
+// ---- attention: torch asks each backend for the kernel, and takes the one of the CPU where the CPU says so
+
+int64_t attention_kernel(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& mask,
+                         double dropout, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  return at::_fused_sdp_choice(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
+}
+
+// ---- recurrent cells: torch asks every accelerator for fused ones. Composed from differentiable operators.
+
+Tensor with_bias(const Tensor& gates, const OptTensor& bias) {
+  return bias && bias->defined() ? gates.add(*bias) : gates;
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx,
+                                             const OptTensor& input_bias, const OptTensor& hidden_bias) {
+  const auto gates = with_bias(input_gates, input_bias).add(with_bias(hidden_gates, hidden_bias)).chunk(4, 1);
+  const auto cy = gates[1].sigmoid().mul(cx).add(gates[0].sigmoid().mul(gates[2].tanh()));
+  const auto hy = gates[3].sigmoid().mul(cy.tanh());
+  return {hy, cy, at::empty({0}, cx.options())};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx,
+                                    const OptTensor& input_bias, const OptTensor& hidden_bias) {
+  const auto input = with_bias(input_gates, input_bias).chunk(3, 1);
+  const auto hidden = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
+  const auto reset = hidden[0].add(input[0]).sigmoid();
+  const auto update = hidden[1].add(input[1]).sigmoid();
+  const auto fresh = input[2].add(hidden[2].mul(reset)).tanh();
+  return {hx.sub(fresh).mul(update).add(fresh), at::empty({0}, hx.options())};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", TORCH_FN(empty));
+  m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("_efficientzerotensor", TORCH_FN(efficient_zeros));
+  m.impl("resize_", TORCH_FN(resize_));
+  m.impl("set_", TORCH_FN(set_empty));
+  m.impl("set_.source_Storage", TORCH_FN(set_storage));
+  m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage_at));
+  m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
+  m.impl("record_stream", TORCH_FN(record_stream));
+  m.impl("as_strided", TORCH_FN(as_strided));
+  m.impl("view", TORCH_FN(view));
+  m.impl("_reshape_alias", TORCH_FN(reshape_alias));
+  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(may_become));
+  m.impl("_copy_from", TORCH_FN(copy_from));
+  m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
+  m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  m.impl("native_dropout", TORCH_FN(native_dropout));
+  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+}
+
+// As `copy_` does, `_copy_from` handles lazily conjugated and negated tensors itself: resolving them is a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+}
+
+namespace {
+
+class Silence final : public c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+std::string full_name(const c10::OperatorName& name) {
+  return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+}
+
+// Whatever the CPU has a kernel for, one by one: torch's defaults for what no backend has registered come before a
+// fallback, and take detours that the CPU does not.
+void register_what_the_cpu_has(c10::DispatchKey cpu, c10::DispatchKey simulated) {
+  static std::vector<std::unique_ptr<torch::Library>> libraries;
+  libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", simulated, __FILE__, __LINE__));
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(cpu)) {
+    const bool is_own = dispatcher.findOp(name)->hasKernelForDispatchKey(simulated);
+    if (name.name.rfind("aten::", 0) == 0 && !is_own) {
+      libraries.back()->impl(full_name(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    }
+  }
+}
+
+// torch.distributed's operators have kernels for this backend that ask for a process group of its own; gloo's work on
+// the device's memory.
+void register_distributed() {
+  static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  Silence silence; // that kernels are overridden is what is wanted
+  const c10::WarningUtils::WarningHandlerGuard silent(&silence);
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.name.rfind("c10d::", 0) == 0) {
+      library.impl(full_name(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    }
+  }
+}
+
+} // namespace
+
+void register_operators() {
+  using Key = c10::DispatchKey;
+  register_what_the_cpu_has(Key::CPU, Key::PrivateUse1);
+  register_what_the_cpu_has(Key::SparseCPU, Key::SparsePrivateUse1);
+  register_what_the_cpu_has(Key::SparseCsrCPU, Key::SparseCsrPrivateUse1);
+  register_what_the_cpu_has(Key::NestedTensorCPU, Key::NestedTensorPrivateUse1);
+  register_distributed();
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&attention_kernel);
+}
+
+} // namespace simulated

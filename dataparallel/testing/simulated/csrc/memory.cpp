@@ -1,0 +1,244 @@
+#include "memory.h"
+
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "devices.h"
+#include "limits.h"
+
+namespace simulated::memory {
+namespace {
+
+constexpr size_t kAlignment = 64;
+
+struct Books {
+  std::mutex mutex;
+  std::array<MemoryStats, kCeiling> devices;
+  std::map<const char*, Block*> pinned; // by the address of the first byte
+};
+
+// Never destroyed: memory is freed by engine threads until the very end.
+Books& books() {
+  static Books* the = new Books();
+  return *the;
+}
+
+void take(c10::DeviceIndex device, size_t bytes) {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  auto& stats = books().devices.at(static_cast<size_t>(device));
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, !stats.capacity || stats.allocated + bytes <= *stats.capacity, "sim out of memory. Tried to allocate ",
+      bytes, " bytes. Simulated device ", static_cast<int>(device), " has a capacity of ", *stats.capacity,
+      " bytes (torch.sim.set_memory_capacity), of which ", stats.allocated, " are allocated.");
+  stats.allocated += bytes;
+  stats.peak = std::max(stats.peak, stats.allocated);
+}
+
+void give_back(c10::DeviceIndex device, size_t bytes) {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  books().devices.at(static_cast<size_t>(device)).allocated -= bytes;
+}
+
+void* raw_memory(size_t bytes) {
+  void* data = nullptr;
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, posix_memalign(&data, kAlignment, bytes) == 0, "this machine has no ", bytes,
+      " bytes left for a simulated device");
+  return data;
+}
+
+const char* name_of(c10::Device device) {
+  static const auto* names = [] {
+    auto* made = new std::array<std::string, kCeiling>();
+    for (size_t i = 0; i < kCeiling; ++i) {
+      (*made)[i] = c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(i)).str();
+    }
+    return made;
+  }();
+  return names->at(static_cast<size_t>(device.index())).c_str();
+}
+
+void delete_block(void* context) {
+  auto* block = static_cast<Block*>(context);
+  clocks::freed(*block);
+  give_back(block->device, block->bytes);
+  if (!block->owner) {
+    std::free(block->data);
+  }
+  delete block;
+}
+
+void delete_pinned(void* context) {
+  auto* block = static_cast<Block*>(context);
+  {
+    std::lock_guard<std::mutex> lock(books().mutex);
+    books().pinned.erase(static_cast<const char*>(block->data));
+  }
+  // As CUDA's pinned allocator does, it waits for the copies that it knows of: nothing is reported here.
+  std::free(block->data);
+  delete block;
+}
+
+c10::DataPtr hand_out(Block* block) {
+  return {block->data, block, &delete_block, c10::Device(c10::kPrivateUse1, block->device)};
+}
+
+class DeviceMemory final : public c10::DeviceAllocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    const auto device = current_device();
+    if (bytes == 0) {
+      return {nullptr, nullptr, &c10::detail::deleteNothing, device};
+    }
+    take(device.index(), bytes);
+    auto block = std::make_unique<Block>();
+    try {
+      block->data = raw_memory(bytes);
+    } catch (...) {
+      give_back(device.index(), bytes);
+      throw;
+    }
+    block->bytes = bytes;
+    block->device = device.index();
+    block->where = name_of(device);
+    clocks::allocated(*block, bytes, current_stream(device));
+    return hand_out(block.release());
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return nullptr; // the context of a pointer is its block, not its address
+  }
+  void copy_data(void* destination, const void* source, size_t bytes) const override {
+    std::memcpy(destination, source, bytes);
+  }
+  bool initialized() override {
+    return true;
+  }
+  void emptyCache(c10::MempoolId_t = {0, 0}) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    if (auto* block = block_of(data)) {
+      clocks::used_on(*block, stream);
+    }
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    const auto now = stats(device);
+    c10::CachingDeviceAllocator::DeviceStats result;
+    for (auto* bytes : {&result.allocated_bytes, &result.active_bytes, &result.reserved_bytes, &result.requested_bytes}) {
+      auto& all = (*bytes)[0];
+      all.current = static_cast<int64_t>(now.allocated);
+      all.peak = static_cast<int64_t>(now.peak);
+    }
+    return result;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex device) override {
+    reset_peak(device);
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    const auto now = stats(device);
+    TORCH_CHECK(now.capacity, "simulated device ", static_cast<int>(device),
+                " has no capacity: set one with torch.sim.set_memory_capacity");
+    return {*now.capacity - std::min(*now.capacity, now.allocated), *now.capacity};
+  }
+};
+
+class PinnedMemory final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) {
+      return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(c10::kCPU)};
+    }
+    auto block = std::make_unique<Block>();
+    block->data = raw_memory(bytes);
+    block->bytes = bytes;
+    block->where = "pinned host memory";
+    std::lock_guard<std::mutex> lock(books().mutex);
+    books().pinned.emplace(static_cast<const char*>(block->data), block.get());
+    auto* raw = block.release();
+    return {raw->data, raw, &delete_pinned, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return nullptr;
+  }
+  void copy_data(void* destination, const void* source, size_t bytes) const override {
+    std::memcpy(destination, source, bytes);
+  }
+};
+
+} // namespace
+
+c10::DeviceAllocator* device_allocator() {
+  static auto* the = new DeviceMemory();
+  return the;
+}
+
+c10::Allocator* pinned_allocator() {
+  static auto* the = new PinnedMemory();
+  return the;
+}
+
+c10::DataPtr adopt(c10::Storage made, c10::Device device) {
+  if (made.nbytes() == 0) {
+    return {nullptr, nullptr, &c10::detail::deleteNothing, device};
+  }
+  take(device.index(), made.nbytes());
+  auto* block = new Block();
+  block->data = made.mutable_data();
+  block->bytes = made.nbytes();
+  block->device = device.index();
+  block->where = name_of(device);
+  block->owner = std::move(made);
+  return hand_out(block);
+}
+
+Block* block_of(const c10::DataPtr& data) {
+  return data.get_deleter() == &delete_block ? static_cast<Block*>(data.get_context()) : nullptr;
+}
+
+Block* pinned_block_of(const void* pointer) {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  auto& pinned = books().pinned;
+  auto found = pinned.upper_bound(static_cast<const char*>(pointer));
+  if (found == pinned.begin()) {
+    return nullptr;
+  }
+  auto* block = std::prev(found)->second;
+  return static_cast<const char*>(pointer) < static_cast<const char*>(block->data) + block->bytes ? block : nullptr;
+}
+
+MemoryStats stats(c10::DeviceIndex device) {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  return books().devices.at(static_cast<size_t>(device));
+}
+
+void reset_peak(c10::DeviceIndex device) {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  auto& stats = books().devices.at(static_cast<size_t>(device));
+  stats.peak = stats.allocated;
+}
+
+void set_capacity(c10::DeviceIndex device, std::optional<size_t> bytes) {
+  std::lock_guard<std::mutex> lock(books().mutex);
+  books().devices.at(static_cast<size_t>(device)).capacity = bytes;
+}
+
+void grow(c10::StorageImpl& storage, size_t bytes) {
+  if (storage.nbytes() >= bytes) {
+    return;
+  }
+  TORCH_CHECK(storage.resizable(), "Trying to resize storage that is not resizable");
+  OnDevice on(storage.device());
+  auto larger = device_allocator()->allocate(bytes);
+  if (storage.nbytes() > 0) {
+    std::memcpy(larger.get(), storage.data(), storage.nbytes());
+  }
+  storage.set_data_ptr(std::move(larger));
+  storage.set_nbytes(bytes);
+}
+
+} // namespace simulated::memory

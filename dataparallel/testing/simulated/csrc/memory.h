@@ -1,0 +1,47 @@
+// Memory of the simulated devices: host memory that belongs to a device, counted to the byte, with a capacity.
+#pragma once
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Storage.h>
+
+#include <optional>
+
+#include "clocks.h"
+
+namespace simulated {
+
+struct Block : Tracked {
+  void* data = nullptr;
+  size_t bytes = 0;
+  c10::DeviceIndex device = -1; // -1: pinned host memory
+  c10::Storage owner; // where an operator on the CPU has made the memory; otherwise it is ours
+};
+
+struct MemoryStats {
+  size_t allocated = 0;
+  size_t peak = 0;
+  std::optional<size_t> capacity;
+};
+
+namespace memory {
+
+c10::DeviceAllocator* device_allocator();
+c10::Allocator* pinned_allocator();
+
+// Takes over what an operator has made on the CPU, as memory of `device`. Throws c10::OutOfMemoryError.
+c10::DataPtr adopt(c10::Storage made, c10::Device device);
+
+// The block behind a device tensor's memory, or null (empty tensors, memory of somebody else's).
+Block* block_of(const c10::DataPtr& data);
+// The pinned block that contains `pointer`, or null.
+Block* pinned_block_of(const void* pointer);
+
+MemoryStats stats(c10::DeviceIndex device);
+void reset_peak(c10::DeviceIndex device);
+void set_capacity(c10::DeviceIndex device, std::optional<size_t> bytes);
+
+// Makes the storage at least so large, keeping its content.
+void grow(c10::StorageImpl& storage, size_t bytes);
+
+} // namespace memory
+} // namespace simulated

@@ -1,0 +1,64 @@
+// What Python sees of the simulated devices: `torch.sim` is made from it in device_module.py.
+#include <ATen/core/Generator.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "clocks.h"
+#include "devices.h"
+#include "limits.h"
+#include "memory.h"
+#include "on_cpu.h"
+
+namespace py = pybind11;
+namespace simulated {
+namespace {
+
+std::string read_stack() {
+  if (!Py_IsInitialized()) {
+    return "";
+  }
+  py::gil_scoped_acquire gil;
+  if (!PyEval_GetFrame()) {
+    return ""; // a thread of the autograd engine
+  }
+  const auto lines = py::module_::import("traceback").attr("format_stack")().cast<std::vector<std::string>>();
+  std::string result;
+  for (const auto& line : lines) {
+    result += line;
+  }
+  return result;
+}
+
+} // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  register_hooks();
+  register_operators();
+  clocks::set_stack_reader(&read_stack);
+  m.attr("CEILING") = kCeiling;
+
+  m.def("device_count", &device_count);
+  m.def("set_device_count", &set_device_count);
+  m.def("current_device", [] { return current_device().index(); });
+  m.def("set_device", &set_current_device);
+
+  m.def("memory_stats", [](c10::DeviceIndex device) {
+    const auto stats = memory::stats(device);
+    return std::make_tuple(stats.allocated, stats.peak, stats.capacity);
+  });
+  m.def("reset_peak", &memory::reset_peak);
+  m.def("set_capacity", &memory::set_capacity);
+  m.def("default_generator", &default_generator);
+
+  py::class_<Knowledge, std::shared_ptr<Knowledge>>(m, "Knowledge");
+  m.def("clocks_enabled", &clocks::enabled);
+  m.def("enable_clocks", &clocks::enable);
+  m.def("keep_stacks", &clocks::keep_stacks);
+  m.def("stacks_kept", &clocks::stacks_kept);
+  m.def("check", &clocks::check);
+  m.def("knowledge", &clocks::knowledge);
+  m.def("learn", &clocks::learn);
+  m.def("tell", &clocks::tell);
+  m.def("enter_thread", &clocks::enter_thread);
+}
+
+} // namespace simulated

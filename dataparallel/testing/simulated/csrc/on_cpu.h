@@ -1,0 +1,26 @@
+// Running an operator of a simulated device on the CPU, in the device's own memory.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/TensorImpl.h>
+
+#include "clocks.h"
+
+namespace simulated {
+
+// Pops the arguments of `op` from the stack, runs its CPU kernel on the same memory, pushes the results as tensors of
+// the device. The device is the one of the tensors; without tensors that of the device argument. Refuses two devices
+// in one call, and a CPU tensor of one or more dimensions beside a device tensor. `name` is what messages call it.
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack, const c10::OperatorName& name);
+
+// A CPU tensor over the memory of a device tensor. Keeps that memory alive.
+at::Tensor cpu_alias(const at::Tensor& tensor);
+
+// The memory that a tensor touches, for the clocks: nothing for memory that they do not know.
+void add_touch(c10::SmallVectorImpl<Touch>& touches, const at::Tensor& tensor, bool write, const char* argument);
+
+// The operators that are found when the extension is loaded: for sparse tensors, and torch.distributed's.
+void register_operators();
+
+} // namespace simulated

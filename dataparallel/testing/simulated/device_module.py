@@ -1,0 +1,275 @@
+"""``torch.sim``: for the simulated devices what ``torch.cuda`` is for CUDA. `simulate` registers it with torch.
+
+The functions mean what their namesakes in ``torch.cuda`` mean; without a device they are about the current one. What
+only simulated devices have: `set_memory_capacity`, and the clocks in `clocks` and `check_clocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+Device: TypeAlias = "torch.device | str | int | None"
+
+Stream = torch.Stream
+Event = torch.Event
+
+_initialized = True  # torch.utils.checkpoint asks before it keeps the generators' states
+_C: Any = None  # the compiled extension, set by `simulate` before torch knows of this module
+
+
+def _index(device: Device, count: int | None = None) -> int:
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != "sim":
+            raise ValueError(f"torch.sim is about simulated devices; got {device}")
+        device = device.index
+    index = current_device() if device is None else device
+    if not 0 <= index < (count := device_count()):
+        raise ValueError(f"sim:{index}: this process simulates {count} devices, sim:0 to sim:{count - 1}")
+    return index
+
+
+# Devices
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def _lazy_init() -> None:
+    """torch calls it before the first use of a device."""
+
+
+def _is_in_bad_fork() -> bool:
+    """Never: there is nothing that a fork would break, but torch's own rule about backward in a forked child."""
+    return False
+
+
+def device_count() -> int:
+    return _C.device_count()
+
+
+def current_device() -> int:
+    return _C.current_device()
+
+
+def set_device(device: Device) -> None:
+    _C.set_device(_index(device))
+
+
+@contextmanager
+def device(device: Device) -> Iterator[None]:
+    """The device is current inside; ``None`` or -1 changes nothing."""
+    before = current_device()
+    if device is not None and device != -1:
+        set_device(device)
+    try:
+        yield
+    finally:
+        _C.set_device(before)
+
+
+def get_device_name(device: Device = None) -> str:
+    return f"simulated device {_index(device)}"
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What is known of a simulated device; ``total_memory`` in bytes is 0 where no capacity has been set."""
+
+    name: str
+    total_memory: int
+    multi_processor_count: int = 1
+
+
+def get_device_properties(device: Device = None) -> DeviceProperties:
+    _, _, capacity = _C.memory_stats(_index(device))
+    return DeviceProperties(get_device_name(device), capacity or 0)
+
+
+def can_device_access_peer(device: Device, peer_device: Device) -> bool:
+    """Whether the two are different devices: all of them reach each other."""
+    return _index(device) != _index(peer_device)
+
+
+# Streams
+
+
+def current_stream(device: Device = None) -> torch.Stream:
+    return torch.accelerator.current_stream(_index(device))
+
+
+def default_stream(device: Device = None) -> torch.Stream:
+    return torch.Stream(stream_id=0, device_index=_index(device), device_type=_device_type())
+
+
+def _device_type() -> int:
+    return current_stream().device_type
+
+
+def set_stream(stream: torch.Stream) -> None:
+    """Makes the stream current on its device. The current device stays."""
+    before = current_device()
+    torch.accelerator.set_stream(stream)
+    _C.set_device(before)
+
+
+@contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """The stream and its device are current inside; ``None`` changes nothing."""
+    if stream is None:
+        yield
+        return
+    device_before = current_device()
+    stream_before = current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        _C.set_device(stream.device.index)
+        yield
+    finally:
+        torch.accelerator.set_stream(stream_before)
+        _C.set_device(device_before)
+
+
+def synchronize(device: Device = None) -> None:
+    """The calling thread has waited for every stream of the device."""
+    torch.accelerator.synchronize(_index(device))
+
+
+# Memory, in bytes
+
+
+def memory_allocated(device: Device = None) -> int:
+    return _C.memory_stats(_index(device))[0]
+
+
+def max_memory_allocated(device: Device = None) -> int:
+    return _C.memory_stats(_index(device))[1]
+
+
+def reset_peak_memory_stats(device: Device = None) -> None:
+    _C.reset_peak(_index(device))
+
+
+memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
+
+
+def memory_stats(device: Device = None) -> dict[str, int]:
+    allocated, peak, _ = _C.memory_stats(_index(device))
+    return {"allocated_bytes.all.current": allocated, "allocated_bytes.all.peak": peak}
+
+
+def empty_cache() -> None:
+    """Nothing is cached."""
+
+
+def set_memory_capacity(capacity: int | None, device: Device = None) -> None:
+    """From now on, what would make the device hold more bytes raises ``torch.OutOfMemoryError``; ``None``: no limit."""
+    if capacity is not None and capacity < 0:
+        raise ValueError(f"a capacity is a number of bytes or None; got {capacity}")
+    _C.set_capacity(_index(device), capacity)
+
+
+def mem_get_info(device: Device = None) -> tuple[int, int]:
+    """Free bytes and capacity. Raises ``RuntimeError`` where no capacity has been set."""
+    allocated, _, capacity = _C.memory_stats(_index(device))
+    if capacity is None:
+        raise RuntimeError(f"sim:{_index(device)} has no capacity: set one with torch.sim.set_memory_capacity")
+    return max(capacity - allocated, 0), capacity
+
+
+# Random numbers: one generator per device; the same seed gives the same numbers on each of them and on the CPU.
+
+
+def _generator(device: Device) -> torch.Generator:
+    return _C.default_generator(_index(device))
+
+
+def get_rng_state(device: Device = None) -> torch.Tensor:
+    return _generator(device).get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
+    _generator(device).set_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state(index) for index in range(device_count())]
+
+
+def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
+    for index, state in enumerate(new_states):
+        set_rng_state(state, index)
+
+
+def manual_seed(seed: int) -> None:
+    _generator(None).manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    for index in range(device_count()):
+        _generator(index).manual_seed(seed)
+
+
+def seed() -> None:
+    _generator(None).seed()
+
+
+def seed_all() -> None:
+    manual_seed_all(torch.initial_seed() if device_count() == 0 else _generator(0).seed())
+
+
+def initial_seed() -> int:
+    return _generator(None).initial_seed()
+
+
+# Autocast
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16, torch.float32]
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    return True
+
+
+# Clocks
+
+
+@contextmanager
+def clocks(enabled: bool = True, *, stacks: bool | None = None) -> Iterator[None]:
+    """Switches, for all threads while inside, whether accesses that nothing orders raise; see `simulate`.
+
+    Args:
+        enabled: whether the clocks run. Memory that was in use while they were off has gaps in its history.
+        stacks: whether each access remembers its Python stack, for the message of a later race. Slow. ``None``: as
+            it is.
+    """
+    enabled_before, stacks_before = _C.clocks_enabled(), _C.stacks_kept()
+    _C.enable_clocks(enabled)
+    if stacks is not None:
+        _C.keep_stacks(stacks)
+    try:
+        yield
+    finally:
+        _C.enable_clocks(enabled_before)
+        _C.keep_stacks(stacks_before)
+
+
+def check_clocks() -> None:
+    """Raises ``RuntimeError`` for memory freed while a stream may use it that the calling thread has not waited for.
+
+    Using such memory again raises by itself; this is for the end of a test, and says everything once.
+    """
+    _C.check()

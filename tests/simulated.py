@@ -1,0 +1,68 @@
+"""What tests of simulated devices compare with: the same function on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+# Not "sim": before `simulate`, where these tests are skipped, torch does not know the name.
+DEVICE = torch.device("privateuseone", 1)
+OTHER = torch.device("privateuseone", 2)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def made(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+    """The module with the same weights every time, in double precision on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build(*args, **kwargs).double()
+
+
+def outcome(function: Callable[..., Any], inputs: tuple[Any, ...], device: torch.device | str) -> list[Any]:
+    """The tensors that the function returns, and the gradients of its inputs after a backward, all on the CPU."""
+    leaves = [fresh(value, device) for value in inputs]
+    torch.manual_seed(1)
+    outputs = [leaf for leaf in tree_leaves(function(*leaves)) if isinstance(leaf, Tensor)]
+    assert all(output.device == torch.device(device) for output in outputs), [output.device for output in outputs]
+    wanted = [output for output in outputs if output.requires_grad]
+    if wanted:
+        torch.autograd.backward(wanted, [cotangent(output) for output in wanted])
+    gradients = [leaf.grad for value in leaves for leaf in tensors(value) if leaf.requires_grad]
+    return tree_map(to_cpu, [*outputs, *gradients])
+
+
+def assert_as_on_the_cpu(function: Callable[..., Any], *inputs: Any, **tolerances: Any) -> None:
+    """The function of tensors, modules and others returns the same on a device, and so does its backward."""
+    torch.testing.assert_close(
+        outcome(function, inputs, DEVICE), outcome(function, inputs, "cpu"), equal_nan=True, **tolerances
+    )
+
+
+def fresh(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().to(device).requires_grad_(value.requires_grad)
+    if isinstance(value, nn.Module):
+        with torch.no_grad():
+            return copy.deepcopy(value).to(device)
+    return value
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return list(value.parameters()) if isinstance(value, nn.Module) else [value] if isinstance(value, Tensor) else []
+
+
+def cotangent(output: Tensor) -> Tensor:
+    values = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(2))
+    return values.to(output.device)
+
+
+def to_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -1,0 +1,67 @@
+"""The README's example of tests on simulated devices passes as it is printed, and fails where it says so."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from simulating import environment, skip_if_unavailable
+
+pytest_plugins = ["pytester"]
+
+README = Path(__file__).parents[1] / "README.rst"
+
+
+@pytest.fixture(scope="module")
+def available() -> None:
+    skip_if_unavailable()
+
+
+def files() -> dict[str, str]:
+    """The blocks that begin with a file's name, by that name."""
+    blocks = re.findall(
+        r"\.\. code-block:: python\n\n(    # (\w+\.py)\n(?:    .*\n|\n)+)", README.read_text(encoding="utf-8")
+    )
+    return {name: textwrap.dedent(block) for block, name in blocks}
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    for name, text in files().items():
+        (pytester.path / name).write_text(text)
+    return pytester
+
+
+def test_the_example_passes(project, available):
+    assert sorted(files()) == ["conftest.py", "pipeline.py", "test_training.py"]
+    project.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=2)
+
+
+def test_each_mistake_that_it_tells_of_fails(project, available):
+    one_file = files()["pipeline.py"] + files()["test_training.py"].replace("from pipeline import Pipeline\n", "")
+
+    def with_(mistake: str, instead: str = "") -> str:
+        assert one_file.count(mistake) == 1
+        return one_file.replace(mistake, instead)
+
+    mistakes = {
+        "test_short.py": with_("+ 20_000", "+ 10_000"),
+        "test_devices.py": with_(".to(output.device)"),
+        "test_order.py": with_("        stream.wait_stream(self.copies)\n"),
+        "test_growth.py": with_("return loss.item()", "kept.append(loss)\n\n\nkept = []"),
+    }
+    for name, text in mistakes.items():
+        (project.path / name).write_text(text)
+    done = project.runpytest_subprocess("-p", "no:cacheprovider", "--tb=line", *mistakes)
+    done.assert_outcomes(passed=4, failed=4)
+    for name, words in {
+        "test_devices.py::test_pipeline_*": "Expected all tensors to be on the same device",
+        "test_order.py::test_pipeline_*": "race: ",
+        "test_growth.py::test_pipeline_*": "assert",
+        "test_short.py::test_replicas_*": "OutOfMemoryError",
+    }.items():
+        done.stdout.fnmatch_lines_random([f"FAILED {name}", f"*{words}*"])

@@ -1,0 +1,109 @@
+"""Plain autograd over several devices and side streams, ordered as torch's documentation asks, raises no alarm.
+
+Sums are weighted: the backward of ``a + b`` gives both inputs the same gradient tensor, and torch's engine may add to
+it in place on one stream while an operator that it has run for the other input still reads it on another. The clocks
+say so, and are right: nothing orders the two.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.devices("sim")
+
+DEVICES, STREAMS = 4, 3
+
+# What a node computes from two tensors of one device.
+OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "add": lambda a, b: torch.add(a * 0.5, b, alpha=2),
+    "matmul": torch.matmul,
+    "in place": lambda a, b: (a * 0.5).add_(b, alpha=2),
+    "view": lambda a, b: a.t()[:2].repeat(2, 1) * b,
+    "dropout": lambda a, b: torch.nn.functional.dropout(a, 0.5) * b,
+    "norm": lambda a, b: torch.nn.functional.layer_norm(a, (4,)) * b,
+}
+
+nodes = st.lists(
+    st.tuples(
+        st.sampled_from(sorted(OPERATORS)),
+        st.integers(0, 1_000),
+        st.integers(0, 1_000),
+        st.integers(0, DEVICES - 1),
+        st.integers(0, STREAMS - 1),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.fixture(scope="module")
+def streams() -> list[list[torch.Stream]]:
+    """For each device the default stream and some more."""
+    return [
+        [torch.sim.default_stream(device), *(torch.Stream(torch.device("sim", device)) for _ in range(STREAMS - 1))]
+        for device in range(DEVICES)
+    ]
+
+
+def use(tensor: torch.Tensor, made_on: torch.Stream, used_on: torch.Stream) -> torch.Tensor:
+    """The tensor for ``used_on``: waited for, told to the allocator, and copied if it is on another device."""
+    if made_on.device == used_on.device:
+        if made_on != used_on:
+            used_on.wait_stream(made_on)
+            tensor.record_stream(used_on)
+        return tensor
+    with torch.sim.stream(made_on), torch.sim.stream(used_on):
+        return tensor.to(used_on.device, non_blocking=True)
+
+
+def run(graph: list, streams: list[list[torch.Stream]]) -> list[torch.Tensor]:
+    """Builds the graph, runs backward from everything in it, and reads every gradient on the default streams."""
+    leaves = []
+    made: list[tuple[torch.Tensor, torch.Stream]] = []
+    for device in range(DEVICES):
+        leaf = torch.full((4, 4), 0.5, device=torch.device("sim", device), requires_grad=True)
+        leaves.append(leaf)
+        made.append((leaf, streams[device][0]))
+    for name, first, second, device, number in graph:
+        stream = streams[device][number]
+        inputs = [use(*made[index % len(made)], stream) for index in (first, second)]
+        with torch.sim.stream(stream):
+            made.append((OPERATORS[name](*inputs), stream))
+    home = streams[0][0]
+    terms = [use(tensor, stream, home) for tensor, stream in made]
+    with torch.sim.stream(home):
+        torch.stack([term.sum() for term in terms]).sum().backward()
+    return [leaf.grad * 2 for leaf in leaves]
+
+
+@hypothesis.settings(max_examples=1_000)
+@hypothesis.given(graph=nodes)
+def test_no_false_alarm(streams, graph):
+    gradients = run(graph, streams)
+    for index in range(DEVICES):
+        torch.sim.synchronize(index)
+    torch.sim.check_clocks()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@hypothesis.settings(max_examples=50)
+@hypothesis.given(graph=nodes, victim=st.integers(0, 1_000))
+def test_one_missing_wait_in_any_such_graph_is_found(streams, graph, victim):
+    """The last node is made on a side stream and read without waiting."""
+    device = victim % DEVICES
+    hypothesis.assume(graph)
+    side, home = streams[device][1], streams[device][0]
+    run(graph, streams)
+    for index in range(DEVICES):
+        torch.sim.synchronize(index)
+    with torch.sim.stream(side):
+        made = torch.ones(4, 4, device=side.device) * 2
+    with torch.sim.stream(home), pytest.raises(RuntimeError, match=r"^race: "):
+        made + 1
+    torch.sim.synchronize(device)
+    with contextlib.suppress(RuntimeError):
+        torch.sim.check_clocks()

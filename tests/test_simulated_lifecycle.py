@@ -1,0 +1,242 @@
+"""When `simulate` may be called, what it refuses and with which words, and how a process with it ends or forks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dataparallel.testing import simulate
+from simulating import environment, skip_if_unavailable, succeed
+
+
+@pytest.fixture(scope="module")
+def available() -> None:
+    skip_if_unavailable()
+
+
+def test_more_devices_may_be_asked_for_later_and_fewer_may_not(available):
+    succeed("""
+import pytest, torch
+from dataparallel.testing import simulate
+
+
+def backward(device):
+    x = torch.ones(3, device=device, requires_grad=True)
+    (x * 2).sum().backward()
+    assert x.grad.device == device
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+first = simulate(2)
+assert first == [torch.device("sim:0"), torch.device("sim:1")]
+for device in first:
+    backward(device)
+with pytest.raises(RuntimeError, match="sim:2"):
+    torch.ones(1, device="sim:2")
+
+assert len(simulate(4)) == 4 == torch.sim.device_count() == torch.accelerator.device_count()
+for device in simulate(4):
+    backward(device)
+with pytest.raises(ValueError, match="4 devices are simulated already.*ask for 4 or more; got 3"):
+    simulate(3)
+assert torch.sim.device_count() == 4
+
+assert simulate(64)[-1] == torch.device("sim:63")
+backward(torch.device("sim:63"))
+backward(first[0])
+""")
+
+
+@pytest.mark.parametrize("number", [0, -1, 65])
+def test_numbers_out_of_range_are_refused(number):
+    with pytest.raises(ValueError, match=f"1 to 64 devices can be simulated; got {number}"):
+        simulate(number)
+
+
+@pytest.mark.parametrize("number", ["3", True, 2.0, None])
+def test_what_is_no_number_is_refused(number):
+    with pytest.raises(TypeError, match=f"a number of devices, an int; got {type(number).__name__}"):
+        simulate(number)
+
+
+AFTER_A_BACKWARD = """
+import pytest, torch
+from dataparallel.testing.simulated import SimulationTooLate, simulate
+
+torch.ones(1, requires_grad=True).sum().backward()
+with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate.*call simulate first"):
+    simulate(2)
+"""
+
+
+def test_a_backward_before_is_told(available):
+    succeed(f"""{AFTER_A_BACKWARD}
+x = torch.ones(1, requires_grad=True)
+x.sum().backward()  # the CPU's is as it was
+assert x.grad.item() == 1
+""")
+
+
+def test_a_backward_before_is_told_each_time(available):
+    succeed(f"""{AFTER_A_BACKWARD}
+with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate"):
+    simulate(2)
+""")
+
+
+def test_other_accelerators_of_the_process_are_told_before_anything_is_compiled(tmp_path):
+    succeed(
+        """
+import os, sys, types
+from unittest import mock
+import pytest, torch
+from dataparallel.testing.simulated import SimulationTooLate, SimulationUnavailable, simulate
+
+with mock.patch("torch.cuda.is_initialized", lambda: True):
+    with pytest.raises(SimulationTooLate, match="CUDA has been initialised in this process.*call simulate before"):
+        simulate(2)
+
+torch.utils.rename_privateuse1_backend("other")
+torch._register_device_module("other", types.ModuleType("other"))
+with pytest.raises(SimulationUnavailable, match="another backend, 'other', has torch's PrivateUse1 slot"):
+    simulate(2)
+assert os.listdir(os.environ["TORCH_EXTENSIONS_DIR"]) == []
+assert not hasattr(torch, "sim")
+""",
+        TORCH_EXTENSIONS_DIR=str(tmp_path),
+    )
+
+
+def test_import_simulates_and_compiles_nothing(tmp_path):
+    succeed(
+        """
+import os, sys, threading
+import torch
+start, switches = threading.Thread.start, torch._has_compatible_shallow_copy_type
+import dataparallel, dataparallel.testing
+from dataparallel.testing import simulate
+assert not hasattr(torch, "sim")
+assert torch._C._get_privateuse1_backend_name() == "privateuseone"
+assert "torch.utils.cpp_extension" not in sys.modules
+assert threading.Thread.start is start and torch._has_compatible_shallow_copy_type is switches
+assert threading.enumerate() == [threading.main_thread()]
+assert os.listdir(os.environ["TORCH_EXTENSIONS_DIR"]) == []
+""",
+        TORCH_EXTENSIONS_DIR=str(tmp_path),
+    )
+
+
+ENDS_AFTER_A_BACKWARD = """
+import torch
+from dataparallel.testing import simulate
+
+devices = simulate(8)
+x = torch.ones(64, 64, requires_grad=True)
+sum((x.to(device) @ x.to(device)).sin().sum().to("sim:0") for device in devices).backward()
+"""
+
+
+def test_a_script_that_ends_right_after_a_backward_ends_well(available):
+    """Threads of the autograd engine may still be dropping graphs then."""
+    command = [sys.executable, "-c", ENDS_AFTER_A_BACKWARD]
+    ending = [
+        subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(5)
+    ]
+    outputs = [process.communicate(timeout=60) for process in ending]
+    assert [process.returncode for process in ending] == [0] * 5, outputs
+    assert outputs == [("", "")] * 5
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_runs_forward(available):
+    succeed("""
+import os, signal, traceback, warnings
+import torch
+from torch import nn
+from dataparallel import DataParallel
+from dataparallel.testing import simulate
+
+warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads, which is what this is about
+devices = simulate(2)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(devices[0])
+x = torch.randn(6, 4, device=devices[0])
+model(x).sum().backward()
+expected = DataParallel(model)(x).detach().cpu()
+
+
+def child():
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).cpu(), expected)
+    y = torch.ones(3, device=devices[1])
+    assert (y.to(devices[0]) + 1).tolist() == [2, 2, 2]
+    torch.testing.assert_close(DataParallel(model)(x).detach().cpu(), expected)
+    torch.sim.check_clocks()
+
+
+pid = os.fork()
+if pid == 0:
+    code = 99
+    try:
+        signal.alarm(20)
+        child()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+status = os.waitpid(pid, 0)[1]
+assert os.waitstatus_to_exitcode(status) == 0, status
+""")
+
+
+def test_a_module_that_moves_keeps_its_parameters(available):
+    """As on CUDA: the same objects, so ties, optimizers, hooks and gradients stay."""
+    succeed("""
+import torch
+from torch import nn
+from dataparallel.testing import simulate
+
+(device,) = simulate(1)
+model = nn.Sequential(nn.Embedding(5, 3), nn.LazyLinear(3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False))
+model(torch.arange(5))
+model[3].weight = model[0].weight
+model[0].weight.note = "mine"
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before, value = list(model.parameters()), model[0].weight.detach().clone()
+fired = []
+model[0].weight.register_hook(lambda gradient: fired.append(gradient.device))
+model(torch.arange(5)).sum().backward()  # a gradient that moves as well
+address = model[0].weight.data_ptr()
+
+model.to("sim")
+assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+assert model[3].weight is model[0].weight and model[0].weight.note == "mine"
+assert {t.device for t in [*before, *model.buffers(), *(p.grad for p in before)]} == {device}
+assert torch.equal(model[0].weight.cpu(), value) and model[0].weight.data_ptr() != address
+
+optimizer.zero_grad()
+fired.clear()
+model(torch.arange(5, device=device)).sin().sum().backward()
+assert fired == [device]
+optimizer.step()
+assert not torch.equal(model[0].weight.cpu(), value)
+assert torch.equal(model[3].weight, model[0].weight)
+
+model.cpu()
+assert all(now is then and now.device.type == "cpu" for now, then in zip(model.parameters(), before, strict=True))
+optimizer.zero_grad()
+model(torch.arange(5)).sum().backward()
+optimizer.step()
+del optimizer, model, before
+import gc
+gc.collect()
+assert torch.sim.memory_allocated(device) == 0
+
+# lazy modules move before their first forward
+model = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.LazyBatchNorm1d()).to("sim:0")
+model(torch.randn(4, 7, device="sim:0")).sum().backward()
+assert {p.device.type for p in model.parameters()} == {"sim"}
+assert {p.grad.device.type for p in model.parameters()} == {"sim"}
+""")

@@ -1,0 +1,251 @@
+"""Memory of simulated devices: counted to the byte, limited if wanted, and back where it was after training."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, replicate
+from simulated import DEVICE as ONE
+from simulated import OTHER as TWO
+
+pytestmark = pytest.mark.devices("sim")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    gc.collect()
+
+
+@pytest.fixture
+def capacity():
+    """A function that limits a device; the limit ends with the test."""
+    limited = []
+
+    def limit(size, device):
+        limited.append(device)
+        torch.sim.set_memory_capacity(size, device)
+
+    yield limit
+    for device in limited:
+        torch.sim.set_memory_capacity(None, device)
+
+
+class Growth:
+    """Bytes of a device since this was made."""
+
+    def __init__(self, device):
+        self.device = device
+        self.before = torch.sim.memory_allocated(device)
+        torch.sim.reset_peak_memory_stats(device)
+
+    @property
+    def now(self):
+        return torch.sim.memory_allocated(self.device) - self.before
+
+    @property
+    def peak(self):
+        return torch.sim.max_memory_allocated(self.device) - self.before
+
+
+def test_every_byte_counts_on_its_device():
+    one, two = Growth(ONE), Growth(TWO)
+    tensor = torch.empty(3, 5, dtype=torch.float64, device=ONE)
+    assert (one.now, two.now) == (120, 0)
+    view = tensor[1:]
+    assert one.now == 120, "a view has no memory of its own"
+    copied = tensor.to(TWO)
+    assert (one.now, two.now) == (120, 120)
+    del tensor
+    assert one.now == 120, "the view keeps it"
+    del view, copied
+    assert (one.now, two.now) == (0, 0)
+    assert (one.peak, two.peak) == (120, 120)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: x + 1,
+        lambda x: x.sum(dim=0),
+        lambda x: x.median(dim=0).values,
+        lambda x: x.sort().values,
+        lambda x: torch.linalg.qr(x).Q,
+        lambda x: x.nonzero(),
+        lambda x: nn.functional.conv1d(x[None], x[:, :, None]),
+    ],
+)
+def test_outputs_of_operators_count(operator):
+    x = torch.rand(4, 4, dtype=torch.float64, device=ONE)
+    growth = Growth(ONE)
+    output = operator(x)
+    assert growth.now == output.untyped_storage().nbytes() > 0
+    assert growth.peak >= growth.now
+    del output
+    assert growth.now == 0
+
+
+def test_an_output_that_an_operator_resizes_counts():
+    growth = Growth(ONE)
+    out = torch.empty(0, device=ONE)
+    torch.arange(100, out=out)
+    assert growth.now == 400
+    out.resize_(200)
+    assert growth.now == 800
+    out.untyped_storage().resize_(40)
+    assert growth.now == 40
+
+
+def test_activations_are_held_until_backward():
+    x = torch.ones(1000, device=ONE, requires_grad=True)
+    growth = Growth(ONE)
+    y = x.exp().sum()
+    assert growth.now == 4000 + 4
+    y.backward()
+    del y
+    torch.sim.synchronize(ONE)
+    assert growth.now == 4000, "the gradient"
+
+
+def test_the_peak_is_kept_until_it_is_reset():
+    growth = Growth(ONE)
+    torch.empty(1000, device=ONE)
+    assert (growth.now, growth.peak) == (0, 4000)
+    torch.sim.reset_peak_memory_stats(ONE)
+    assert growth.peak == 0
+
+
+def test_torchs_own_questions_are_answered():
+    tensor = torch.empty(1000, device=ONE)
+    assert torch.accelerator.memory_allocated(ONE) == torch.sim.memory_allocated(ONE) >= 4000
+    torch.accelerator.reset_peak_memory_stats(ONE)
+    assert torch.accelerator.max_memory_allocated(ONE) == torch.sim.max_memory_allocated(ONE)
+    del tensor
+
+
+def test_beyond_its_capacity_a_device_raises_torchs_error(capacity):
+    used = torch.sim.memory_allocated(ONE)
+    capacity(used + 1000, ONE)
+    assert torch.sim.mem_get_info(ONE) == (1000, used + 1000)
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 1004 bytes.*device 1.*capacity"):
+        torch.empty(251, device=ONE)
+    x = torch.ones(200, device=ONE)
+    with pytest.raises(torch.OutOfMemoryError):
+        x.cumsum(0).sort()  # made by an operator on the CPU
+    torch.empty(251, device=TWO)
+    assert torch.sim.memory_allocated(ONE) == used + 800
+
+
+@pytest.mark.parametrize("wrong", [-1, -(10**12)])
+def test_a_capacity_is_not_negative(wrong):
+    with pytest.raises(ValueError, match="number of bytes or None"):
+        torch.sim.set_memory_capacity(wrong, ONE)
+
+
+class Widens(nn.Module):
+    """Makes an activation of 8 kB for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).exp().sum(dim=1)
+
+
+@pytest.mark.slots(8)
+def test_a_replica_without_memory_raises_and_the_next_smaller_batch_works(slots, root, capacity):
+    model = Widens().to(root)
+    parallel = DataParallel(model, slots)
+    full = slots[5]
+    capacity(torch.sim.memory_allocated(full) + 40_000, full)
+    with pytest.raises(torch.OutOfMemoryError, match="device 5") as caught:
+        parallel(torch.ones(64, 1, device=root)).sum().backward()
+    assert caught.value.__notes__ == [f"raised in replica 5 on device {full}"]
+    assert model.layer.weight.grad is None
+    del caught
+    parallel(torch.ones(16, 1, device=root)).sum().backward()
+    expected = DataParallel(Widens().to(root), slots)
+    expected.module.load_state_dict(model.state_dict())
+    expected(torch.ones(16, 1, device=root)).sum().backward()
+    torch.testing.assert_close(model.layer.weight.grad, expected.module.layer.weight.grad)
+
+
+@pytest.mark.slots(8)
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_a_thousand_steps_leave_no_byte_on_any_device(slots, root):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2)).to(root)
+    parallel = DataParallel(model, slots)
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    x, y = torch.randn(16, 4), torch.randn(16, 2, device=root)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(parallel(x), y).backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    gc.collect()
+    growths = [Growth(slot) for slot in slots]
+    for _ in range(1_000):
+        step()
+    optimizer.zero_grad()
+    for slot in slots:
+        torch.sim.synchronize(slot)
+    assert [growth.now for growth in growths] == [0] * len(slots)
+
+
+def nbytes(tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.slots(2, 8)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_replica_0_costs_nothing_and_each_other_one_copy_of_parameters_and_buffers(slots, root, recorded):
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)).to(root)
+    copy = nbytes([*model.parameters(), *model.buffers()])
+    replicate(model, slots)  # nothing of a first time is left to do
+    gc.collect()
+    growths = [Growth(slot) for slot in slots]
+    with torch.set_grad_enabled(recorded):
+        replicas = replicate(model, slots)
+    assert [growth.now for growth in growths] == [0] + [copy] * (len(slots) - 1)
+    # The flat buckets that travel from the root, one for each dtype.
+    assert growths[0].peak <= copy
+    assert [growth.peak for growth in growths[1:]] == [copy] * (len(slots) - 1)
+    del replicas
+    assert [growth.now for growth in growths] == [0] * len(slots)
+
+
+def peaks_of_a_step(call, model, x, devices):
+    """Peak bytes on each device in a training step that begins and ends without gradients."""
+    for _ in range(2):  # in the first one there may be things done once
+        gc.collect()
+        growths = [Growth(device) for device in devices]
+        call(x).sum().backward()
+        model.zero_grad()
+        for device in devices:
+            torch.sim.synchronize(device)
+    assert [growth.now for growth in growths] == [0] * len(devices)
+    return [growth.peak for growth in growths]
+
+
+@pytest.mark.slots(2, 3, 8)
+def test_a_step_costs_each_other_device_one_copy_of_parameters_and_gradients(slots, root):
+    """The layers are wide, so that activations are gone when the last gradients are there."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(root)
+    parameters = nbytes(model.parameters())
+    x = torch.ones(2 * len(slots), 64)
+    peaks = peaks_of_a_step(DataParallel(model, slots), model, x, slots)
+    assert peaks[1:] == [2 * parameters] * (len(slots) - 1)
+    # The gradients, flat, and those that arrive from one other slot; of the parameters there is no second copy.
+    assert peaks[0] < 3.01 * parameters
+
+
+def test_a_step_on_one_slot_costs_what_the_module_costs(root):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.BatchNorm1d(64), nn.Linear(64, 3)).to(root)
+    x = torch.ones(8, 64, device=root)
+    assert peaks_of_a_step(DataParallel(model, [root]), model, x, [root]) == peaks_of_a_step(model, model, x, [root])

@@ -1,0 +1,114 @@
+"""Every module of torch on a simulated device is the module on the CPU: outputs, gradients, buffers.
+
+The modules and their inputs are those of torch's own tests (``module_db``), all of them, with every input that torch
+has for them, in training and, where that differs, in evaluation. A module is made on the CPU and copied to the device;
+both are seeded alike before they run, and then draw the same random numbers.
+There is no exception.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves, tree_map
+
+from simulated import DEVICE, to_cpu
+
+pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
+common_modules = pytest.importorskip("torch.testing._internal.common_modules")
+# That import forbids the whole process, other tests included, to set flags of torch.backends: it is allowed again.
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
+pytestmark = pytest.mark.devices("sim")
+
+
+def is_leaf(value: object) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+def fresh_leaves(value: Any, device: torch.device | str) -> Any:
+    """The same numbers in new tensors on the device, whose gradients are their own."""
+
+    def fresh(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone().to(device).requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, PackedSequence):  # its batch sizes stay on the CPU
+            return leaf._replace(data=fresh(leaf.data))
+        return leaf
+
+    return tree_map(fresh, value, is_leaf=is_leaf)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    leaves = (leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in tree_leaves(value, is_leaf=is_leaf))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def run(module: nn.Module, args: Any, kwargs: Any, device: torch.device | str) -> dict[str, Any]:
+    """What a forward and a backward of the module leave behind."""
+    args, kwargs = fresh_leaves((args, kwargs), device)
+    torch.manual_seed(3)
+    outputs = tensors(module(*args, **kwargs))
+    differentiable = [output for output in outputs if output.requires_grad]
+    torch.manual_seed(4)
+    if differentiable:
+        torch.autograd.backward(differentiable, [torch.randn_like(output) for output in differentiable])
+    return {
+        "outputs": outputs,
+        "input gradients": [leaf.grad for leaf in tensors((args, kwargs))],
+        "parameters": dict(module.named_parameters()),
+        "parameter gradients": {name: parameter.grad for name, parameter in module.named_parameters()},
+        "buffers": dict(module.named_buffers()),
+    }
+
+
+def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any], dtype: torch.dtype) -> None:
+    for part in on_cpu:
+        torch.testing.assert_close(
+            tree_map(to_cpu, on_device[part]),
+            tree_map(to_cpu, on_cpu[part]),
+            equal_nan=True,
+            # In float32 the CPU itself differs so much with what else runs: it sums in another order.
+            **({"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}),
+            msg=lambda message, part=part: f"{part}: {message}",
+        )
+
+
+def samples(info: Any, dtype: torch.dtype, training: bool) -> Iterator[tuple[nn.Module, nn.Module, Any, Any]]:
+    """For every input that torch has for the module: a new one on the CPU, one on the device, the arguments."""
+    torch.manual_seed(1)
+    inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
+    for sample in inputs:
+        if sample.forward_input is None:
+            continue
+
+        def build(sample: Any = sample) -> nn.Module:
+            torch.manual_seed(2)
+            return info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).train(training)
+
+        on_cpu = build().to(dtype)
+        on_device = copy.deepcopy(on_cpu).to(DEVICE)
+        yield on_cpu, on_device, sample.forward_input.args, sample.forward_input.kwargs
+
+
+def every_module(test: Callable[..., None]) -> Callable[..., None]:
+    infos = sorted(common_modules.module_db, key=lambda info: info.name)
+    return pytest.mark.parametrize("info", infos, ids=[info.formatted_name for info in infos])(test)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@every_module
+def test_a_module_on_a_device_is_the_module_on_the_cpu(info: Any, dtype: torch.dtype) -> None:
+    if dtype not in info.supported_dtypes("cpu"):
+        pytest.skip(f"torch has no {info.name} in {dtype}")
+    for training in (True, False) if info.train_and_eval_differ else (True,):
+        for on_cpu, on_device, args, kwargs in samples(info, dtype, training):
+            expected = run(on_cpu, args, kwargs, "cpu")
+            assert_same(run(on_device, args, kwargs, DEVICE), expected, dtype)
+            assert all(tensor.device == DEVICE for tensor in (*on_device.parameters(), *on_device.buffers()))

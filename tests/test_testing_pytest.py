@@ -1,0 +1,178 @@
+"""The plugin ``dataparallel.testing.pytest``, in a project of its user."""
+
+import textwrap
+
+import pytest
+
+from simulating import environment, skip_if_unavailable
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = 'pytest_plugins = ["dataparallel.testing.pytest"]\n'
+
+
+@pytest.fixture(scope="module")
+def available() -> None:
+    skip_if_unavailable()
+
+
+@pytest.fixture
+def user(pytester, monkeypatch):
+    """Runs pytest in a project: a conftest.py with the plugin, and one test file."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+
+    def run(tests: str, *arguments: str, conftest: str = "", ini: str = "") -> pytest.RunResult:
+        pytester.makeconftest(CONFTEST + conftest)
+        pytester.makeini(f"[pytest]\n{ini}")
+        pytester.makepyfile(test_user="import pytest, torch\n" + textwrap.dedent(tests))
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rs", *arguments)
+
+    return run
+
+
+def test_the_devices_work_in_forward_and_backward_and_the_errors_are_the_tests(user, available):
+    done = user("""
+        @pytest.fixture(scope="module")
+        def model(sim_devices):
+            return torch.nn.Linear(3, 3).to(sim_devices[1])
+
+        def test_devices(sim_devices):
+            assert sim_devices == [torch.device("sim", index) for index in range(8)]
+            assert torch.accelerator.device_count() == 8
+
+        def test_backward(sim_devices, model):
+            model(torch.ones(2, 3).to(sim_devices[1])).sum().backward()
+            assert model.weight.grad.device == sim_devices[1]
+
+        def test_race(sim_devices):
+            x = torch.zeros(1000, device=sim_devices[0])
+            with torch.Stream(sim_devices[0]):
+                x.add_(1)
+            x.add_(1)
+
+        def test_after_the_race(sim_devices):
+            assert torch.ones(3, device=sim_devices[0]).sum().item() == 3
+
+        def test_freed_too_early(sim_devices):
+            x = torch.zeros(1000, device=sim_devices[0])
+            side = torch.Stream(sim_devices[0])
+            side.wait_stream(torch.accelerator.current_stream())
+            with side:
+                x.add_(1)
+            del x  # without record_stream
+
+        def test_after_that(sim_devices):
+            assert torch.ones(3, device=sim_devices[0]).sum().item() == 3
+
+        def test_freed_too_early_and_failed(sim_devices):
+            test_freed_too_early(sim_devices)
+            assert False, "its own error"
+
+        @pytest.fixture
+        def x(sim_devices):
+            return torch.zeros(1000, device=sim_devices[0])
+
+        def test_a_fixture_outlives_the_streams_of_its_test(sim_devices, x):
+            side = torch.Stream(sim_devices[0])
+            side.wait_stream(torch.accelerator.current_stream())
+            with side:
+                x.add_(1)
+
+        def test_last(sim_devices):
+            assert torch.ones(3, device=sim_devices[0]).sum().item() == 3
+    """, "-v")  # fmt: skip
+    done.assert_outcomes(passed=6, failed=3)
+    done.stdout.fnmatch_lines(["simulated accelerators: 8, for 9 of 9 tests"])
+    done.stdout.fnmatch_lines(
+        [
+            "*::test_race FAILED*",
+            "*::test_freed_too_early FAILED*",
+            "*::test_freed_too_early_and_failed FAILED*",
+            "*___ test_race ___*",
+            "E *RuntimeError: race:*",
+            "*___ test_freed_too_early ___*",
+            "E *RuntimeError: *freed*",
+            "*___ test_freed_too_early_and_failed ___*",
+            "E *its own error*",
+            "*simulated accelerators*",
+            "*freed*",
+        ]
+    )
+
+
+COUNT = """
+def test_count(sim_devices):
+    assert len(sim_devices) == {0}
+"""
+
+
+def test_the_ini_file_says_how_many_and_on_a_machine_with_cuda_the_run_says_whose_they_are(user, available):
+    conftest = "import torch\ntorch.cuda.is_available = lambda: True\n"
+    done = user(COUNT.format(2), conftest=conftest, ini="sim_devices = 2")
+    done.assert_outcomes(passed=1)
+    done.stdout.fnmatch_lines(
+        ["simulated accelerators: 2, for 1 of 1 tests; torch.accelerator means them in this run*"]
+    )
+
+
+def test_the_command_line_says_how_many_of_those_that_a_conftest_has_made(user, available):
+    conftest = """
+import torch
+from dataparallel.testing import simulate
+simulate(16)
+torch.ones(1, device="sim:15", requires_grad=True).sum().backward()
+"""
+    user(COUNT.format(3), "--sim-devices=3", conftest=conftest, ini="sim_devices = 2").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ini", "words"),
+    [
+        (["--sim-devices=0"], "", "*1 to 64 devices can be simulated; got 0*"),
+        ([], "sim_devices = many", "*the ini file's sim_devices is a number; got 'many'*"),
+    ],
+)
+def test_what_is_no_number_of_devices_is_a_usage_error(user, arguments, ini, words):
+    done = user(COUNT.format(0), *arguments, ini=ini)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines([words])
+
+
+NEEDS_NONE = """
+def test_on_the_cpu():
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert not hasattr(torch, "sim")
+
+def test_on_devices(sim_devices):
+    pass
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--deselect=test_user.py::test_on_devices"], ["--collect-only"]])
+def test_a_run_that_needs_no_devices_makes_none(user, tmp_path, monkeypatch, arguments):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
+    done = user(NEEDS_NONE, *arguments)
+    assert done.ret == 0
+    assert not (tmp_path / "none").exists()
+
+
+def test_without_a_compiler_tests_are_skipped_and_told_why(user, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
+    done = user(NEEDS_NONE)
+    done.assert_outcomes(passed=1, skipped=1)
+    done.stdout.fnmatch_lines(["SKIPPED*simulated accelerators are compiled on first use*lacks a C++ compiler*"])
+
+
+def test_a_backward_at_import_fails_the_tests_with_a_sentence(user, available):
+    conftest = "import torch\ntorch.ones(1, requires_grad=True).sum().backward()\n"
+    done = user(COUNT.format(8), conftest=conftest)
+    done.assert_outcomes(errors=1)
+    done.stdout.fnmatch_lines(
+        ["a backward has run in this process before simulate*dataparallel.testing.simulate at the top of conftest*"]
+    )
