@@ -194,8 +194,10 @@ class Gather(Function):
         ctx.slots = [tensor.device for tensor in tensors]
         ctx.dim = dim
         gathered = comm.gather(tensors, dim, destination)
+        ctx.is_unpacked_here = False
         if _on_distinct_accelerators(ctx.slots) and _autograd._top_saved_tensors_default_hooks(True) is not None:
             ctx.save_for_backward(gathered.new_empty(0))
+            ctx.is_unpacked_here = True
         ctx.sizes = [tensor.shape[dim] for tensor in tensors]
         return alias(gathered, 0) if len(tensors) == 1 else gathered
 
@@ -203,9 +205,10 @@ class Gather(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * (2 + len(ctx.slots))
-        # Unpacks what was saved, if anything. A checkpoint around the wrapper then recomputes here, once: left to the
-        # replicas' nodes, the engine's threads for their devices would all start to recompute the same region.
-        _ = ctx.saved_tensors
+        if ctx.is_unpacked_here:
+            # A checkpoint around the wrapper then recomputes here, once: left to the replicas' nodes, the engine's
+            # threads for their devices would all start to recompute the same region.
+            _ = ctx.saved_tensors
         if _on_distinct_accelerators(ctx.slots):
             _restore_cpu_generator_after_backward()
         if torch.is_grad_enabled():

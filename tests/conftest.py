@@ -1,9 +1,9 @@
 """Where the suite runs, and what it does when it hangs.
 
-`--devices` picks the kind of slots for the whole process, and `--slots` and `--arrangement` how many there are and on
-which devices, where a test does not say. A test asks for `slots` (a list of three, or of as many as its marker
-`slots(2, 8)` says, one run for each), for `root` (the device of the first slot) or for `make_slots` (a function of the
-number, for tests that draw it). A test marked `devices("sim")` runs on these kinds only.
+`--devices` picks the kind of slots for the whole process, `--sim-devices` how many devices are simulated, and
+`--arrangement` which of the devices the slots are on. A test asks for `slots` (a list of three, or of as many as its
+marker `slots(2, 8)` says, one run for each), for `root` (the device of the first slot) or for `make_slots` (a function
+of the number, for tests that draw it). A test marked `devices("sim")` runs on these kinds only.
 """
 
 import faulthandler
@@ -31,7 +31,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("dataparallel")
 
 
-SIMULATED = 16  # slots of the suite's largest tests, and some to spare
+DEFAULT_SLOTS = 3
+SIMULATED = 8  # what tests of the simulated devices themselves rely on
 KINDS = ("cpu", "cuda", "sim")
 
 # The index of the device for each of `count` slots, where there are `available` devices.
@@ -53,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="the kind of devices that slots are on (default: cpu)",
     )
-    parser.addoption("--slots", type=int, default=3, help="how many slots where a test does not say (default: 3)")
+    parser.addoption("--sim-devices", type=int, default=SIMULATED, help=f"with --devices=sim (default: {SIMULATED})")
     parser.addoption(
         "--arrangement",
         choices=sorted(ARRANGEMENTS),
@@ -71,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--devices=cuda: torch {torch.__version__} sees no CUDA device on this machine")
     if kind == "sim":
         try:
-            simulate(SIMULATED)
+            simulate(config.getoption("--sim-devices"))
         except SimulationUnavailable as error:
             config.stash[_why_not_key] = str(error)
     # Capturing is suspended while plugins are configured, so this is the terminal's stderr.
@@ -99,6 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=why_not))
         elif marker is not None and kind not in marker.args:
             item.add_marker(pytest.mark.skip(reason=f"for --devices={' or '.join(marker.args)}"))
+        elif marker is not None and kind == "sim" and config.getoption("--sim-devices") < SIMULATED:
+            item.add_marker(pytest.mark.skip(reason=f"for {SIMULATED} simulated devices"))
 
 
 @pytest.fixture(autouse=True)
@@ -149,8 +152,8 @@ def make_slots(request: pytest.FixtureRequest) -> Callable[[int], list]:
 
 @pytest.fixture
 def slots(request: pytest.FixtureRequest, make_slots: Callable[[int], list]) -> list:
-    """A list of slots: as many as `--slots` says, or what the marker `slots` or an indirect parameter says."""
-    return make_slots(getattr(request, "param", request.config.getoption("--slots")))
+    """A list of slots: three, or what the marker `slots` or an indirect parameter says."""
+    return make_slots(getattr(request, "param", DEFAULT_SLOTS))
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_gradgradcheck_through_replicate_alone(model, slots, x):
     weight = torch.randn(3, dtype=torch.float64, device=x.device, requires_grad=True)
     assert gradcheck(call, (weight,))
     # Where nodes on several devices lead to one, the engine's threads add in the order of arrival.
-    assert gradgradcheck(call, (weight,), nondet_tol=1e-12)
+    assert gradgradcheck(call, (weight,), nondet_tol=0 if torch.device(slots[0]).type == "cpu" else 1e-12)
 
 
 def test_autograd_grad_for_parameters_and_inputs_writes_no_grad(model, slots, x):
@@ -157,6 +157,18 @@ def test_changing_a_parameter_before_backward_is_noticed_as_on_one_device(model,
         loss.backward()
 
 
+def test_a_graph_that_saves_nothing_can_be_walked_twice_as_on_one_device(slots, root):
+    class Shift(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    x = torch.ones(6, 2, device=root, requires_grad=True)
+    loss = DataParallel(Shift(), slots)(x).sum()
+    loss.backward()
+    loss.backward()
+    assert x.grad.unique().tolist() == [2]
+
+
 @pytest.mark.slots(8)
 def test_gradients_are_the_same_bits_in_ten_runs(slots, root):
     torch.manual_seed(0)
@@ -237,8 +249,10 @@ class Meeting(Dropping):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_the_cpu_generator_is_where_one_device_leaves_it_in_50_of_50_steps(slots, root, reentrant):
     left = []
-    for replicas in (1, len(slots)):
-        model = DataParallel(Meeting(reentrant, replicas).double().to(root), slots[:replicas])
+    for used in (slots[:1], slots):
+        # Slots on one device have one thread, which would wait for itself.
+        meeting = Meeting(reentrant, len({*used}) if len({*used}) == len(used) else 1)
+        model = DataParallel(meeting.double().to(root), used)
         torch.manual_seed(0)
         left.append([])
         for _ in range(50):

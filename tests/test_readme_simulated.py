@@ -8,6 +8,9 @@ import pytest
 
 from simulating import environment, skip_if_unavailable
 
+# Their processes are their own: once is enough.
+pytestmark = pytest.mark.devices("cpu")
+
 pytest_plugins = ["pytester"]
 
 README = Path(__file__).parents[1] / "README.rst"

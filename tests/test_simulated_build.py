@@ -19,6 +19,9 @@ from dataparallel.testing import SimulationUnavailable
 from dataparallel.testing.simulated import build
 from simulating import environment
 
+# Their processes are their own: once is enough.
+pytestmark = pytest.mark.devices("cpu")
+
 SOURCE = """
 #include <Python.h>
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "dataparallel_simulated"};

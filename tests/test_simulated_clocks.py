@@ -370,3 +370,16 @@ def test_the_clocks_can_be_switched_off(stream):
         written + 1
     with torch.sim.stream(stream), race():
         written + 1
+
+
+def test_what_happened_while_they_were_off_raises_no_alarm_when_they_are_on_again(stream):
+    with torch.sim.clocks(False):
+        made_before = torch.ones(3, device=TWO)
+        with torch.sim.stream(stream):
+            elsewhere = torch.ones(3, device=ONE)
+    made_before.add_(1)
+    elsewhere.add_(1)
+    del made_before, elsewhere
+    torch.sim.check_clocks()
+    for device in (torch.device("sim", 0), ONE, TWO):
+        torch.empty(3, device=device).zero_()

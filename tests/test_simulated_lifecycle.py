@@ -9,6 +9,9 @@ import pytest
 from dataparallel.testing import simulate
 from simulating import environment, skip_if_unavailable, succeed
 
+# Their processes are their own: once is enough.
+pytestmark = pytest.mark.devices("cpu")
+
 
 @pytest.fixture(scope="module")
 def available() -> None:

@@ -6,6 +6,9 @@ import pytest
 
 from simulating import environment, skip_if_unavailable
 
+# Their processes are their own: once is enough.
+pytestmark = pytest.mark.devices("cpu")
+
 pytest_plugins = ["pytester"]
 
 CONFTEST = 'pytest_plugins = ["dataparallel.testing.pytest"]\n'

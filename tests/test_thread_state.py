@@ -5,6 +5,7 @@ What carried settings do: ``test_thread_state_effects``. What is global or refus
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dataparallel import thread_state
 from dataparallel.testing.simulated import threads
-from dataparallel.thread_state import CARRIED, TRANSLATED
+from dataparallel.thread_state import CARRIED, TRANSLATED, Setting
 from probe import Probe
 
 serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
@@ -174,6 +176,22 @@ def test_every_row_has_a_test() -> None:
     assert {row.name for row in ROWS} | NEED_AN_ACCELERATOR == rows - {threads.ROW}
 
 
+def test_another_librarys_thread_local_state_can_be_added(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_state, "CARRIED", thread_state.CARRIED)
+    local = threading.local()
+
+    def hold(value: str, slots: list, device: torch.device) -> Callable[[], object]:
+        local.value = value
+        return lambda: vars(local).clear()
+
+    thread_state.carry(Setting("theirs", lambda slots: getattr(local, "value", None), hold))
+    local.value = "the caller's"
+    probe = Probe(lambda: getattr(local, "value", None))
+    assert probe.run(slots, serial=False) == ["the caller's"] * len(slots)
+    del local.value
+    assert probe.run(slots, serial=False) == [None] * len(slots)
+
+
 @serial_or_not
 def test_several_settings_at_once(serial: bool, slots: list) -> None:
     changes = [row for row in ROWS if not row.note and row.name not in ("grad mode", "context variables")]
@@ -251,6 +269,6 @@ def test_current_device_and_stream_are_the_slots(serial: bool, slots: list) -> N
             stack.enter_context(stream)
         torch.accelerator.set_device_index(devices[0].index)
         seen = sorted(probe.run(slots, serial), key=lambda pair: pair[0])
-    assert seen == [(device.index, streams[device]) for device in devices]
+    assert seen == sorted(((device.index, streams[device]) for device in devices), key=lambda pair: pair[0])
     default = {device: torch.accelerator.current_stream(device) for device in devices}
     assert all(stream == default[devices[0]] for index, stream in probe.run(slots, serial) if index == devices[0].index)

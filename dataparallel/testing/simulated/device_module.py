@@ -6,7 +6,8 @@ only simulated devices have: `set_memory_capacity`, and the clocks in `clocks` a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,15 +23,15 @@ _initialized = True  # torch.utils.checkpoint asks before it keeps the generator
 _C: Any = None  # the compiled extension, set by `simulate` before torch knows of this module
 
 
-def _index(device: Device, count: int | None = None) -> int:
+def _index(device: Device) -> int:
     if isinstance(device, str):
         device = torch.device(device)
     if isinstance(device, torch.device):
         if device.type != "sim":
             raise ValueError(f"torch.sim is about simulated devices; got {device}")
         device = device.index
-    index = current_device() if device is None else device
-    if not 0 <= index < (count := device_count()):
+    index, count = current_device() if device is None else device, device_count()
+    if not 0 <= index < count:
         raise ValueError(f"sim:{index}: this process simulates {count} devices, sim:0 to sim:{count - 1}")
     return index
 
@@ -39,7 +40,11 @@ def _index(device: Device, count: int | None = None) -> int:
 
 
 def is_available() -> bool:
-    return True
+    return device_count() > 0
+
+
+def init() -> None:
+    """Nothing is left to do."""
 
 
 def is_initialized() -> bool:
@@ -64,19 +69,37 @@ def current_device() -> int:
 
 
 def set_device(device: Device) -> None:
-    _C.set_device(_index(device))
+    """-1 changes nothing."""
+    if device != -1:
+        _C.set_device(_index(device))
 
 
-@contextmanager
-def device(device: Device) -> Iterator[None]:
+class device:
     """The device is current inside; ``None`` or -1 changes nothing."""
-    before = current_device()
-    if device is not None and device != -1:
-        set_device(device)
-    try:
-        yield
-    finally:
-        _C.set_device(before)
+
+    def __init__(self, device: Device) -> None:
+        self.idx = -1 if device is None or device == -1 else _index(device)
+        self._before: list[int] = []
+
+    def __enter__(self) -> None:
+        self._before.append(current_device())
+        set_device(self.idx)
+
+    def __exit__(self, *_: object) -> None:
+        _C.set_device(self._before.pop())
+
+
+class device_of(device):
+    """The device of a tensor or storage is current inside; one that is elsewhere changes nothing."""
+
+    def __init__(self, obj: torch.Tensor | torch.UntypedStorage) -> None:
+        super().__init__(obj.device if obj.device.type == "sim" else None)
+
+
+def get_device_capability(device: Device = None) -> tuple[int, int]:
+    """Of no generation: (0, 0)."""
+    _index(device)
+    return 0, 0
 
 
 def get_device_name(device: Device = None) -> str:
@@ -117,28 +140,42 @@ def _device_type() -> int:
     return current_stream().device_type
 
 
-def set_stream(stream: torch.Stream) -> None:
-    """Makes the stream current on its device. The current device stays."""
+def set_stream(stream: torch.Stream | None) -> None:
+    """Makes the stream current on its device. The current device stays. ``None`` changes nothing."""
+    if stream is None:
+        return
     before = current_device()
     torch.accelerator.set_stream(stream)
     _C.set_device(before)
 
 
-@contextmanager
-def stream(stream: torch.Stream | None) -> Iterator[None]:
+class StreamContext:
     """The stream and its device are current inside; ``None`` changes nothing."""
-    if stream is None:
-        yield
-        return
-    device_before = current_device()
-    stream_before = current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        _C.set_device(stream.device.index)
-        yield
-    finally:
-        torch.accelerator.set_stream(stream_before)
-        _C.set_device(device_before)
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+        self._before: list[tuple[int, torch.Stream]] = []
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._before.append((current_device(), current_stream(self.stream.device)))
+            torch.accelerator.set_stream(self.stream)
+            _C.set_device(self.stream.device.index)
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            device, stream = self._before.pop()
+            torch.accelerator.set_stream(stream)
+            _C.set_device(device)
+
+
+def stream(stream: torch.Stream | None) -> StreamContext:
+    return StreamContext(stream)
+
+
+def is_current_stream_capturing() -> bool:
+    """Never: there are no graphs to capture."""
+    return False
 
 
 def synchronize(device: Device = None) -> None:
@@ -161,20 +198,41 @@ def reset_peak_memory_stats(device: Device = None) -> None:
     _C.reset_peak(_index(device))
 
 
+# Nothing is reserved but what is allocated, and nothing is counted but bytes.
 memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
+reset_max_memory_allocated = reset_peak_memory_stats
+
+
+def reset_accumulated_memory_stats(device: Device = None) -> None:
+    """Nothing is accumulated."""
+    _index(device)
 
 
 def memory_stats(device: Device = None) -> dict[str, int]:
     allocated, peak, _ = _C.memory_stats(_index(device))
-    return {"allocated_bytes.all.current": allocated, "allocated_bytes.all.peak": peak}
+    kinds = ("allocated", "reserved", "active", "requested")
+    current = {f"{kind}_bytes.all.current": allocated for kind in kinds}
+    return current | {f"{kind}_bytes.all.peak": peak for kind in kinds}
+
+
+def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
+    allocated, peak, capacity = _C.memory_stats(_index(device))
+    limit = "no capacity set" if capacity is None else f"capacity {capacity:,} bytes"
+    return f"sim:{_index(device)}: {allocated:,} bytes allocated, at most {peak:,} so far, {limit}"
 
 
 def empty_cache() -> None:
     """Nothing is cached."""
 
 
+def ipc_collect() -> None:
+    """Nothing is shared with other processes."""
+
+
 def set_memory_capacity(capacity: int | None, device: Device = None) -> None:
     """From now on, what would make the device hold more bytes raises ``torch.OutOfMemoryError``; ``None``: no limit."""
+    if capacity is not None and not isinstance(capacity, int):
+        raise TypeError(f"a capacity is a number of bytes, an int, or None; got {type(capacity).__name__}")
     if capacity is not None and capacity < 0:
         raise ValueError(f"a capacity is a number of bytes or None; got {capacity}")
     _C.set_capacity(_index(device), capacity)
@@ -247,29 +305,46 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 # Clocks
 
 
+_wishes: list[list[Any]] = []  # of the blocks of `clocks` that are open: the name of a switch, and its setting
+_switching = threading.Lock()
+
+
 @contextmanager
 def clocks(enabled: bool = True, *, stacks: bool | None = None) -> Iterator[None]:
     """Switches, for all threads while inside, whether accesses that nothing orders raise; see `simulate`.
+
+    Where several threads are inside such blocks, the one that entered last decides.
 
     Args:
         enabled: whether the clocks run. Memory that was in use while they were off has gaps in its history.
         stacks: whether each access remembers its Python stack, for the message of a later race. Slow. ``None``: as
             it is.
     """
-    enabled_before, stacks_before = _C.clocks_enabled(), _C.stacks_kept()
-    _C.enable_clocks(enabled)
-    if stacks is not None:
-        _C.keep_stacks(stacks)
+    asked = [("clocks", enabled)] + ([] if stacks is None else [("stacks", stacks)])
+    # Lists, because two blocks may ask for the same.
+    mine = [list(wish) for wish in asked]
+    _switch(lambda: _wishes.extend(mine))
     try:
         yield
     finally:
-        _C.enable_clocks(enabled_before)
-        _C.keep_stacks(stacks_before)
+        _switch(lambda: _forget(mine))
+
+
+def _forget(mine: list[list[Any]]) -> None:
+    _wishes[:] = [wish for wish in _wishes if not any(wish is one for one in mine)]
+
+
+def _switch(change: Callable[[], object]) -> None:
+    with _switching:
+        change()
+        now = {"clocks": True, "stacks": False} | {name: value for name, value in _wishes}
+        _C.enable_clocks(now["clocks"])
+        _C.keep_stacks(now["stacks"])
 
 
 def check_clocks() -> None:
     """Raises ``RuntimeError`` for memory freed while a stream may use it that the calling thread has not waited for.
 
-    Using such memory again raises by itself; this is for the end of a test, and says everything once.
+    Using such memory again raises by itself; this is for the end of a test. It names the first, and forgets all.
     """
     _C.check()

@@ -1,6 +1,7 @@
 #include "clocks.h"
 
 #include <c10/util/Exception.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <array>
@@ -31,9 +32,19 @@ struct State {
   }
 };
 
+State& state();
+
+// A forked child has the mutex as it was: of all threads only the one that forks may hold it then.
+void keep_whole_over_fork() {
+  pthread_atfork([] { state().mutex.lock(); }, [] { state().mutex.unlock(); }, [] { state().mutex.unlock(); });
+}
+
 // Never destroyed: memory is freed by engine threads until the very end.
 State& state() {
-  static State* the = new State();
+  static State* the = [] {
+    keep_whole_over_fork();
+    return new State();
+  }();
   return *the;
 }
 
@@ -48,10 +59,23 @@ Knowledge& here() {
   if (auto* shared = dynamic_cast<Knowledge*>(c10::ThreadLocalDebugInfo::get(kKind))) {
     return *shared;
   }
+  // Under torch's own entries; on top of one it would be in the way when that is taken off.
+  if (!c10::ThreadLocalDebugInfo::current()) {
+    auto made = std::make_shared<Knowledge>();
+    c10::ThreadLocalDebugInfo::_push(kKind, made);
+    return *made;
+  }
   if (!own_knowledge) {
     own_knowledge = std::make_shared<Knowledge>();
   }
   return *own_knowledge;
+}
+
+// Before the mutex is taken: a message is long in the making.
+void check_stream(c10::Stream stream) {
+  TORCH_CHECK(stream.device_type() == c10::kPrivateUse1 && stream.id() >= 0 &&
+                  stream.id() < static_cast<c10::StreamId>(kStreams),
+              "expected a stream of a simulated device; got stream ", stream.id(), " of ", stream.device().str());
 }
 
 StreamNumber number_of(State& s, c10::Stream stream) {
@@ -77,7 +101,7 @@ std::string name_of(const State& s, StreamNumber number) {
 }
 
 bool ordered(const Clock& clock, const Access& earlier) {
-  return clock[earlier.stream] >= earlier.tick;
+  return clock[earlier.stream] >= earlier.tick || (earlier.launch && earlier.launch->failed);
 }
 
 std::string describe(const State& s, const Access& earlier, bool write, Span span) {
@@ -96,7 +120,8 @@ std::string stack_of(const Access& earlier) {
     return "";
   }
   if (earlier.launch->stack.empty()) {
-    return stacks ? "\nThe earlier access was launched where no Python runs." : "\ntorch.sim.clocks(stacks=True) shows where that was launched.";
+    return stacks ? "\nThe earlier access was launched where no Python runs."
+                  : "\ntorch.sim.clocks(stacks=True) shows where that was launched.";
   }
   return "\nThe earlier access was launched here:\n" + earlier.launch->stack;
 }
@@ -156,27 +181,49 @@ void note_read(History::Segment& segment, const Access& access) {
   segment.reads.push_back(access);
 }
 
+// Whether an earlier access and a new one to the same span have bytes in common.
+bool meet(const Access& earlier, const Access& access, Span span) {
+  if (!earlier.runs && !access.runs) {
+    return true;
+  }
+  auto spans_of = [&](const Access& one) { return one.runs ? one.runs->spans() : std::vector<Span>{span}; };
+  auto ours = spans_of(access), theirs = spans_of(earlier);
+  auto by_begin = [](Span a, Span b) { return a.begin < b.begin; };
+  std::sort(ours.begin(), ours.end(), by_begin);
+  std::sort(theirs.begin(), theirs.end(), by_begin);
+  for (size_t i = 0, j = 0; i < ours.size() && j < theirs.size();) {
+    if (ours[i].begin < theirs[j].end && theirs[j].begin < ours[i].end) {
+      return true;
+    }
+    ours[i].end < theirs[j].end ? ++i : ++j;
+  }
+  return false;
+}
+
 // The message of a race, or nothing; notes the access.
 std::string touch_span(State& s, const Clock& clock, const std::string& op, const Touch& touch, Span span,
                        const Access& access) {
-  size_t count = 0;
-  auto* segments = touch.block->history.within(span, count);
-  for (size_t i = 0; i < count; ++i) {
-    auto& segment = segments[i];
-    if (!ordered(clock, segment.write)) {
-      return race(s, op, touch, access.stream, segment.write, true, segment.span);
+  auto& history = touch.block->history;
+  const auto [first, last] = history.within(span);
+  for (auto found = first; found != last; ++found) {
+    auto& [begin, segment] = *found;
+    const Span where{begin, segment.end};
+    auto races = [&](const Access& earlier) { return !ordered(clock, earlier) && meet(earlier, access, where); };
+    if (races(segment.write)) {
+      return race(s, op, touch, access.stream, segment.write, true, where);
     }
-    if (touch.write) {
-      for (const auto& read : segment.reads) {
-        if (!ordered(clock, read)) {
-          return race(s, op, touch, access.stream, read, false, segment.span);
-        }
-      }
-      segment.write = access;
-      segment.reads.clear();
-    } else {
+    if (!touch.write) {
       note_read(segment, access);
+      continue;
     }
+    for (const auto& read : segment.reads) {
+      if (races(read)) {
+        return race(s, op, touch, access.stream, read, false, where);
+      }
+    }
+  }
+  if (touch.write) {
+    history.write(span, access);
   }
   return "";
 }
@@ -185,8 +232,25 @@ std::string touch_span(State& s, const Clock& clock, const std::string& op, cons
 std::string use_again(State& s, const Clock& clock, Tracked& block) {
   for (const auto& debt : std::exchange(block.inherited, {})) {
     if (!ordered(clock, debt.access)) {
-      s.debts[block.home].clear();
-      return freed_too_early(s, debt, block.home);
+      s.debts[*block.home].clear();
+      return freed_too_early(s, debt, *block.home);
+    }
+  }
+  return "";
+}
+
+// The message for the first of the touches that is not ordered; notes the others.
+std::string touch_all(State& s, const Clock& clock, const std::string& op, c10::ArrayRef<Touch> touches,
+                      const Access& access) {
+  for (const auto& touch : touches) {
+    auto problem = touch.write ? use_again(s, clock, *touch.block) : "";
+    auto of_touch = access;
+    of_touch.runs = touch.runs;
+    for (auto span = touch.spans.begin(); span != touch.spans.end() && problem.empty(); ++span) {
+      problem = touch_span(s, clock, op, touch, *span, of_touch);
+    }
+    if (!problem.empty()) {
+      return problem;
     }
   }
   return "";
@@ -216,12 +280,12 @@ void set_stack_reader(std::string (*reader)()) {
 
 Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> touches,
               std::optional<c10::Stream> joined) {
-  if (!enabled()) {
+  if (!enabled() && !joined) {
     return {};
   }
   auto record = std::make_shared<Launch>();
   record->op = op;
-  if (stacks && stack_reader) {
+  if (enabled() && stacks && stack_reader) {
     record->stack = (*stack_reader)(); // takes the GIL, so not with the mutex held
   }
   auto& s = state();
@@ -234,22 +298,17 @@ Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> to
     auto& clock = s.streams[number];
     clock.join(here().clock);
     clock.join(s.streams[other]);
-    ticket.access = {number, clock.tick(number), std::move(record)};
-    for (const auto& touch : touches) {
-      problem = touch.write ? use_again(s, clock, *touch.block) : "";
-      for (const auto& span : touch.spans) {
-        if (!problem.empty()) {
-          break;
-        }
-        problem = touch_span(s, clock, op, touch, span, ticket.access);
-      }
-      if (!problem.empty()) {
-        break;
-      }
+    if (enabled()) {
+      ticket.access = {number, clock.tick(number), std::move(record), nullptr};
+      problem = touch_all(s, clock, op, touches, ticket.access);
     }
+    // Also while the clocks are off: as with events, the order is needed when they are on again.
     s.streams[other].join(clock);
   }
-  TORCH_CHECK(problem.empty(), problem);
+  if (!problem.empty()) {
+    ticket.failed();
+    TORCH_CHECK(false, problem);
+  }
   return ticket;
 }
 
@@ -261,12 +320,13 @@ void wrote(const Ticket& ticket, Tracked& block, size_t bytes) {
   std::string problem;
   {
     std::lock_guard<std::mutex> lock(s.mutex);
-    block.home = ticket.access.stream;
+    const auto home = ticket.access.stream;
+    block.home = home;
     block.history.start_with(bytes, ticket.access);
     if (has_debts) {
-      if (const auto* debt = pending(s, block.home)) {
-        problem = freed_too_early(s, *debt, block.home);
-        s.debts[block.home].clear();
+      if (const auto* debt = pending(s, home)) {
+        problem = freed_too_early(s, *debt, home);
+        s.debts[home].clear();
       }
     }
   }
@@ -279,31 +339,30 @@ void allocated(Tracked& block, size_t bytes, c10::Stream home) {
   }
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  block.home = number_of(s, home);
+  const auto number = number_of(s, home);
+  block.home = number;
   // The memory may have been used by what the stream has launched so far, so only what comes after it may write there.
-  block.history.start_with(bytes, {block.home, s.streams[block.home][block.home], nullptr});
-  if (has_debts && pending(s, block.home)) {
-    block.inherited = s.debts[block.home];
+  block.history.start_with(bytes, {number, s.streams[number][number], nullptr, nullptr});
+  if (has_debts && pending(s, number)) {
+    block.inherited = s.debts[number];
   }
 }
 
 void freed(Tracked& block) {
-  if (!enabled()) {
+  if (!enabled() || !block.home) {
     return;
   }
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  if (block.home >= s.streams.size()) {
-    return; // made while the clocks were off
-  }
   const auto& known = here().clock;
-  const auto& home = s.streams[block.home];
-  for (const auto& segment : block.history.segments()) {
+  const auto& home = s.streams[*block.home];
+  for (const auto& [begin, segment] : block.history.segments()) {
+    const Span span{begin, segment.end};
     auto settle = [&](const Access& access, bool write) {
       const bool is_recorded =
           std::find(block.recorded.begin(), block.recorded.end(), access.stream) != block.recorded.end();
       if (!is_recorded && !ordered(home, access) && !ordered(known, access)) {
-        owe(s, block.home, {access, write, segment.span, block.where});
+        owe(s, *block.home, {access, write, span, block.where});
       }
     };
     settle(segment.write, true);
@@ -314,6 +373,7 @@ void freed(Tracked& block) {
 }
 
 void used_on(Tracked& block, c10::Stream stream) {
+  check_stream(stream);
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const auto number = number_of(s, stream);
@@ -323,6 +383,7 @@ void used_on(Tracked& block, c10::Stream stream) {
 }
 
 void record(Event& event, c10::Stream stream) {
+  check_stream(stream);
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   auto& clock = s.streams[number_of(s, stream)];
@@ -333,6 +394,7 @@ void record(Event& event, c10::Stream stream) {
 }
 
 void wait(c10::Stream stream, const Event& event) {
+  check_stream(stream);
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const auto number = number_of(s, stream); // may move the clocks
@@ -345,6 +407,7 @@ void host_waits(const Event& event) {
 }
 
 void host_waits(c10::Stream stream) {
+  check_stream(stream);
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   here().clock.join(s.streams[number_of(s, stream)]);
@@ -383,6 +446,12 @@ std::shared_ptr<Knowledge> knowledge() {
   return here().shared_from_this();
 }
 
+std::shared_ptr<Knowledge> snapshot() {
+  auto copy = std::make_shared<Knowledge>();
+  tell(*copy);
+  return copy;
+}
+
 void learn(const Knowledge& from) {
   std::lock_guard<std::mutex> lock(state().mutex);
   here().clock.join(from.clock);
@@ -394,10 +463,7 @@ void tell(Knowledge& to) {
 }
 
 void enter_thread(const Knowledge* parent) {
-  // On top of somebody else's entry it would be in the way when that is taken off.
-  if (!c10::ThreadLocalDebugInfo::current()) {
-    c10::ThreadLocalDebugInfo::_push(kKind, std::make_shared<Knowledge>());
-  }
+  here();
   if (parent) {
     learn(*parent);
   }

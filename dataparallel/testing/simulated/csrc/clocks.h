@@ -14,7 +14,9 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -40,13 +42,7 @@ class Clock {
 struct Launch {
   std::string op;
   std::string stack; // Python's, if asked for
-};
-
-// An access by a launch; a tick of 0 is ordered before everything.
-struct Access {
-  StreamNumber stream = 0;
-  uint64_t tick = 0;
-  std::shared_ptr<const Launch> launch;
+  std::atomic<bool> failed{false}; // then it has touched nothing
 };
 
 struct Span {
@@ -54,24 +50,45 @@ struct Span {
   size_t end = 0;
 };
 
+// Many equal runs of bytes at regular distances, such as the columns of a large matrix. They are kept as one span from
+// the first to the last, and looked at singly where that span meets another one.
+struct Runs {
+  size_t begin = 0;
+  size_t length = 0;
+  c10::SmallVector<std::pair<size_t, size_t>, 4> steps; // distance in bytes, how many
+  std::vector<Span> spans() const;
+};
+
+// An access by a launch; a tick of 0 is ordered before everything.
+struct Access {
+  StreamNumber stream = 0;
+  uint64_t tick = 0;
+  std::shared_ptr<Launch> launch;
+  std::shared_ptr<const Runs> runs; // if not the whole span
+};
+
 // The last write of every byte of a block, and the reads since.
 class History {
  public:
   struct Segment {
-    Span span;
+    size_t end = 0;
     Access write;
     c10::SmallVector<Access, 1> reads; // at most one per stream: the last
   };
-  // The segments within `span`, cut so that they cover it exactly. Valid until the next call.
-  Segment* within(Span span, size_t& count);
-  const std::vector<Segment>& segments() const {
+  using Segments = std::map<size_t, Segment>; // by the first byte; disjoint
+
+  // The segments within `span`, cut and filled up so that they cover it exactly. Valid until the next call.
+  std::pair<Segments::iterator, Segments::iterator> within(Span span);
+  // One segment instead of those.
+  void write(Span span, Access access);
+  void start_with(size_t bytes, Access write);
+  const Segments& segments() const {
     return segments_;
   }
-  void start_with(size_t bytes, Access write);
 
  private:
-  size_t cut_at(size_t position);
-  std::vector<Segment> segments_; // sorted, disjoint
+  Segments::iterator cut_at(size_t position);
+  Segments segments_;
 };
 
 // An access to memory that has been freed since.
@@ -85,7 +102,8 @@ struct Debt {
 // What the clocks keep with a block of memory.
 struct Tracked {
   History history;
-  StreamNumber home = 0; // the stream that it was allocated on, and goes back to
+  // The stream that it was allocated on, and goes back to; unknown if the clocks were off then.
+  std::optional<StreamNumber> home;
   c10::SmallVector<StreamNumber, 1> recorded; // record_stream: freeing waits for these
   std::vector<Debt> inherited; // of what may have had this memory before
   const char* where = ""; // "sim:1", "pinned host memory"
@@ -96,6 +114,7 @@ struct Touch {
   c10::SmallVector<Span, 1> spans;
   bool write;
   const char* argument;
+  std::shared_ptr<const Runs> runs; // within the only span, if not all of it
 };
 
 struct Event {
@@ -104,7 +123,8 @@ struct Event {
   int64_t nanoseconds = 0;
 };
 
-// What a host thread has waited for. It travels with torch's thread-local state, so into the autograd engine's threads.
+// What a host thread has waited for. It travels with torch's thread-local state, so into the autograd engine's threads:
+// those that work for one backward share it with each other and with its caller.
 struct Knowledge final : c10::DebugInfoBase, std::enable_shared_from_this<Knowledge> {
   Clock clock;
 };
@@ -123,6 +143,12 @@ struct Ticket {
   Access access;
   explicit operator bool() const {
     return access.launch != nullptr;
+  }
+  // The operator has raised instead.
+  void failed() const {
+    if (access.launch) {
+      access.launch->failed = true;
+    }
   }
 };
 Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> touches,
@@ -147,6 +173,8 @@ void host_waits_for_device(c10::DeviceIndex device);
 void check();
 
 std::shared_ptr<Knowledge> knowledge();
+// A copy, to which nothing is added later.
+std::shared_ptr<Knowledge> snapshot();
 // The calling thread learns what the other one knows, or the other way round.
 void learn(const Knowledge& from);
 void tell(Knowledge& to);

@@ -37,24 +37,30 @@ class SimulatedGenerator final : public c10::GeneratorImpl {
       : c10::GeneratorImpl(c10::Device(c10::kPrivateUse1, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         source_(std::move(source)) {}
   void set_current_seed(uint64_t seed) override {
+    const auto lock = locked();
     source_.set_current_seed(seed);
   }
+  // torch asks every generator that is not the CPU's when it is copied.
   void set_offset(uint64_t offset) override {
-    source_.set_offset(offset);
+    TORCH_CHECK(offset == 0, "generators of simulated devices have no offset; got ", offset);
   }
   uint64_t get_offset() const override {
-    return source_.get_offset();
+    return 0;
   }
   uint64_t current_seed() const override {
+    const auto lock = locked();
     return source_.current_seed();
   }
   uint64_t seed() override {
+    const auto lock = locked();
     return source_.seed();
   }
   void set_state(const c10::TensorImpl& state) override {
+    const auto lock = locked();
     source_.unsafeGetGeneratorImpl()->set_state(state);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    const auto lock = locked();
     return source_.unsafeGetGeneratorImpl()->get_state();
   }
   const at::Generator& source() const {
@@ -63,9 +69,14 @@ class SimulatedGenerator final : public c10::GeneratorImpl {
 
  private:
   SimulatedGenerator* clone_impl() const override {
+    const auto lock = locked();
     return new SimulatedGenerator(device().index(), source_.clone());
   }
-  at::Generator source_;
+  // Kernels draw under the mutex of the source; torch holds the one of this generator only.
+  std::unique_lock<std::mutex> locked() const {
+    return std::unique_lock<std::mutex>(source_.mutex());
+  }
+  mutable at::Generator source_;
 };
 
 at::Generator new_generator(c10::DeviceIndex device) {
@@ -99,6 +110,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return count;
+  }
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override {
+    return {};
   }
 
   c10::Stream getStream(c10::Device device) const override {
@@ -221,13 +235,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     if (bytes > impl->nbytes()) {
       memory::grow(*impl, bytes);
     } else if (bytes < impl->nbytes()) {
-      OnDevice on(impl->device());
-      auto smaller = memory::device_allocator()->allocate(bytes);
-      if (bytes > 0) {
-        memory::device_allocator()->copy_data(smaller.get(), impl->data(), bytes);
-      }
-      impl->set_data_ptr(std::move(smaller));
-      impl->set_nbytes(bytes);
+      memory::move(*impl, bytes);
     }
   }
 };

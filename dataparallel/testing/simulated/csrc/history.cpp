@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "clocks.h"
@@ -21,41 +22,59 @@ void Clock::join(const Clock& other) {
   }
 }
 
+std::vector<Span> Runs::spans() const {
+  std::vector<Span> result{{begin, begin + length}};
+  for (const auto& [distance, count] : steps) {
+    const auto inner = result.size();
+    for (size_t i = 1; i < count; ++i) {
+      for (size_t j = 0; j < inner; ++j) {
+        result.push_back({result[j].begin + i * distance, result[j].end + i * distance});
+      }
+    }
+  }
+  return result;
+}
+
 void History::start_with(size_t bytes, Access write) {
   segments_.clear();
-  segments_.push_back({{0, bytes}, std::move(write), {}});
+  segments_.emplace(0, Segment{bytes, std::move(write), {}});
 }
 
-// The index of the first segment that begins at or after `position`, after cutting the one that contains it.
-size_t History::cut_at(size_t position) {
-  auto found = std::lower_bound(
-      segments_.begin(), segments_.end(), position, [](const Segment& s, size_t p) { return s.span.end <= p; });
-  if (found != segments_.end() && found->span.begin < position) {
-    Segment front = *found;
-    front.span.end = position;
-    found->span.begin = position;
-    found = segments_.insert(found, std::move(front)) + 1;
-  }
-  return static_cast<size_t>(found - segments_.begin());
-}
-
-History::Segment* History::within(Span span, size_t& count) {
-  size_t first = cut_at(span.begin);
-  const size_t last = cut_at(span.end);
-  // Fill what has never been accessed, so that the segments cover the span.
-  size_t position = span.begin, i = first, end = last;
-  while (position < span.end) {
-    if (i < end && segments_[i].span.begin == position) {
-      position = segments_[i++].span.end;
-      continue;
+// The first segment that begins at or after `position`, after cutting the one that contains it.
+History::Segments::iterator History::cut_at(size_t position) {
+  auto next = segments_.lower_bound(position);
+  if (next != segments_.begin()) {
+    auto& before = *std::prev(next);
+    if (before.second.end > position) {
+      next = segments_.emplace_hint(next, position, before.second);
+      before.second.end = position;
     }
-    const size_t until = i < end ? segments_[i].span.begin : span.end;
-    segments_.insert(segments_.begin() + static_cast<ptrdiff_t>(i), Segment{{position, until}, {}, {}});
-    ++i, ++end;
-    position = until;
   }
-  count = end - first;
-  return segments_.data() + first;
+  return next;
+}
+
+std::pair<History::Segments::iterator, History::Segments::iterator> History::within(Span span) {
+  auto first = cut_at(span.begin);
+  const auto last = cut_at(span.end);
+  // A cut at the end may have come before `first`, where nothing had been accessed.
+  first = segments_.lower_bound(span.begin);
+  auto position = span.begin;
+  for (auto segment = first; position < span.end;) {
+    if (segment != last && segment->first == position) {
+      position = (segment++)->second.end;
+    } else {
+      const auto until = segment != last ? segment->first : span.end;
+      segments_.emplace_hint(segment, position, Segment{until, {}, {}});
+      position = until;
+    }
+  }
+  return {segments_.lower_bound(span.begin), last};
+}
+
+void History::write(Span span, Access access) {
+  const auto [first, last] = within(span);
+  segments_.erase(first, last);
+  segments_.emplace(span.begin, Segment{span.end, std::move(access), {}});
 }
 
 } // namespace simulated

@@ -74,40 +74,40 @@ Tensor efficient_zeros(c10::SymIntArrayRef size, std::optional<c10::ScalarType> 
                                    std::nullopt);
 }
 
-void ensure_storage(const Tensor& tensor) {
-  auto* impl = tensor.unsafeGetTensorImpl();
-  if (impl->numel() > 0) {
-    const auto bytes = at::detail::computeStorageNbytes(
-        impl->sizes(), impl->strides(), impl->dtype().itemsize(), static_cast<size_t>(impl->storage_offset()));
-    memory::grow(*impl->storage().unsafeGetStorageImpl(), bytes);
-  }
-}
-
+// Memory first, then the shape: a tensor whose device is full stays what it was.
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
-  impl->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  if (impl->sizes() != sizes) { // as on the CPU, the strides stay where the shape does
+    if (c10::multiply_integers(sizes) > 0) {
+      const auto bytes = at::detail::computeStorageNbytesContiguous(
+          sizes, impl->dtype().itemsize(), static_cast<size_t>(impl->storage_offset()));
+      memory::grow(*impl->storage().unsafeGetStorageImpl(), bytes);
+    }
+    impl->set_sizes_contiguous(sizes);
+  }
   if (format && *format != c10::MemoryFormat::Preserve) {
     impl->empty_tensor_restride(*format);
   }
-  ensure_storage(self);
   return self;
 }
 
 Tensor& set_storage_at(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
                        c10::SymIntArrayRef stride) {
-  TORCH_CHECK(source.device_type() == c10::kPrivateUse1, "Attempted to set the storage of a tensor on device \"",
-              self.device().str(), "\" to a storage on different device \"", source.device().str(),
-              "\".  This is no longer allowed; the devices must match.");
-  auto* impl = self.unsafeGetTensorImpl();
-  impl->set_storage_keep_dtype(std::move(source));
+  const auto begin = offset.guard_int(__FILE__, __LINE__);
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
-  if (stride.empty() && !sizes.empty()) {
-    impl->set_sizes_contiguous(sizes);
-    impl->set_storage_offset(offset.guard_int(__FILE__, __LINE__));
-  } else {
-    impl->set_sizes_and_strides(sizes, C10_AS_INTARRAYREF_SLOW(stride), offset.guard_int(__FILE__, __LINE__));
+  c10::DimVector strides(C10_AS_INTARRAYREF_SLOW(stride));
+  if (strides.empty() && !sizes.empty()) {
+    strides = c10::contiguous_strides(sizes);
   }
-  ensure_storage(self);
+  const bool fits = begin >= 0 && sizes.size() == strides.size() && source.device() == self.device();
+  if (fits && c10::multiply_integers(sizes) > 0) {
+    const auto item = self.dtype().itemsize();
+    const auto bytes = at::detail::computeStorageNbytes(sizes, strides, item, static_cast<size_t>(begin));
+    memory::grow(*source.unsafeGetStorageImpl(), bytes);
+  }
+  at::native::checkSetStorage<int64_t>(self, std::move(source), begin, sizes, strides); // and sets it
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, begin);
   return self;
 }
 
@@ -169,7 +169,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   const auto at = is_simulated(to) ? current_stream(to.device()) : current_stream(self.device());
   const auto launched_on = is_simulated(self) ? current_stream(self.device()) : at;
   const auto joined = is_simulated(self) && is_simulated(to) ? std::optional(at) : std::nullopt;
-  if (clocks::enabled()) {
+  if (clocks::enabled() || joined) {
     c10::SmallVector<Touch, 2> touches;
     add_touch(touches, self, false, "self");
     add_touch(touches, to, true, "dst");
@@ -178,8 +178,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   const auto source = is_simulated(self) ? cpu_alias(self) : self;
   const auto target = is_simulated(to) ? cpu_alias(to) : to;
   {
-    c10::impl::ExcludeDispatchKeyGuard below(
-        c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
+    const BelowAutograd below;
     target.copy_(source);
   }
   const bool to_pageable = !is_simulated(to) && !memory::pinned_block_of(to.storage().data());

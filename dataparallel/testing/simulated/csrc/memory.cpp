@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <c10/util/Exception.h>
+#include <pthread.h>
 
 #include <array>
 #include <cstdlib>
@@ -23,9 +24,19 @@ struct Books {
   std::map<const char*, Block*> pinned; // by the address of the first byte
 };
 
+Books& books();
+
+// A forked child has the mutex as it was: of all threads only the one that forks may hold it then.
+void keep_whole_over_fork() {
+  pthread_atfork([] { books().mutex.lock(); }, [] { books().mutex.unlock(); }, [] { books().mutex.unlock(); });
+}
+
 // Never destroyed: memory is freed by engine threads until the very end.
 Books& books() {
-  static Books* the = new Books();
+  static Books* the = [] {
+    keep_whole_over_fork();
+    return new Books();
+  }();
   return *the;
 }
 
@@ -53,7 +64,7 @@ void* raw_memory(size_t bytes) {
   return data;
 }
 
-const char* name_of(c10::Device device) {
+const char* label_of(c10::Device device) {
   static const auto* names = [] {
     auto* made = new std::array<std::string, kCeiling>();
     for (size_t i = 0; i < kCeiling; ++i) {
@@ -106,7 +117,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     }
     block->bytes = bytes;
     block->device = device.index();
-    block->where = name_of(device);
+    block->where = label_of(device);
     clocks::allocated(*block, bytes, current_stream(device));
     return hand_out(block.release());
   }
@@ -191,7 +202,7 @@ c10::DataPtr adopt(c10::Storage made, c10::Device device) {
   block->data = made.mutable_data();
   block->bytes = made.nbytes();
   block->device = device.index();
-  block->where = name_of(device);
+  block->where = label_of(device);
   block->owner = std::move(made);
   return hand_out(block);
 }
@@ -227,18 +238,29 @@ void set_capacity(c10::DeviceIndex device, std::optional<size_t> bytes) {
   books().devices.at(static_cast<size_t>(device)).capacity = bytes;
 }
 
-void grow(c10::StorageImpl& storage, size_t bytes) {
-  if (storage.nbytes() >= bytes) {
-    return;
-  }
+void move(c10::StorageImpl& storage, size_t bytes) {
   TORCH_CHECK(storage.resizable(), "Trying to resize storage that is not resizable");
-  OnDevice on(storage.device());
-  auto larger = device_allocator()->allocate(bytes);
-  if (storage.nbytes() > 0) {
-    std::memcpy(larger.get(), storage.data(), storage.nbytes());
+  const OnDevice on(storage.device());
+  auto memory = device_allocator()->allocate(bytes);
+  if (const auto kept = std::min(bytes, storage.nbytes())) {
+    if (clocks::enabled()) {
+      c10::SmallVector<Touch, 2> touches;
+      if (auto* from = block_of(storage.data_ptr())) {
+        touches.push_back({from, {{0, kept}}, false, "storage", nullptr});
+      }
+      touches.push_back({block_of(memory), {{0, kept}}, true, "storage", nullptr});
+      clocks::launch(current_stream(storage.device()), "resize", touches);
+    }
+    std::memcpy(memory.get(), storage.data(), kept);
   }
-  storage.set_data_ptr(std::move(larger));
+  storage.set_data_ptr(std::move(memory));
   storage.set_nbytes(bytes);
+}
+
+void grow(c10::StorageImpl& storage, size_t bytes) {
+  if (storage.nbytes() < bytes) {
+    move(storage, bytes);
+  }
 }
 
 } // namespace simulated::memory

@@ -40,7 +40,9 @@ MemoryStats stats(c10::DeviceIndex device);
 void reset_peak(c10::DeviceIndex device);
 void set_capacity(c10::DeviceIndex device, std::optional<size_t> bytes);
 
-// Makes the storage at least so large, keeping its content.
+// Gives the storage other memory of this size, with as much of the content as fits.
+void move(c10::StorageImpl& storage, size_t bytes);
+// The same if it is smaller.
 void grow(c10::StorageImpl& storage, size_t bytes);
 
 } // namespace memory

@@ -56,6 +56,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("stacks_kept", &clocks::stacks_kept);
   m.def("check", &clocks::check);
   m.def("knowledge", &clocks::knowledge);
+  m.def("snapshot", &clocks::snapshot);
   m.def("learn", &clocks::learn);
   m.def("tell", &clocks::tell);
   m.def("enter_thread", &clocks::enter_thread);

@@ -3,10 +3,10 @@
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
-#include <unordered_set>
+#include <cstring>
+#include <unordered_map>
 
 #include "devices.h"
 #include "layouts.h"
@@ -45,12 +45,34 @@ bool is_optional_generator(const c10::Type& type) {
       type.castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// Operators that take indices or lengths from the CPU beside device tensors, on every accelerator.
-bool takes_cpu_tensors(const std::string& op) {
-  static const std::unordered_set<std::string> ops = {
-      "aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_pack_padded_sequence",
+// Arguments that may be on the CPU beside device tensors, on every accelerator.
+bool may_be_on_the_cpu(const std::string& op, const std::string& argument) {
+  static const std::unordered_map<std::string, std::string> arguments = {
+      {"aten::index", "indices"},
+      {"aten::index_put", "indices"},
+      {"aten::index_put_", "indices"},
+      {"aten::_index_put_impl_", "indices"},
+      {"aten::_pack_padded_sequence", "lengths"},
   };
-  return ops.count(op) > 0;
+  const auto found = arguments.find(op);
+  return found != arguments.end() && found->second == argument;
+}
+
+// Arguments that operators write although their schemas do not say so.
+bool is_written_unsaid(const std::string& op, const std::string& argument) {
+  if (op.rfind("c10d::", 0) == 0) {
+    return argument == "tensor" || argument == "tensors" || argument.rfind("output", 0) == 0;
+  }
+  return op == "aten::native_batch_norm" && argument.rfind("running_", 0) == 0;
+}
+
+// Whether the size of the result depends on values, so that the host has waited for them.
+bool waits_for_values(const c10::OperatorHandle& op) {
+  if (op.hasTag(at::Tag::data_dependent_output)) {
+    return true;
+  }
+  // Indexing has the tag too, but only masks make it so.
+  return op.hasTag(at::Tag::dynamic_output_shape) && op.operator_name().name != "aten::index";
 }
 
 // One call: what has been made for it, both ways.
@@ -61,18 +83,18 @@ class Call {
   void run(torch::jit::Stack* stack);
 
  private:
-  struct Storages {
+  struct Known {
     c10::StorageImpl* cpu;
     c10::Storage device;
-    void* data; // of the CPU storage, when it was made
+    void* data; // of both
   };
   struct Written {
     at::Tensor device;
     at::Tensor cpu;
   };
 
-  void see(const c10::IValue& value, const char* argument);
-  void see_tensor(const at::Tensor& tensor, const char* argument);
+  void see(const c10::IValue& value, const c10::Argument& argument);
+  void see_tensor(const at::Tensor& tensor, const c10::Argument& argument);
   void choose_device(c10::ArrayRef<c10::IValue> arguments);
   void choose_result_device(c10::ArrayRef<c10::IValue> arguments);
   void replace(c10::IValue& value, bool write, bool reads, const char* argument);
@@ -83,6 +105,7 @@ class Call {
   at::Tensor to_device(const at::Tensor& tensor);
   layouts::Members members_to_device(const at::Tensor& tensor);
   at::Tensor result_to_device(const at::Tensor& tensor);
+  c10::DataPtr take_over(const c10::Storage& storage, c10::Device device);
   c10::Storage storage_to_device(const c10::Storage& storage);
   void update(const Written& written);
 
@@ -92,13 +115,15 @@ class Call {
   c10::Device result_device_ = c10::kCPU;
   const char* cpu_argument_ = nullptr;
   const char* device_argument_ = nullptr;
-  c10::SmallVector<Storages, 6> storages_;
+  const bool is_index_ = name_.name == "aten::index";
+  bool has_mask_ = false;
+  c10::SmallVector<Known, 6> storages_;
   c10::SmallVector<Written, 2> written_;
   c10::SmallVector<Touch, 6> touches_;
   clocks::Ticket ticket_;
 };
 
-void Call::see_tensor(const at::Tensor& tensor, const char* argument) {
+void Call::see_tensor(const at::Tensor& tensor, const c10::Argument& argument) {
   if (!tensor.defined()) {
     return;
   }
@@ -106,17 +131,21 @@ void Call::see_tensor(const at::Tensor& tensor, const char* argument) {
   if (device.type() == kDevice) {
     if (!device_) {
       device_ = device;
-      device_argument_ = argument;
+      device_argument_ = argument.name().c_str();
     }
     TORCH_CHECK(*device_ == device, "Expected all tensors to be on the same device, but found at least two devices, ",
-                device_->str(), " and ", device.str(), "! (when checking argument '", argument, "' of ", name_.name,
+                device_->str(), " and ", device.str(), "! (when checking argument '", argument.name(), "' of ", name_.name,
                 "; '", device_argument_, "' is on ", device_->str(), ")");
-  } else if (device.is_cpu() && tensor.dim() > 0 && !cpu_argument_) {
-    cpu_argument_ = argument;
+  } else if (device.is_cpu() && !cpu_argument_ && !may_be_on_the_cpu(name_.name, argument.name())) {
+    // A number may come from the CPU, but none can be written there.
+    const bool is_written = argument.alias_info() && argument.alias_info()->isWrite();
+    if (tensor.dim() > 0 || is_written) {
+      cpu_argument_ = argument.name().c_str();
+    }
   }
 }
 
-void Call::see(const c10::IValue& value, const char* argument) {
+void Call::see(const c10::IValue& value, const c10::Argument& argument) {
   if (value.isTensor()) {
     see_tensor(value.toTensor(), argument);
   } else if (value.isList()) {
@@ -132,9 +161,9 @@ void Call::see(const c10::IValue& value, const char* argument) {
 void Call::choose_device(c10::ArrayRef<c10::IValue> arguments) {
   const auto& schema = op_.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    see(arguments[i], schema[i].name().c_str());
+    see(arguments[i], schema[i]);
   }
-  TORCH_CHECK(!device_ || !cpu_argument_ || takes_cpu_tensors(name_.name),
+  TORCH_CHECK(!device_ || !cpu_argument_,
               "Expected all tensors to be on the same device, but found at least two devices, ", device_->str(),
               " and cpu! (when checking argument '", cpu_argument_, "' of ", name_.name, "; '", device_argument_,
               "' is on ", device_->str(), ")");
@@ -199,6 +228,9 @@ at::Tensor Call::argument_to_cpu(const at::Tensor& tensor, bool write, bool read
       }
     }
   }
+  if (tensor.scalar_type() == c10::kBool || tensor.scalar_type() == c10::kByte) {
+    has_mask_ = has_mask_ || (is_index_ && std::strcmp(argument, "indices") == 0);
+  }
   auto result = to_cpu(tensor);
   if (write) {
     written_.push_back({tensor, result});
@@ -226,16 +258,21 @@ void Call::replace(c10::IValue& value, bool write, bool reads, const char* argum
   }
 }
 
+c10::DataPtr Call::take_over(const c10::Storage& storage, c10::Device device) {
+  auto data = memory::adopt(storage, device);
+  if (auto* block = memory::block_of(data)) {
+    clocks::wrote(ticket_, *block, block->bytes);
+  }
+  return data;
+}
+
 c10::Storage Call::storage_to_device(const c10::Storage& storage) {
   for (const auto& known : storages_) {
     if (known.cpu == storage.unsafeGetStorageImpl() && known.data == storage.data()) {
       return known.device;
     }
   }
-  auto data = memory::adopt(storage, result_device_);
-  if (auto* block = memory::block_of(data)) {
-    clocks::wrote(ticket_, *block, block->bytes);
-  }
+  auto data = take_over(storage, result_device_);
   c10::Storage made = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), storage.nbytes(), std::move(data), memory::device_allocator(),
       /*resizable=*/true);
@@ -296,11 +333,7 @@ void Call::update(const Written& written) {
   auto* before = written.device.storage().unsafeGetStorageImpl();
   auto* storage = cpu.storage().unsafeGetStorageImpl();
   if (storage->data() != before->data() || storage->nbytes() != before->nbytes()) {
-    auto data = memory::adopt(cpu.storage(), *device_);
-    if (auto* block = memory::block_of(data)) {
-      clocks::wrote(ticket_, *block, block->bytes);
-    }
-    before->set_data_ptr(std::move(data));
+    before->set_data_ptr(take_over(cpu.storage(), *device_));
     before->set_nbytes(storage->nbytes());
     for (auto& known : storages_) {
       if (known.cpu == storage) {
@@ -325,17 +358,20 @@ void Call::run(torch::jit::Stack* stack) {
     auto& value = (*stack)[first + i];
     // The model of torch.cuda._sanitizer: an alias that is not written is the base of a view, not a read.
     const auto* alias = argument.alias_info();
-    replace(value, alias && alias->isWrite(), !alias, argument.name().c_str());
+    const bool writes = alias ? alias->isWrite() : is_written_unsaid(name_.name, argument.name());
+    replace(value, writes, !alias, argument.name().c_str());
     if (value.isNone() && is_optional_generator(*argument.type())) {
       value = drawn_from(default_generator(device_->index()));
     }
   }
   const auto stream = current_stream(*device_);
   ticket_ = clocks::launch(stream, name_.name, touches_);
-  {
-    c10::impl::ExcludeDispatchKeyGuard below(
-        c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
+  try {
+    const BelowAutograd below;
     op_.callBoxed(stack);
+  } catch (...) {
+    ticket_.failed();
+    throw;
   }
   for (const auto& written : written_) {
     update(written);
@@ -344,7 +380,7 @@ void Call::run(torch::jit::Stack* stack) {
   for (auto value = stack->end() - static_cast<ptrdiff_t>(returns); value != stack->end(); ++value) {
     put_back(*value);
   }
-  if (op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output)) {
+  if (has_mask_ || waits_for_values(op_)) {
     clocks::host_waits(stream);
   }
 }

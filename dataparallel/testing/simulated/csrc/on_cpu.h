@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "clocks.h"
 
@@ -13,6 +14,12 @@ namespace simulated {
 // the device. The device is the one of the tensors; without tensors that of the device argument. Refuses two devices
 // in one call, and a CPU tensor of one or more dimensions beside a device tensor. `name` is what messages call it.
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack, const c10::OperatorName& name);
+
+// What must not happen again below an operator of a device: autograd and autocast have had their turn.
+struct BelowAutograd {
+  c10::impl::ExcludeDispatchKeyGuard guard{
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset};
+};
 
 // A CPU tensor over the memory of a device tensor. Keeps that memory alive.
 at::Tensor cpu_alias(const at::Tensor& tensor);

@@ -8,48 +8,39 @@
 namespace simulated {
 namespace {
 
-// The byte spans of a strided tensor: exactly for dense ones and for up to 64 runs, the whole extent otherwise.
-void add_spans(c10::SmallVectorImpl<Span>& spans, const at::Tensor& tensor, size_t offset) {
-  constexpr int64_t kRuns = 64;
-  const auto item = static_cast<int64_t>(tensor.element_size());
-  auto push = [&](int64_t begin, int64_t elements) {
-    const auto from = offset + static_cast<size_t>(begin * item);
-    spans.push_back({from, from + static_cast<size_t>(elements * item)});
-  };
+// The byte spans of a strided tensor: exact for dense ones and for up to 64 runs, otherwise one span and its runs.
+void add_spans(Touch& touch, const at::Tensor& tensor, size_t begin) {
+  constexpr size_t kRuns = 64;
+  const auto item = tensor.element_size();
   if (tensor.is_non_overlapping_and_dense()) {
-    push(0, tensor.numel());
+    touch.spans.push_back({begin, begin + static_cast<size_t>(tensor.numel()) * item});
     return;
   }
-  c10::SmallVector<std::pair<int64_t, int64_t>, 6> dims; // stride, size; expanded ones touch nothing more
-  int64_t extent = 1;
+  c10::SmallVector<std::pair<size_t, size_t>, 6> dims; // distance in bytes, size; expanded ones touch nothing more
   for (int64_t i = 0; i < tensor.dim(); ++i) {
     if (tensor.size(i) > 1 && tensor.stride(i) > 0) {
-      dims.emplace_back(tensor.stride(i), tensor.size(i));
-      extent += (tensor.size(i) - 1) * tensor.stride(i);
+      dims.emplace_back(static_cast<size_t>(tensor.stride(i)) * item, static_cast<size_t>(tensor.size(i)));
     }
   }
   std::sort(dims.begin(), dims.end());
-  size_t outer = 0;
-  int64_t run = 1;
-  while (outer < dims.size() && dims[outer].first <= run) {
-    run += (dims[outer].second - 1) * dims[outer].first;
-    ++outer;
+  Runs runs{begin, item, {}};
+  size_t count = 1, extent = item;
+  for (const auto& [distance, size] : dims) {
+    extent += (size - 1) * distance;
+    if (count == 1 && distance <= runs.length) {
+      runs.length += (size - 1) * distance;
+    } else {
+      runs.steps.emplace_back(distance, size);
+      count *= size;
+    }
   }
-  int64_t runs = 1;
-  for (size_t i = outer; i < dims.size(); ++i) {
-    runs *= dims[i].second;
-  }
-  if (runs > kRuns) {
-    push(0, extent);
+  if (count > kRuns) {
+    touch.spans.push_back({begin, begin + extent});
+    touch.runs = std::make_shared<const Runs>(std::move(runs));
     return;
   }
-  for (int64_t i = 0; i < runs; ++i) {
-    int64_t rest = i, begin = 0;
-    for (size_t d = outer; d < dims.size(); ++d) {
-      begin += rest % dims[d].second * dims[d].first;
-      rest /= dims[d].second;
-    }
-    push(begin, run);
+  for (const auto& span : runs.spans()) {
+    touch.spans.push_back(span);
   }
 }
 
@@ -64,8 +55,8 @@ void add_touch(c10::SmallVectorImpl<Touch>& touches, const at::Tensor& tensor, b
   if (block) {
     const auto into_block = static_cast<const char*>(data.get()) - static_cast<const char*>(block->data);
     const auto into_storage = tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
-    Touch touch{block, {}, write, argument};
-    add_spans(touch.spans, tensor, static_cast<size_t>(into_block + into_storage));
+    Touch touch{block, {}, write, argument, nullptr};
+    add_spans(touch, tensor, static_cast<size_t>(into_block + into_storage));
     touches.push_back(std::move(touch));
   }
 }
