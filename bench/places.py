@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from dataparallel.devices import all_devices
-from dataparallel.testing import SimulationUnavailable, simulate
+from dataparallel.testing import ToolsMissing, simulate
 
 SIMULATED = 8
 
@@ -41,7 +41,7 @@ def find_places() -> Places:
     cpu = [torch.device("cpu")]
     try:
         return Places(cpu, simulate(SIMULATED))
-    except SimulationUnavailable as error:
+    except ToolsMissing as error:
         return Places(cpu, [], str(error))
 
 

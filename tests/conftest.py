@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import torch
 
-from dataparallel.testing.simulated import SimulationUnavailable, simulate
+from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 
 WATCHDOG_SECONDS = 120.0
 
@@ -73,8 +73,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if kind == "sim":
         try:
             simulate(config.getoption("--sim-devices"))
-        except SimulationUnavailable as error:
+        except ToolsMissing as error:
             config.stash[_why_not_key] = str(error)
+        except (SimulationUnavailable, ValueError) as error:
+            raise pytest.UsageError(f"--devices=sim: {error}") from error
     # Capturing is suspended while plugins are configured, so this is the terminal's stderr.
     config.stash[_stderr_key] = os.dup(sys.__stderr__.fileno())
 
@@ -108,8 +110,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def nothing_freed_too_early(request: pytest.FixtureRequest) -> Iterator[None]:
     """What the clocks find when memory is freed belongs to the test that caused it."""
     yield
-    if request.config.getoption("--devices") == "sim":
+    if request.config.getoption("--devices") != "sim":
+        return
+    try:
         torch.sim.check_clocks()
+    finally:  # what the test leaves to be freed later is no other test's error
+        for index in range(torch.sim.device_count()):
+            torch.sim.synchronize(index)
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +167,11 @@ def slots(request: pytest.FixtureRequest, make_slots: Callable[[int], list]) -> 
 def root(slots: list) -> torch.device:
     """The device of the first slot: where sources, inputs and gathered outputs are."""
     return torch.device(slots[0])
+
+
+@pytest.fixture
+def stream() -> torch.Stream:
+    """A stream of sim:1 beside the current one, which has waited for all that was launched there before."""
+    side = torch.Stream(torch.device("sim", 1))
+    side.wait_stream(torch.sim.current_stream(1))
+    return side

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from gangs import run_script
+from processes import run_script
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 

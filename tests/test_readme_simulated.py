@@ -2,11 +2,12 @@
 
 import re
 import textwrap
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
 
-from simulating import environment, skip_if_unavailable
+from processes import environment, skip_without_tools
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
@@ -18,7 +19,7 @@ README = Path(__file__).parents[1] / "README.rst"
 
 @pytest.fixture(scope="module")
 def available() -> None:
-    skip_if_unavailable()
+    skip_without_tools()
 
 
 def files() -> dict[str, str]:
@@ -37,6 +38,15 @@ def project(pytester, monkeypatch):
     for name, text in files().items():
         (pytester.path / name).write_text(text)
     return pytester
+
+
+def failures(report: Path) -> dict[str, str]:
+    """What each test that failed says at its end, by the names of its file and its function."""
+    return {
+        f"{case.attrib['classname']}.{case.attrib['name']}": failure.attrib["message"]
+        for case in xml.etree.ElementTree.parse(report).iter("testcase")
+        for failure in case.iter("failure")
+    }
 
 
 def test_the_example_passes(project, available):
@@ -59,12 +69,15 @@ def test_each_mistake_that_it_tells_of_fails(project, available):
     }
     for name, text in mistakes.items():
         (project.path / name).write_text(text)
-    done = project.runpytest_subprocess("-p", "no:cacheprovider", "--tb=line", *mistakes)
+    done = project.runpytest_subprocess("-p", "no:cacheprovider", "--junitxml=report.xml", *mistakes)
     done.assert_outcomes(passed=4, failed=4)
-    for name, words in {
-        "test_devices.py::test_pipeline_*": "Expected all tensors to be on the same device",
-        "test_order.py::test_pipeline_*": "race: ",
-        "test_growth.py::test_pipeline_*": "assert",
-        "test_short.py::test_replicas_*": "OutOfMemoryError",
-    }.items():
-        done.stdout.fnmatch_lines_random([f"FAILED {name}", f"*{words}*"])
+    found = failures(project.path / "report.xml")
+    told = {
+        "test_devices.test_pipeline_": "Expected all tensors to be on the same device",
+        "test_order.test_pipeline_": "RuntimeError: race: ",
+        "test_growth.test_pipeline_": "assert",
+        "test_short.test_replicas_": "OutOfMemoryError",
+    }
+    for (test, message), (beginning, words) in zip(sorted(found.items()), sorted(told.items()), strict=True):
+        assert test.startswith(beginning)
+        assert words in message

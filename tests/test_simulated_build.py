@@ -3,6 +3,9 @@
 The sources here are three lines, so that it takes a second; compilers, ninja, locks and processes are real.
 """
 
+import io
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,9 +18,9 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from dataparallel.testing import SimulationUnavailable
+from dataparallel.testing import SimulationUnavailable, ToolsMissing
 from dataparallel.testing.simulated import build
-from simulating import environment
+from processes import environment
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
@@ -50,6 +53,11 @@ esac
 exec {1} "$@"
 """
 
+REFUSING_COMPILER = """#!/bin/sh
+case " $* " in *" -c "*) echo "I refuse" >&2; exit 1; esac
+exec {} "$@"
+"""
+
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
@@ -64,6 +72,7 @@ def sources(tmp_path, monkeypatch) -> Path:
     folder.mkdir()
     (folder / "module.cpp").write_text(SOURCE)
     monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setattr(build, "_loaded", {})
     # torch counts what a process compiles under one name; every test is a first time.
     monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", type(cpp_extension.JIT_EXTENSION_VERSIONER)())
     return folder
@@ -74,7 +83,7 @@ def compiler() -> str:
     """The C++ compiler, where there is one and all else that compiling needs."""
     try:
         build._check_tools()
-    except SimulationUnavailable as error:
+    except ToolsMissing as error:
         pytest.skip(str(error))
     return cpp_extension.get_cxx_compiler()
 
@@ -96,25 +105,40 @@ def test_compiled_once_and_found_afterwards(cache, sources, compiler, capfd):
     assert build.load_extension().ANSWER == 42
     assert "compiling the simulated accelerators, once" in capfd.readouterr().err
     assert left_behind(cache) == {f"{build.NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"}
+    build._loaded.clear()  # as in another process
     assert build.load_extension().ANSWER == 42
     assert capfd.readouterr() == ("", "")
 
 
+def test_loaded_once_in_a_process(cache, sources, compiler):
+    first = build.load_extension()
+    assert build.load_extension() is first
+    shutil.rmtree(cache)
+    assert build.load_extension() is first
+
+
 def test_what_takes_long_says_so_on_stderr(cache, sources, compiler, monkeypatch, capsys):
+    stderr = io.StringIO()
+    before_the_first_dot = []
+
     def load(name: str, sources: list, build_directory: str, **_) -> None:
         Path(build_directory, f"{name}.so").touch()
-        time.sleep(2.3)
+        before_the_first_dot.append(stderr.getvalue().rstrip("."))
+        wait_until(lambda: stderr.getvalue().endswith(".."))
 
     monkeypatch.setattr(cpp_extension, "load", load)
+    monkeypatch.setattr(build, "SECONDS_TO_A_DOT", 0.01)
+    monkeypatch.setattr(sys, "stderr", stderr)
     build.load_extension()
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == "dataparallel: compiling the simulated accelerators, once, for a minute or two . 2 s\n"
+    text = "dataparallel: compiling the simulated accelerators, once, for a minute or two "
+    assert before_the_first_dot == [text]
+    assert re.fullmatch(text + r"\.+ \d+ s\n", stderr.getvalue())
+    assert capsys.readouterr().out == ""
 
 
 def test_no_compiler(cache, sources, monkeypatch):
     monkeypatch.setenv("CXX", "nonexistent-compiler")
-    with pytest.raises(SimulationUnavailable, match=r"lacks.*C\+\+ compiler.*'nonexistent-compiler'.*CXX"):
+    with pytest.raises(ToolsMissing, match=r"lacks.*C\+\+ compiler.*'nonexistent-compiler'.*CXX"):
         build.load_extension()
     assert left_behind(cache) == set()
 
@@ -123,9 +147,7 @@ def test_nothing_on_path_and_no_headers_are_named_together(cache, sources, no_sc
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "none"))
-    with pytest.raises(
-        SimulationUnavailable, match=r"compiler \('c\+\+' is not.*Python\.h does not.*python3-dev.*ninja"
-    ):
+    with pytest.raises(ToolsMissing, match=r"compiler \('c\+\+' is not.*Python\.h does not.*python3-dev.*ninja"):
         build.load_extension()
     assert left_behind(cache) == set()
 
@@ -137,26 +159,106 @@ def test_no_ninja(cache, sources, compiler, no_scripts, tmp_path, monkeypatch):
     (tmp_path / "bin" / "c++").symlink_to(found)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(SimulationUnavailable, match=r"lacks ninja \(pip install ninja\)$"):
+    with pytest.raises(ToolsMissing, match=r"lacks ninja \(pip install ninja\)$"):
         build.load_extension()
     assert left_behind(cache) == set()
 
 
-def test_a_ninja_beside_python_needs_no_path(tmp_path, monkeypatch):
-    (tmp_path / "ninja").write_text("#!/bin/sh\n")
-    (tmp_path / "ninja").chmod(0o755)
-    monkeypatch.setenv("PATH", "/nowhere")
+def test_no_setuptools_which_torch_compiles_with(cache, sources, compiler, monkeypatch):
+    monkeypatch.setitem(sys.modules, "setuptools", None)
+    with pytest.raises(ToolsMissing, match=r"lacks setuptools \(pip install setuptools\)$"):
+        build.load_extension()
+
+
+def test_windows(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ToolsMissing, match=r"need a POSIX system.*this is Windows"):
+        build.load_extension()
+
+
+@pytest.fixture
+def ninja(tmp_path, monkeypatch) -> str:
+    """A ninja beside Python."""
+    path = tmp_path / "ninja"
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    return str(path)
+
+
+def test_a_ninja_beside_python_needs_no_path(ninja, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
     with build._path_with_ninja():
-        assert shutil.which("ninja") == str(tmp_path / "ninja")
-    assert shutil.which("ninja") is None
+        assert shutil.which("ninja") == ninja
+        assert os.environ["PATH"] == f"/nowhere:{Path(ninja).parent}"
+    assert os.environ["PATH"] == "/nowhere"
+    with pytest.raises(ZeroDivisionError), build._path_with_ninja():
+        raise ZeroDivisionError
+    assert os.environ["PATH"] == "/nowhere"
+
+
+@pytest.mark.parametrize(("before", "searched"), [(None, os.defpath.split(":")), ("", [])])
+def test_a_path_that_is_unset_or_empty_stays_so(ninja, monkeypatch, before, searched):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("PATH")
+    if before is not None:
+        monkeypatch.setenv("PATH", before)
+    with build._path_with_ninja():
+        assert os.environ["PATH"].split(":") == [*searched, str(Path(ninja).parent)]
+    assert os.environ.get("PATH") == before
+
+
+def test_a_ninja_on_path_leaves_path_alone(ninja, monkeypatch):
+    path = str(Path(ninja).parent)
+    monkeypatch.setenv("PATH", path)
+    with build._path_with_ninja():
+        assert os.environ["PATH"] == path
 
 
 def test_what_the_compiler_refuses_is_told_in_its_words(cache, sources, compiler):
     (sources / "module.cpp").write_text("this_is_no_type x;")
-    with pytest.raises(SimulationUnavailable, match="this_is_no_type"):
+    with pytest.raises(SimulationUnavailable, match="this_is_no_type") as refused:
         build.load_extension()
+    assert not isinstance(refused.value, ToolsMissing)
     assert left_behind(cache) == set()
+
+
+UNWRITABLE = r"compiled into .*cache.*cannot be made or written.*TORCH_EXTENSIONS_DIR names another folder"
+
+
+def test_a_cache_that_cannot_be_made(cache, sources):
+    cache.write_text("a file")
+    with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
+        build.load_extension()
+
+
+def test_a_lock_that_cannot_be_opened(cache, sources):
+    (cache / build._fingerprint() / "lock").mkdir(parents=True)
+    with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
+        build.load_extension()
+
+
+@pytest.mark.parametrize("function", ["tempfile.mkdtemp", "fcntl.flock"])
+def test_a_cache_that_cannot_be_written(cache, sources, compiler, monkeypatch, function):
+    def refuse(*_, **__) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(function, refuse)  # permissions themselves do not stop root
+    with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
+        build.load_extension()
+
+
+def test_what_cannot_be_kept_is_loaded_all_the_same_and_once(cache, sources, compiler, monkeypatch, capfd):
+    def refuse(*_) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    module = build.load_extension()
+    assert module.ANSWER == 42
+    assert "cannot be kept for the next process: [Errno 13] Permission denied" in capfd.readouterr().err
+    assert left_behind(cache) == set()
+    assert build.load_extension() is module
+    assert capfd.readouterr().err == ""
 
 
 def test_a_second_try_in_one_process_succeeds(cache, sources, compiler):
@@ -256,3 +358,36 @@ def test_a_process_that_is_killed_while_it_compiles_leaves_no_lock(load, tmp_pat
     wait_until(lambda: second.says(COMPILING))
     (tmp_path / "go").touch()
     assert second.answers()
+
+
+def suite(**changes: str) -> subprocess.CompletedProcess:
+    """A file of this suite on simulated devices."""
+    file = Path(__file__).with_name("test_simulated_slots.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--devices=sim", str(file)]
+    return subprocess.run(
+        command,
+        env=environment(**changes),
+        cwd=file.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_compiler_that_refuses_ends_the_suite_with_an_error(cache, compiler, tmp_path):
+    script = tmp_path / "refusing-g++"
+    script.write_text(REFUSING_COMPILER.format(compiler))
+    script.chmod(0o755)
+    done = suite(TORCH_EXTENSIONS_DIR=str(cache), CXX=str(script))
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+    assert "ERROR: --devices=sim: compiling the simulated accelerators failed" in done.stderr
+    assert "I refuse" in done.stderr
+
+
+def test_without_a_compiler_the_suite_is_skipped_and_says_why(cache):
+    done = suite(TORCH_EXTENSIONS_DIR=str(cache), CXX="nonexistent-compiler")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"this machine lacks a C\+\+ compiler", done.stdout)
+    assert re.search(r"\n\d+ skipped", done.stdout)
+    assert "passed" not in done.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gangs import run_script
+from processes import run_script
 
 pytestmark = [
     pytest.mark.devices("sim"),

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dataparallel.testing import simulate
-from simulating import environment, skip_if_unavailable, succeed
+from processes import environment, run_script, skip_without_tools
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.devices("cpu")
 
 @pytest.fixture(scope="module")
 def available() -> None:
-    skip_if_unavailable()
+    skip_without_tools()
 
 
 def test_more_devices_may_be_asked_for_later_and_fewer_may_not(available):
-    succeed("""
+    run_script("""
 import pytest, torch
 from dataparallel.testing import simulate
 
@@ -74,7 +74,7 @@ with pytest.raises(SimulationTooLate, match="a backward has run in this process 
 
 
 def test_a_backward_before_is_told(available):
-    succeed(f"""{AFTER_A_BACKWARD}
+    run_script(f"""{AFTER_A_BACKWARD}
 x = torch.ones(1, requires_grad=True)
 x.sum().backward()  # the CPU's is as it was
 assert x.grad.item() == 1
@@ -82,14 +82,14 @@ assert x.grad.item() == 1
 
 
 def test_a_backward_before_is_told_each_time(available):
-    succeed(f"""{AFTER_A_BACKWARD}
+    run_script(f"""{AFTER_A_BACKWARD}
 with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate"):
     simulate(2)
 """)
 
 
 def test_other_accelerators_of_the_process_are_told_before_anything_is_compiled(tmp_path):
-    succeed(
+    run_script(
         """
 import os, sys, types
 from unittest import mock
@@ -112,7 +112,7 @@ assert not hasattr(torch, "sim")
 
 
 def test_import_simulates_and_compiles_nothing(tmp_path):
-    succeed(
+    run_script(
         """
 import os, sys, threading
 import torch
@@ -154,7 +154,7 @@ def test_a_script_that_ends_right_after_a_backward_ends_well(available):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_runs_forward(available):
-    succeed("""
+    run_script("""
 import os, signal, traceback, warnings
 import torch
 from torch import nn
@@ -196,7 +196,7 @@ assert os.waitstatus_to_exitcode(status) == 0, status
 
 def test_a_module_that_moves_keeps_its_parameters(available):
     """As on CUDA: the same objects, so ties, optimizers, hooks and gradients stay."""
-    succeed("""
+    run_script("""
 import torch
 from torch import nn
 from dataparallel.testing import simulate
@@ -242,4 +242,165 @@ model = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.LazyBatchNorm1d()).to("sim
 model(torch.randn(4, 7, device="sim:0")).sum().backward()
 assert {p.device.type for p in model.parameters()} == {"sim"}
 assert {p.grad.device.type for p in model.parameters()} == {"sim"}
+""")
+
+
+def test_a_start_that_failed_half_way_is_told_each_time(available):
+    run_script("""
+from unittest import mock
+import pytest, torch
+from dataparallel.testing import SimulationUnavailable, ToolsMissing, simulate
+
+with mock.patch("dataparallel.testing.simulated.threads.carry_knowledge", side_effect=KeyError("the cause")):
+    with pytest.raises(KeyError):
+        simulate(2)
+for _ in range(2):
+    with pytest.raises(SimulationUnavailable, match="ended half-way.*no second try: KeyError.*the cause") as again:
+        simulate(2)
+    assert not isinstance(again.value, ToolsMissing)
+    assert isinstance(again.value.__cause__, KeyError)
+assert torch.sim.device_count() == 0
+""")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_frees_while_threads_of_its_parent_launch(available):
+    """No lock of a thread that the child does not have stays locked in it."""
+    run_script(
+        """
+import os, signal, threading, warnings
+import torch
+from dataparallel.testing import simulate
+
+warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads, which is what this is about
+torch.set_num_threads(1)
+devices = simulate(2)
+inherited = torch.ones(1000, device=devices[0])
+torch.sim.synchronize(devices[0])
+over = threading.Event()
+
+
+def launch(device):
+    x = torch.ones(10, device=device)
+    while not over.is_set():
+        x = x + 1
+
+
+threads = [threading.Thread(target=launch, args=[device]) for device in devices]
+for thread in threads:
+    thread.start()
+ended = []
+for _ in range(100):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(5)  # ends it where it hangs
+            del inherited
+            torch.ones(1000, device=devices[1])
+        except BaseException:
+            os._exit(99)
+        os._exit(0)
+    ended.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    if ended[-1]:
+        break
+over.set()
+for thread in threads:
+    thread.join()
+assert ended == [0] * 100, ended
+""",
+        timeout=30,
+    )
+
+
+def test_a_thread_that_could_not_start_can_be_started_again(available):
+    run_script("""
+import threading
+from unittest import mock
+import pytest, torch
+from dataparallel.testing import simulate
+
+(device,) = simulate(1)
+name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+results = []
+x = torch.ones(3, device=device)
+side = torch.Stream(device)
+thread = threading.Thread(target=lambda: results.append((x + 1).tolist()))
+with mock.patch.object(threading, name, side_effect=RuntimeError("can't start new thread")):
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        thread.start()
+assert not thread.is_alive() and threading.enumerate() == [threading.main_thread()]
+with side:  # what this thread waits for after the first attempt is known to the second one
+    side.wait_stream(torch.sim.default_stream(device))
+    x.add_(1)
+side.synchronize()
+thread.start()
+thread.join()
+assert results == [[3, 3, 3]]
+""")
+
+
+def test_threads_are_freed_when_they_have_run_without_a_collection(available):
+    run_script("""
+import gc, threading, weakref
+import torch
+from dataparallel.testing import simulate
+
+(device,) = simulate(1)
+gc.disable()
+
+
+def work():
+    torch.ones(3, device=device).add_(1)
+    torch.sim.synchronize(device)
+
+
+class Worker(threading.Thread):
+    def run(self):
+        work()
+
+
+for make in (lambda: threading.Thread(target=work), Worker):
+    thread = make()
+    thread.start()
+    thread.join()
+    assert not thread.is_alive()
+    gone = weakref.ref(thread)
+    del thread
+    assert gone() is None
+    never_started = make()
+    gone = weakref.ref(never_started)
+    del never_started
+    assert gone() is None
+""")
+
+
+def test_a_thread_whose_instance_has_its_own_run_hands_its_knowledge_on(available):
+    run_script("""
+import threading
+import torch
+from dataparallel.testing import simulate
+
+(device,) = simulate(1)
+x = torch.zeros(3, device=device)
+main, side = torch.sim.current_stream(device), torch.Stream(device)
+
+
+class Worker(threading.Thread):
+    def run(self):
+        raise AssertionError("the instance has its own")
+
+
+def run():
+    with side:
+        x.add_(1)  # the starter has waited for what wrote it
+    side.synchronize()
+
+
+main.synchronize()
+worker = Worker()
+worker.run = run
+worker.start()
+worker.join()
+x.add_(1)  # and this thread for the worker, which has waited
+assert x.tolist() == [2, 2, 2]
 """)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, replicate
-from simulated import DEVICE as ONE
-from simulated import OTHER as TWO
+from like_the_cpu import DEVICE as ONE
+from like_the_cpu import OTHER as TWO
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -124,6 +124,23 @@ def test_torchs_own_questions_are_answered():
     del tensor
 
 
+@pytest.mark.parametrize(
+    "enlarge",
+    [
+        lambda x: x.resize_(10**6),
+        lambda x: x.set_(x.untyped_storage(), 0, (10**6,), (1,)),
+        lambda x: x.untyped_storage().resize_(10**6),
+    ],
+    ids=["resize_", "set_", "storage"],
+)
+def test_a_tensor_that_finds_no_memory_stays_what_it_was(capacity, enlarge):
+    x = torch.ones(3, device=ONE)
+    capacity(torch.sim.memory_allocated(ONE) + 1000, ONE)
+    with pytest.raises(torch.OutOfMemoryError):
+        enlarge(x)
+    assert x.tolist() == [1, 1, 1]
+
+
 def test_beyond_its_capacity_a_device_raises_torchs_error(capacity):
     used = torch.sim.memory_allocated(ONE)
     capacity(used + 1000, ONE)
@@ -137,10 +154,20 @@ def test_beyond_its_capacity_a_device_raises_torchs_error(capacity):
     assert torch.sim.memory_allocated(ONE) == used + 800
 
 
-@pytest.mark.parametrize("wrong", [-1, -(10**12)])
-def test_a_capacity_is_not_negative(wrong):
-    with pytest.raises(ValueError, match="number of bytes or None"):
+@pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (1e6, TypeError), ("1", TypeError)])
+def test_a_capacity_is_a_number_of_bytes(wrong, error):
+    with pytest.raises(error, match="a capacity is a number of bytes"):
         torch.sim.set_memory_capacity(wrong, ONE)
+
+
+@pytest.fixture
+def distinct(request):
+    """As many devices as the parameter says, whatever the arrangement of slots in this run."""
+    return [torch.device("sim", index) for index in range(request.param)]
+
+
+def on_distinct(*counts):
+    return pytest.mark.parametrize("distinct", counts, indirect=True)
 
 
 class Widens(nn.Module):
@@ -154,32 +181,34 @@ class Widens(nn.Module):
         return self.layer(x).exp().sum(dim=1)
 
 
-@pytest.mark.slots(8)
-def test_a_replica_without_memory_raises_and_the_next_smaller_batch_works(slots, root, capacity):
-    model = Widens().to(root)
-    parallel = DataParallel(model, slots)
-    full = slots[5]
+@on_distinct(8)
+def test_a_replica_without_memory_raises_and_the_next_smaller_batch_works(distinct, capacity):
+    model = Widens().to(distinct[0])
+    parallel = DataParallel(model, distinct)
+    full = distinct[5]
     capacity(torch.sim.memory_allocated(full) + 40_000, full)
     with pytest.raises(torch.OutOfMemoryError, match=f"device {full.index} ") as caught:
-        parallel(torch.ones(64, 1, device=root)).sum().backward()
+        parallel(torch.ones(64, 1, device=distinct[0])).sum().backward()
     assert caught.value.__notes__ == [f"raised in replica 5 on device {full}"]
     assert model.layer.weight.grad is None
     del caught
-    parallel(torch.ones(16, 1, device=root)).sum().backward()
-    expected = DataParallel(Widens().to(root), slots)
+    parallel(torch.ones(16, 1, device=distinct[0])).sum().backward()
+    expected = DataParallel(Widens().to(distinct[0]), distinct)
     expected.module.load_state_dict(model.state_dict())
-    expected(torch.ones(16, 1, device=root)).sum().backward()
+    expected(torch.ones(16, 1, device=distinct[0])).sum().backward()
     torch.testing.assert_close(model.layer.weight.grad, expected.module.layer.weight.grad)
 
 
-@pytest.mark.slots(8)
+@on_distinct(8)
 @pytest.mark.usefixtures("one_intra_op_thread")
-def test_a_thousand_steps_leave_no_byte_on_any_device(slots, root):
+def test_a_thousand_steps_leave_no_byte_on_any_device(distinct):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2)).to(root)
-    parallel = DataParallel(model, slots)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2)).to(
+        distinct[0]
+    )
+    parallel = DataParallel(model, distinct)
     optimizer = torch.optim.AdamW(parallel.parameters())
-    x, y = torch.randn(16, 4), torch.randn(16, 2, device=root)
+    x, y = torch.randn(16, 4), torch.randn(16, 2, device=distinct[0])
 
     def step() -> None:
         optimizer.zero_grad()
@@ -189,35 +218,35 @@ def test_a_thousand_steps_leave_no_byte_on_any_device(slots, root):
     step()
     optimizer.zero_grad()
     gc.collect()
-    growths = [Growth(slot) for slot in slots]
+    growths = [Growth(slot) for slot in distinct]
     for _ in range(1_000):
         step()
     optimizer.zero_grad()
-    for slot in slots:
+    for slot in distinct:
         torch.sim.synchronize(slot)
-    assert [growth.now for growth in growths] == [0] * len(slots)
+    assert [growth.now for growth in growths] == [0] * len(distinct)
 
 
 def nbytes(tensors):
     return sum(tensor.nbytes for tensor in tensors)
 
 
-@pytest.mark.slots(2, 8)
+@on_distinct(2, 8)
 @pytest.mark.parametrize("recorded", [True, False])
-def test_replica_0_costs_nothing_and_each_other_one_copy_of_parameters_and_buffers(slots, root, recorded):
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)).to(root)
+def test_replica_0_costs_nothing_and_each_other_one_copy_of_parameters_and_buffers(distinct, recorded):
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)).to(distinct[0])
     copy = nbytes([*model.parameters(), *model.buffers()])
-    replicate(model, slots)  # nothing of a first time is left to do
+    replicate(model, distinct)  # nothing of a first time is left to do
     gc.collect()
-    growths = [Growth(slot) for slot in slots]
+    growths = [Growth(slot) for slot in distinct]
     with torch.set_grad_enabled(recorded):
-        replicas = replicate(model, slots)
-    assert [growth.now for growth in growths] == [0] + [copy] * (len(slots) - 1)
+        replicas = replicate(model, distinct)
+    assert [growth.now for growth in growths] == [0] + [copy] * (len(distinct) - 1)
     # The flat buckets that travel from the root, one for each dtype.
     assert growths[0].peak <= copy
-    assert [growth.peak for growth in growths[1:]] == [copy] * (len(slots) - 1)
+    assert [growth.peak for growth in growths[1:]] == [copy] * (len(distinct) - 1)
     del replicas
-    assert [growth.now for growth in growths] == [0] * len(slots)
+    assert [growth.now for growth in growths] == [0] * len(distinct)
 
 
 def peaks_of_a_step(call, model, x, devices):
@@ -233,14 +262,14 @@ def peaks_of_a_step(call, model, x, devices):
     return [growth.peak for growth in growths]
 
 
-@pytest.mark.slots(2, 3, 8)
-def test_a_step_costs_each_other_device_one_copy_of_parameters_and_gradients(slots, root):
+@on_distinct(2, 3, 8)
+def test_a_step_costs_each_other_device_one_copy_of_parameters_and_gradients(distinct):
     """The layers are wide, so that activations are gone when the last gradients are there."""
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(root)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(distinct[0])
     parameters = nbytes(model.parameters())
-    x = torch.ones(2 * len(slots), 64)
-    peaks = peaks_of_a_step(DataParallel(model, slots), model, x, slots)
-    assert peaks[1:] == [2 * parameters] * (len(slots) - 1)
+    x = torch.ones(2 * len(distinct), 64)
+    peaks = peaks_of_a_step(DataParallel(model, distinct), model, x, distinct)
+    assert peaks[1:] == [2 * parameters] * (len(distinct) - 1)
     # The gradients, flat, and those that arrive from one other slot; of the parameters there is no second copy.
     assert peaks[0] < 3.01 * parameters
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
-from simulated import DEVICE, to_cpu
+from like_the_cpu import DEVICE, to_cpu
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 common_modules = pytest.importorskip("torch.testing._internal.common_modules")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from simulated import DEVICE, OTHER
+from like_the_cpu import DEVICE, OTHER
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -84,3 +86,12 @@ def test_dropout_scales_what_it_keeps_and_masks_the_gradient() -> None:
     assert isinstance(x.grad, Tensor)
     assert torch.equal(x.grad, y.detach())
     assert sorted(set(y.tolist())) == [0.0, 1.25]
+
+
+def test_a_copied_generator_goes_on_where_it_was():
+    generator = torch.Generator(device=DEVICE).manual_seed(3)
+    torch.rand(5, device=DEVICE, generator=generator)
+    copied = copy.deepcopy(generator)
+    assert copied.device == DEVICE
+    first, second = (torch.rand(5, device=DEVICE, generator=each) for each in (generator, copied))
+    assert torch.equal(first, second)

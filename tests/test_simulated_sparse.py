@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from simulated import DEVICE, OTHER, assert_as_on_the_cpu, made, numbers
+from like_the_cpu import DEVICE, OTHER, assert_as_on_the_cpu, made, numbers
 
 pytestmark = [
     pytest.mark.devices("sim"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simulated import DEVICE, OTHER, assert_as_on_the_cpu, made, numbers
+from like_the_cpu import DEVICE, OTHER, assert_as_on_the_cpu, made, numbers
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -247,3 +247,43 @@ def test_uninitialised_modules_become_real_on_a_device() -> None:
     assert module.weight.device == DEVICE
     module.reset_parameters()
     assert module(torch.ones(1, 3, device=DEVICE)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda x, i: torch.arange(5)[i],
+        lambda x, i: torch.arange(5.0).index_put_((i,), x),
+        lambda x, i: x.index_put_((i,), torch.ones(2)),
+        lambda x, i: torch.zeros(()).add_(x[0]),
+        lambda x, i: torch.sum(x, dim=0, out=torch.zeros(())),
+    ],
+    ids=[
+        "indexed on the CPU",
+        "written on the CPU",
+        "values on the CPU",
+        "number written on the CPU",
+        "out on the CPU",
+    ],
+)
+def test_what_is_written_or_indexed_is_on_the_device(mixed):
+    with pytest.raises(RuntimeError, match=r"same device|indices should be"):
+        mixed(torch.ones(2, device=DEVICE), torch.tensor([0, 1], device=DEVICE))
+
+
+def test_a_resize_to_the_same_shape_changes_nothing():
+    tensor = torch.arange(6.0, device=DEVICE).view(2, 3).t()
+    assert tensor.resize_(3, 2).tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("place", [(-1, (2,), (1,)), (0, (2,), (-1,)), (0, (2,), (1, 1))])
+def test_a_place_outside_of_the_storage_is_refused(place):
+    tensor = torch.ones(3, device=DEVICE)
+    with pytest.raises(RuntimeError):
+        tensor.set_(tensor.untyped_storage(), *place)
+    assert tensor.tolist() == [1, 1, 1]
+
+
+def test_a_tensor_stays_on_its_device_when_it_is_set():
+    with pytest.raises(RuntimeError, match="different device"):
+        torch.ones(3, device=DEVICE).set_(torch.ones(3, device=OTHER))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from simulated import DEVICE, assert_as_on_the_cpu, made, numbers
+from like_the_cpu import DEVICE, assert_as_on_the_cpu, made, numbers
 
 pytestmark = pytest.mark.devices("sim")
 

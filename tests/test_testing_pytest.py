@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from simulating import environment, skip_if_unavailable
+from processes import environment, skip_without_tools
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
@@ -16,7 +16,7 @@ CONFTEST = 'pytest_plugins = ["dataparallel.testing.pytest"]\n'
 
 @pytest.fixture(scope="module")
 def available() -> None:
-    skip_if_unavailable()
+    skip_without_tools()
 
 
 @pytest.fixture
@@ -170,6 +170,44 @@ def test_without_a_compiler_tests_are_skipped_and_told_why(user, tmp_path, monke
     done = user(NEEDS_NONE)
     done.assert_outcomes(passed=1, skipped=1)
     done.stdout.fnmatch_lines(["SKIPPED*simulated accelerators are compiled on first use*lacks a C++ compiler*"])
+
+
+def test_what_is_no_missing_tool_fails_the_tests(user):
+    conftest = "import torch\ntorch.utils.rename_privateuse1_backend('other')\ntorch.other = None\n"
+    done = user(NEEDS_NONE, conftest=conftest)
+    done.assert_outcomes(passed=1, errors=1)
+    done.stdout.fnmatch_lines(["another backend, 'other', has torch's PrivateUse1 slot*"])
+
+
+def test_freed_too_early_fails_a_test_that_skips_or_expects_to_fail(user, available):
+    done = user("""
+        import unittest
+
+        def free_too_early(device):
+            x = torch.zeros(1000, device=device)
+            side = torch.Stream(device)
+            side.wait_stream(torch.accelerator.current_stream())
+            with side:
+                x.add_(1)
+
+        @pytest.mark.parametrize("leave", [pytest.skip, pytest.xfail])
+        @pytest.mark.parametrize("wrong", [True, False])
+        def test_leaves(sim_devices, leave, wrong):
+            if wrong:
+                free_too_early(sim_devices[0])
+            leave("there is more to do")
+
+        @pytest.mark.parametrize("wrong", [True, False])
+        def test_unittest(sim_devices, wrong):
+            if wrong:
+                free_too_early(sim_devices[0])
+            raise unittest.SkipTest("there is more to do")
+
+        def test_after_that(sim_devices):
+            assert torch.ones(3, device=sim_devices[0]).sum().item() == 3
+    """)
+    done.assert_outcomes(passed=1, failed=3, skipped=2, xfailed=1)
+    done.stdout.fnmatch_lines(["E *RuntimeError: freed too early*"] * 3)
 
 
 def test_a_backward_at_import_fails_the_tests_with_a_sentence(user, available):

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from gangs import run_script
+from processes import run_script
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system")
 

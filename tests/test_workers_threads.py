@@ -15,7 +15,7 @@ TIMEOUT = 20.0  # of every wait that a correct gang ends at once
 
 
 def test_threads_are_kept_and_never_more_than_the_largest_gang_needs() -> None:
-    values([int] * 8, 8)
+    values([threading.Barrier(8).wait] * 8, 8)  # all at one time: none can do the work of two
     before = worker_threads()
     for call in range(500):
         size = 1 + call % 8

@@ -8,6 +8,6 @@ a plugin with a fixture for them. Nothing in the library imports this package, a
 touches no device.
 """
 
-from dataparallel.testing.simulated import SimulationUnavailable, simulate
+from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 
-__all__ = ["SimulationUnavailable", "simulate"]
+__all__ = ["SimulationUnavailable", "ToolsMissing", "simulate"]

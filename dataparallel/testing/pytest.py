@@ -9,9 +9,9 @@ collection, before the first test, and only if one of the tests that will run as
 tests compiles nothing and keeps the accelerator that it has. From then on they are the accelerators of the process
 (``torch.accelerator``), so tests of CUDA belong in a run of their own.
 
-Where a machine cannot have them (no compiler, for example), tests that ask for them are skipped, and the reason is
-shown. Where they come too late, because a ``conftest.py`` or a test file has run a backward or used CUDA when it was
-imported, such tests fail: call `simulate` at the top of ``conftest.py`` then.
+Where the machine lacks what they are compiled with (`ToolsMissing`: no compiler, for example), tests that ask for them
+are skipped, and the reason is shown. Where anything else stands in the way, such tests fail. Where that is a backward
+or a use of CUDA at the import of a ``conftest.py`` or a test file, call `simulate` at the top of ``conftest.py``.
 
 After each test that asks for them garbage is collected, so that the next one counts its own memory only. After each
 test the clocks are asked, so that memory freed too early fails the test that did it, and every device is waited for, so
@@ -21,14 +21,18 @@ that what the test leaves to be freed later is no other test's error.
 from __future__ import annotations
 
 import gc
+import unittest
 from collections.abc import Generator
 
 import pytest
 import torch
 
-from dataparallel.testing.simulated import SimulationTooLate, SimulationUnavailable, simulate
+from dataparallel.testing.simulated import SimulationTooLate, SimulationUnavailable, ToolsMissing, simulate
 
 __all__ = ["sim_devices"]
+
+# What a test raises that has nothing to complain of.
+_NO_FAILURE = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
 
 _devices_key = pytest.StashKey[list[torch.device] | SimulationUnavailable]()
 
@@ -49,7 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def sim_devices(pytestconfig: pytest.Config) -> list[torch.device]:
     """Simulated accelerators, ``sim:0``, ``sim:1``, ..., as many as ``--sim-devices`` or the ini file says.
 
-    A test that asks for them is skipped where `SimulationUnavailable` says that the machine cannot have them.
+    A test that asks for them is skipped where `ToolsMissing` says what the machine lacks, and fails where another
+    `SimulationUnavailable` says why there are none.
     """
     devices = _make_once(pytestconfig)
     if isinstance(devices, SimulationTooLate):
@@ -58,8 +63,10 @@ def sim_devices(pytestconfig: pytest.Config) -> list[torch.device]:
             "this at import, call dataparallel.testing.simulate at the top of conftest.py",
             pytrace=False,
         )
-    if isinstance(devices, SimulationUnavailable):
+    if isinstance(devices, ToolsMissing):
         pytest.skip(str(devices))
+    if isinstance(devices, SimulationUnavailable):
+        pytest.fail(str(devices), pytrace=False)
     return list(devices)
 
 
@@ -101,6 +108,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 def _settled(item: pytest.Item, when: str) -> Generator[None, object, object]:
     try:
         result = yield
+    except _NO_FAILURE:
+        _settle(item)
+        raise
     except BaseException:
         try:
             _settle(item)

@@ -16,12 +16,18 @@ import torch
 from torch.utils import backend_registration
 
 from dataparallel.testing.simulated import device_module, threads
-from dataparallel.testing.simulated.build import SimulationTooLate, SimulationUnavailable, load_extension
+from dataparallel.testing.simulated.build import (
+    SimulationTooLate,
+    SimulationUnavailable,
+    ToolsMissing,
+    load_extension,
+)
 
-__all__ = ["SimulationTooLate", "SimulationUnavailable", "simulate"]
+__all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "simulate"]
 
 BACKEND = "sim"
 _lock = threading.Lock()
+_started = False
 _failed: SimulationUnavailable | None = None  # once torch knows of the devices there is no second try
 
 
@@ -33,11 +39,19 @@ def simulate(n: int = 8) -> list[torch.device]:
     which is counted to the byte; tensors of two devices in one operator raise as they do on CUDA. Vector clocks watch
     every access: a read or write that no stream, event or synchronisation orders after an earlier conflicting one
     raises ``RuntimeError`` (``race: ...``), and so does using memory again that was freed while another stream might
-    still use it (``freed too early: ...``), in every run, although nothing really runs late here. ``torch.sim.clocks``
+    still use it (``freed too early: ...``), although nothing really runs late here. The same orders from the same
+    threads give the same error in every run; threads that race each other on the host may differ. ``torch.sim.clocks``
     switches this, and ``torch.sim.check_clocks()`` at the end of a test finds memory that nobody has used again yet.
 
+    What the clocks cannot see: operators of the host on pinned memory. After ``h = x.to("cpu", non_blocking=True)``
+    ``h.tolist()`` raises nothing, although on CUDA the copy may still be filling ``h``. And where the clocks see too
+    little: what one thread has waited for is known to the threads that it starts and to those that join it
+    (``threading.Thread``), but not to threads that get work by locks or queues, executors among them; these have to
+    wait once more, for the stream or an event, in the thread that uses the result.
+
     Call it before the first backward of the process, in a ``conftest.py`` for example: torch's autograd engine makes
-    its threads then. The first call on a machine compiles for a minute or two.
+    its threads then. After `SimulationTooLate` the process is of no more use for accelerators. The first call on a
+    machine compiles for a minute or two.
 
     Args:
         n: the number of devices, 1 to 64. A later call may ask for more, up to 64; asking for fewer is an error,
@@ -46,23 +60,23 @@ def simulate(n: int = 8) -> list[torch.device]:
     Raises:
         ValueError: if ``n`` is not from 1 to 64, or smaller than in an earlier call.
         SimulationUnavailable: a ``RuntimeError`` that says why this process or machine cannot have them;
-            `SimulationTooLate` where the process has run a backward or used CUDA before.
+            `ToolsMissing` where the machine lacks what compiling needs, `SimulationTooLate` where the process has
+            run a backward or used CUDA before.
     """
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"simulate takes a number of devices, an int; got {type(n).__name__}")
     with _lock:
         if _failed is not None:
             raise _failed
-        extension = device_module._C
-        before = 0 if extension is None else device_module.device_count()
-        ceiling = 64 if extension is None else extension.CEILING
+        before = device_module.device_count() if _started else 0
+        ceiling = device_module._C.CEILING if _started else 64
         if not 1 <= n <= ceiling:
             raise ValueError(f"1 to {ceiling} devices can be simulated; got {n}")
         if n < before:
             raise ValueError(
                 f"{before} devices are simulated already, and tensors may be on them: ask for {before} or more; got {n}"
             )
-        if extension is None:
+        if not _started:
             _check_process()
             _start(load_extension())
         device_module._C.set_device_count(n)
@@ -85,18 +99,26 @@ def _check_process() -> None:
 
 
 def _start(extension: ModuleType) -> None:
-    global _failed
-    device_module._C = extension
-    backend_registration.rename_privateuse1_backend(BACKEND)
-    torch._register_device_module(BACKEND, device_module)
-    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    """Tells torch of the devices. What is half told stays, so any failure here is that of every later call."""
+    global _started, _failed
     try:
+        device_module._C = extension
+        backend_registration.rename_privateuse1_backend(BACKEND)
+        torch._register_device_module(BACKEND, device_module)
+        backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
         _start_engine_threads(extension)
+        threads.carry_knowledge()
+        atexit.register(_before_exit)
     except SimulationUnavailable as error:
         _failed = error
         raise
-    threads.carry_knowledge()
-    atexit.register(_before_exit)
+    except BaseException as error:
+        _failed = SimulationUnavailable(
+            f"an earlier call of simulate in this process ended half-way, and there is no second try: {error!r}"
+        )
+        _failed.__cause__ = error
+        raise
+    _started = True
 
 
 def _start_engine_threads(extension: ModuleType) -> None:

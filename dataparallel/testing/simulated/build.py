@@ -24,15 +24,22 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["SimulationTooLate", "SimulationUnavailable", "load_extension"]
+__all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "load_extension"]
 
 SOURCES = Path(__file__).with_name("csrc")
 NAME = "dataparallel_simulated"
 FLAGS = ["-O2", "-fvisibility=hidden"]
+SECONDS_TO_A_DOT = 2.0
+
+_loaded: dict[Path, ModuleType] = {}  # a second copy in one process would register everything twice
 
 
 class SimulationUnavailable(RuntimeError):
     """This machine or process cannot have simulated accelerators; the message says why and what to do."""
+
+
+class ToolsMissing(SimulationUnavailable):
+    """The machine lacks what compiling needs, or is no POSIX system: a reason to skip tests, as no other one is."""
 
 
 class SimulationTooLate(SimulationUnavailable):
@@ -43,22 +50,28 @@ def load_extension() -> ModuleType:
     """The extension module, compiled if this is the first time.
 
     Raises:
-        SimulationUnavailable: if it has to be compiled and a compiler, ninja or Python's headers are missing, or the
-            compiler refuses.
+        ToolsMissing: if it has to be compiled and a compiler, ninja, setuptools or Python's headers are missing.
+        SimulationUnavailable: if the compiler refuses, or the folder for what is compiled cannot be written.
     """
     if sys.platform == "win32":
-        raise SimulationUnavailable("simulated accelerators need a POSIX system (Linux, macOS, WSL); this is Windows")
+        raise ToolsMissing("simulated accelerators need a POSIX system (Linux, macOS, WSL); this is Windows")
     cache = _cache() / _fingerprint()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SimulationUnavailable(
-            f"simulated accelerators are compiled into {cache}, which cannot be made: {error}. The environment "
-            "variable TORCH_EXTENSIONS_DIR names another folder"
-        ) from error
     library = cache / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if library not in _loaded:
+        try:
+            _loaded[library] = _find_or_build(library)
+        except OSError as error:
+            raise SimulationUnavailable(
+                f"simulated accelerators are compiled into {cache}, which cannot be made or written: {error}. The "
+                "environment variable TORCH_EXTENSIONS_DIR names another folder"
+            ) from error
+    return _loaded[library]
+
+
+def _find_or_build(library: Path) -> ModuleType:
+    library.parent.mkdir(parents=True, exist_ok=True)
     if not library.exists():
-        with _only_one(cache / "lock"):
+        with _only_one(library.with_name("lock")):
             if not library.exists():
                 return _build(library)
     return _import(library)
@@ -95,30 +108,31 @@ def _only_one(path: Path) -> Iterator[None]:
 
 
 def _build(library: Path) -> ModuleType:
-    from torch.utils import cpp_extension
-
     _check_tools()
+    from torch.utils import cpp_extension  # imports setuptools
+
     for left_behind in library.parent.glob("tmp*"):  # by a process that was killed: the lock is ours now
         shutil.rmtree(left_behind, ignore_errors=True)
     # torch gives the second build of a process another name, and the first may have failed.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(NAME, None)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder, _path_with_ninja(), _progress():
+    scratch = tempfile.TemporaryDirectory(dir=library.parent, ignore_cleanup_errors=True)
+    with scratch as folder, _path_with_ninja(), _progress():
         sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
         try:
             module = cpp_extension.load(NAME, sources, extra_cflags=FLAGS, build_directory=folder)
         except (RuntimeError, OSError) as error:
             raise SimulationUnavailable(f"compiling the simulated accelerators failed: {error}") from error
-        # Whoever sees the file sees all of it. It is loaded already: a second copy would register everything twice.
-        os.replace(Path(folder, f"{NAME}.so"), library)
+        try:
+            os.replace(Path(folder, f"{NAME}.so"), library)  # whoever sees the file sees all of it
+        except OSError as error:  # it is loaded already, which is enough for this process
+            print(f"dataparallel: what is compiled cannot be kept for the next process: {error}", file=sys.stderr)
     return module
 
 
 def _check_tools() -> None:
-    """Raises `SimulationUnavailable` that names what is missing, before the compiler would in a page of text."""
-    from torch.utils import cpp_extension
-
+    """Raises `ToolsMissing` that names what is missing, before the compiler would in a page of text."""
     missing = []
-    compiler = cpp_extension.get_cxx_compiler()
+    compiler = os.environ.get("CXX", "c++")  # as torch reads it
     if shutil.which(compiler) is None:
         missing.append(f"a C++ compiler ({compiler!r} is not on PATH; the environment variable CXX names another)")
     header = Path(sysconfig.get_path("include"), "Python.h")
@@ -127,31 +141,44 @@ def _check_tools() -> None:
     with _path_with_ninja():
         if shutil.which("ninja") is None:
             missing.append("ninja (pip install ninja)")
+    if importlib.util.find_spec("setuptools") is None:
+        missing.append("setuptools (pip install setuptools)")
     if missing:
-        raise SimulationUnavailable(
+        raise ToolsMissing(
             "simulated accelerators are compiled on first use, and this machine lacks " + "; ".join(missing)
         )
 
 
 @contextmanager
 def _path_with_ninja() -> Iterator[None]:
-    """A ninja that pip has installed lies beside Python, which need not be on PATH."""
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts")])
+    """A ninja that pip has installed lies beside Python, which need not be on PATH.
+
+    PATH belongs to every thread of the process, so it changes only where it has to.
+    """
+    if shutil.which("ninja") is not None:
+        yield
+        return
+    before = os.environ.get("PATH")
+    searched = os.defpath if before is None else before
+    os.environ["PATH"] = os.pathsep.join(filter(None, [searched, sysconfig.get_path("scripts")]))
     try:
         yield
     finally:
-        os.environ["PATH"] = before
+        if before is None:
+            del os.environ["PATH"]
+        else:
+            os.environ["PATH"] = before
 
 
 @contextmanager
 def _progress() -> Iterator[None]:
-    """Says on stderr what takes so long, with a dot every two seconds."""
-    print("dataparallel: compiling the simulated accelerators, once, for a minute or two ", end="", file=sys.stderr)
+    """Says on stderr what takes so long, with a dot now and then."""
+    text = "dataparallel: compiling the simulated accelerators, once, for a minute or two "
+    print(text, end="", file=sys.stderr, flush=True)
     over = threading.Event()
 
     def tick() -> None:
-        while not over.wait(2):
+        while not over.wait(SECONDS_TO_A_DOT):
             print(".", end="", file=sys.stderr, flush=True)
 
     started, ticking = time.monotonic(), threading.Thread(target=tick, daemon=True)

@@ -59,11 +59,12 @@ bool may_be_on_the_cpu(const std::string& op, const std::string& argument) {
 }
 
 // Arguments that operators write although their schemas do not say so.
-bool is_written_unsaid(const std::string& op, const std::string& argument) {
+bool is_written_unsaid(const std::string& op, const std::string& argument, c10::ArrayRef<c10::IValue> arguments) {
   if (op.rfind("c10d::", 0) == 0) {
     return argument == "tensor" || argument == "tensors" || argument.rfind("output", 0) == 0;
   }
-  return op == "aten::native_batch_norm" && argument.rfind("running_", 0) == 0;
+  constexpr size_t kTraining = 5; // (input, weight, bias, running_mean, running_var, training, ...)
+  return op == "aten::native_batch_norm" && argument.rfind("running_", 0) == 0 && arguments[kTraining].toBool();
 }
 
 // Whether the size of the result depends on values, so that the host has waited for them.
@@ -351,14 +352,15 @@ void Call::run(torch::jit::Stack* stack) {
   const auto& schema = op_.schema();
   const auto count = schema.arguments().size();
   const auto first = stack->size() - count;
-  choose_device(c10::ArrayRef<c10::IValue>(stack->data() + first, count));
+  const c10::ArrayRef<c10::IValue> arguments(stack->data() + first, count);
+  choose_device(arguments);
   const OnDevice on(*device_);
   for (size_t i = 0; i < count; ++i) {
     const auto& argument = schema.arguments()[i];
     auto& value = (*stack)[first + i];
     // The model of torch.cuda._sanitizer: an alias that is not written is the base of a view, not a read.
     const auto* alias = argument.alias_info();
-    const bool writes = alias ? alias->isWrite() : is_written_unsaid(name_.name, argument.name());
+    const bool writes = alias ? alias->isWrite() : is_written_unsaid(name_.name, argument.name(), arguments);
     replace(value, writes, !alias, argument.name().c_str());
     if (value.isNone() && is_optional_generator(*argument.type())) {
       value = drawn_from(default_generator(device_->index()));

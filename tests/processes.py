@@ -1,4 +1,4 @@
-"""What tests of simulated accelerators need that run them in processes of their own."""
+"""What tests need that run scripts in processes of their own, most of them with simulated accelerators."""
 
 import functools
 import os
@@ -14,10 +14,10 @@ from dataparallel.testing.simulated import build
 CACHE = str(build._cache())  # before a test moves HOME or the variable
 
 TRY = """
-from dataparallel.testing import SimulationUnavailable, simulate
+from dataparallel.testing import ToolsMissing, simulate
 try:
     simulate(1)
-except SimulationUnavailable as error:
+except ToolsMissing as error:
     print(error)
 """
 
@@ -34,28 +34,31 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run(script: str, *arguments: str, timeout: float = 60, **changes: str) -> subprocess.CompletedProcess:
-    """Runs a Python script to its end, in a process of its own."""
+    """Runs a Python script to its end."""
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(
         command, env=environment(**changes), capture_output=True, text=True, timeout=timeout, check=False
     )
 
 
-def succeed(script: str, *arguments: str, **changes: str) -> str:
-    """What a Python script prints, which has to end well."""
-    done = run(script, *arguments, **changes)
+def run_script(script: str, *arguments: str, timeout: float = 60, **changes: str) -> str:
+    """What a Python script prints, which has to end well and in time."""
+    done = run(script, *arguments, timeout=timeout, **changes)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @functools.cache
-def _why_not() -> str:
-    done = run(TRY, timeout=600)
+def _attempt() -> subprocess.CompletedProcess:
+    return run(TRY, timeout=600)
+
+
+def skip_without_tools() -> None:
+    """For a fixture of module scope: what is compiled there is not on the watchdog's time.
+
+    Anything but missing tools, a compiler that refuses for one, is an error of the fixture.
+    """
+    done = _attempt()
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
-
-
-def skip_if_unavailable() -> None:
-    """For a fixture of module scope: what is compiled there is not on the watchdog's time."""
-    if _why_not():
-        pytest.skip(_why_not())
+    if done.stdout:
+        pytest.skip(done.stdout.strip())

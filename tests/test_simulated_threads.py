@@ -1,0 +1,107 @@
+"""What a host thread has waited for goes along to the threads that it starts, ends or works for; nothing else does."""
+
+import threading
+
+import pytest
+import torch
+
+from like_the_cpu import DEVICE as ONE
+from orders import finish, race
+
+pytestmark = pytest.mark.devices("sim")
+
+
+def test_what_a_thread_has_waited_for_is_known_to_the_threads_that_it_starts(stream):
+    with torch.sim.stream(stream):
+        written = torch.ones(3, device=ONE)
+    stream.synchronize()
+    errors = []
+
+    def read():
+        try:
+            written + 1
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    finish()
+    assert not errors
+
+
+def test_what_a_thread_has_waited_for_is_known_to_the_one_that_joins_it(stream):
+    with torch.sim.stream(stream):
+        written = torch.ones(3, device=ONE)
+    thread = threading.Thread(target=stream.synchronize)
+    thread.start()
+    thread.join()
+    written.add_(1)
+    finish()
+
+
+def test_what_another_thread_has_waited_for_is_not_known(stream):
+    """Whether the wait came first is a matter of luck."""
+    started, done = threading.Event(), threading.Event()
+
+    def wait():
+        started.wait()
+        stream.synchronize()
+        done.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with torch.sim.stream(stream):
+        written = torch.ones(3, device=ONE)
+    started.set()
+    done.wait()
+    with race():
+        written.add_(1)
+    thread.join()
+    written.add_(1)
+    finish()
+
+
+def test_what_the_caller_of_backward_has_waited_for_is_known_to_its_threads(stream):
+    with torch.sim.stream(stream):
+        factor = torch.full((3,), 2.0, device=ONE)
+    stream.synchronize()
+    leaf = torch.ones(3, device=ONE, requires_grad=True)
+    out = leaf * 1
+    out.register_hook(lambda grad: grad * factor)
+    out.sum().backward()
+    assert leaf.grad.tolist() == [2, 2, 2]
+
+
+def test_a_thread_does_not_know_what_its_parent_waits_for_after_the_start(stream):
+    with torch.sim.stream(stream):
+        written = torch.ones(3, device=ONE)
+    waited, errors = threading.Event(), []
+
+    def read():
+        try:
+            written + 1
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    threading.setprofile(lambda *_: waited.wait())  # the thread has started, but not begun
+    try:
+        thread = threading.Thread(target=read)
+        thread.start()
+    finally:
+        threading.setprofile(None)
+    finish()
+    waited.set()
+    thread.join()
+    assert [error[:6] for error in errors] == ["race: "]
+
+
+def test_who_sees_that_a_thread_has_ended_knows_what_it_has_waited_for(stream):
+    with torch.sim.stream(stream):
+        written = torch.ones(3, device=ONE)
+    thread = threading.Thread(target=stream.synchronize)
+    thread.start()
+    while thread.is_alive():
+        pass
+    written.add_(1)
+    finish()
