@@ -261,8 +261,10 @@ def test_gather_refuses_numbers_beside_vectors(root: torch.device) -> None:
 
 def test_the_gather_is_one_node_that_leads_to_every_output(slots: list, root: torch.device) -> None:
     outputs = [tensor * 2 for tensor in leaves(slots, 2)]
-    node = Gather.apply(root, 0, *outputs).grad_fn
-    assert [function for function, _ in node.next_functions if function] == [output.grad_fn for output in outputs]
+    gathered = Gather.apply(root, 0, *outputs)  # kept: its node says nothing without it
+    assert [function for function, _ in gathered.grad_fn.next_functions if function] == [
+        output.grad_fn for output in outputs
+    ]
 
 
 # The CPU generator

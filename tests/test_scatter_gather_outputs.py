@@ -177,8 +177,8 @@ def test_an_output_that_contains_itself_is_refused() -> None:
 
 def test_gathering_is_one_node_over_all_replicas(root: torch.device) -> None:
     parts: list[Tensor] = [ones(2, device=root, requires_grad=True) for _ in range(3)]
-    node = gather([[part] for part in parts], root)[0].grad_fn
-    assert len([link for link, _ in node.next_functions if link is not None]) == 3
+    (gathered,) = gather([[part] for part in parts], root)
+    assert len([link for link, _ in gathered.grad_fn.next_functions if link is not None]) == 3
 
 
 def test_what_is_in_place_already_is_not_copied(root: torch.device) -> None:

@@ -101,6 +101,7 @@ def _check_process() -> None:
 def _start(extension: ModuleType) -> None:
     """Tells torch of the devices. What is half told stays, so any failure here is that of every later call."""
     global _started, _failed
+    atexit.register(_before_exit)
     try:
         device_module._C = extension
         backend_registration.rename_privateuse1_backend(BACKEND)
@@ -108,7 +109,6 @@ def _start(extension: ModuleType) -> None:
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
         _start_engine_threads(extension)
         threads.carry_knowledge()
-        atexit.register(_before_exit)
     except SimulationUnavailable as error:
         _failed = error
         raise
