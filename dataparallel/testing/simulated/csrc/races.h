@@ -1,0 +1,35 @@
+// Which accesses race, and what to say then. Called with the mutex of clocks.cpp held; knows no thread.
+#pragma once
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "clocks.h"
+
+namespace simulated {
+
+// What is known of all streams, by their numbers.
+struct Streams {
+  std::vector<Clock> clocks;
+  std::vector<c10::Stream> names;
+  std::vector<std::vector<Debt>> debts; // by the stream that the memory went back to; one per other stream: the last
+  std::atomic<bool> has_debts{false};
+};
+
+namespace races {
+
+bool ordered(const Clock& clock, const Access& earlier);
+
+// The message for the first of the touches that is not ordered; notes the others.
+std::string touch_all(Streams& s, const Clock& clock, const std::string& op, c10::ArrayRef<Touch> touches,
+                      const Access& access);
+
+// Memory that has gone back to `home` may still be in use.
+void owe(Streams& s, StreamNumber home, Debt debt);
+// Forgets what is over, and returns the first debt that is not, if any.
+const Debt* pending(Streams& s, StreamNumber home, const Clock& known);
+std::string freed_too_early(const Streams& s, const Debt& debt, StreamNumber home);
+
+} // namespace races
+} // namespace simulated
