@@ -1,6 +1,7 @@
 """Memory of simulated devices: counted to the byte, limited if wanted, and back where it was after training."""
 
 import gc
+import time
 
 import pytest
 import torch
@@ -30,6 +31,15 @@ def capacity():
     yield limit
     for device in limited:
         torch.sim.set_memory_capacity(None, device)
+
+
+def settles_at(growths, expected):
+    """Whether the bytes come to be these: a thread of the engine may be a moment late to drop its part of a graph."""
+    for _ in range(100):
+        if [growth.now for growth in growths] == expected:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 class Growth:
@@ -105,7 +115,7 @@ def test_activations_are_held_until_backward():
     y.backward()
     del y
     torch.sim.synchronize(ONE)
-    assert growth.now == 4000, "the gradient"
+    assert settles_at([growth], [4000]), "the gradient"
 
 
 def test_the_peak_is_kept_until_it_is_reset():
@@ -224,7 +234,7 @@ def test_a_thousand_steps_leave_no_byte_on_any_device(distinct):
     optimizer.zero_grad()
     for slot in distinct:
         torch.sim.synchronize(slot)
-    assert [growth.now for growth in growths] == [0] * len(distinct)
+    assert settles_at(growths, [0] * len(distinct))
 
 
 def nbytes(tensors):
@@ -258,7 +268,7 @@ def peaks_of_a_step(call, model, x, devices):
         model.zero_grad()
         for device in devices:
             torch.sim.synchronize(device)
-    assert [growth.now for growth in growths] == [0] * len(devices)
+    assert settles_at(growths, [0] * len(devices))
     return [growth.peak for growth in growths]
 
 
