@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 
+from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 
 WATCHDOG_SECONDS = 120.0
@@ -102,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=why_not))
         elif marker is not None and kind not in marker.args:
             item.add_marker(pytest.mark.skip(reason=f"for --devices={' or '.join(marker.args)}"))
-        elif marker is not None and kind == "sim" and config.getoption("--sim-devices") < SIMULATED:
+        elif marker is not None and marker.args == ("sim",) and config.getoption("--sim-devices") < SIMULATED:
             item.add_marker(pytest.mark.skip(reason=f"for {SIMULATED} simulated devices"))
 
 
@@ -110,13 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def nothing_freed_too_early(request: pytest.FixtureRequest) -> Iterator[None]:
     """What the clocks find when memory is freed belongs to the test that caused it."""
     yield
-    if request.config.getoption("--devices") != "sim":
-        return
-    try:
-        torch.sim.check_clocks()
-    finally:  # what the test leaves to be freed later is no other test's error
-        for index in range(torch.sim.device_count()):
-            torch.sim.synchronize(index)
+    if request.config.getoption("--devices") == "sim":
+        settle()
 
 
 @pytest.fixture(autouse=True)

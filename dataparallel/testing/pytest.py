@@ -29,7 +29,7 @@ import torch
 
 from dataparallel.testing.simulated import SimulationTooLate, SimulationUnavailable, ToolsMissing, simulate
 
-__all__ = ["sim_devices"]
+__all__ = ["settle", "sim_devices"]
 
 # What a test raises that has nothing to complain of.
 _NO_FAILURE = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
@@ -126,6 +126,14 @@ def _settle(item: pytest.Item) -> None:
         return
     if _asks(item):
         gc.collect()
+    settle()
+
+
+def settle() -> None:
+    """At the end of a test: raises for memory that it has freed too early, and waits for every device.
+
+    So what the test leaves to be freed later is no other test's error.
+    """
     try:
         torch.sim.check_clocks()  # type: ignore[attr-defined]
     finally:

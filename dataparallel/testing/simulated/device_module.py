@@ -133,11 +133,7 @@ def current_stream(device: Device = None) -> torch.Stream:
 
 
 def default_stream(device: Device = None) -> torch.Stream:
-    return torch.Stream(stream_id=0, device_index=_index(device), device_type=_device_type())
-
-
-def _device_type() -> int:
-    return current_stream().device_type
+    return torch.Stream(stream_id=0, device_index=_index(device), device_type=current_stream().device_type)
 
 
 def set_stream(stream: torch.Stream | None) -> None:
