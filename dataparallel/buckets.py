@@ -13,29 +13,55 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 DEFAULT_CAP_BYTES = 10 * 2**20
 """10 MiB, the size that ``torch.nn.parallel.comm`` has used since its beginning."""
+
+_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 PLAIN_TYPES: set[type] = {Tensor, torch.nn.Parameter}
 """Classes of tensors that are nothing but their data; others keep what they are by travelling singly."""
 
 
 class Layout(NamedTuple):
-    """How one tensor lies in a flat buffer: its memory without repetition, and the shape it is seen with."""
+    """How one tensor lies in a flat buffer: its memory without repetition, and the shape it is seen with.
+
+    ``row_major``: elements lie in the order in which an index counts, as in a contiguous tensor.
+    """
 
     shape: tuple[int, ...]
     core_shape: tuple[int, ...]
     core_stride: tuple[int, ...]
     numel: int
+    row_major: bool
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of one dtype and device: their positions in the list they came from, and their layouts."""
+    """Tensors of one dtype and device: their positions in the list they came from, in the order of the flat buffer.
+
+    Neighbours with one layout are a run: ``runs`` has each with its length. A run is taken apart in one step, so what
+    unflattening costs depends on how many kinds of tensors there are more than on how many tensors.
+    """
 
     indices: list[int]
     layouts: list[Layout]
+    runs: list[tuple[Layout, int]]
+
+    @classmethod
+    def of(cls, members: Sequence[tuple[int, Layout]]) -> Bucket:
+        """A bucket of tensors given by position and layout, put in an order of its own."""
+        by_layout: dict[Layout, list[int]] = {}
+        for index, layout in members:
+            by_layout.setdefault(layout, []).append(index)
+        # Sizes that divide by a large power of two first: each tensor is then as aligned as its size allows.
+        runs = sorted(by_layout.items(), key=lambda run: -(run[0].numel & -run[0].numel))
+        return cls(
+            indices=[index for _, indices in runs for index in indices],
+            layouts=[layout for layout, indices in runs for _ in indices],
+            runs=[(layout, len(indices)) for layout, indices in runs],
+        )
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -70,7 +96,7 @@ def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> Layout:
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     if tensor.is_contiguous():
-        return Layout(shape, shape, stride, tensor.numel())
+        return Layout(shape, shape, stride, tensor.numel(), True)
     core = shape
     if keep_repeats:
         core = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
@@ -80,7 +106,7 @@ def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> Layout:
     numel = 1
     for size in core:
         numel *= size
-    return Layout(shape, core, stride, numel)
+    return Layout(shape, core, stride, numel, False)
 
 
 def travels_flat(tensor: Tensor) -> bool:
@@ -102,6 +128,7 @@ def plan_buckets(
     tensors: Sequence[Tensor],
     cap_bytes: int = DEFAULT_CAP_BYTES,
     *,
+    first_cap_bytes: int | None = None,
     candidates: Iterable[int] | None = None,
     keep_repeats: bool = True,
 ) -> tuple[list[Bucket], list[int]]:
@@ -110,6 +137,7 @@ def plan_buckets(
     Args:
         tensors: any tensors; ``candidates`` limits which of them (by position) are considered, default all.
         cap_bytes: above 0.
+        first_cap_bytes: a smaller cap for the first bucket.
         keep_repeats: see `layout_of`; ``False`` where other tensors of the same shapes will be flattened too.
 
     Returns:
@@ -117,25 +145,31 @@ def plan_buckets(
     """
     if cap_bytes <= 0:
         raise ValueError(f"a bucket holds more than 0 bytes; got {cap_bytes}")
-    buckets: list[Bucket] = []
+    filled: list[list[tuple[int, Layout]]] = []
     singles: list[int] = []
-    open_buckets: dict[tuple[torch.device, torch.dtype], tuple[Bucket, int]] = {}
+    # For each kind the members of the bucket that is being filled, and their bytes.
+    open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[tuple[int, Layout]], int]] = {}
+    layouts: dict[tuple[torch.Size, tuple[int, ...]], Layout] = {}
+    first_cap = cap_bytes if first_cap_bytes is None else min(first_cap_bytes, cap_bytes)
     for index in range(len(tensors)) if candidates is None else candidates:
         tensor = tensors[index]
         if not travels_flat(tensor):
             singles.append(index)
             continue
-        layout = layout_of(tensor, keep_repeats=keep_repeats)
-        nbytes = layout.numel * tensor.element_size()
+        shape = tensor.shape, tensor.stride()
+        layout = layouts.get(shape)
+        if layout is None:
+            layout = layouts[shape] = layout_of(tensor, keep_repeats=keep_repeats)
+        nbytes = layout.numel * tensor.itemsize
         key = (tensor.device, tensor.dtype)
-        bucket, filled = open_buckets.get(key, (None, 0))
-        if bucket is None or filled + nbytes > cap_bytes:
-            bucket, filled = Bucket([], []), 0
-            buckets.append(bucket)
-        bucket.indices.append(index)
-        bucket.layouts.append(layout)
-        open_buckets[key] = (bucket, filled + nbytes)
-    return buckets, singles
+        members, held = open_buckets.get(key, (None, 0))
+        cap = first_cap if filled and members is filled[0] else cap_bytes
+        if members is None or held + nbytes > cap:
+            members, held = [], 0
+            filled.append(members)
+        members.append((index, layout))
+        open_buckets[key] = (members, held + nbytes)
+    return [Bucket.of(members) for members in filled], singles
 
 
 def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
@@ -143,7 +177,14 @@ def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
 
     ``tensors`` is the list that the bucket was planned for or, if it keeps no repeats, one with the same shapes.
     """
-    return torch.cat([_flat_view(tensors[i], layout) for i, layout in zip(bucket.indices, bucket.layouts, strict=True)])
+    if len(bucket.indices) == 1:
+        return _flat_view(tensors[bucket.indices[0]], bucket.layouts[0]).clone()
+    return _flatten_dense_tensors(
+        [
+            tensors[index] if layout.row_major else _flat_view(tensors[index], layout)
+            for index, layout in zip(bucket.indices, bucket.layouts, strict=True)
+        ]
+    )
 
 
 def _flat_view(tensor: Tensor, layout: Layout) -> Tensor:
@@ -161,13 +202,20 @@ def _flat_view(tensor: Tensor, layout: Layout) -> Tensor:
 def unflatten(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     """The bucket's tensors as parts of ``flat``, in the order of ``bucket.indices``.
 
-    They share its memory but not its version counter: an in-place change of one does not make autograd
-    believe that its neighbours have changed.
+    They share its memory but are no views to autograd, and each has a version counter of its own: an in-place change of
+    one does not make autograd believe that its neighbours have changed.
     """
-    tensors = []
+    parts: list[Tensor] = []
     offset = flat.storage_offset()
-    for layout in bucket.layouts:
-        part = flat.as_strided(layout.core_shape, layout.core_stride, offset).data
-        tensors.append(part if layout.core_shape == layout.shape else part.expand(layout.shape).data)
-        offset += layout.numel
-    return tensors
+    flat = flat.detach()
+    # Below the dispatch key that makes views of what shares memory.
+    with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
+        for layout, count in bucket.runs:
+            size, stride = layout.core_shape, layout.core_stride
+            if count == 1:
+                run: Sequence[Tensor] = (flat.as_strided(size, stride, offset),)
+            else:
+                run = flat.as_strided((count, *size), (layout.numel, *stride), offset).unbind()
+            parts.extend(run if size == layout.shape else (part.expand(layout.shape) for part in run))
+            offset += count * layout.numel
+    return parts

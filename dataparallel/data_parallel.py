@@ -8,16 +8,21 @@ when there is nothing to parallelise, and keeps the attributes and the state dic
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from dataparallel.devices import DeviceLike, device_id, on, resolve, resolve_output, resolve_slots
-from dataparallel.parallel_apply import parallel_apply
+from dataparallel.kept_replicas import KeptReplicas
+from dataparallel.parallel_apply import run_replicas
+from dataparallel.permits import PermitChooser
+from dataparallel.ranges import stage
 from dataparallel.replica_cycles import CycleBreaker
-from dataparallel.replicate import replicate
+from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, replicate
 from dataparallel.scatter_gather import gather, moved, scatter_kwargs
 from dataparallel.thread_state import refuse_what_cannot_be_shared
 
@@ -45,6 +50,8 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         workers: how many replicas may run Python at the same time; default: the library's choice. See `parallel_apply`.
         serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: what the environment
             variable ``DATAPARALLEL_SERIAL`` says.
+        bucket_cap_mb: size in MiB of the buckets in which parameters travel, and their gradients back while backward
+            still runs; the first is 1 MiB.
 
     Attributes:
         module: the wrapped module.
@@ -72,12 +79,14 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         chunk_sizes: Sequence[int] | None = None,
         workers: int | None = None,
         serial: bool | None = None,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
     ) -> None:
         _check_module(module)
         slots = resolve_slots(device_ids)
         output = resolve_output(output_device, slots) if slots else None
         if workers is not None and workers < 1:
             raise ValueError(f"workers={workers}: at least 1 replica has to run")
+        cap_in_bytes(bucket_cap_mb)
         nn.Module.__init__(self)
         self.module = module
         self.device_ids = [device_id(slot) for slot in slots]
@@ -87,6 +96,9 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         self.chunk_sizes = chunk_sizes
         self.workers = workers
         self.serial = serial
+        self.bucket_cap_mb = bucket_cap_mb
+        self._permits = PermitChooser()
+        self._kept = KeptReplicas()
         if len(slots) == 1:
             self.module.to(slots[0])
 
@@ -109,7 +121,8 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         _check_placement(self.module, slots[0])
         if len(slots) > 1:
             refuse_what_cannot_be_shared()
-        split_inputs, split_kwargs = self.scatter(inputs, kwargs, self.device_ids)
+        with stage("scatter"):
+            split_inputs, split_kwargs = self.scatter(inputs, kwargs, self.device_ids)
         if not split_inputs and not split_kwargs:
             split_inputs, split_kwargs = ((),), ({},)
         if len(slots) == 1:
@@ -117,17 +130,51 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
                 output = self.module(*split_inputs[0], **split_kwargs[0])
             target = resolve_output(self.output_device, slots)
             return output if target == slots[0] else moved(output, target)
-        replicas = self.replicate(self.module, self.device_ids[: len(split_inputs)])
-        breaker = CycleBreaker(replicas)
-        outputs = self.parallel_apply(replicas, split_inputs, split_kwargs)
-        gathered = self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
+        with stage("replicate"):
+            replicas = self.replicate(self.module, self.device_ids[: len(split_inputs)])
+        breaker = CycleBreaker([] if self._kept.is_frozen else replicas)
+        try:
+            with stage("parallel_apply"):
+                outputs = self.parallel_apply(replicas, split_inputs, split_kwargs)
+            with stage("gather"):
+                gathered = self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
+        except BaseException:
+            # Only its frames hold what the failed call has used then.
+            self._kept.forget_last_call()
+            raise
         del replicas, outputs
         breaker.take_apart()
+        self._kept.end_call()
         return gathered
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
-        """The stage `dataparallel.replicate`; override it to make replicas in another way."""
-        return replicate(module, device_ids)
+        """The stage `dataparallel.replicate`; override it to make replicas in another way.
+
+        It uses again what it can of the last call's replicas: see ``dataparallel.kept_replicas``.
+
+        Raises:
+            RuntimeError: gradients are recorded inside `frozen`.
+        """
+        if "_is_replica" in vars(self):  # a wrapper inside a replica is made anew at each call itself
+            return replicate(module, device_ids, bucket_cap_mb=self.bucket_cap_mb)
+        return self._kept.replicas(module, resolve_slots(device_ids), cap_in_bytes(self.bucket_cap_mb))
+
+    @contextmanager
+    def frozen(self) -> Iterator[DataParallel[M]]:
+        """For serving: inside, replicas are made once and then used as they are, and nothing is sent.
+
+        You promise that the module does not change inside: no values, no attributes, no modules. What changes all the
+        same is not seen before the end, or is seen by some replicas only. What ``forward`` writes to its replica stays
+        there until the end, as it does on one device. Calls that run at the same time have replicas of their own:
+        `dataparallel.kept_replicas.MOST_FROZEN` sets of them are kept until the block ends, further ones for a call.
+
+        A call that records gradients raises ``RuntimeError``. Blocks may be nested.
+        """
+        self._kept.freeze()
+        try:
+            yield self
+        finally:
+            self._kept.thaw()
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """The stage `dataparallel.scatter_kwargs`; override it to split inputs in another way."""
@@ -136,7 +183,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """The stage `dataparallel.parallel_apply`; override it to run replicas in another way."""
         devices = self.device_ids[: len(replicas)]
-        return parallel_apply(replicas, inputs, kwargs, devices, workers=self.workers, serial=self.serial)
+        return run_replicas(replicas, inputs, kwargs, devices, self.workers, self.serial, self._permits)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """The stage `dataparallel.gather`; override it to join outputs in another way."""
@@ -201,10 +248,20 @@ def _check_module(module: Any) -> None:
 
 def _check_placement(module: nn.Module, root: torch.device) -> None:
     """Every parameter and buffer is on the first slot."""
-    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        for name, tensor in tensors:
-            if tensor.device != root:
-                raise RuntimeError(
-                    f"{kind} {name!r} is on {tensor.device}, but the first slot is {root}, where the module has to be; "
-                    f"call module.to({str(root)!r}) before the forward"
-                )
+    for submodule in module.modules():
+        for registry in (submodule._parameters, submodule._buffers):
+            for tensor in registry.values():
+                if tensor is not None and tensor.device != root:
+                    raise _misplaced(module, root)
+
+
+def _misplaced(module: nn.Module, root: torch.device) -> RuntimeError:
+    tensors = chain(
+        (("parameter", name, tensor) for name, tensor in module.named_parameters()),
+        (("buffer", name, tensor) for name, tensor in module.named_buffers()),
+    )
+    kind, name, device = next((kind, name, tensor.device) for kind, name, tensor in tensors if tensor.device != root)
+    return RuntimeError(
+        f"{kind} {name!r} is on {device}, but the first slot is {root}, where the module has to be; "
+        f"call module.to({str(root)!r}) before the forward"
+    )

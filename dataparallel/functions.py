@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -25,8 +25,20 @@ from torch.autograd import Function
 
 from dataparallel import comm
 from dataparallel.devices import CPU, DeviceLike, resolve_each
+from dataparallel.ranges import stage
 
-__all__ = ["Broadcast", "Gather", "ReduceAdd", "ReduceAddCoalesced", "Scatter", "alias", "current_streams"]
+__all__ = [
+    "Broadcast",
+    "Gather",
+    "ReduceAdd",
+    "ReduceAddCoalesced",
+    "Scatter",
+    "alias",
+    "current_streams",
+]
+
+_ONE_BUFFER = sys.maxsize
+"""Tensors of one call, and one dtype, travel as one flat buffer; callers with many make calls of a bucket each."""
 
 
 def alias(tensor: Tensor, slot: int) -> Tensor:
@@ -41,7 +53,8 @@ def alias(tensor: Tensor, slot: int) -> Tensor:
 class Broadcast(Function):
     """``Broadcast.apply(devices, *tensors)``: the tensors on every slot, as one flat tuple, slot by slot.
 
-    On the device where a tensor is already the result shares its memory. Backward sums over the slots.
+    On the device where a tensor is already the result shares its memory. Backward sums over the slots, as soon as the
+    last gradient is there.
     """
 
     @staticmethod
@@ -51,13 +64,17 @@ class Broadcast(Function):
         ctx.slots = slots
         ctx.streams = current_streams(slots)
         ctx.sources = [tensor.device for tensor in tensors]
-        outputs = comm.broadcast_coalesced(tensors, slots)
+        _sum_as_soon_as_ready(ctx)
+        outputs = comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER)
+        already_there = set(ctx.sources)
         for slot, device in enumerate(slots):
-            seen_before = device in slots[:slot]
-            outputs[slot] = [
-                alias(output, slot) if seen_before or output is tensor else output
-                for output, tensor in zip(outputs[slot], tensors, strict=True)
-            ]
+            if device in slots[:slot]:
+                outputs[slot] = [alias(output, slot) for output in outputs[slot]]
+            elif device in already_there:
+                outputs[slot] = [
+                    alias(output, slot) if output is tensor else output
+                    for output, tensor in zip(outputs[slot], tensors, strict=True)
+                ]
         constant = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
         ctx.mark_non_differentiable(*(on_slot[i] for on_slot in outputs for i in constant))
         return tuple(chain.from_iterable(outputs))
@@ -66,27 +83,39 @@ class Broadcast(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         count = len(ctx.sources)
         _wait_for_streams(ctx.streams, grads)
+        of_slots = [grads[k : k + count] for k in range(0, len(grads), count)]
         # Tensors whose gradients are present on the same slots, and whose sums go to one device, travel together.
-        groups: dict[tuple[torch.device, tuple[int, ...]], list[int]] = defaultdict(list)
-        for i, source in enumerate(ctx.sources):
-            present = tuple(k for k in range(len(ctx.slots)) if grads[k * count + i] is not None)
-            if present and ctx.needs_input_grad[1 + i]:
-                groups[source, present].append(i)
+        groups: dict[tuple[torch.device, tuple[bool, ...]], list[int]] = defaultdict(list)
+        needed = ctx.needs_input_grad[1:]
+        for i, (source, *of_tensor) in enumerate(zip(ctx.sources, *of_slots, strict=True)):
+            if needed[i]:
+                groups[source, tuple([grad is not None for grad in of_tensor])].append(i)
         sums: list[Tensor | None] = [None] * count
         for (source, present), indices in groups.items():
-            for i, total in zip(
-                indices,
-                _reduce(source, [[grads[k * count + i] for i in indices] for k in present]),
-                strict=True,
-            ):
+            inputs = [[of_slot[i] for i in indices] for of_slot in compress(of_slots, present)]
+            if not inputs:
+                continue
+            with stage("reduce_add"):
+                totals = _reduce(source, inputs)
+            for i, total in zip(indices, totals, strict=True):
                 sums[i] = total
         return (None, *sums)
+
+
+def _sum_as_soon_as_ready(node: Any) -> None:
+    """Has the engine run the node as soon as its gradients are there, before other nodes that are ready too.
+
+    Of these the engine takes the one with the highest number, and numbers fall from the last layer to the first; only
+    ``AccumulateGrad`` has a higher one than this. Without such numbers only the order changes: sums come last.
+    """
+    if hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(2**62)
 
 
 def _reduce(destination: torch.device, inputs: list[list[Tensor | None]]) -> Sequence[Tensor]:
     if torch.is_grad_enabled():
         return ReduceAddCoalesced.apply(destination, len(inputs[0]), *chain.from_iterable(inputs))
-    return comm.reduce_add_coalesced(inputs, destination)  # type: ignore[arg-type]
+    return comm.reduce_add_coalesced(inputs, destination, _ONE_BUFFER)  # type: ignore[arg-type]
 
 
 class ReduceAddCoalesced(Function):
@@ -103,7 +132,7 @@ class ReduceAddCoalesced(Function):
         ctx.count = count
         ctx.slots = [tensors[k].device for k in range(0, len(tensors), count)]
         inputs = [tensors[k : k + count] for k in range(0, len(tensors), count)]
-        totals = comm.reduce_add_coalesced(inputs, destination)
+        totals = comm.reduce_add_coalesced(inputs, destination, _ONE_BUFFER)
         return tuple(alias(t, 0) if len(inputs) == 1 else t for t in totals)
 
     @staticmethod
@@ -121,7 +150,7 @@ def _spread(slots: list[torch.device], tensors: list[Tensor | None]) -> list[Seq
     if torch.is_grad_enabled():
         flat = Broadcast.apply(slots, *tensors)
         return [flat[k : k + len(tensors)] for k in range(0, len(flat), len(tensors))]
-    return comm.broadcast_coalesced(tensors, slots)  # type: ignore[arg-type, return-value]
+    return comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER)  # type: ignore[arg-type, return-value]
 
 
 class ReduceAdd(Function):

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dataparallel.module_references import atomic, behind_proxy, compiled_over, reached
+from dataparallel.buckets import PLAIN_TYPES
+from dataparallel.module_references import ATOMIC, behind_proxy, compiled_over, reached
 
 __all__ = ["ModuleEntry", "ModulePlan", "check_replicatable", "dotted"]
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
-_TABLES = frozenset({dict, OrderedDict, list, tuple, set})
+TABLES = frozenset({dict, OrderedDict, list, tuple, set})
+
+"""Types of containers that lead nowhere while they are empty."""
+
+NOTHING = -1
+"""The position of ``None``."""
 
 MADE = "_dataparallel_made"
 """Attribute of a replica's root: objects made for its attributes. It belongs to that replica only."""
-
-_NOT_READ = frozenset({*REGISTRIES, MADE})
 
 HOOK_TABLES = (
     "_forward_pre_hooks",
@@ -40,29 +44,58 @@ HOOK_TABLES = (
 """What ``register_*_hook`` writes to: a ``forward`` may call it, so every replica has tables of its own."""
 
 
-@dataclass
 class ModuleEntry:
-    """One module: positions of its tensors and children in the plan, and attributes that refer to the tree."""
+    """One module: positions of its tensors and children in the plan, and attributes that refer to the tree.
 
-    module: nn.Module
-    name: str
-    parameters: dict[str, int | None] = field(default_factory=dict)
-    buffers: dict[str, int | None] = field(default_factory=dict)
-    children: dict[str, int | None] = field(default_factory=dict)
-    references: list[str] = field(default_factory=list)
-    proxied: list[str] = field(default_factory=list)  # children that are weak proxies of a module
-    slots: tuple[str, ...] = ()
-    has_own_rule: bool = False
+    A name that is registered for ``None`` has the position `NOTHING`. ``attributes`` is a copy of its ``__dict__``,
+    registries included; ``proxied`` names children that are weak proxies of a module.
+    """
+
+    __slots__ = (
+        "attributes",
+        "buffers",
+        "children",
+        "cls",
+        "has_hooks",
+        "has_own_rule",
+        "is_script",
+        "module",
+        "name",
+        "parameters",
+        "proxied",
+        "references",
+        "slots",
+    )
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.cls = type(module)
+        self.attributes = vars(module).copy()
+        self.attributes.pop(MADE, None)
+        self.parameters: dict[str, int] = {}
+        self.buffers: dict[str, int] = {}
+        self.children: dict[str, int] = {}
+        self.references: list[str] = []
+        self.proxied: list[str] = []
+        self.slots: tuple[str, ...] = ()
+        self.has_hooks = any(map(self.attributes.get, HOOK_TABLES))
+        self.has_own_rule = False
+        self.is_script = isinstance(module, torch.jit.ScriptModule)
 
 
 @dataclass
 class ModulePlan:
-    """A tree: each module and each tensor once, however often it is used. Position 0 is the root."""
+    """A tree: each module and each tensor once, however often it is used. Position 0 is the root.
+
+    ``parameters`` has the positions of those tensors that are parameters; the others are buffers.
+    """
 
     entries: list[ModuleEntry]
     tensors: list[Tensor]
-    is_parameter: list[bool]
-    may_hold_cycles: bool
+    parameters: list[int]
+    has_references: bool = False
+    may_hold_cycles: bool = False
 
     @classmethod
     def of(cls, network: nn.Module) -> ModulePlan:
@@ -74,7 +107,7 @@ class ModulePlan:
         entries = [ModuleEntry(module, name) for name, module in network.named_modules()]
         check_replicatable(entries)
         position = {id(entry.module): i for i, entry in enumerate(entries)}
-        plan = cls(entries, [], [], False)
+        plan = cls(entries, [], [])
         found: dict[int, int] = {}
         # Parameters first: a tensor that is both a parameter and a buffer is a parameter.
         for entry in entries:
@@ -84,37 +117,55 @@ class ModulePlan:
             for key, buffer in entry.module._buffers.items():
                 entry.buffers[key] = plan._add(buffer, False, found, entry, key)
             for key, child in entry.module._modules.items():
-                entry.children[key] = None if child is None else position[id(behind_proxy(child))]
-                if child is not behind_proxy(child):
+                at = NOTHING if child is None else position.get(id(child))
+                if at is None:
+                    at = position[id(behind_proxy(child))]
                     entry.proxied.append(key)
+                entry.children[key] = at
         plan._find_references(position.keys(), found.keys())
         return plan
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether replicas differ from the source in nothing but tensors and children, so that no rule is needed."""
+        return not self.has_references and not any(
+            entry.slots or entry.has_own_rule or entry.proxied or entry.has_hooks for entry in self.entries
+        )
+
     def _add(
         self, tensor: Tensor | None, is_parameter: bool, found: dict[int, int], entry: ModuleEntry, key: str
-    ) -> int | None:
+    ) -> int:
         if tensor is None:
-            return None
+            return NOTHING
         if id(tensor) not in found:
-            if is_lazy(tensor):
+            if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
                 raise RuntimeError(
                     f"{dotted(entry.name, key)} is not initialised yet; run the module once on a sample batch "
                     "before it is replicated"
                 )
             found[id(tensor)] = len(self.tensors)
+            if is_parameter:
+                self.parameters.append(len(self.tensors))
             self.tensors.append(tensor)
-            self.is_parameter.append(is_parameter)
         return found[id(tensor)]
 
     def _find_references(self, modules: Set[int], tensors: Set[int]) -> None:
         known = modules | tensors
+        rules: dict[type, tuple[tuple[str, ...], bool]] = {}
         for entry in self.entries:
-            cls = type(entry.module)
-            entry.slots = _slot_names(cls)
-            entry.has_own_rule = cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
-            for key, value in vars(entry.module).items():
-                # Most of what a module holds is atomic or an empty table.
-                if atomic(value) or key in _NOT_READ or (type(value) in _TABLES and not value):
+            cls = entry.cls
+            if cls not in rules:
+                has_own_rule = cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
+                rules[cls] = _slot_names(cls), has_own_rule
+            entry.slots, entry.has_own_rule = rules[cls]
+            # Most of what a module holds is atomic or an empty table; this line is run for every attribute there is.
+            held = [
+                (key, value)
+                for key, value in entry.attributes.items()
+                if type(value) not in ATOMIC and (type(value) not in TABLES or value)
+            ]
+            for key, value in held:
+                if key in REGISTRIES:  # they are read above
                     continue
                 items = reached(value)
                 if compiled_over(items, known):
@@ -122,6 +173,7 @@ class ModulePlan:
                 ids = {id(item) for item in items}
                 if not ids.isdisjoint(known):
                     entry.references.append(key)
+                    self.has_references = True
                     # Tensors lead nowhere; a module's attribute that leads to a module may lead back to it.
                     self.may_hold_cycles |= not ids.isdisjoint(modules)
 
@@ -153,7 +205,7 @@ def check_replicatable(entries: list[ModuleEntry]) -> None:
     known = {id(entry.module) for entry in entries}
     for entry in entries:
         module = entry.module
-        if isinstance(module, torch.jit.ScriptModule):
+        if entry.is_script:
             for name, child in module.named_modules():
                 if not isinstance(child, torch.jit.ScriptModule):
                     raise RuntimeError(

@@ -23,19 +23,16 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Rebinding", "atomic", "behind_proxy", "compiled_over", "reached"]
+__all__ = ["ATOMIC", "Rebinding", "behind_proxy", "compiled_over", "reached"]
 
-_ATOMIC = frozenset({type(None), bool, int, float, complex, str, bytes, type, types.ModuleType})
-_NOT_ENTERED = _ATOMIC | {list, tuple, dict, set, frozenset}  # as elements: only one level is looked at
+ATOMIC = frozenset({type(None), bool, int, float, complex, str, bytes, type, types.ModuleType})
+"""Types of values that refer to nothing."""
+
+_NOT_ENTERED = ATOMIC | {list, tuple, dict, set, frozenset}  # as elements: only one level is looked at
 _BUILT_IN_METHODS = (types.BuiltinFunctionType, types.MethodWrapperType)
 _CACHE = type(functools.lru_cache(lambda: None))
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict, UserDict)
-
-
-def atomic(value: Any) -> bool:
-    """Whether ``value`` is of a type that refers to nothing; the quick way past most attributes."""
-    return type(value) in _ATOMIC
 
 
 def reached(value: Any) -> list[Any]:
@@ -45,7 +42,7 @@ def reached(value: Any) -> list[Any]:
     seen: set[int] = set()
     while waiting:
         item = waiting.pop()
-        if type(item) in _ATOMIC or id(item) in seen:
+        if type(item) in ATOMIC or id(item) in seen:
             continue
         seen.add(id(item))
         found.append(item)
@@ -182,7 +179,7 @@ class Rebinding:
     def _one(self, item: Any) -> Any:
         """A value of which nothing is looked at but itself and, if it is callable, what it calls."""
         cls = type(item)
-        if cls in _ATOMIC:
+        if cls in ATOMIC:
             return item
         if id(item) in self._table:
             return self._table[id(item)]

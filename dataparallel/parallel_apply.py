@@ -8,19 +8,22 @@ at the same time and which error is raised.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from dataparallel.devices import DeviceLike, resolve_slots
+from dataparallel.devices import CPU, DeviceLike, resolve_slots
+from dataparallel.permits import PermitChooser, Trial, size_of
+from dataparallel.ranges import in_range, is_recording, stage
 from dataparallel.scatter_gather import tensors_in
 from dataparallel.thread_state import CallerState
 from dataparallel.workers import Gang, Interrupted, Outcome, Skipped
 
-__all__ = ["SERIAL_VARIABLE", "parallel_apply"]
+__all__ = ["SERIAL_VARIABLE", "parallel_apply", "run_replicas"]
 
 SERIAL_VARIABLE = "DATAPARALLEL_SERIAL"
 """Environment variable: ``1`` runs every replica in the calling thread, so that ``breakpoint()`` works."""
@@ -58,6 +61,22 @@ def parallel_apply(
         Exception: the first error of a replica in slot order, the object that was raised, with a note that names the
             replica and its device. Every other replica has ended by then.
     """
+    return run_replicas(modules, inputs, kwargs_tup, devices, workers, serial, None)
+
+
+def run_replicas(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None,
+    devices: Sequence[DeviceLike] | None,
+    workers: int | None,
+    serial: bool | None,
+    chooser: PermitChooser | None,
+) -> list[Any]:
+    """`parallel_apply`, with a memory of earlier calls: ``chooser`` chooses how many replicas run at the same time.
+
+    It is not asked where ``workers`` says so, or where only one replica can run at a time.
+    """
     if not modules:
         raise ValueError("parallel_apply needs at least one module; got none")
     keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
@@ -68,7 +87,7 @@ def parallel_apply(
         raise ValueError(f"workers={workers}: at least 1 replica has to run")
     slots = resolve_slots(_devices_of(inputs, keywords) if devices is None else devices)
     arguments = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
-    calls = [
+    calls: list[Callable[[], Any]] = [
         partial(module, *args, **kwargs) for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
     state = CallerState(slots)
@@ -76,11 +95,61 @@ def parallel_apply(
         return _in_this_thread(calls, state, slots)
     may_draw = torch.is_grad_enabled() or _is_training(modules[0])
     permits, turns = _who_may_run_together(slots, state, workers, may_draw)
-    tasks = [partial(state.run_in_worker, slot, call) for slot, call in enumerate(calls)]
-    outcomes = Gang(tasks, permits, turns).run()
+    tasks: list[Callable[[], Any]] = [partial(state.run_in_worker, slot, call) for slot, call in enumerate(calls)]
+    if is_recording():
+        tasks = [partial(in_range, f"replica {slot}", task) for slot, task in enumerate(tasks)]
+    if chooser is None or workers is not None or permits == 1:
+        with state.intra_op_threads_divided(permits):
+            outcomes = Gang(tasks, permits, turns).run()
+    else:
+        kind = _kind_of_call(modules[0], slots)
+        trial = chooser.begin(kind, size_of(arguments[0], keywords[0]), permits)
+        outcomes = _run_trial(chooser, trial, tasks, turns, state)
     if any(outcome.error is not None for outcome in outcomes):
         raise _first_error(outcomes, slots)
     return [outcome.value for outcome in outcomes]
+
+
+def _kind_of_call(module: Any, slots: Sequence[torch.device]) -> Hashable:
+    """What a choice of permits holds for, beside the size of the inputs."""
+    return (
+        len(slots),
+        getattr(module, "training", None),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_any_autocast_enabled(),
+        torch.get_num_threads() if slots[0] == CPU else None,
+    )
+
+
+def _run_trial(
+    chooser: PermitChooser,
+    trial: Trial,
+    tasks: Sequence[Callable[[], Any]],
+    turns: Sequence[Hashable | None] | None,
+    state: CallerState,
+) -> list[Outcome]:
+    """Runs the tasks as ``trial`` says, and tells the chooser how long that took."""
+    gang = Gang(tasks, trial.permits, turns, trial.patience)
+    seconds = None
+    try:
+        # A launch returns before its kernel has run: time counts until the devices have finished.
+        streams = state.streams if trial.measured else []
+        _synchronize(streams)
+        start = time.perf_counter()
+        with state.intra_op_threads_divided(trial.permits):
+            outcomes = gang.run()
+        _synchronize(streams)
+        if all(outcome.error is None for outcome in outcomes):
+            seconds = time.perf_counter() - start
+        return outcomes
+    finally:
+        chooser.end(trial, seconds, gang.stalled)
+
+
+def _synchronize(streams: Iterable[torch.Stream]) -> None:
+    for stream in streams:
+        stream.synchronize()
 
 
 def _devices_of(inputs: Sequence[Any], keywords: Sequence[dict[str, Any]]) -> list[torch.device]:
@@ -99,22 +168,25 @@ def _devices_of(inputs: Sequence[Any], keywords: Sequence[dict[str, Any]]) -> li
 def _who_may_run_together(
     slots: Sequence[torch.device], state: CallerState, workers: int | None, may_draw: bool
 ) -> tuple[int, list[Hashable | None] | None]:
-    """The number of permits, and a turn for each slot where some must not run at the same time."""
+    """How many replicas can run at a time, and a turn for each slot where some must not run at the same time."""
     if state.one_at_a_time:
         # A permit is given back while a replica waits for a nested call; a turn is not.
         return 1, ["what is carried"] * len(slots)
     if workers is not None:
-        return workers, None
+        return min(workers, len(slots)), None
+    if not may_draw:
+        return len(slots), None
     # A turn for each generator: every device has one. Without gradients too where draws are likely: a reentrant
     # checkpoint around the call runs it first without, then with them, and needs the same draws.
-    return len(slots), list(slots) if may_draw else None
+    return len({*slots}), list(slots)
 
 
 def _in_this_thread(calls: Sequence[Any], state: CallerState, slots: Sequence[torch.device]) -> list[Any]:
     outputs = []
     for slot, call in enumerate(calls):
         try:
-            outputs.append(state.run_here(slot, call))
+            with stage(f"replica {slot}"):
+                outputs.append(state.run_here(slot, call))
         except BaseException as error:
             _note(error, _where(slot, slots))
             raise

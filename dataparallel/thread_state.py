@@ -9,8 +9,8 @@ thread cannot take part; what is the same for all threads already is listed too,
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -154,6 +154,9 @@ def _hold_saved_tensor_hooks(value: Any, slots: Sequence[torch.device], device: 
     return end
 
 
+_INTRA_OP_THREADS = "intra-op threads"
+
+
 def _hold_intra_op_threads(value: int, slots: Sequence[torch.device], device: torch.device) -> End:
     if torch.get_num_threads() != value:
         torch.set_num_threads(value)
@@ -180,9 +183,12 @@ CARRIED: tuple[Setting, ...] = (
         _hold_dispatch_modes,
     ),
     Setting("saved-tensor hooks", _read_saved_tensor_hooks, _hold_saved_tensor_hooks),
-    Setting("intra-op threads", lambda slots: torch.get_num_threads(), _hold_intra_op_threads),
+    Setting(_INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), _hold_intra_op_threads),
 )
-"""Settings of the calling thread that replicas see as they are. Context variables are carried too, by `CallerState`."""
+"""Settings of the calling thread that replicas see as they are. Context variables are carried too, by `CallerState`.
+
+Replicas on CPU slots that run at the same time divide the intra-op threads: `CallerState.intra_op_threads_divided`.
+"""
 
 
 def carry(setting: Setting) -> None:
@@ -206,6 +212,9 @@ def _hold_default_device(value: torch.device | None, slots: Sequence[torch.devic
     return _hold_function_modes([DeviceContext(device if value == slots[0] else value)], slots, device)
 
 
+_CURRENT_STREAM = "current stream"
+
+
 def _hold_stream(value: dict[torch.device, torch.Stream], slots: Sequence[torch.device], device: torch.device) -> End:
     if device not in value:
         return None
@@ -217,7 +226,7 @@ def _hold_stream(value: dict[torch.device, torch.Stream], slots: Sequence[torch.
 
 TRANSLATED: tuple[Setting, ...] = (
     Setting("current device", lambda slots: None, lambda value, slots, device: _entered(on(device))),
-    Setting("current stream", current_streams, _hold_stream),
+    Setting(_CURRENT_STREAM, current_streams, _hold_stream),
     Setting("default device", _default_device, _hold_default_device),
 )
 """Settings that mean something else in each slot: its device, the caller's current stream there."""
@@ -291,6 +300,29 @@ class CallerState:
     def one_at_a_time(self) -> bool:
         """Whether something carried has a state that replicas must not touch at once, nor in changing order."""
         return any(value not in ([], (None, None)) for setting, value in self._carried if setting.name in ORDERED)
+
+    @property
+    def streams(self) -> list[torch.Stream]:
+        """The caller's current streams on the slots' accelerators."""
+        return [*next(value for setting, value in self._translated if setting.name == _CURRENT_STREAM).values()]
+
+    @contextmanager
+    def intra_op_threads_divided(self, workers: int) -> Iterator[None]:
+        """Inside, replicas on CPU slots have their part of the caller's intra-op threads; ``workers`` run at a time.
+
+        torch keeps this number for each thread, and what was set last for threads yet to be made. Workers set theirs;
+        for threads yet to be made it is the caller's again at the end.
+        """
+        whole = torch.get_num_threads()
+        each = max(1, whole // workers)
+        if each == whole or self._slots[0].type != "cpu":
+            yield
+            return
+        self._carried = [(s, each if s.name == _INTRA_OP_THREADS else value) for s, value in self._carried]
+        try:
+            yield
+        finally:
+            torch.set_num_threads(whole)
 
     def run_in_worker(self, slot: int, task: Callable[[], T]) -> T:
         """Runs ``task`` with the caller's settings, in a thread that has none of its own."""

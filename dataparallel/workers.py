@@ -3,7 +3,8 @@
 A *gang* is the tasks of one call. At most ``permits`` of them run Python at a time, started in slot order; tasks with
 the same *turn* never run at the same time. A task that waits for a nested call gives its permit back meanwhile, so
 that another task of its gang can start, and takes one again before it goes on; it keeps its turn. Nested and concurrent
-calls have gangs and permits of their own, so none waits for a worker that waits for it.
+calls have gangs and permits of their own, so none waits for a worker that waits for it. Tasks that wait for each other
+by means of their own may need more permits than there are: a gang with ``patience`` then goes on without permits.
 
 Threads are kept between calls and belong to the process: a gang takes idle ones, and more are made when there are
 none, so a gang never waits for threads. A task is anything callable; what it means is ``parallel_apply``'s business.
@@ -24,6 +25,10 @@ from typing import Any
 import torch
 
 __all__ = ["Gang", "Interrupted", "Outcome", "Skipped"]
+
+
+_LOOK_UP = 0.2  # seconds between two looks of a thread that waits for a gang
+_LIFT = -1  # in the place of a slot
 
 
 class Interrupted(BaseException):
@@ -61,6 +66,10 @@ class Gang:
         tasks: one callable without arguments for each slot.
         permits: how many may run Python at a time, at least 1.
         turns: a key for each slot; of tasks with one key only one runs at a time. ``None`` excludes nothing.
+        patience: seconds without a task ending after which those that wait for a permit need none; ``None``: for ever.
+
+    Attributes:
+        stalled: whether the patience ran out.
 
     A task is in ``_waiting``, then in ``_running``; while it waits for a nested call it is in ``_paused``, and then in
     ``_resuming`` until it has a permit again. Only workers write these fields, with ``_lock`` held.
@@ -72,19 +81,26 @@ class Gang:
     """
 
     def __init__(
-        self, tasks: Sequence[Callable[[], Any]], permits: int, turns: Sequence[Hashable | None] | None = None
+        self,
+        tasks: Sequence[Callable[[], Any]],
+        permits: int,
+        turns: Sequence[Hashable | None] | None = None,
+        patience: float | None = None,
     ) -> None:
         if permits < 1:
             raise ValueError(f"a gang needs at least 1 permit; got {permits}")
         self._tasks: list[Callable[[], Any] | None] = list(tasks)
         self._turns: list[Hashable | None] = [None] * len(self._tasks) if turns is None else list(turns)
-        self._permits = permits
+        self._permits: float = permits
+        self._patience = patience
+        self.stalled = False
         self._outcomes = [Outcome() for _ in self._tasks]
         self._lock = threading.Lock()
         self._waiting = list(range(len(self._tasks)))
         self._running: set[int] = set()
         self._paused: dict[int, Gang] = {}
         self._resuming: dict[int, threading.Event] = {}
+        self._steps = 0  # how often a task has ended or begun to wait for a nested call
         self._workers = 1  # threads that work for this gang; the first is the one that `run` asks for
         self._launch = [True]
         self._inside: dict[int, int] = {}  # slot -> ident of the thread that may be interrupted
@@ -140,9 +156,18 @@ class Gang:
             raise
 
     def _wait(self) -> None:
+        steps, looks = self._steps, 0
         while not self._is_done:
             # A signal that arrives just before the wait is noticed only after it: look up now and then.
-            self._done.acquire(timeout=0.2)
+            self._done.acquire(timeout=_LOOK_UP)
+            if self._patience is None or self.stalled:
+                continue
+            # Looks are counted, not seconds: those in which the whole process was stopped say nothing.
+            looks = looks + 1 if self._steps == steps and (self._waiting or self._resuming) else 0
+            steps = self._steps
+            if looks * _LOOK_UP >= self._patience:
+                self.stalled = True
+                _pool.start(self, _LIFT)  # a worker does it: this thread may be interrupted, and takes no lock
 
     def _interrupt(self) -> None:
         """Starts no further task, and sends `Interrupted` to the threads of those that run. Holds no lock."""
@@ -173,12 +198,17 @@ class Gang:
     def work(self, slot: int | None, worker: _Worker) -> bool:
         """Called by a worker: runs the task of ``slot`` (``None``: the first), then others as permits become free.
 
+        For `_LIFT` it takes the limit away first.
+
         Returns whether the thread is in the pool again; one that may have been interrupted is not used any more.
         """
         if slot is None and not self._take(self._launch.pop):
             _pool.take_back(worker)
             return True
-        slots = self._admit() if slot is None else [slot]
+        if slot == _LIFT and not self._lift():
+            _pool.take_back(worker)
+            return True
+        slots = self._admit() if slot is None or slot == _LIFT else [slot]
         while slots:
             self._start(slots[1:])
             self._call(slots[0])
@@ -190,6 +220,15 @@ class Gang:
             _pool.take_back(worker)
         self._leave()
         return usable
+
+    def _lift(self) -> bool:
+        """Takes the limit away; returns whether the gang still runs, and the calling thread works for it."""
+        with self._lock:
+            if self._workers == 0:
+                return False
+            self._workers += 1
+            self._permits = math.inf
+            return True
 
     def _admit(self) -> list[int]:
         """Gives free permits to tasks, lowest slot first; returns those that need a thread."""
@@ -254,6 +293,7 @@ class Gang:
     def _settle(self, slot: int) -> None:
         """Notes that a task has ended."""
         with self._lock:
+            self._steps += 1
             self._running.discard(slot)
             self._tasks[slot] = None
             if self._outcomes[slot].error is not None:
@@ -276,6 +316,7 @@ class Gang:
         """Gives the permit of ``slot`` back, because its task begins to wait for ``nested``; it keeps its turn."""
         self._step_out(slot)
         with self._lock:
+            self._steps += 1
             self._running.discard(slot)
             self._paused[slot] = nested
         if self._interrupted:

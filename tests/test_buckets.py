@@ -198,8 +198,11 @@ def test_caps_are_respected_and_everything_travels_once(originals: list[Tensor],
     buckets, singles = plan_buckets(originals, cap_bytes)
     assert sorted(index for bucket in buckets for index in bucket.indices) == list(range(len(originals)))
     assert singles == []
+    ends: dict[tuple[torch.dtype, torch.device], int] = {}
     for bucket in buckets:
-        assert bucket.indices == sorted(bucket.indices)
+        kind = originals[bucket.indices[0]].dtype, originals[bucket.indices[0]].device
+        assert min(bucket.indices) > ends.get(kind, -1)  # in a bucket any order, buckets one after the other
+        ends[kind] = max(bucket.indices)
         assert len({(originals[index].dtype, originals[index].device) for index in bucket.indices}) == 1
         flat = flatten(bucket, originals)
         assert flat.numel() * flat.element_size() <= cap_bytes or len(bucket.indices) == 1
@@ -211,6 +214,19 @@ def test_a_bucket_is_filled_before_the_next_is_opened() -> None:
     originals = [torch.zeros(size, dtype=dtype) for size in (4, 4, 1) for dtype in (torch.float32, torch.float64)]
     buckets, _ = plan_buckets(originals, cap_bytes=32)
     assert [bucket.indices for bucket in buckets] == [[0, 2], [1], [3], [4], [5]]
+
+
+def test_the_first_bucket_may_have_a_smaller_cap() -> None:
+    originals = [torch.zeros(4, dtype=dtype) for _ in range(4) for dtype in (torch.float32, torch.float64)]
+    buckets, _ = plan_buckets(originals, cap_bytes=64, first_cap_bytes=16)
+    assert sorted(sorted(bucket.indices) for bucket in buckets) == [[0], [1, 3], [2, 4, 6], [5, 7]]
+
+
+def test_tensors_of_one_layout_are_neighbours_and_large_powers_of_two_come_first() -> None:
+    originals = [torch.zeros(*shape) for shape in [(3,), (4, 4), (3,), (2,), (4, 4), (3,)]]
+    (bucket,), _ = plan_buckets(originals)
+    assert bucket.indices == [1, 4, 3, 0, 2, 5]
+    assert [(layout.shape, count) for layout, count in bucket.runs] == [((4, 4), 2), ((2,), 1), ((3,), 3)]
 
 
 @pytest.mark.parametrize("cap_bytes", [0, -1])

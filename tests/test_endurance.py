@@ -120,7 +120,7 @@ def test_circles_between_attributes_need_no_collector(slots, root):
             with torch.no_grad():
                 wrapped(x)
 
-    steps(5)
+    steps(40)  # by then what is kept for measuring calls is there
     objects = live_objects()
     gc.disable()
     try:

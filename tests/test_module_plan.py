@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dataparallel import replicate
-from dataparallel.module_plan import ModulePlan
+from dataparallel.module_plan import NOTHING, ModulePlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
@@ -39,7 +39,7 @@ def test_each_module_and_tensor_is_there_once() -> None:
     plan = ModulePlan.of(tree)
     assert [entry.name for entry in plan.entries] == ["", "0", "1", "1.1"]
     assert len(plan.tensors) == len({id(t) for t in plan.tensors}) == 7
-    assert plan.is_parameter == [True] * 4 + [False] * 3
+    assert plan.parameters == [0, 1, 2, 3]
     root, first, nested, norm = plan.entries
     assert root.parameters["tied"] == first.parameters["weight"]
     assert root.buffers["again"] == norm.buffers["running_mean"]
@@ -51,14 +51,15 @@ def test_what_is_none_stays_none() -> None:
     layer.register_buffer("nothing", None)
     layer.register_module("nobody", None)
     (entry,) = ModulePlan.of(layer).entries
-    assert (entry.parameters["bias"], entry.buffers["nothing"], entry.children["nobody"]) == (None, None, None)
+    assert (entry.parameters["bias"], entry.buffers["nothing"], entry.children["nobody"]) == (NOTHING,) * 3
 
 
 def test_a_tensor_that_is_parameter_and_buffer_is_a_parameter() -> None:
     tree = nn.Sequential(nn.Module(), nn.Linear(2, 2, bias=False))
     tree[0].register_buffer("view", tree[1].weight.detach())
     tree[0]._buffers["same"] = tree[1].weight
-    assert ModulePlan.of(tree).is_parameter == [True, False]
+    plan = ModulePlan.of(tree)
+    assert (len(plan.tensors), plan.parameters) == (2, [0])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from dataparallel.buckets import DEFAULT_CAP_BYTES
+from dataparallel.buckets import DEFAULT_CAP_BYTES, PLAIN_TYPES
 from dataparallel.comm import copies
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
@@ -148,8 +148,9 @@ def reduce_add_coalesced(
         return ()
     for tensors in inputs:
         _check_movable(tensors)
-    kinds = [[(tensor.shape, tensor.dtype) for tensor in tensors] for tensors in inputs]
-    if any(kind != kinds[0] for kind in kinds):
+    shapes = [[tensor.shape for tensor in tensors] for tensors in inputs]
+    dtypes = [[tensor.dtype for tensor in tensors] for tensors in inputs]
+    if any(of_slot != shapes[0] for of_slot in shapes) or any(of_slot != dtypes[0] for of_slot in dtypes):
         for position, terms in enumerate(zip(*inputs, strict=True)):
             _check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
@@ -307,9 +308,10 @@ def _check_exactly_one(devices: object, out: object) -> None:
 
 def _check_movable(tensors: Sequence[Tensor]) -> None:
     for index, tensor in enumerate(tensors):
-        problem = why_not_movable(tensor)
-        if problem:
-            raise ValueError(f"tensor {index} {problem}")
+        if tensor.is_meta or type(tensor) not in PLAIN_TYPES:
+            problem = why_not_movable(tensor)
+            if problem:
+                raise ValueError(f"tensor {index} {problem}")
 
 
 def _check_summable(tensors: Sequence[Tensor], where: str = "") -> None:

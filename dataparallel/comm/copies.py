@@ -99,11 +99,10 @@ def reduce_add_coalesced(
     if len(inputs) == 1:
         return [send(tensor, destination) for tensor in first]
     results = list(first)
-    flat_ones = [
-        i
-        for i in range(len(first))
-        if all(travels_flat(tensors[i]) and tensors[i].device == tensors[0].device for tensors in inputs)
-    ]
+    flat_ones = list(range(len(first)))
+    for tensors in inputs:
+        device = tensors[0].device
+        flat_ones = [i for i in flat_ones if travels_flat(tensors[i]) and tensors[i].device == device]
     buckets, _ = plan_buckets(first, buffer_size, candidates=flat_ones, keep_repeats=False)
     for index in set(range(len(first))).difference(flat_ones):
         results[index] = reduce_add([tensors[index] for tensors in inputs], destination)

@@ -1,0 +1,217 @@
+"""Copies of a module's parameters and buffers that are used again: memory and tensors, refreshed in place.
+
+Values are sent at every call, by one copy for each bucket and device. A copy is used again if nobody else holds a
+part of it and it is what it was: ``forward`` may have returned a parameter, stored a view of it, made a graph over it,
+given it other memory (``.data =``) or a gradient. What is not is left to whoever has it, and made again. Only
+``kept_replicas`` uses this room; it is for calls that record no graph, and knows no modules but by their plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any
+from weakref import getweakrefcount
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import comm
+from dataparallel.buckets import Bucket, flatten, plan_buckets, unflatten
+from dataparallel.functions import alias, current_streams
+from dataparallel.module_plan import ModulePlan
+
+__all__ = ["KeptCopies"]
+
+
+class KeptCopies:
+    """At most one copy for each slot on another device than the first; for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._kinds: list[Any] = []
+        self._buckets: list[Bucket] = []
+        self._singles: list[int] = []
+        self._copies: dict[int, _Copy] = {}
+
+    def refreshed(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:
+        """The plan's tensors for each slot, with the values that they have now; parameters are ``nn.Parameter``.
+
+        Parameters of slots on one device share memory, as do those on the first slot's device with the source's;
+        buffers are each slot's own, but on slot 0 the source's.
+        """
+        # Tensors made in inference mode could not be refreshed outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._refreshed(plan, slots, cap_bytes)
+
+    def _refreshed(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:
+        self._plan_buckets(plan, cap_bytes)
+        copies = [list(plan.tensors) for _ in slots]
+        first_on: dict[torch.device, int] = {}
+        for slot, device in enumerate(slots):
+            first_on.setdefault(device, slot)
+        away = [slot for slot in first_on.values() if slot > 0]
+        if away:
+            self._send(plan, slots, away, copies)
+        parameters = set(plan.parameters)
+        buffers = [i for i in range(len(plan.tensors)) if i not in parameters]
+        for slot, device in enumerate(slots):
+            first = first_on[device]
+            if slot in away:
+                continue
+            for i in plan.parameters:
+                copies[slot][i] = _as_parameter(alias(copies[first][i], slot), plan.tensors[i])
+            if slot != first:
+                own = comm.broadcast_coalesced([copies[first][i] for i in buffers], [device] * 2, own_storage=True)[1]
+                for i, buffer in zip(buffers, own, strict=True):
+                    copies[slot][i] = buffer
+        return copies
+
+    def _plan_buckets(self, plan: ModulePlan, cap_bytes: int) -> None:
+        """Plans anew where tensors are of other kinds than before: ``.data =`` may change all but their class."""
+        kinds: list[Any] = [cap_bytes, plan.parameters, *map(_kind, plan.tensors)]
+        if kinds != self._kinds:
+            self._copies = {}
+            self._buckets, self._singles = plan_buckets(plan.tensors, cap_bytes)
+            self._kinds = kinds
+
+    def end_call(self) -> None:
+        """Lets go of copies on which the last call has left something: an attribute, a gradient, other memory."""
+        self._copies = {slot: copy for slot, copy in self._copies.items() if copy.end_call()}
+
+    def _send(self, plan: ModulePlan, slots: list[torch.device], away: list[int], copies: list[list[Tensor]]) -> None:
+        sources = [flatten(bucket, plan.tensors) for bucket in self._buckets]
+        positions = [i for bucket in self._buckets for i in bucket.indices]
+        streams = current_streams(slots)
+        for slot in away:
+            device = slots[slot]
+            kept = self._copies.get(slot)
+            if kept is not None and kept.can_be_used_again(streams[device]):
+                kept.refresh(sources)
+            else:
+                kept = self._copies[slot] = _Copy(plan, self._buckets, sources, device, streams[device])
+            copy = copies[slot]
+            for i, part in zip(positions, kept.parts, strict=True):
+                copy[i] = part
+        parameters = set(plan.parameters)
+        for i in self._singles:
+            source = plan.tensors[i]
+            for slot, single in zip(away, comm.broadcast(source, [slots[slot] for slot in away]), strict=True):
+                copies[slot][i] = _as_parameter(single, source) if i in parameters else single
+
+
+def _kind(tensor: Tensor) -> Any:
+    """What `plan_buckets`, and whether copies are to need gradients, depend on."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.layout
+    bits = tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), bool(tensor.__dict__)
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, bits
+
+
+class _Copy:
+    """What travels flat, on one device: a flat buffer for each bucket, and the tensors in them."""
+
+    def __init__(
+        self,
+        plan: ModulePlan,
+        buckets: list[Bucket],
+        sources: list[Tensor],
+        device: torch.device,
+        stream: torch.Stream,
+    ) -> None:
+        # It belongs to one stream, of one device: nothing would order others before the memory goes back to that one.
+        self._stream = stream
+        self._flats = [source.to(device, copy=True) for source in sources]
+        self.parts: list[Tensor] = []
+        parameters = set(plan.parameters)
+        for bucket, flat in zip(buckets, self._flats, strict=True):
+            for i, part in zip(bucket.indices, unflatten(bucket, flat), strict=True):
+                self.parts.append(_as_parameter(part, plan.tensors[i]) if i in parameters else part)
+        self._reads = _what_to_read(self.parts)
+        self._state = [list(map(read, self.parts)) for read in self._reads]
+        self._holders = list(map(_holders_of_memory, self._flats))
+        self._is_at_rest = False  # since it was looked at nobody could change it
+
+    def refresh(self, sources: list[Tensor]) -> None:
+        self._is_at_rest = False
+        for flat, source in zip(self._flats, sources, strict=True):
+            flat.copy_(source)
+
+    def can_be_used_again(self, stream: torch.Stream) -> bool:
+        return stream == self._stream and (self._is_at_rest or (self._is_ours() and self._is_as_it_was()))
+
+    def end_call(self) -> bool:
+        """``False`` if the last call has left something on it. The next one asks whether somebody still holds it."""
+        if not self._is_at_rest:
+            # In this order: what nobody else holds is not changed between the two.
+            is_ours = self._is_ours()
+            if not self._is_as_it_was():
+                return False
+            self._is_at_rest = is_ours
+        return True
+
+    def _is_ours(self) -> bool:
+        """Whether nobody else holds a part of it, or could come to hold one."""
+        alone, only_python = _holders_of_one()
+        return (
+            all(count == alone for count in map(sys.getrefcount, self.parts))
+            and all(count == only_python for count in map(_use_count, self.parts))
+            and not any(map(getweakrefcount, self.parts))
+            and list(map(_holders_of_memory, self._flats)) == self._holders
+        )
+
+    def _is_as_it_was(self) -> bool:
+        """Whether the parts have not been changed but in value."""
+        return (
+            all(list(map(read, self.parts)) == state for read, state in zip(self._reads, self._state, strict=True))
+            # By identity: hooks are in a dict, which has no hash, and a gradient is no truth value.
+            and all(all(map(is_, map(read, self.parts), repeat(None))) for read in _NONE)
+            and not any(map(_ATTRIBUTES, self.parts))
+        )
+
+
+_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+
+_STATE: tuple[Callable[[Tensor], Any], ...] = (
+    type,
+    Tensor.data_ptr,
+    Tensor.size,
+    Tensor.stride,
+    *map(attrgetter, ("dtype", "requires_grad", "is_leaf")),
+)
+_NONE = tuple(map(attrgetter, ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")))
+_ATTRIBUTES = attrgetter("__dict__")
+
+
+def _what_to_read(parts: list[Tensor]) -> list[Callable[[Tensor], Any]]:
+    """What tells whether parts are what they were: ``.data =`` may put in another view of the same memory."""
+    reads = [*_STATE]
+    if any(part.is_complex() for part in parts):
+        reads.append(Tensor.is_conj)
+    if not all(map(Tensor.data_ptr, parts)):  # tensors without elements have no address, but their storage has
+        reads.append(lambda part: part.untyped_storage().data_ptr())
+    return reads
+
+
+def _as_parameter(copy: Tensor, source: Tensor) -> Tensor:
+    """The copy, which nobody else has yet, as a leaf that needs a gradient if its source does."""
+    if type(copy) is Tensor:
+        copy.__class__ = nn.Parameter
+    # Outside of inference mode, where copies are made, what was made inside cannot be told to need one.
+    return copy.requires_grad_() if source.requires_grad and not copy.is_inference() else copy
+
+
+@functools.cache
+def _holders_of_one() -> tuple[int, int]:
+    """References to a tensor that is in one list, from Python and from elsewhere."""
+    tensors = [torch.empty(1)]
+    (references,), (uses,) = map(sys.getrefcount, tensors), map(_use_count, tensors)
+    return references, uses
+
+
+def _holders_of_memory(tensor: Tensor) -> tuple[int, int]:
+    """How many tensors share the memory of ``tensor``, and how many references to it Python has."""
+    storage = tensor.untyped_storage()  # the same object for all who ask
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)

@@ -1,0 +1,308 @@
+"""What somebody else holds of a kept replica stays what it is, and what nobody holds is freed."""
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dataparallel import DataParallel
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+HELD: list[Any] = []
+HOLDS: list[Callable[[Any], Any]] = []
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+        self.register_buffer("shift", torch.ones(4))
+        self.register_buffer("none", torch.ones(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(self.linear(x)) + self.shift
+        for hold in HOLDS:
+            HELD.append(hold(self))
+        return y
+
+
+@pytest.fixture(autouse=True)
+def nothing_held():
+    yield
+    HELD.clear()
+    HOLDS.clear()
+
+
+@pytest.fixture
+def no_collector():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def without_graph(request):
+    return request.param
+
+
+@pytest.fixture
+def net(root) -> Net:
+    torch.manual_seed(0)
+    return Net().to(root)
+
+
+@pytest.fixture
+def x(root) -> Tensor:
+    return torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).to(root)
+
+
+@pytest.fixture
+def wrapped(net, slots):
+    return DataParallel(net, slots)
+
+
+@pytest.fixture
+def call(wrapped, x, without_graph) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        with without_graph():
+            return wrapped(x)
+
+    return call
+
+
+def less_memory(replica: Any) -> Tensor:
+    replica.none.data = torch.empty(0, device=replica.none.device)
+    return replica.linear.weight.detach()
+
+
+def popped(replica: Any) -> Any:
+    child = replica.linear
+    replica.linear = nn.Identity()
+    return child
+
+
+def other_registry(replica: Any) -> Any:
+    registry = vars(replica.linear)["_parameters"]
+    vars(replica.linear)["_parameters"] = {}
+    return registry
+
+
+def other_children(replica: Any) -> Any:
+    children = replica._modules
+    vars(replica)["_modules"] = {}
+    return children
+
+
+# For each thing that can be held, how to get a parameter's value from it.
+WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
+    "a parameter": (lambda r: r.linear.weight, lambda held: held),
+    "a buffer": (lambda r: r.shift, lambda held: held),
+    "a detached one": (lambda r: r.linear.weight.detach(), lambda held: held),
+    "its data": (lambda r: r.linear.weight.data, lambda held: held),
+    "a detached one, and one less on its memory": (less_memory, lambda held: held),
+    "a view": (lambda r: r.linear.weight[1:].view(-1), lambda held: held),
+    "its storage": (
+        lambda r: (r.linear.weight.untyped_storage(), r.linear.weight.device, r.linear.weight.storage_offset()),
+        lambda held: torch.empty(0, device=held[1]).set_(held[0], held[2], (4, 4)),
+    ),
+    "the replica": (lambda r: r, lambda held: held.linear.weight),
+    "a child": (lambda r: r.linear, lambda held: held.weight),
+    "a child that left its parent": (popped, lambda held: held.weight),
+    "a method": (lambda r: r.linear.forward, lambda held: held.__self__.weight),
+    "a registry": (lambda r: r.linear._parameters, lambda held: held["weight"]),
+    "a registry that left its module": (other_registry, lambda held: held["weight"]),
+    "a registry of children": (lambda r: r._modules, lambda held: held["linear"].weight),
+    "a registry of children that left its module": (other_children, lambda held: held["linear"].weight),
+    "all attributes": (lambda r: vars(r.linear), lambda held: held["_parameters"]["weight"]),
+    "a shallow copy": (lambda r: copy.copy(r.linear), lambda held: held.weight),
+    "an iterator": (lambda r: iter(r.linear._parameters.values()), lambda held: held.__reduce__()[1][0][0]),
+    "a state dict": (lambda r: r.state_dict(), lambda held: held["linear.weight"]),
+}
+
+
+@pytest.mark.parametrize(("hold", "value"), WAYS.values(), ids=WAYS.keys())
+def test_what_is_held_keeps_its_value(hold, value, net, call) -> None:
+    call()
+    call()
+    HOLDS.append(hold)
+    call()
+    HOLDS.clear()
+    # Slot 0 shares the memory of the source, as on one device.
+    values = [(value(held), value(held).clone()) for held in HELD if torch.device(value(held).device).index]
+    for tensor in (*net.parameters(), *net.buffers()):
+        tensor.data = tensor.data * 3
+    for _ in range(2):
+        call()
+        for tensor, before in values:
+            assert torch.equal(tensor, before)
+    for held in HELD:
+        assert value(held).shape[0] > 0
+
+
+def test_what_is_done_to_a_shallow_copy_later_is_not_done_to_a_replica(net, call) -> None:
+    expected = call()
+    HOLDS.append(lambda replica: copy.copy(replica.linear))
+    call()
+    HOLDS.clear()
+    for held in HELD:
+        held.register_forward_hook(lambda module, args, output: output * 0)
+    torch.testing.assert_close(call(), expected)
+
+
+def test_a_graph_made_inside_keeps_its_values(net, wrapped, x) -> None:
+    @torch.enable_grad()
+    def total(replica: Any) -> Tensor:
+        return (replica.linear.weight * replica.linear.weight).sum()
+
+    with torch.no_grad():
+        wrapped(x)
+        HOLDS.append(total)
+        wrapped(x)
+        HOLDS.clear()
+        before = [2 * net.linear.weight.detach().to(loss.device) for loss in HELD]
+        net.linear.weight.data = net.linear.weight.data * 0
+        wrapped(x)
+    for loss, expected in zip(HELD, before, strict=True):
+        weight = loss.grad_fn.next_functions[0][0].next_functions[0][0].variable
+        assert torch.equal(torch.autograd.grad(loss, weight)[0], expected)
+
+
+def test_a_parameter_that_is_returned(slots, root) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+            return self.weight, [self.weight.view(-1)]
+
+    module = Returns().to(root)
+    wrapped = DataParallel(module, slots)
+    x = torch.ones(len(slots), 1, device=root)
+    with torch.no_grad():
+        outputs = []
+        for step in range(3):
+            module.weight.data.fill_(step)
+            outputs.append(wrapped(x))
+    for step, (whole, (flat,)) in enumerate(outputs):
+        assert {*whole.view(-1).tolist(), *flat.tolist()} == {step}
+
+
+@pytest.mark.parametrize("key", [lambda m: m, lambda m: m.linear.weight], ids=["a module", "a parameter"])
+def test_what_is_cached_by_weak_reference_is_not_found_again(key, slots, root, x) -> None:
+    cache = WeakIdKeyDictionary()
+
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if key(self) not in cache:
+                cache[key(self)] = self.linear.weight.t().clone()
+            return x @ cache[key(self)]
+
+    module = Caches().to(root)
+    wrapped = DataParallel(module, slots)
+    with torch.no_grad():
+        wrapped(x)
+        wrapped(x)
+        module.linear.weight.zero_()
+        assert not wrapped(x).any()
+
+
+def test_activations_are_not_held_after_a_call(call, no_collector) -> None:
+    left: list[weakref.ref[Tensor]] = []
+
+    def leave(replica: Any) -> None:
+        for place in (replica.inner, replica.linear.weight):
+            place.act = torch.ones(4, device=replica.shift.device)
+            left.append(weakref.ref(place.act))
+
+    HOLDS.append(leave)
+    call()
+    call()
+    assert len(left) == 12
+    assert not any(act() is not None for act in left)
+    HOLDS.append(lambda replica: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        call()
+    del caught
+    assert len(left) > 12
+    assert not any(act() is not None for act in left)
+
+
+def test_copies_of_a_wrapper_keep_nothing(net, wrapped, call, x) -> None:
+    expected = call()
+    call()
+    file = io.BytesIO()
+    with wrapped.frozen():
+        torch.save(wrapped, file)
+        copies = [copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))]
+    file.seek(0)
+    with torch.no_grad():
+        net.linear.weight.zero_()
+        for other in (*copies, torch.load(file, weights_only=False)):
+            assert other._kept._shells == []
+            assert not other._kept.is_frozen
+            for _ in range(2):
+                torch.testing.assert_close(other(x), expected)
+
+
+def allocated() -> list[int]:
+    gc.collect()
+    for index in range(torch.sim.device_count()):
+        torch.sim.synchronize(index)
+    time.sleep(0.05)
+    return [torch.sim.memory_allocated(index) for index in range(torch.sim.device_count())]
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(3, 8)
+def test_bytes(net, slots, x, without_graph) -> None:
+    """Bounded by one copy, and none left by a call that records a graph, by a failed one, and by the wrapper."""
+    before = allocated()
+    wrapped = DataParallel(net, slots)
+
+    def calls(count: int, wrapped: DataParallel = wrapped) -> None:
+        with without_graph():
+            for _ in range(count):
+                wrapped(x)
+
+    calls(2)
+    kept = allocated()
+    net_bytes = sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
+    assert all(after - at_first <= net_bytes + 8 * 512 for after, at_first in zip(kept, before, strict=True))
+    calls(20)
+    assert allocated() == kept
+    wrapped(x)
+    assert allocated() == before
+    calls(2)
+    HOLDS.append(lambda replica: setattr(replica.linear.weight, "act", torch.ones(99, device=replica.shift.device)))
+    HOLDS.append(lambda replica: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        calls(1)
+    assert allocated() == before
+    HOLDS.clear()
+    calls(2)
+    assert allocated() == kept
+    with wrapped.frozen():
+        assert allocated() == before
+        calls(3)
+        assert allocated() == kept
+    assert allocated() == before != kept
+    calls(2)
+    del wrapped, calls
+    assert allocated() == before
