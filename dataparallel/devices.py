@@ -18,7 +18,7 @@ DeviceLike: TypeAlias = "int | str | torch.device"
 CPU = torch.device("cpu")
 
 # Devices that have been found to exist: they are asked for many times in each step, and do not go away.
-_checked: set[torch.device] = {CPU}
+_checked: dict[int | torch.device, torch.device] = {CPU: CPU}
 
 
 def accelerator_type() -> str | None:
@@ -55,8 +55,8 @@ def resolve(device: DeviceLike) -> torch.device:
         TypeError: ``device`` is no int, string or ``torch.device``.
         ValueError: the machine has no such device, or it cannot hold data (``meta``).
     """
-    if isinstance(device, torch.device) and device in _checked:
-        return device
+    if type(device) in (int, torch.device) and device in _checked:
+        return _checked[device]
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(
             f"a device is an int, a string or a torch.device; got {device!r} of type {type(device).__name__}"
@@ -81,7 +81,7 @@ def resolve(device: DeviceLike) -> torch.device:
 
 
 def _remembered(device: torch.device) -> torch.device:
-    _checked.add(device)
+    _checked[device] = device
     return device
 
 
@@ -94,7 +94,8 @@ def _resolve_index(index: int) -> torch.device:
         )
     if not 0 <= index < device_count(device_type):
         raise ValueError(f"device {index} does not exist; {what_exists()}")
-    return _remembered(torch.device(device_type, index))
+    _checked[index] = _remembered(torch.device(device_type, index))
+    return _checked[index]
 
 
 def resolve_each(devices: Sequence[DeviceLike]) -> list[torch.device]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 from weakref import getweakrefcount
 
@@ -164,12 +163,9 @@ class _Copy:
 
     def _is_as_it_was(self) -> bool:
         """Whether the parts have not been changed but in value."""
-        return (
-            all(list(map(read, self.parts)) == state for read, state in zip(self._reads, self._state, strict=True))
-            # By identity: hooks are in a dict, which has no hash, and a gradient is no truth value.
-            and all(all(map(is_, map(read, self.parts), repeat(None))) for read in _NONE)
-            and not any(map(_ATTRIBUTES, self.parts))
-        )
+        return all(
+            list(map(read, self.parts)) == state for read, state in zip(self._reads, self._state, strict=True)
+        ) and not any(map(_ATTRIBUTES, self.parts))
 
 
 _use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
@@ -179,9 +175,8 @@ _STATE: tuple[Callable[[Tensor], Any], ...] = (
     Tensor.data_ptr,
     Tensor.size,
     Tensor.stride,
-    *map(attrgetter, ("dtype", "requires_grad", "is_leaf")),
+    attrgetter("dtype", "requires_grad", "is_leaf", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
 )
-_NONE = tuple(map(attrgetter, ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")))
 _ATTRIBUTES = attrgetter("__dict__")
 
 

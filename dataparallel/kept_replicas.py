@@ -33,6 +33,7 @@ from dataparallel.replicate import (
     bare_module,
     build_replica,
     copy_tensors,
+    hook_flags,
     make_parameters,
     own_attributes,
 )
@@ -213,8 +214,9 @@ class _Shell:
         self._parts: list[_Part] = []
         self._tables: list[dict[Any, Any]] = []  # of hooks; plain trees have none
         self._counted: list[Any] = [*self._modules]
+        flags = hook_flags()
         for entry in plan.entries:
-            attributes = own_attributes(entry, entry.attributes.copy())
+            attributes = own_attributes(entry, entry.attributes.copy(), flags)
             children = {key: None if i == NOTHING else self._modules[i] for key, i in entry.children.items()}
             self._tables += [attributes[name] for name in HOOK_TABLES]
             self._counted.append(attributes[HOOK_TABLES[0]])  # who holds all attributes of a module holds this one

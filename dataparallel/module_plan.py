@@ -32,16 +32,14 @@ NOTHING = -1
 MADE = "_dataparallel_made"
 """Attribute of a replica's root: objects made for its attributes. It belongs to that replica only."""
 
-HOOK_TABLES = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-"""What ``register_*_hook`` writes to: a ``forward`` may call it, so every replica has tables of its own."""
+OWN_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Hooks by number: a ``forward`` may register one, so every replica has tables of its own."""
+
+HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+"""Numbers of hooks, which no two hooks share: replicas without any may have one table together."""
+
+HOOK_TABLES = (*OWN_HOOK_TABLES, *HOOK_FLAGS)
+"""What ``register_*_hook`` writes to."""
 
 
 class ModuleEntry:

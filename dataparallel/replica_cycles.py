@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from dataparallel.module_plan import HOOK_TABLES, MADE, REGISTRIES
+from dataparallel.module_plan import MADE, OWN_HOOK_TABLES, REGISTRIES
 
 __all__ = ["CycleBreaker", "note_circles"]
 
@@ -87,7 +87,7 @@ def _only_their_own(parts: list[Any]) -> bool:
     modules = [part for part in parts if issubclass(type(part), nn.Module)]
     made = [part for part in parts if not issubclass(type(part), nn.Module)]
     attributes = [vars(module) for module in modules]
-    names = (*REGISTRIES, *HOOK_TABLES)
+    names = (*REGISTRIES, *OWN_HOOK_TABLES)
     known = set(map(id, made))  # a hook table that was made anew is one of these
     tables = [own[name] for own in attributes for name in names if name in own and id(own[name]) not in known]
     noted = [own[MADE] for own in attributes if MADE in own]

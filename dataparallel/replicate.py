@@ -21,7 +21,17 @@ from dataparallel import comm
 from dataparallel.buckets import PLAIN_TYPES, plan_buckets
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.functions import Broadcast, alias
-from dataparallel.module_plan import HOOK_TABLES, MADE, NOTHING, REGISTRIES, ModuleEntry, ModulePlan, dotted
+from dataparallel.module_plan import (
+    HOOK_FLAGS,
+    HOOK_TABLES,
+    MADE,
+    NOTHING,
+    OWN_HOOK_TABLES,
+    REGISTRIES,
+    ModuleEntry,
+    ModulePlan,
+    dotted,
+)
 from dataparallel.module_references import Rebinding
 from dataparallel.replica_cycles import note_circles
 
@@ -32,6 +42,7 @@ __all__ = [
     "build_replica",
     "cap_in_bytes",
     "copy_tensors",
+    "hook_flags",
     "make_parameters",
     "own_attributes",
     "replicate",
@@ -180,12 +191,13 @@ def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
     """One replica of the plan's tree around ``tensors``, which become its parameters and buffers."""
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
     held = [*tensors, None]  # None at `NOTHING`
+    flags = hook_flags()
     modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
     for entry, module in zip(plan.entries, modules, strict=True):
         if entry.is_script:
             _fill_script(entry, module, modules, held)
         else:
-            own = own_attributes(entry, vars(module) if entry.has_own_rule else entry.attributes.copy())
+            own = own_attributes(entry, vars(module) if entry.has_own_rule else entry.attributes.copy(), flags)
             _fill_registries(entry, own, modules, held)
             # Past `Module.__setattr__`, which would look for parameters in it.
             object.__setattr__(module, "__dict__", own)
@@ -246,8 +258,16 @@ def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     return replica
 
 
-def own_attributes(entry: ModuleEntry, own: dict[str, Any]) -> dict[str, Any]:
-    """``own``, a copy of the source's attributes, with empty registries and with tables for hooks that are its own."""
+def hook_flags() -> dict[str, Any]:
+    """Empty tables for the replicas of one call: what they note of hooks by their numbers."""
+    return {name: OrderedDict() for name in HOOK_FLAGS}
+
+
+def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """``own``, a copy of the source's attributes, with empty registries and with tables for hooks that are its own.
+
+    ``flags`` are those tables that replicas may share, see `hook_flags`.
+    """
     attributes = entry.attributes
     own["_is_replica"] = True
     for name in REGISTRIES:
@@ -255,10 +275,11 @@ def own_attributes(entry: ModuleEntry, own: dict[str, Any]) -> dict[str, Any]:
     own["_non_persistent_buffers_set"] = attributes["_non_persistent_buffers_set"].copy()
     if entry.has_hooks:
         for name in HOOK_TABLES:
-            own[name] = attributes[name].copy() if attributes[name] else OrderedDict()
+            own[name] = attributes[name].copy()
     else:
-        for name in HOOK_TABLES:
+        for name in OWN_HOOK_TABLES:
             own[name] = OrderedDict()
+        own.update(flags)
     return own
 
 

@@ -30,7 +30,7 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, device_type: str | None, count: int) -> None:
     accelerator = None if device_type is None else torch.device(device_type)
-    monkeypatch.setattr("dataparallel.devices._checked", set())
+    monkeypatch.setattr("dataparallel.devices._checked", {})
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: CURRENT)

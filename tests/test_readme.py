@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import dataparallel
+
 README = Path(__file__).parents[1] / "README.rst"
 
 
@@ -33,15 +35,31 @@ def test_the_uneven_example_is_the_loss_of_one_device():
     torch.manual_seed(0)
     model = torch.nn.Linear(20, 1).double()
     x, y = torch.randn(64, 20, dtype=torch.float64), torch.randn(64, 1, dtype=torch.float64)
-    import dataparallel
-
     names = {"nn": torch.nn, "DataParallel": dataparallel.DataParallel, "model": model, "x": x, "y": y}
     exec(example("chunk_sizes=[24, 40]"), names)
     torch.testing.assert_close(names["loss"], torch.nn.functional.mse_loss(model(x), y), rtol=0, atol=1e-12)
 
 
+def test_the_serving_example_answers_like_one_device():
+    model, answers = torch.nn.Linear(20, 1), []
+    requests = [torch.randn(6, 20) for _ in range(3)]
+    wrapped = dataparallel.DataParallel(model, ["cpu", "cpu"])
+    exec(example("model.frozen()"), {"torch": torch, "model": wrapped, "requests": requests, "answer": answers.append})
+    torch.testing.assert_close(answers, [model(batch) for batch in requests])
+
+
+def test_the_profiling_example_records_the_replicas(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"model": dataparallel.DataParallel(torch.nn.Linear(20, 1), ["cpu", "cpu"]), "x": torch.randn(6, 20)}
+    exec(example("profile_all_threads=True"), names)
+    assert {"dataparallel::replica 0", "dataparallel::replica 1"} <= {
+        event.name for event in names["recorded"].events()
+    }
+    assert os.listdir(tmp_path) == ["step.json"]
+
+
 def test_every_example_is_valid_python():
-    assert len(examples()) == 7
+    assert len(examples()) == 9
     for block in examples():
         compile(block, "README.rst", "exec")
 
