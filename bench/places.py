@@ -6,6 +6,7 @@ replicates and gathers between them as between GPUs, but their operators run on 
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -39,10 +40,26 @@ def find_places() -> Places:
     if accelerators:
         return Places(accelerators, [], "this machine has accelerators")
     cpu = [torch.device("cpu")]
+    _keep_freed_memory()
     try:
         return Places(cpu, simulate(SIMULATED))
     except ToolsMissing as error:
         return Places(cpu, [], str(error))
+
+
+def _keep_freed_memory() -> None:
+    """Has the C library keep memory that is freed, as accelerators' allocators do, where it can be told to.
+
+    Otherwise it gives large blocks back to the system, and the next ones come page by page, which takes longer than
+    filling them. Which sizes that meets is luck.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # not the GNU C library
+        return
+    trim_threshold, mmap_max = -1, -4  # their numbers in malloc.h
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(mmap_max, 0)
 
 
 def computing_devices(devices: list[torch.device]) -> int:

@@ -1,7 +1,8 @@
-"""Two models with the module trees of well-known ones, so narrow that what remains is mostly the cost of their shape.
+"""Models with the module trees of well-known ones, so narrow that what remains is mostly the cost of their shape.
 
 What replicating costs depends on how many modules, parameters and buffers there are, what running costs on how many
-operators; their size matters less. ResNet-50's tree has many of all of them, and GPT-2's small ones in long rows.
+operators; their size matters less. ResNet-50's tree has many of all of them, GPT-2's small ones in long rows, and
+BERT's a module around every linear. A wider GPT is there for the opposite: it spends its time in its operators.
 """
 
 from __future__ import annotations
@@ -113,10 +114,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens `(n, length)` in, logits `(n, length, vocabulary)` out. GPT-2's smallest is 768 wide, with 12 heads."""
 
-    def __init__(self, width: int = 24, blocks: int = 12, heads: int = 2) -> None:
+    def __init__(self, width: int = 24, blocks: int = 12, heads: int = 2, length: int = LENGTH) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(LENGTH, width)
+        self.positions = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
@@ -126,6 +127,87 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class BERTEmbeddings(nn.Module):
+    """Of words, positions and token types, the last of which are all the same here."""
+
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__()
+        self.word = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(length, width)
+        self.token_type = nn.Embedding(2, width)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(0.0)
+        self.register_buffer("position_ids", torch.arange(length), persistent=False)
+        self.register_buffer("token_type_ids", torch.zeros(length, dtype=torch.long), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        places = self.position(self.position_ids[:length]) + self.token_type(self.token_type_ids[:length])
+        return self.dropout(self.norm(self.word(tokens) + places))
+
+
+class SelfAttention(nn.Module):
+    """Looks both ways; a linear each for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.query, self.key, self.value)
+        )
+        return self.dropout(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+class AddAndNorm(nn.Module):
+    """A linear beside a shortcut, normalised."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inputs, width)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        return self.norm(self.dropout(self.dense(x)) + shortcut)
+
+
+class BERTLayer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({"self": SelfAttention(width, heads), "output": AddAndNorm(width, width)})
+        self.intermediate = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU())
+        self.output = AddAndNorm(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention["output"](self.attention["self"](x), x)
+        return self.output(self.intermediate(x), x)
+
+
+class BERT(nn.Module):
+    """Tokens `(n, length)` in, pooled `(n, width)` out. BERT-base is 768 wide, with 12 heads.
+
+    Dropout is 0, so that steps can be compared.
+    """
+
+    def __init__(self, width: int = 24, layers: int = 12, heads: int = 2, length: int = LENGTH) -> None:
+        super().__init__()
+        self.embeddings = BERTEmbeddings(width, length)
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(BERTLayer(width, heads) for _ in range(layers))})
+        self.pooler = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embeddings(tokens)
+        for layer in self.encoder["layer"]:
+            x = layer(x)
+        return self.pooler(x[:, 0])
 
 
 @dataclass(frozen=True)
@@ -150,7 +232,16 @@ class Shape:
             return self.make_batch(samples)
 
 
-SHAPES = [
-    Shape("ResNet-50 of width 4", ResNet50, lambda n: torch.randn(n, 3, 64, 64), 151, 161, 159),
-    Shape("GPT of width 24", GPT, lambda n: torch.randint(VOCABULARY, (n, LENGTH)), 114, 149, 0),
-]
+RESNET = Shape("ResNet-50 of width 4", ResNet50, lambda n: torch.randn(n, 3, 64, 64), 151, 161, 159)
+NARROW_GPT = Shape("GPT of width 24", GPT, lambda n: torch.randint(VOCABULARY, (n, LENGTH)), 114, 149, 0)
+NARROW_BERT = Shape("BERT of width 24", BERT, lambda n: torch.randint(VOCABULARY, (n, LENGTH)), 228, 199, 2)
+WIDE_GPT = Shape(
+    "GPT of width 128",
+    lambda: GPT(128, heads=4, length=2 * LENGTH),
+    lambda n: torch.randint(VOCABULARY, (n, 2 * LENGTH)),
+    114,
+    149,
+    0,
+)
+
+SHAPES = [RESNET, NARROW_GPT]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from by_hand import ByHand
-from dataparallel import gather, parallel_apply, replicate, scatter_kwargs
+from dataparallel import DataParallel
 
 STAGES = ("scatter", "replicate", "parallel_apply", "gather", "backward")
 
@@ -55,19 +55,23 @@ class StagedTraining:
     devices: list[torch.device]
     steps: list[dict[str, float]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        # Its stages are called one by one, for what it keeps and chooses from call to call.
+        self.parallel = DataParallel(self.module, self.devices)
+
     def step(self) -> tuple[Tensor, list[Tensor]]:
         """One step by the stages; returns output and gradients."""
         watch = Stopwatch(self.devices)
         self.module.zero_grad()
         with watch.time("step"):
             with watch.time("scatter"):
-                inputs, kwargs = scatter_kwargs((self.batch,), {}, self.devices)
+                inputs, kwargs = self.parallel.scatter((self.batch,), {}, self.devices)
             with watch.time("replicate"):
-                replicas = replicate(self.module, self.devices)
+                replicas = self.parallel.replicate(self.module, self.devices)
             with watch.time("parallel_apply"):
-                outputs = parallel_apply(replicas, inputs, kwargs, self.devices)
+                outputs = self.parallel.parallel_apply(replicas, inputs, kwargs)
             with watch.time("gather"):
-                output = gather(outputs, self.devices[0])
+                output = self.parallel.gather(outputs, self.devices[0])
             # The wrapper lets go of them here too. It takes a moment, which only "step" shows.
             del inputs, kwargs, replicas, outputs
             loss = mean_square(output)

@@ -16,6 +16,8 @@ from stages_report import CAPTION, plot, summarise
 SAMPLES = 16
 ROUNDS = 40
 SHORT_ROUNDS = 5
+CHOOSING = 30
+"""Steps in which the number of replicas that run at a time is chosen."""
 
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name.split()[0])
 
@@ -64,6 +66,8 @@ def test_stages(
     trainings = [staged(shape.model, shape.batch(SAMPLES), devices[:n]) for n in counts]
     for training in trainings:
         training.check()
+        for _ in range(0 if short else CHOOSING):
+            training.step()
         training.steps.clear()
 
     def step_each() -> None:

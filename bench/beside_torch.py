@@ -1,0 +1,257 @@
+"""The work that the library and ``torch.nn.parallel`` both do, on the same module, batch and devices.
+
+Replicating, inference and a training step without its optimizer, each as a callable to be timed, and checks that both
+do all of it: that every tensor of every replica is there, and that outputs and gradients are those of one device.
+Compares and judges no times: that is for `beside_torch_report.py` and `test_beside_torch.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+import dataparallel
+from dataparallel import DataParallel
+from pairs import Call, Comparison, load, take_turns
+from shapes import Shape
+from stages import mean_square
+from torch_pipeline import StandIns
+
+SAMPLES_PER_DEVICE = 2
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of one piece of work, taken in turns; ``stand_ins`` is the part of torch's spent in plain copies.
+
+    ``in_a_row`` is the same work on one device, chunk after chunk, where that is a comparison.
+    """
+
+    ours: list[float]
+    theirs: list[float]
+    stand_ins: list[float]
+    in_a_row: list[float] = field(default_factory=list)
+    load_before: float = 0.0
+    load_after: float = 0.0
+
+    def beside_torch(self) -> Comparison:
+        """How many times faster than torch."""
+        return self._comparison(self.ours, self.theirs)
+
+    def beside_torch_less_copies(self) -> Comparison:
+        """How many times faster than torch would be if its copies between devices took no time; ours take theirs."""
+        rest = [whole - copies for whole, copies in zip(self.theirs, self.stand_ins, strict=True)]
+        return self._comparison(self.ours, rest)
+
+    def over_in_a_row(self) -> Comparison:
+        """How many times as long as the chunks in a row."""
+        return self._comparison(self.in_a_row, self.ours)
+
+    def torch_over_in_a_row(self) -> Comparison:
+        return self._comparison(self.in_a_row, self.theirs)
+
+    def _comparison(self, ours: list[float], theirs: list[float]) -> Comparison:
+        return Comparison(ours, theirs, self.load_before, self.load_after)
+
+
+class BesideTorch:
+    """One module in two wrappers, on ``devices``, with a batch of 2 samples for each device.
+
+    Everything of torch's runs with `StandIns` installed.
+    """
+
+    def __init__(self, shape: Shape, devices: Sequence[torch.device], dtype: torch.dtype = torch.float32) -> None:
+        self.devices = list(devices)
+        self.module = shape.model().to(self.devices[0], dtype)
+        batch = shape.batch(SAMPLES_PER_DEVICE * len(self.devices)).to(self.devices[0])
+        self.batch = batch.to(dtype) if batch.is_floating_point() else batch
+        self.ours = DataParallel(self.module, device_ids=self.devices)
+        self.theirs = nn.DataParallel(self.module, device_ids=[device.index for device in self.devices])
+        self.stand_ins = StandIns(self.devices[0].type)
+        self.held: Sequence[nn.Module] = ()
+
+    # What is timed.
+
+    def replicate(self) -> None:
+        dataparallel.replicate(self.module, self.devices)
+
+    def torch_replicate(self) -> None:
+        nn.parallel.replicate(self.module, self.theirs.device_ids)
+
+    def wrapper_replicate(self) -> None:
+        self.held = self.ours.replicate(self.module, self.ours.device_ids)
+
+    def torch_wrapper_replicate(self) -> None:
+        self.held = self.theirs.replicate(self.module, self.theirs.device_ids)
+
+    def end(self) -> None:
+        """What the wrappers do with replicas when a call is over: torch's drops them, the library's cleans them up."""
+        self.held = ()
+        self.ours._kept.end_call()
+
+    def wrapper_replicate_and_end(self) -> None:
+        self.wrapper_replicate()
+        self.end()
+
+    def torch_wrapper_replicate_and_end(self) -> None:
+        self.torch_wrapper_replicate()
+        self.held = ()
+
+    def infer(self) -> None:
+        self.ours(self.batch)
+
+    def torch_infer(self) -> None:
+        self.theirs(self.batch)
+
+    def train(self) -> None:
+        mean_square(self.ours(self.batch)).backward()
+        self.module.zero_grad()
+
+    def torch_train(self) -> None:
+        mean_square(self.theirs(self.batch)).backward()
+        self.module.zero_grad()
+
+    def train_in_a_row(self) -> None:
+        """A step for each chunk on the first device, gradients accumulated."""
+        for chunk in self.batch.chunk(len(self.devices)):
+            (mean_square(self.module(chunk)) / len(self.devices)).backward()
+        self.module.zero_grad()
+
+    def time(
+        self,
+        ours: Call,
+        theirs: Call,
+        pairs: int,
+        settle: int,
+        short: bool,
+        in_a_row: Call | None = None,
+        between: Call | None = None,
+    ) -> Timed:
+        """Lets the calls take turns, after ``settle`` of ours alone, in which the library finds out how to run it."""
+        shares: list[float] = []
+
+        def counted() -> None:
+            self.stand_ins.take_seconds()
+            theirs()
+            shares.append(self.stand_ins.take_seconds())
+
+        before = load()
+        with self.stand_ins.installed():
+            for _ in range(settle):
+                ours()
+                if between is not None:
+                    between()
+            calls = [ours, counted] if in_a_row is None else [ours, counted, in_a_row]
+            times = take_turns(calls, pairs, between=between, short=short)
+        return Timed(times[0], times[1], shares[-len(times[1]) :], *times[2:], load_before=before, load_after=load())
+
+    # What is checked, outside of any timing.
+
+    def check_replicas(self, sent: bool = True) -> None:
+        """Every tensor of every replica of both has the source's name, value, shape and dtype, on its own device.
+
+        Raises `AssertionError`. Unless ``sent`` is false (`frozen`), it looks once more when all values have just been
+        changed behind autograd's back, so that replicas from an earlier call would be noticed.
+        """
+        ours: list[Callable[[], list[nn.Module]]] = [
+            lambda: dataparallel.replicate(self.module, self.devices),
+            lambda: self.ours.replicate(self.module, self.ours.device_ids),
+        ]
+        theirs: list[Callable[[], list[nn.Module]]] = [
+            lambda: nn.parallel.replicate(self.module, self.theirs.device_ids),
+            lambda: self.theirs.replicate(self.module, self.theirs.device_ids),
+        ]
+        with self.stand_ins.installed():
+            for make in ours + theirs:
+                check_tensors(self.module, make(), self.devices)
+                if sent:
+                    with changed(self.module):
+                        check_tensors(self.module, make(), self.devices)
+
+    def check_inference(self) -> None:
+        """Raises `AssertionError` unless outputs are those of one device."""
+        expected = torch.cat([self.module(chunk) for chunk in self.batch.chunk(len(self.devices))])
+        with self.stand_ins.installed():
+            for wrapper in (self.ours, self.theirs):
+                torch.testing.assert_close(wrapper(self.batch), expected)
+
+    def check_training(self) -> None:
+        """Raises `AssertionError` unless outputs and gradients are those of one device, chunk after chunk."""
+        self.module.zero_grad()
+        outputs = []
+        for chunk in self.batch.chunk(len(self.devices)):
+            outputs.append(self.module(chunk))
+            (mean_square(outputs[-1]) / len(self.devices)).backward()
+        expected = torch.cat(outputs).detach()
+        gradients = self._take_gradients()
+        with self.stand_ins.installed():
+            for wrapper in (self.ours, self.theirs):
+                output = wrapper(self.batch)
+                mean_square(output).backward()
+                torch.testing.assert_close(output.detach(), expected)
+                single = self.batch.dtype != torch.float64 and expected.dtype != torch.float64
+                rtol, atol = (1e-4, 1e-5) if single else (1e-9, 1e-12)
+                for gradient, wanted in zip(self._take_gradients(), gradients, strict=True):
+                    # Sums of chunks in another order; single entries may cancel nearly to zero.
+                    torch.testing.assert_close(gradient, wanted, rtol=rtol, atol=atol * float(wanted.abs().max()))
+
+    def _take_gradients(self) -> list[Tensor]:
+        gradients = [parameter.grad for parameter in self.module.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        self.module.zero_grad()
+        return gradients
+
+
+def check_tensors(source: nn.Module, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Raises `AssertionError` unless each replica holds a tensor of its device for each of the source's.
+
+    They are looked up in the modules' dictionaries: nothing that would be made when an attribute is read is found.
+    """
+    assert len(replicas) == len(devices)
+    wanted = {path: (module, values(module)) for path, module in source.named_modules()}
+    for device, replica in zip(devices, replicas, strict=True):
+        assert replica is not source
+        found = dict(replica.named_modules())
+        assert found.keys() == wanted.keys()
+        for path, (module, expected) in wanted.items():
+            assert type(found[path]) is type(module)
+            for name, value in expected.items():
+                tensor = stored(found[path], name)
+                where = f"{path}.{name} on {device}"
+                assert isinstance(tensor, Tensor), where
+                assert tensor.device == device, where
+                assert (tensor.shape, tensor.dtype) == (value.shape, value.dtype), where
+                assert torch.equal(tensor.detach().cpu(), value), where
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters and buffers, not its children's, copied to the CPU."""
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor.detach().cpu() for name, tensor in own.items() if tensor is not None}
+
+
+def stored(module: nn.Module, name: str) -> object:
+    """What lies in the module's dictionaries under the name; torch's replicas have parameters among attributes."""
+    attributes = vars(module)
+    for place in (attributes["_parameters"], attributes["_buffers"], attributes):
+        if name in place:
+            return place[name]
+    raise AssertionError(f"no {name!r} in a replica's {type(module).__name__}")
+
+
+@contextmanager
+def changed(module: nn.Module) -> Iterator[None]:
+    """Other values in every parameter and buffer, written through ``.data``, which no version counter shows."""
+    tensors = [*module.parameters(), *module.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.data.add_(1)
+    try:
+        yield
+    finally:
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.data.copy_(old)

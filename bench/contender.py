@@ -1,0 +1,95 @@
+"""A process of its own that makes training steps of a GPT when it is told to, in one of three ways.
+
+``python contender.py THREADS`` is one process that can make a step by ``DataParallel`` on two CPU slots, or one by the
+same module with the whole batch. ``python contender.py THREADS RANK FILE`` is one of two processes of
+``DistributedDataParallel``, which meet by FILE. `cpu_slots` starts them and talks to them: a command is a line on
+stdin, and so is the answer on stdout. Between commands a process waits for its stdin and takes no time from the others.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from dataparallel import DataParallel
+from shapes import GPT, VOCABULARY
+
+SLOTS = 2
+SAMPLES_PER_SLOT = 8
+LENGTH = 64
+COLLECT = "collect garbage"
+SAVE = "save gradients "
+DONE = "done"
+
+Step = Callable[[], None]
+
+
+def model() -> nn.Module:
+    """The same in every process."""
+    torch.manual_seed(0)
+    return GPT(width=256, blocks=6, heads=4, length=LENGTH)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens and the ones that follow them, both ``(samples, length)``."""
+    text = torch.randint(VOCABULARY, (SLOTS * SAMPLES_PER_SLOT, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def step(network: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+    """A training step without its optimizer, which would be the same one everywhere."""
+
+    def run() -> None:
+        network.zero_grad()
+        F.cross_entropy(network(tokens).flatten(0, 1), targets.flatten()).backward()
+
+    return run
+
+
+def steps_of_one_process(module: nn.Module) -> dict[str, Step]:
+    """With the same parameters, so that neither has the better place in memory."""
+    tokens, targets = batch()
+    return {
+        "slots": step(DataParallel(module, ["cpu"] * SLOTS), tokens, targets),
+        "module": step(module, tokens, targets),
+    }
+
+
+def steps_of_a_rank(module: nn.Module, rank: int, file: str) -> dict[str, Step]:
+    """With this rank's part of the batch; the gradients of both are averaged, as the loss is over the whole batch."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=SLOTS, timeout=timedelta(minutes=2)
+    )
+    tokens, targets = (whole.chunk(SLOTS)[rank].contiguous() for whole in batch())
+    return {"ddp": step(nn.parallel.DistributedDataParallel(module), tokens, targets)}
+
+
+def main(threads: str, rank: str | None = None, file: str = "") -> None:
+    torch.set_num_threads(int(threads))  # before anything that runs a backward
+    module = model()
+    steps = steps_of_one_process(module) if rank is None else steps_of_a_rank(module, int(rank), file)
+    gc.collect()
+    gc.freeze()  # what torch has imported need not be walked through at each collection
+    print(DONE, flush=True)
+    for line in sys.stdin:
+        command = line.rstrip("\n")
+        if command == COLLECT:
+            gc.collect()
+        elif command.startswith(SAVE):
+            torch.save([parameter.grad for parameter in module.parameters()], command.removeprefix(SAVE))
+        else:
+            steps[command]()
+        print(DONE, flush=True)
+    if rank is not None:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,178 @@
+"""Contenders in processes of their own: started, told what to do, and how much memory they hold.
+
+`contender` is what runs in them. Times and judges nothing: that is for `test_cpu_slots.py` and `cpu_slots_report.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from contender import COLLECT, DONE, SAVE
+
+SCRIPT = Path(__file__).with_name("contender.py")
+
+# The first line of a mapping: addresses, rights, offset in the file, device, inode; then a line for each figure.
+MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ (?P<offset>[0-9a-f]+) (?P<device>\S+) (?P<inode>\d+)")
+FIGURE = re.compile(r"(?P<name>Rss|Anonymous): +(?P<kilobytes>\d+) kB")
+
+
+class Contender:
+    """One or more processes that make a step together. A context manager, which ends them.
+
+    Made at once, and ready within seconds: the first command waits for that.
+    ``arguments`` has those of `contender` for each process; what they write to stderr goes to files in ``folder``.
+
+    Raises:
+        RuntimeError: a process has ended where an answer was expected, with what it wrote.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[Sequence[str]], folder: Path) -> None:
+        # Whatever this process imports, those find too, installed or not.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._name = name
+        self._errors = [folder / f"{name} {number}.txt" for number in range(len(arguments))]
+        self._folder = folder
+        self._processes: list[subprocess.Popen[str]] = []
+        self._ready = False
+        try:
+            for own, errors in zip(arguments, self._errors, strict=True):
+                with errors.open("w") as file:
+                    self._processes.append(
+                        subprocess.Popen(
+                            [sys.executable, str(SCRIPT), *own],
+                            env=environment,
+                            stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE,
+                            stderr=file,
+                            text=True,
+                        )
+                    )
+        except BaseException:
+            self._kill()
+            raise
+
+    def __enter__(self) -> Contender:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Has them end by themselves, unless something went wrong."""
+        if kind is not None:
+            self._kill()
+            return
+        for process in self._processes:
+            process.stdin.close()  # type: ignore[union-attr]
+        try:
+            codes = [process.wait(timeout=60) for process in self._processes]
+        finally:
+            self._kill()
+        if any(codes):
+            raise RuntimeError(self._complaint())
+
+    def wait_until_ready(self) -> None:
+        if not self._ready:
+            self._wait(self._processes)
+            self._ready = True
+
+    def tell(self, command: str) -> None:
+        """All of its processes do it; returns when the last of them has."""
+        self.wait_until_ready()
+        for process in self._processes:
+            try:
+                process.stdin.write(command + "\n")  # type: ignore[union-attr]
+                process.stdin.flush()  # type: ignore[union-attr]
+            except BrokenPipeError as error:
+                raise RuntimeError(self._complaint()) from error
+        self._wait(self._processes)
+
+    def collect_garbage(self) -> None:
+        self.tell(COLLECT)
+
+    def gradients(self) -> list[Tensor]:
+        """Those of the last step; every process has to have the same."""
+        path = self._folder / f"{self._name}.pt"
+        found: list[list[Tensor]] = []
+        for process in self._processes:
+            process.stdin.write(f"{SAVE}{path}\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+            self._wait([process])
+            found.append(torch.load(path))
+        for other in found[1:]:
+            for gradient, expected in zip(other, found[0], strict=True):
+                torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
+        return found[0]
+
+    def memory(self) -> int | None:
+        """Bytes, see `memory_of`."""
+        return memory_of([process.pid for process in self._processes])
+
+    def _wait(self, processes: Iterable[subprocess.Popen[str]]) -> None:
+        for process in processes:
+            # What a library prints to stdout is no answer.
+            for line in process.stdout:  # type: ignore[union-attr]
+                if line == DONE + "\n":
+                    break
+            else:
+                raise RuntimeError(self._complaint())
+
+    def _complaint(self) -> str:
+        written = "\n".join(path.read_text() for path in self._errors)
+        return f"a process of {self._name!r} has ended early or failed:\n{written}"
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(BrokenPipeError):  # an unread command
+                    pipe.close()  # type: ignore[union-attr]
+
+
+def memory_of(processes: Iterable[int]) -> int | None:
+    """The proportional set size of these processes together, in bytes, were no others on the machine.
+
+    The kernel's own figure, ``Pss``, divides a page among all who map it. The process of the benchmarks has torch too,
+    so it would take over a part of torch's libraries, the larger one the fewer processes it is compared with. So each
+    page of a file is counted once here however many of ``processes`` map it, and not divided among any others.
+    Where two of them have mapped other pages of the same part of a file, only the more of the two count, which makes
+    several processes look a little smaller than they are.
+
+    Returns:
+        `None` where the system has no ``/proc/PID/smaps``.
+    """
+    anonymous = 0
+    files: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+    for process in processes:
+        try:
+            lines = Path(f"/proc/{process}/smaps").read_text().splitlines()
+        except FileNotFoundError:
+            return None
+        resident: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        place: tuple[str, str, str] | None = None
+        for line in lines:
+            if mapping := MAPPING.match(line):
+                on_disk = mapping["inode"] != "0"
+                place = (mapping["device"], mapping["inode"], mapping["offset"]) if on_disk else None
+            elif figure := FIGURE.match(line):
+                size = 1024 * int(figure["kilobytes"])
+                if figure["name"] == "Anonymous":
+                    # Also pages of a file that the process has written to: they are its own.
+                    anonymous += size
+                    size = -size
+                if place is not None:
+                    resident[place] += size
+        for place, size in resident.items():
+            files[place] = max(files[place], size)
+    return anonymous + sum(files.values())

@@ -1,0 +1,125 @@
+"""What the times and the memory of CPU slots mean, beside one module and beside DDP: rows of a table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pairs import Comparison
+
+CAPTION = """\
+slots/this is the time of a step of DataParallel over that of the one in this row: median over the pairs, and its 95 %
+interval; and its memory, as proportional set size, over the memory of this one. What the bars ask is at most as much.
+"not decided" where the interval straddles the bar or there are too few pairs."""
+
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to make the step. Where it is not `DataParallel` itself, with what that takes of its time and memory."""
+
+    contender: str
+    processes: int
+    threads_per_process: int
+    milliseconds: float
+    slots_over_this: float | None
+    slots_over_this_low: float | None
+    slots_over_this_high: float | None
+    bar: float | None
+    within_bar: str
+    mebibytes: float | None
+    memory_of_slots_over_this: float | None
+    memory_bar: float | None
+    within_memory_bar: str
+    pairs: int
+    load_before: float
+    load_after: float
+
+    def cells(self) -> dict[str, str]:
+        ratio, low, high = self.slots_over_this, self.slots_over_this_low, self.slots_over_this_high
+        share = self.memory_of_slots_over_this
+        return {
+            "step by": self.contender,
+            "processes x threads": f"{self.processes} x {self.threads_per_process}",
+            "ms": f"{self.milliseconds:.0f}",
+            "slots/this": "" if ratio is None else f"{ratio:.3f} [{low:.3f}, {high:.3f}]",
+            "at most": judged(self.bar, self.within_bar),
+            "MiB": NOT_MEASURED if self.mebibytes is None else f"{self.mebibytes:.0f}",
+            "memory slots/this": "" if share is None else f"{share:.2f}",
+            "at  most": judged(self.memory_bar, self.within_memory_bar),
+        }
+
+
+def judged(bar: float | None, verdict: str) -> str:
+    return "" if bar is None else f"{bar:g}: {verdict}"
+
+
+@dataclass(frozen=True)
+class Other:
+    """What `DataParallel` is compared with, and by which bars; `compared` has its own times as ``theirs``."""
+
+    name: str
+    processes: int
+    threads: int
+    compared: Comparison
+    bar: float
+    memory: int | None
+    memory_bar: float | None = None
+
+
+def summarise(name: str, threads: int, memory: int | None, others: Sequence[Other]) -> list[Row]:
+    """A row for `DataParallel`, whose memory is given in bytes, and one for each of the others."""
+    first = others[0].compared
+    rows = [
+        Row(
+            contender=name,
+            processes=1,
+            threads_per_process=threads,
+            milliseconds=1e3 * statistics.median(first.ours),
+            slots_over_this=None,
+            slots_over_this_low=None,
+            slots_over_this_high=None,
+            bar=None,
+            within_bar="",
+            mebibytes=mebibytes(memory),
+            memory_of_slots_over_this=None,
+            memory_bar=None,
+            within_memory_bar="",
+            pairs=first.pairs,
+            load_before=first.load_before,
+            load_after=first.load_after,
+        )
+    ]
+    return rows + [beside(other, memory) for other in others]
+
+
+def beside(other: Other, memory: int | None) -> Row:
+    ours_over_theirs = other.compared.swapped
+    share = memory / other.memory if memory and other.memory else None
+    within = ""
+    if other.memory_bar is not None:
+        within = NOT_MEASURED if share is None else "yes" if share <= other.memory_bar else "no"
+    return Row(
+        contender=other.name,
+        processes=other.processes,
+        threads_per_process=other.threads,
+        milliseconds=1e3 * statistics.median(other.compared.theirs),
+        slots_over_this=ours_over_theirs.ratio,
+        slots_over_this_low=ours_over_theirs.low,
+        slots_over_this_high=ours_over_theirs.high,
+        bar=other.bar,
+        within_bar=ours_over_theirs.verdict(other.bar, at_least=False),
+        mebibytes=mebibytes(other.memory),
+        memory_of_slots_over_this=share,
+        memory_bar=other.memory_bar,
+        within_memory_bar=within,
+        pairs=other.compared.pairs,
+        load_before=other.compared.load_before,
+        load_after=other.compared.load_after,
+    )
+
+
+def mebibytes(size: int | None) -> float | None:
+    return None if size is None else size / 2**20

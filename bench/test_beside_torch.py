@@ -1,0 +1,142 @@
+"""Replicating, inference and training steps beside ``torch.nn.parallel``, on the same module, batch and devices.
+
+What is asserted is that both do the same work. The bars of the report say what its ratios should be, and fail nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from beside_torch import BesideTorch
+from beside_torch_report import (
+    BAR_DEVICES,
+    CAPTION,
+    INFERENCE,
+    REPLICATE,
+    REPLICATE_AND_END,
+    REPLICATE_FROZEN,
+    REPLICATE_NO_GRAD,
+    TRAINING,
+    plot,
+    summarise,
+)
+from pairs import PAIRS, Call
+from places import Places
+from reporting import Report
+from shapes import NARROW_BERT, NARROW_GPT, RESNET, WIDE_GPT, Shape
+from simulator import simulator_notes
+
+SETTLE = 32  # calls in which the library finds out how many replicas to run at a time
+SHORT_SETTLE = 2
+
+Measure = Callable[..., None]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL support"),
+    pytest.mark.parametrize("count", [2, 4, 8]),
+    pytest.mark.parametrize("shape", [RESNET, NARROW_GPT, NARROW_BERT, WIDE_GPT], ids=lambda shape: shape.name),
+]
+
+
+@pytest.fixture(scope="module")
+def report(reports: list[Report], places: Places) -> Report:
+    reports.append(Report("beside_torch", CAPTION, plot, notes=simulator_notes(places)))
+    return reports[-1]
+
+
+@pytest.fixture
+def devices(shape: Shape, count: int, places: Places, short: bool, report: Report) -> list[torch.device]:
+    """Accelerators, else simulated ones: ``torch.nn.parallel`` knows no others."""
+    found = places.simulated or [device for device in places.real if device.type != "cpu"]
+    if not found:
+        note = f"Nothing was compared with torch.nn.parallel: {places.why_not_simulated}."
+        if note not in report.notes:
+            report.notes.append(note)
+        pytest.skip(note)
+    if len(found) < count:
+        pytest.skip(f"takes {count} devices")
+    if short and (count == 4 or (count == 8 and shape in (NARROW_BERT, WIDE_GPT))):
+        pytest.skip("short")
+    return found[:count]
+
+
+@pytest.fixture
+def beside(shape: Shape, devices: list[torch.device]) -> BesideTorch:
+    return BesideTorch(shape, devices)
+
+
+@pytest.fixture
+def measure(
+    shape: Shape, beside: BesideTorch, benchmark: BenchmarkFixture, places: Places, report: Report, short: bool
+) -> Measure:
+    """A function that times calls in turn, all of them as one round of pytest-benchmark's, and reports them."""
+
+    def run(work: str, ours: Call, theirs: Call, in_a_row: Call | None = None, between: Call | None = None) -> None:
+        settle = SHORT_SETTLE if short else SETTLE
+        pairs = 2 * PAIRS if len(beside.devices) == BAR_DEVICES else PAIRS
+        with places.clocks_off():
+            timed = benchmark.pedantic(beside.time, (ours, theirs, pairs, settle, short, in_a_row, between), rounds=1)
+        if benchmark.enabled:
+            report.rows += summarise(shape.name, beside.devices, work, timed)
+
+    return run
+
+
+def test_shape(shape: Shape, count: int) -> None:
+    """However many devices there are."""
+    model = shape.model()
+    assert len(list(model.modules())) == shape.modules
+    assert len(list(model.parameters())) == shape.parameters
+    assert len(list(model.buffers())) == shape.buffers
+
+
+def test_same_results_in_float64(shape: Shape, devices: list[torch.device]) -> None:
+    beside = BesideTorch(shape, devices, torch.float64)
+    beside.check_training()
+    with torch.no_grad():
+        beside.module.eval()
+        beside.check_inference()
+
+
+def test_replicate(beside: BesideTorch, measure: Measure) -> None:
+    measure(REPLICATE, beside.replicate, beside.torch_replicate)
+    beside.check_replicas()
+
+
+@torch.no_grad()
+def test_replicate_without_gradients(beside: BesideTorch, measure: Measure) -> None:
+    """By the wrappers, as their ``forward`` does it: the library's keeps replicas, torch's detaches."""
+    measure(REPLICATE_NO_GRAD, beside.wrapper_replicate, beside.torch_wrapper_replicate, between=beside.end)
+    beside.check_replicas()
+
+
+@torch.no_grad()
+def test_replicate_and_end(beside: BesideTorch, measure: Measure) -> None:
+    """The same with what the wrappers do to replicas at the end of a call."""
+    measure(REPLICATE_AND_END, beside.wrapper_replicate_and_end, beside.torch_wrapper_replicate_and_end)
+    beside.check_replicas()
+
+
+@torch.no_grad()
+def test_replicate_frozen(beside: BesideTorch, measure: Measure) -> None:
+    """By the wrappers, while the library is promised that no value changes."""
+    with beside.ours.frozen():
+        measure(REPLICATE_FROZEN, beside.wrapper_replicate, beside.torch_wrapper_replicate, between=beside.end)
+        beside.check_replicas(sent=False)
+
+
+@torch.no_grad()
+def test_inference(beside: BesideTorch, measure: Measure) -> None:
+    beside.module.eval()
+    measure(INFERENCE, beside.infer, beside.torch_infer)
+    beside.check_inference()
+
+
+def test_training_step(beside: BesideTorch, measure: Measure) -> None:
+    """Without an optimizer, so that all steps are the same one; also beside the chunks in a row on one device."""
+    measure(TRAINING, beside.train, beside.torch_train, beside.train_in_a_row)
+    beside.check_training()

@@ -1,0 +1,149 @@
+"""That ``torch.nn.parallel`` beside the library is itself, and that the replicas' check finds what it is for.
+
+Nothing is timed here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from beside_torch import changed, check_tensors
+from places import Places
+from torch_pipeline import StandIns
+
+PRIMITIVES = ("_broadcast_coalesced", "_scatter", "_gather")
+
+
+@pytest.fixture
+def devices(places: Places) -> list[torch.device]:
+    if not places.simulated:
+        pytest.skip(places.why_not_simulated)
+    return places.simulated[:3]
+
+
+@pytest.fixture
+def stand_ins(devices: list[torch.device]) -> Iterator[StandIns]:
+    stand_ins = StandIns(devices[0].type)
+    with stand_ins.installed():
+        yield stand_ins
+
+
+def broadcast(tensors: list[Tensor], devices: list[torch.device], size: int = 100) -> list[list[Tensor]]:
+    return torch._C._broadcast_coalesced(tensors, [device.index for device in devices], size)
+
+
+class TestInstalled:
+    def test_is_taken_out_again(self) -> None:
+        before = [getattr(torch._C, name, None) for name in PRIMITIVES]
+
+        def fail() -> None:
+            assert None not in [getattr(torch._C, name, None) for name in PRIMITIVES]
+            raise RuntimeError("stop")
+
+        with pytest.raises(RuntimeError, match="stop"), StandIns("sim").installed():
+            fail()
+        assert [getattr(torch._C, name, None) for name in PRIMITIVES] == before
+
+    def test_leaves_cuda_alone(self) -> None:
+        before = [getattr(torch._C, name, None) for name in PRIMITIVES]
+        with StandIns("cuda").installed():
+            assert [getattr(torch._C, name, None) for name in PRIMITIVES] == before
+
+    def test_seconds_are_taken_once(self, stand_ins: StandIns, devices: list[torch.device]) -> None:
+        broadcast([torch.ones(3, device=devices[0])], devices)
+        assert stand_ins.take_seconds() > 0
+        assert stand_ins.take_seconds() == 0
+
+
+class TestBroadcast:
+    def test_order_and_values_of_mixed_dtypes(self, stand_ins: StandIns, devices: list[torch.device]) -> None:
+        dtypes = [torch.float32, torch.float64, torch.int64] * 20
+        tensors = [torch.full((k % 5, 3), k, dtype=dtype, device=devices[0]) for k, dtype in enumerate(dtypes)]
+        for device, copies in zip(devices, broadcast(tensors, devices), strict=True):
+            for tensor, sent in zip(tensors, copies, strict=True):
+                assert sent.device == device
+                assert sent.dtype == tensor.dtype
+                assert torch.equal(sent.cpu(), tensor.cpu())
+
+    def test_first_slot_gets_the_tensors_themselves(self, stand_ins: StandIns, devices: list[torch.device]) -> None:
+        tensors = [torch.ones(3, device=devices[0]), torch.ones(2, device=devices[0])]
+        assert all(sent is tensor for sent, tensor in zip(broadcast(tensors, devices)[0], tensors, strict=True))
+
+    def test_copies_count_their_versions_apart(self, stand_ins: StandIns, devices: list[torch.device]) -> None:
+        first, second = broadcast([torch.ones(3, device=devices[0]), torch.ones(2, device=devices[0])], devices)[1]
+        first.add_(1)
+        assert (first._version, second._version) == (1, 0)
+        assert second.tolist() == [1, 1]
+
+
+class TestScatterAndGather:
+    @pytest.mark.parametrize("dim", [0, 1])
+    @pytest.mark.parametrize("on_cpu", [False, True])
+    def test_there_and_back(self, stand_ins: StandIns, devices: list[torch.device], dim: int, on_cpu: bool) -> None:
+        whole = torch.arange(30.0).view(5, 6)
+        source = whole if on_cpu else whole.to(devices[0])
+        chunks = nn.parallel.comm.scatter(source, [device.index for device in devices], dim=dim)
+        assert [chunk.device for chunk in chunks] == devices
+        for chunk, expected in zip(chunks, whole.chunk(3, dim), strict=True):
+            assert torch.equal(chunk.cpu(), expected)
+        for destination, device in ((1, devices[1]), ("cpu", torch.device("cpu"))):
+            gathered = nn.parallel.comm.gather(chunks, dim, destination)
+            assert gathered.device == device
+            assert torch.equal(gathered.cpu(), whole)
+
+    def test_given_sizes(self, stand_ins: StandIns, devices: list[torch.device]) -> None:
+        chunks = nn.parallel.comm.scatter(torch.arange(6.0), [device.index for device in devices], [1, 3, 2])
+        assert [chunk.tolist() for chunk in chunks] == [[0], [1, 2, 3], [4, 5]]
+
+
+class TestCheckOfReplicas:
+    @pytest.fixture
+    def source(self, devices: list[torch.device]) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(devices[0])
+
+    @pytest.fixture
+    def replicas(self, source: nn.Module, devices: list[torch.device]) -> list[nn.Module]:
+        return [copy.deepcopy(source).to(device) for device in devices]
+
+    def test_lets_replicas_pass(
+        self, source: nn.Module, replicas: list[nn.Module], devices: list[torch.device]
+    ) -> None:
+        check_tensors(source, replicas, devices)
+
+    def test_finds_old_values(self, source: nn.Module, replicas: list[nn.Module], devices: list[torch.device]) -> None:
+        with changed(source), pytest.raises(AssertionError):
+            check_tensors(source, replicas, devices)
+        check_tensors(source, replicas, devices)
+
+    def test_finds_another_device(
+        self, source: nn.Module, replicas: list[nn.Module], devices: list[torch.device]
+    ) -> None:
+        replicas[1][0].to(devices[2])
+        with pytest.raises(AssertionError):
+            check_tensors(source, replicas, devices)
+
+    def test_finds_another_dtype(
+        self, source: nn.Module, replicas: list[nn.Module], devices: list[torch.device]
+    ) -> None:
+        replicas[2][1].running_mean = replicas[2][1].running_mean.double()
+        with pytest.raises(AssertionError):
+            check_tensors(source, replicas, devices)
+
+    def test_finds_what_is_made_when_it_is_read(
+        self, source: nn.Module, replicas: list[nn.Module], devices: list[torch.device]
+    ) -> None:
+        class Lazy(nn.Linear):
+            def __getattr__(self, name: str) -> Tensor:
+                return source[0].bias.to(devices[1]) if name == "bias" else super().__getattr__(name)
+
+        del replicas[1][0]._parameters["bias"]
+        replicas[1][0].__class__ = Lazy
+        assert torch.equal(replicas[1][0].bias.cpu(), source[0].bias.cpu())
+        replicas[0][0].__class__ = source[0].__class__ = replicas[2][0].__class__ = Lazy
+        with pytest.raises(AssertionError, match="bias"):
+            check_tensors(source, replicas, devices)
