@@ -13,6 +13,7 @@ tell. How fresh replicas are made is ``replicate``'s business; ``data_parallel``
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -44,6 +45,9 @@ MOST_FROZEN = 4
 """How many sets of replicas stay in one `frozen`: one for each call that runs at a time. Further calls make theirs."""
 
 
+_all: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
+
+
 class KeptReplicas:
     """What one wrapper keeps: at most a copy of the module for each slot, inside `frozen` `MOST_FROZEN` of them.
 
@@ -54,6 +58,7 @@ class KeptReplicas:
         self._lock = threading.Lock()
         self._frozen = 0  # open blocks
         self._clear()
+        _all.add(self)
 
     def __reduce__(self) -> tuple[type[KeptReplicas], tuple[()]]:
         return KeptReplicas, ()
@@ -163,6 +168,17 @@ class KeptReplicas:
     def _reset(self) -> None:
         if not all([shell.reset() for shell in self._shells]):
             self._shells = []
+
+
+def _start_afresh_after_fork() -> None:
+    """Another thread may have been in the middle of something when the process was forked."""
+    for kept in _all:
+        kept._lock = threading.Lock()
+        kept._clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh_after_fork)
 
 
 class _Lease(list[Any]):

@@ -56,6 +56,9 @@ class Trial:
         self.patience = situation.patience() if permits < situation.ladder[-1] else None
 
 
+_all: weakref.WeakSet[PermitChooser] = weakref.WeakSet()
+
+
 class PermitChooser:
     """Chooses for one wrapper, whose calls may come from several threads.
 
@@ -64,6 +67,7 @@ class PermitChooser:
     """
 
     def __init__(self) -> None:
+        _all.add(self)
         self._lock = threading.Lock()
         self._situations: OrderedDict[Hashable, _Situation] = OrderedDict()
         self._choices: OrderedDict[Hashable, int] = OrderedDict()  # the last one for each kind of situation
@@ -123,6 +127,16 @@ class PermitChooser:
         self._situations.move_to_end((kind, size))
         situation.calls += 1
         return situation
+
+
+def _start_afresh_after_fork() -> None:
+    """Another thread may have been in the middle of something when the process was forked."""
+    for chooser in list(_all):
+        chooser.__init__()  # type: ignore[misc]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh_after_fork)
 
 
 class _Situation:

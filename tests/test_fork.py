@@ -158,3 +158,28 @@ for _ in range(2):
     same(step(), (output, gradients))
     same(torch.cat([model(batch) for (batch,) in loader]).detach(), output)
 """)
+
+
+def test_a_fork_while_another_thread_is_about_to_make_replicas() -> None:
+    run("""
+step()
+locked, forked = threading.Event(), threading.Event()
+
+def hold():
+    with model._kept._lock, model._permits._lock:
+        locked.set()
+        forked.wait(20)
+
+thread = threading.Thread(target=hold)
+thread.start()
+locked.wait()
+
+def forward():
+    with torch.no_grad():
+        model(x)
+
+assert in_child(forward) == 0
+forked.set()
+thread.join()
+step()
+""")
