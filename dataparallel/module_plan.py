@@ -1,8 +1,8 @@
 """A module tree seen once: its tensors, children, ties, what hangs on its instances, classes with rules of their own.
 
 A plan is made at the start of a call from the tree as it is then, and read once for every replica, so that making a
-replica asks the source nothing. It also says which trees cannot be replicated, and why. It copies nothing; only
-``replicate`` uses it.
+replica asks the source nothing. It also says which trees cannot be replicated, and why. It copies nothing;
+``replicate`` and the rooms that keep replicas use it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ __all__ = ["ModuleEntry", "ModulePlan", "check_replicatable", "dotted"]
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 TABLES = frozenset({dict, OrderedDict, list, tuple, set})
-
 """Types of containers that lead nowhere while they are empty."""
 
 NOTHING = -1

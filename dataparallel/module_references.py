@@ -5,7 +5,7 @@ bound methods (``m.forward = MethodType(f, m)``), partials, functions with closu
 and proxies over modules of the tree, and those modules and tensors themselves, directly or within one level of list,
 tuple, set, deque or dict (hooks, RNN weight lists, a list that holds the parent). A replica that kept them would
 compute with the source's weights. Weak references to tensors stay: torch's RNNs tell by them that their weights have
-changed. Used by ``module_plan`` and ``replicate`` only.
+changed. Used by ``module_plan``, ``module_snapshot`` and ``replicate`` only.
 
 Types are asked with ``type``, never ``isinstance``: an attribute may pretend to be of another class, or be dead.
 """

@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 
+from dataparallel import DataParallel
 from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 
@@ -163,6 +164,29 @@ def slots(request: pytest.FixtureRequest, make_slots: Callable[[int], list]) -> 
 def root(slots: list) -> torch.device:
     """The device of the first slot: where sources, inputs and gathered outputs are."""
     return torch.device(slots[0])
+
+
+@pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def without_graph(request: pytest.FixtureRequest) -> Callable:
+    """A context in which no graph is recorded."""
+    return request.param
+
+
+@pytest.fixture
+def wrapped(net: torch.nn.Module, slots: list) -> DataParallel:
+    """The test file's `net` on the slots."""
+    return DataParallel(net, slots)
+
+
+@pytest.fixture
+def call(wrapped: DataParallel, x: torch.Tensor, without_graph: Callable) -> Callable[..., torch.Tensor]:
+    """A call of `wrapped` without a graph, with the test file's `x` or its first `samples`."""
+
+    def call(samples: int | None = None) -> torch.Tensor:
+        with without_graph():
+            return wrapped(x if samples is None else x[:samples])
+
+    return call
 
 
 @pytest.fixture

@@ -47,11 +47,6 @@ def nothing_to_do():
     DOES.clear()
 
 
-@pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def without_graph(request):
-    return request.param
-
-
 def build(root) -> Net:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -64,22 +59,8 @@ def net(root) -> Net:
 
 
 @pytest.fixture
-def wrapped(net, slots):
-    return DataParallel(net, slots)
-
-
-@pytest.fixture
 def x(root) -> Tensor:
     return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
-
-
-@pytest.fixture
-def call(wrapped, x, without_graph) -> Callable[[], Tensor]:
-    def call() -> Tensor:
-        with without_graph():
-            return wrapped(x)
-
-    return call
 
 
 def on_one_device(net: nn.Module, x: Tensor) -> Tensor:

@@ -12,11 +12,6 @@ from dataparallel import DataParallel, kept_copies, kept_replicas
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
-@pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def without_graph(request):
-    return request.param
-
-
 @pytest.fixture
 def net(root) -> nn.Module:
     torch.manual_seed(0)
@@ -24,22 +19,8 @@ def net(root) -> nn.Module:
 
 
 @pytest.fixture
-def wrapped(net, slots):
-    return DataParallel(net, slots)
-
-
-@pytest.fixture
 def x(root) -> Tensor:
     return torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
-
-
-@pytest.fixture
-def call(wrapped, x, without_graph) -> Callable[..., Tensor]:
-    def call(samples: int = 9) -> Tensor:
-        with without_graph():
-            return wrapped(x[:samples])
-
-    return call
 
 
 @pytest.fixture
