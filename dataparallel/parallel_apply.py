@@ -2,7 +2,7 @@
 
 Takes replicas and their inputs and returns their outputs, in slot order. How threads are kept is ``workers``' business,
 what they see of the caller's settings ``thread_state``'s; here they meet, and here it is decided which replicas may run
-at the same time and which error is raised.
+at the same time, whether they need threads of their own (``in_turn``), and which error is raised.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
+from dataparallel.in_turn import InTurn
 from dataparallel.permits import PermitChooser, Trial, size_of
-from dataparallel.ranges import in_range, is_recording, stage
+from dataparallel.ranges import in_range, is_recording
 from dataparallel.scatter_gather import tensors_in
 from dataparallel.thread_state import CallerState
 from dataparallel.workers import Gang, Interrupted, Outcome, Skipped
@@ -91,20 +92,35 @@ def run_replicas(
         partial(module, *args, **kwargs) for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
     state = CallerState(slots)
+    here = _tasks(state.run_here, calls)
     if serial if serial is not None else os.environ.get(SERIAL_VARIABLE, "").lower() not in _NO:
-        return _in_this_thread(calls, state, slots)
+        return _values(InTurn(here).run(), slots)
     may_draw = torch.is_grad_enabled() or _is_training(modules[0])
     permits, turns = _who_may_run_together(slots, state, workers, may_draw)
-    tasks: list[Callable[[], Any]] = [partial(state.run_in_worker, slot, call) for slot, call in enumerate(calls)]
-    if is_recording():
-        tasks = [partial(in_range, f"replica {slot}", task) for slot, task in enumerate(tasks)]
-    if chooser is None or workers is not None or permits == 1:
+    if permits == 1:
+        return _values(InTurn(here).run(), slots)
+    elsewhere = _tasks(state.run_in_worker, calls)
+    if chooser is None or workers is not None:
         with state.intra_op_threads_divided(permits):
-            outcomes = Gang(tasks, permits, turns).run()
+            return _values(Gang(elsewhere, permits, turns).run(), slots)
+    trial = chooser.begin(_kind_of_call(modules[0], slots), size_of(arguments[0], keywords[0]), permits)
+    # Workers that take over must be free to run all at once, also beside the replica that waits.
+    if trial.permits == 1 and permits == len(slots):
+        run: InTurn | Gang = InTurn(here, elsewhere, trial.patience)
     else:
-        kind = _kind_of_call(modules[0], slots)
-        trial = chooser.begin(kind, size_of(arguments[0], keywords[0]), permits)
-        outcomes = _run_trial(chooser, trial, tasks, turns, state)
+        run = Gang(elsewhere, trial.permits, turns, trial.patience)
+    return _values(_run_trial(chooser, trial, run, state), slots)
+
+
+def _tasks(run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    tasks: list[Callable[[], Any]] = [partial(run, slot, call) for slot, call in enumerate(calls)]
+    if is_recording():
+        return [partial(in_range, f"replica {slot}", task) for slot, task in enumerate(tasks)]
+    return tasks
+
+
+def _values(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> list[Any]:
+    """What the replicas returned; raises the first error."""
     if any(outcome.error is not None for outcome in outcomes):
         raise _first_error(outcomes, slots)
     return [outcome.value for outcome in outcomes]
@@ -122,15 +138,8 @@ def _kind_of_call(module: Any, slots: Sequence[torch.device]) -> Hashable:
     )
 
 
-def _run_trial(
-    chooser: PermitChooser,
-    trial: Trial,
-    tasks: Sequence[Callable[[], Any]],
-    turns: Sequence[Hashable | None] | None,
-    state: CallerState,
-) -> list[Outcome]:
-    """Runs the tasks as ``trial`` says, and tells the chooser how long that took."""
-    gang = Gang(tasks, trial.permits, turns, trial.patience)
+def _run_trial(chooser: PermitChooser, trial: Trial, run: InTurn | Gang, state: CallerState) -> list[Outcome]:
+    """Runs what was made for ``trial``, and tells the chooser how long that took."""
     seconds = None
     try:
         # A launch returns before its kernel has run: time counts until the devices have finished.
@@ -138,13 +147,13 @@ def _run_trial(
         _synchronize(streams)
         start = time.perf_counter()
         with state.intra_op_threads_divided(trial.permits):
-            outcomes = gang.run()
+            outcomes = run.run()
         _synchronize(streams)
         if all(outcome.error is None for outcome in outcomes):
             seconds = time.perf_counter() - start
         return outcomes
     finally:
-        chooser.end(trial, seconds, gang.stalled)
+        chooser.end(trial, seconds, run.stalled)
 
 
 def _synchronize(streams: Iterable[torch.Stream]) -> None:
@@ -179,18 +188,6 @@ def _who_may_run_together(
     # A turn for each generator: every device has one. Without gradients too where draws are likely: a reentrant
     # checkpoint around the call runs it first without, then with them, and needs the same draws.
     return len({*slots}), list(slots)
-
-
-def _in_this_thread(calls: Sequence[Any], state: CallerState, slots: Sequence[torch.device]) -> list[Any]:
-    outputs = []
-    for slot, call in enumerate(calls):
-        try:
-            with stage(f"replica {slot}"):
-                outputs.append(state.run_here(slot, call))
-        except BaseException as error:
-            _note(error, _where(slot, slots))
-            raise
-    return outputs
 
 
 def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> BaseException:

@@ -44,12 +44,14 @@ End: TypeAlias = "Callable[[], object] | None"
 class Setting:
     """One row: ``read(slots)`` in the caller gives a value; ``hold(value, slots, device)`` makes it so in a replica.
 
-    ``hold`` returns what ends it, or ``None`` where nothing has to be ended.
+    ``hold`` returns what ends it, or ``None`` where nothing has to be ended. ``restore(value)`` makes it so again in
+    the caller's thread, where a replica may have left another one.
     """
 
     name: str
     read: Callable[[Sequence[torch.device]], Any]
     hold: Callable[[Any, Sequence[torch.device], torch.device], End]
+    restore: Callable[[Any], object] | None = None
 
 
 def _entered(context: AbstractContextManager[Any]) -> End:
@@ -67,7 +69,11 @@ def _switch(name: str, read: Callable[[], Any], switch: Callable[[Any], Any]) ->
         switch(value)
         return lambda: switch(before)
 
-    return Setting(name, lambda slots: read(), hold)
+    def restore(value: Any) -> None:
+        if read() != value:
+            switch(value)
+
+    return Setting(name, lambda slots: read(), hold, restore)
 
 
 def _hold_inference_mode(value: bool, slots: Sequence[torch.device], device: torch.device) -> End:
@@ -87,6 +93,11 @@ def _set_autocast(value: tuple[bool, list[tuple[str, bool, torch.dtype]]]) -> No
     for kind, enabled, dtype in per_type:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
+
+
+def _restore_autocast(value: tuple[bool, list[tuple[str, bool, torch.dtype]]]) -> None:
+    if _read_autocast(()) != value:
+        _set_autocast(value)
 
 
 def _hold_autocast(value: Any, slots: Sequence[torch.device], device: torch.device) -> End:
@@ -157,9 +168,13 @@ def _hold_saved_tensor_hooks(value: Any, slots: Sequence[torch.device], device: 
 _INTRA_OP_THREADS = "intra-op threads"
 
 
-def _hold_intra_op_threads(value: int, slots: Sequence[torch.device], device: torch.device) -> End:
+def _set_intra_op_threads(value: int) -> None:
     if torch.get_num_threads() != value:
         torch.set_num_threads(value)
+
+
+def _hold_intra_op_threads(value: int, slots: Sequence[torch.device], device: torch.device) -> End:
+    _set_intra_op_threads(value)
     return None  # the thread may keep it: the next call says anew
 
 
@@ -170,7 +185,7 @@ CARRIED: tuple[Setting, ...] = (
     _switch("forward-mode gradients", torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
     _switch("multithreaded backward", torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
     _switch("view replay", torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
-    Setting("autocast", _read_autocast, _hold_autocast),
+    Setting("autocast", _read_autocast, _hold_autocast, _restore_autocast),
     Setting("torch function", _read_torch_function, _hold_torch_function),
     Setting(
         "torch function modes",
@@ -183,7 +198,7 @@ CARRIED: tuple[Setting, ...] = (
         _hold_dispatch_modes,
     ),
     Setting("saved-tensor hooks", _read_saved_tensor_hooks, _hold_saved_tensor_hooks),
-    Setting(_INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), _hold_intra_op_threads),
+    Setting(_INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), _hold_intra_op_threads, _set_intra_op_threads),
 )
 """Settings of the calling thread that replicas see as they are. Context variables are carried too, by `CallerState`.
 
@@ -285,6 +300,11 @@ def _clear_modes() -> None:
     torch._GLOBAL_DEVICE_CONTEXT.device_context = None
 
 
+def _default_set() -> Any:
+    """What ``torch.set_default_device`` has last set in this thread: a context, or ``None``."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
 class CallerState:
     """The settings of the thread that makes it, for replicas on ``slots``. The first slot is the root."""
 
@@ -332,10 +352,19 @@ class CallerState:
             _clear_modes()
 
     def run_here(self, slot: int, task: Callable[[], T]) -> T:
-        """Runs ``task`` in the calling thread, where only what depends on the slot has to change."""
+        """Runs ``task`` in the calling thread, where only what depends on the slot has to change.
+
+        What it leaves switched is switched back: the next replica sees the caller's settings, in whatever thread it is.
+        """
+        default = _default_set()
         try:
             return self._run(slot, task, self._translated)
         finally:
+            if _default_set() is not default:
+                torch.set_default_device(None if default is None else default.device)
+            for setting, value in self._carried:
+                if setting.restore is not None:
+                    setting.restore(value)
             if torch._C._is_any_autocast_enabled():
                 # Casts of a replica's weights would be remembered until the caller's autocast ends.
                 torch.clear_autocast_cache()

@@ -24,10 +24,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["Gang", "Interrupted", "Outcome", "Skipped"]
+__all__ = ["LOOK_UP", "Gang", "Interrupted", "Outcome", "Skipped", "note_use"]
 
 
-_LOOK_UP = 0.2  # seconds between two looks of a thread that waits for a gang
+LOOK_UP = 0.2
+"""Seconds between two looks of a thread that waits for a gang."""
+
 _LIFT = -1  # in the place of a slot
 
 
@@ -118,16 +120,36 @@ class Gang:
         they have; a second one abandons their threads and is raised at once. As Ctrl-C does on one device, it can
         interrupt a task at any place in its Python.
         """
+        return self._run([self._begin, self._wait])
+
+    def begin(self) -> None:
+        """The first half of `run`, from any thread: returns at once. `finish` or `cancel` has to follow.
+
+        Raises:
+            RuntimeError: the system has no thread for it.
+        """
+        if self._tasks:
+            self._begin()
+
+    def finish(self) -> list[Outcome]:
+        """The second half of `run`."""
+        return self._run([self._wait])
+
+    def cancel(self) -> list[Outcome]:
+        """`finish` for a call that was interrupted elsewhere: running tasks end after the operator that they are in."""
+        return self._run([self._interrupt, self._wait])
+
+    def _run(self, steps: Sequence[Callable[[], None]]) -> list[Outcome]:
         if not self._tasks:
             return []
         outer, slot = _here.gang, _here.slot
         try:
             if outer is None:
-                self._run()
+                self._go_through(steps)
             else:
                 outer._pause(slot, self)
                 try:
-                    self._run()
+                    self._go_through(steps)
                 finally:
                     outer._resume(slot)
             return self._outcomes
@@ -142,10 +164,13 @@ class Gang:
                 # A thread may still have the gang in its hands for a moment, but nothing of the call.
                 self._outcomes, self._tasks = [], []
 
-    def _run(self) -> None:
+    def _begin(self) -> None:
+        _pool.start(self, None)
+
+    def _go_through(self, steps: Sequence[Callable[[], None]]) -> None:
         try:
-            _pool.start(self, None)
-            self._wait()
+            for step in steps:
+                step()
         except BaseException:
             try:
                 self._interrupt()
@@ -159,13 +184,13 @@ class Gang:
         steps, looks = self._steps, 0
         while not self._is_done:
             # A signal that arrives just before the wait is noticed only after it: look up now and then.
-            self._done.acquire(timeout=_LOOK_UP)
+            self._done.acquire(timeout=LOOK_UP)
             if self._patience is None or self.stalled:
                 continue
             # Looks are counted, not seconds: those in which the whole process was stopped say nothing.
             looks = looks + 1 if self._steps == steps and (self._waiting or self._resuming) else 0
             steps = self._steps
-            if looks * _LOOK_UP >= self._patience:
+            if looks * LOOK_UP >= self._patience:
                 self.stalled = True
                 _pool.start(self, _LIFT)  # a worker does it: this thread may be interrupted, and takes no lock
 
@@ -375,6 +400,11 @@ class _Pool:
 
 
 _pool = _Pool()
+
+
+def note_use() -> None:
+    """Tasks have been run in this process: after a fork the child needs to know."""
+    _pool.used = True
 
 
 def _start_afresh_after_fork() -> None:

@@ -2,12 +2,16 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from dataparallel.devices import resolve_slots
+from dataparallel.thread_state import CallerState
+from dataparallel.workers import Gang
 
 
 class Probe(nn.Module):
@@ -25,9 +29,17 @@ class Probe(nn.Module):
         return x
 
     def run(self, slots: list, serial: bool) -> list[Any]:
-        """What each replica has read."""
+        """What each replica has read: in the calling thread, or in threads of workers whatever asks for one thread."""
         self.seen.clear()
         self.threads.clear()
-        DataParallel(self, slots, serial=serial)(torch.zeros(len(slots), 2, device=slots[0]))
+        batch = torch.zeros(len(slots), 2, device=slots[0])
+        if serial:
+            DataParallel(self, slots, serial=True)(batch)
+        else:
+            state = CallerState(resolve_slots(slots))
+            call = partial(self, batch)
+            outcomes = Gang([partial(state.run_in_worker, slot, call) for slot in range(len(slots))], 1).run()
+            for error in [outcome.error for outcome in outcomes if outcome.error is not None]:
+                raise error
         assert (threading.get_ident() in self.threads) is serial
         return list(self.seen)

@@ -100,8 +100,9 @@ def test_serial_runs_in_the_calling_thread_in_slot_order(
         monkeypatch.setenv("DATAPARALLEL_SERIAL", variable)
     order: list[tuple[int, bool]] = []
     here = threading.get_ident()
-    modules = [Call(lambda slot=slot: order.append((slot, threading.get_ident() == here))) for slot in range(3)]
-    parallel_apply(modules, [()] * 3, devices=slots, serial=argument)
+    modules = [Call(lambda slot=slot: order.append((slot, threading.get_ident() == here))).eval() for slot in range(3)]
+    with torch.no_grad():  # or slots that share a generator would take turns
+        parallel_apply(modules, [()] * 3, devices=slots, serial=argument)
     serial = argument if argument is not None else variable == "1"
     assert sorted(order) == [(slot, serial) for slot in range(3)]
     if serial:
@@ -138,6 +139,14 @@ def test_replicas_that_share_a_generator_run_one_after_the_other_while_recording
     together = Together(3, seconds=0.2)
     assert not together.run(sharing(slots))
     assert together.order == [0, 1, 2]
+
+
+def test_replicas_that_run_one_after_the_other_do_so_in_the_calling_thread(slots: list) -> None:
+    threads: list[int] = []
+    modules = [Call(lambda: threads.append(threading.get_ident())) for _ in range(3)]
+    parallel_apply(modules, [()] * 3, devices=sharing(slots))
+    parallel_apply(modules, [()] * 3, devices=slots, workers=1)
+    assert threads == [threading.get_ident()] * 6
 
 
 def test_they_run_together_where_nothing_is_recorded_or_drawn(slots: list) -> None:

@@ -47,7 +47,7 @@ def test_the_callers_thread_shows_the_stages(slots: list) -> None:
 
 
 def test_all_threads_show_the_replicas_and_their_operators(slots: list) -> None:
-    found = events(True, step_of(slots))
+    found = events(True, step_of(slots, workers=3))
     names = ours(found)
     assert [name for name in names if name in STAGES] == STAGES
     replicas = [event for event in found if event.name.startswith("dataparallel::replica ")]

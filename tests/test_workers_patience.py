@@ -128,7 +128,7 @@ def test_ctrl_c_ends_tasks_that_run_without_permits(ctrl_c: None) -> None:
 
 
 def test_gangs_whose_patience_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataparallel.workers._LOOK_UP", 0.002)
+    monkeypatch.setattr("dataparallel.workers.LOOK_UP", 0.002)
     tasks: list[Callable[[], None]] = [lambda: time.sleep(0.002)] * 3
     gangs = [Gang(tasks, 1, patience=0.001) for _ in range(300)]
     for gang in gangs:
