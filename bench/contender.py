@@ -1,9 +1,10 @@
-"""A process of its own that makes training steps of a GPT when it is told to, in one of three ways.
+"""A process of its own that makes training steps of a GPT when it is told to, in one of four ways.
 
 ``python contender.py THREADS`` is one process that can make a step by ``DataParallel`` on two CPU slots, or one by the
-same module with the whole batch. ``python contender.py THREADS RANK FILE`` is one of two processes of
-``DistributedDataParallel``, which meet by FILE. `cpu_slots` starts them and talks to them: a command is a line on
-stdin, and so is the answer on stdout. Between commands a process waits for its stdin and takes no time from the others.
+same module with the whole batch, or with its halves one after the other. ``python contender.py THREADS RANK FILE`` is
+one of two processes of ``DistributedDataParallel``, which meet by FILE. `cpu_slots` starts them and talks to them: a
+command is a line on stdin, and so is the answer on stdout. Between commands a process waits for its stdin and takes no
+time from the others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
+from by_hand import ByHand
 from dataparallel import DataParallel
 from shapes import GPT, VOCABULARY
 
@@ -54,11 +56,12 @@ def step(network: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
 
 
 def steps_of_one_process(module: nn.Module) -> dict[str, Step]:
-    """With the same parameters, so that neither has the better place in memory."""
+    """With the same parameters, so that none has the better place in memory."""
     tokens, targets = batch()
     return {
         "slots": step(DataParallel(module, ["cpu"] * SLOTS), tokens, targets),
         "module": step(module, tokens, targets),
+        "chunks": step(ByHand(module, SLOTS), tokens, targets),
     }
 
 

@@ -64,7 +64,7 @@ class Other:
     processes: int
     threads: int
     compared: Comparison
-    bar: float
+    bar: float | None
     memory: int | None
     memory_bar: float | None = None
 
@@ -110,7 +110,7 @@ def beside(other: Other, memory: int | None) -> Row:
         slots_over_this_low=ours_over_theirs.low,
         slots_over_this_high=ours_over_theirs.high,
         bar=other.bar,
-        within_bar=ours_over_theirs.verdict(other.bar, at_least=False),
+        within_bar="" if other.bar is None else ours_over_theirs.verdict(other.bar, at_least=False),
         mebibytes=mebibytes(other.memory),
         memory_of_slots_over_this=share,
         memory_bar=other.memory_bar,

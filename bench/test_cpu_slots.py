@@ -1,4 +1,4 @@
-"""A training step on two CPU slots beside one module with the whole batch, and beside DDP with two processes."""
+"""A training step on two CPU slots beside one module with the whole batch or its halves, and beside DDP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def report(reports: list[Report]) -> Report:
 
 
 def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report, tmp_path: Path, short: bool) -> None:
-    """Steps of two take turns. Gradients of all three are the same, before and after."""
+    """Steps of two take turns. All gradients are the same, before and after."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("torch without gloo")
     ranks = [["1", str(rank), str(tmp_path / "rendezvous")] for rank in range(SLOTS)]
@@ -56,7 +56,7 @@ def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report
 
         def check() -> None:
             found = []
-            for contender, command in ((ours, "slots"), (ours, "module"), (ddp, "ddp")):
+            for contender, command in ((ours, "slots"), (ours, "module"), (ours, "chunks"), (ddp, "ddp")):
                 contender.tell(command)
                 found.append(contender.gradients())
             for other in found[1:]:
@@ -67,7 +67,7 @@ def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report
             ours.collect_garbage()
             ddp.collect_garbage()
 
-        def compare() -> tuple[Comparison, Comparison]:
+        def compare() -> tuple[Comparison, Comparison, Comparison]:
             def compared(theirs: Contender, command: str, bar: float) -> Comparison:
                 return alternate(
                     lambda: ours.tell("slots"),
@@ -77,14 +77,19 @@ def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report
                     short=short,
                 )
 
-            return compared(ours, "module", MODULE_BAR), compared(ddp, "ddp", DDP_BAR)
+            return (
+                compared(ours, "module", MODULE_BAR),
+                compared(ours, "chunks", 1.0),
+                compared(ddp, "ddp", DDP_BAR),
+            )
 
         check()
-        beside_module, beside_ddp = benchmark.pedantic(compare, rounds=1)
+        beside_module, beside_chunks, beside_ddp = benchmark.pedantic(compare, rounds=1)
         check()
     if benchmark.enabled:
         others = [
             Other("one module, the whole batch", 1, SLOTS, beside_module, MODULE_BAR, memory_of_module),
+            Other("its two halves by hand", 1, SLOTS, beside_chunks, None, None),
             # A short run has not made enough steps to judge memory by.
             Other("DDP, gloo", SLOTS, 1, beside_ddp, DDP_BAR, memory_of_ddp, None if short else MEMORY_BAR),
         ]
@@ -92,8 +97,8 @@ def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report
         report.notes.append(
             f"GPT of 6 blocks, width 256, {SLOTS * SAMPLES_PER_SLOT} samples of {LENGTH} tokens, forward, loss and "
             f"backward. The processes have the intra-op threads that the table says. {beside_module.pairs} pairs with "
-            f"the module, {beside_ddp.pairs} with DDP. Load of the machine (average of a minute, in processes): "
-            f"{beside_module.load_before:.1f} at the start, {beside_ddp.load_after:.1f} at the end."
+            f"the module, {beside_chunks.pairs} with its halves, {beside_ddp.pairs} with DDP. "
+            f"Load of the machine (average of a minute, in processes): {beside_module.load_before:.1f} at the start, {beside_ddp.load_after:.1f} at the end."
         )
         if memory_of_slots is None:
             report.notes.append("Memory was not measured: this system has no /proc/PID/smaps.")

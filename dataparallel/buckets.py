@@ -128,7 +128,6 @@ def plan_buckets(
     tensors: Sequence[Tensor],
     cap_bytes: int = DEFAULT_CAP_BYTES,
     *,
-    first_cap_bytes: int | None = None,
     candidates: Iterable[int] | None = None,
     keep_repeats: bool = True,
 ) -> tuple[list[Bucket], list[int]]:
@@ -137,7 +136,6 @@ def plan_buckets(
     Args:
         tensors: any tensors; ``candidates`` limits which of them (by position) are considered, default all.
         cap_bytes: above 0.
-        first_cap_bytes: a smaller cap for the first bucket.
         keep_repeats: see `layout_of`; ``False`` where other tensors of the same shapes will be flattened too.
 
     Returns:
@@ -150,7 +148,6 @@ def plan_buckets(
     # For each kind the members of the bucket that is being filled, and their bytes.
     open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[tuple[int, Layout]], int]] = {}
     layouts: dict[tuple[torch.Size, tuple[int, ...]], Layout] = {}
-    first_cap = cap_bytes if first_cap_bytes is None else min(first_cap_bytes, cap_bytes)
     for index in range(len(tensors)) if candidates is None else candidates:
         tensor = tensors[index]
         if not travels_flat(tensor):
@@ -163,13 +160,38 @@ def plan_buckets(
         nbytes = layout.numel * tensor.itemsize
         key = (tensor.device, tensor.dtype)
         members, held = open_buckets.get(key, (None, 0))
-        cap = first_cap if filled and members is filled[0] else cap_bytes
-        if members is None or held + nbytes > cap:
+        if members is None or held + nbytes > cap_bytes:
             members, held = [], 0
             filled.append(members)
         members.append((index, layout))
         open_buckets[key] = (members, held + nbytes)
     return [Bucket.of(members) for members in filled], singles
+
+
+def fill_buckets(
+    tensors: Sequence[Tensor], order: Iterable[int], first_cap_bytes: int, cap_bytes: int
+) -> list[list[int]]:
+    """Positions in groups of one device and dtype, of at most ``cap_bytes`` (or one tensor), in the given order.
+
+    Only sizes are looked at: `plan_buckets` says how a group travels. The first one has at most ``first_cap_bytes``,
+    each one after it may have twice as much as the one before.
+    """
+    filled: list[list[int]] = []
+    next_cap = first_cap_bytes
+    # For each kind the group that is being filled, how many bytes fit in, and how many it has.
+    open_groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], int, int]] = {}
+    for index in order:
+        tensor = tensors[index]
+        nbytes = tensor.numel() * tensor.itemsize
+        kind = (tensor.device, tensor.dtype)
+        group, cap, held = open_groups.get(kind, (None, 0, 0))
+        if group is None or held + nbytes > cap:
+            group, held = [], 0
+            cap, next_cap = min(next_cap, cap_bytes), min(2 * next_cap, cap_bytes)
+            filled.append(group)
+        group.append(index)
+        open_groups[kind] = group, cap, held + nbytes
+    return filled
 
 
 def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:

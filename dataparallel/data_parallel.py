@@ -51,7 +51,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: what the environment
             variable ``DATAPARALLEL_SERIAL`` says.
         bucket_cap_mb: size in MiB of the buckets in which parameters travel, and their gradients back while backward
-            still runs; the first is 1 MiB.
+            still runs; the first is 1 MiB, each of the next twice as large until they are of this size.
 
     Attributes:
         module: the wrapped module.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 from weakref import getweakrefcount
@@ -129,7 +130,9 @@ class _Copy:
             for i, part in zip(bucket.indices, unflatten(bucket, flat), strict=True):
                 self.parts.append(_as_parameter(part, plan.tensors[i]) if i in parameters else part)
         self._reads = _what_to_read(self.parts)
-        self._state = [list(map(read, self.parts)) for read in self._reads]
+        # Which ones may come to have hooks, or cease to be leaves. No second list of parts: references are counted.
+        self._need_gradients = [part.requires_grad for part in self.parts]
+        self._state = self._read()
         self._holders = list(map(_holders_of_memory, self._flats))
         self._is_at_rest = False  # since it was looked at nobody could change it
 
@@ -163,9 +166,11 @@ class _Copy:
 
     def _is_as_it_was(self) -> bool:
         """Whether the parts have not been changed but in value."""
-        return all(
-            list(map(read, self.parts)) == state for read, state in zip(self._reads, self._state, strict=True)
-        ) and not any(map(_ATTRIBUTES, self.parts))
+        return self._read() == self._state and not any(map(_ATTRIBUTES, self.parts))
+
+    def _read(self) -> list[list[Any]]:
+        found = [list(map(read, self.parts)) for read in self._reads]
+        return [*found, list(map(_STATE_OF_LEAVES, compress(self.parts, self._need_gradients)))]
 
 
 _use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
@@ -173,10 +178,10 @@ _use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-def
 _STATE: tuple[Callable[[Tensor], Any], ...] = (
     type,
     Tensor.data_ptr,
-    Tensor.size,
     Tensor.stride,
-    attrgetter("dtype", "requires_grad", "is_leaf", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    attrgetter("shape", "dtype", "requires_grad", "grad"),
 )
+_STATE_OF_LEAVES = attrgetter("is_leaf", "_backward_hooks", "_post_accumulate_grad_hooks")
 _ATTRIBUTES = attrgetter("__dict__")
 
 

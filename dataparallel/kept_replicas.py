@@ -33,6 +33,7 @@ from dataparallel.replicate import (
     ReplicaParameter,
     bare_module,
     build_replica,
+    collector_paused,
     copy_tensors,
     hook_flags,
     make_parameters,
@@ -113,7 +114,8 @@ class KeptReplicas:
                 )
             try:
                 make = self._frozen_ones if self._frozen else self._refreshed
-                return make(network, slots, cap_bytes, record)
+                with collector_paused():
+                    return make(network, slots, cap_bytes, record)
             except BaseException:
                 self._clear()  # it may be half-made
                 raise

@@ -8,17 +8,19 @@ replicas is ``parallel_apply``'s business.
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import comm
-from dataparallel.buckets import PLAIN_TYPES, plan_buckets
+from dataparallel.buckets import PLAIN_TYPES, fill_buckets
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.functions import Broadcast, alias
 from dataparallel.module_plan import (
@@ -41,6 +43,7 @@ __all__ = [
     "bare_module",
     "build_replica",
     "cap_in_bytes",
+    "collector_paused",
     "copy_tensors",
     "hook_flags",
     "make_parameters",
@@ -122,12 +125,30 @@ def replicate(
     """
     cap_bytes = cap_in_bytes(bucket_cap_mb)
     slots = resolve_slots(devices)
-    plan = ModulePlan.of(network)
     record = torch.is_grad_enabled() and not detach
-    copies = copy_tensors(plan, slots, record, cap_bytes)
-    if not record and not detach and not torch.is_inference_mode_enabled():
-        _make_leaves(plan, copies)
-    return [build_replica(plan, tensors, record) for tensors in copies]
+    with collector_paused():
+        plan = ModulePlan.of(network)
+        copies = copy_tensors(plan, slots, record, cap_bytes)
+        if not record and not detach and not torch.is_inference_mode_enabled():
+            _make_leaves(plan, copies)
+        return [build_replica(plan, tensors, record) for tensors in copies]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """While replicas are made the garbage collector waits.
+
+    They are thousands of objects, all of them in use, through which it would walk again and again in vain. It is a
+    switch of the whole process: other threads' garbage waits for these milliseconds too. Where it is off it stays off.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    try:
+        gc.disable()
+        yield
+    finally:
+        gc.enable()
 
 
 def copy_tensors(plan: ModulePlan, slots: list[torch.device], record: bool, cap_bytes: int) -> list[list[Tensor]]:
@@ -161,16 +182,16 @@ def cap_in_bytes(bucket_cap_mb: float) -> int:
 
 
 def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_bytes: int) -> list[list[Any]]:
-    """The tensors on every slot, by one `Broadcast` for each bucket, and one for those that travel singly.
+    """The tensors on every slot, by one `Broadcast` for each bucket.
 
     Buckets are filled from the last tensor to the first, because gradients of the last layers come first, and the first
-    one is small, so that sums start early. That is how DistributedDataParallel sizes its buckets (Li et al., "PyTorch
-    Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020).
+    one is small, so that sums start early: so does DistributedDataParallel (Li et al., "PyTorch Distributed:
+    Experiences on Accelerating Data Parallel Training", VLDB 2020). They grow step by step, because nothing is left to
+    overlap with the sum of the last one, which in a model of a few MiB would else be nearly all of it.
     """
     results: list[list[Any]] = [[None] * len(tensors) for _ in slots]
     last_to_first = range(len(tensors) - 1, -1, -1)
-    buckets, singles = plan_buckets(tensors, cap_bytes, first_cap_bytes=FIRST_BUCKET_BYTES, candidates=last_to_first)
-    for indices in [*(bucket.indices for bucket in buckets), *([singles] if singles else [])]:
+    for indices in fill_buckets(tensors, last_to_first, FIRST_BUCKET_BYTES, cap_bytes):
         outputs = Broadcast.apply(slots, *(tensors[i] for i in indices))
         for slot, result in enumerate(results):
             of_slot = outputs[slot * len(indices) : (slot + 1) * len(indices)]

@@ -12,6 +12,7 @@ from dataparallel.buckets import (
     DEFAULT_CAP_BYTES,
     Bucket,
     dense_stride,
+    fill_buckets,
     flatten,
     is_dense,
     layout_of,
@@ -216,10 +217,22 @@ def test_a_bucket_is_filled_before_the_next_is_opened() -> None:
     assert [bucket.indices for bucket in buckets] == [[0, 2], [1], [3], [4], [5]]
 
 
-def test_the_first_bucket_may_have_a_smaller_cap() -> None:
+def test_groups_are_of_one_dtype_and_the_first_may_have_a_smaller_cap() -> None:
     originals = [torch.zeros(4, dtype=dtype) for _ in range(4) for dtype in (torch.float32, torch.float64)]
-    buckets, _ = plan_buckets(originals, cap_bytes=64, first_cap_bytes=16)
-    assert sorted(sorted(bucket.indices) for bucket in buckets) == [[0], [1, 3], [2, 4, 6], [5, 7]]
+    assert fill_buckets(originals, range(8), 16, 64) == [[0], [1], [2, 4, 6], [3, 5], [7]]
+    assert fill_buckets(originals, range(7, -1, -1), 2**20, 64) == [[7, 5], [6, 4, 2, 0], [3, 1]]
+
+
+def test_caps_double_until_they_are_what_was_asked_for() -> None:
+    originals = [torch.zeros(1)] * 30
+    sizes = [len(group) for group in fill_buckets(originals, range(30), 4, 32)]
+    assert sizes == [1, 2, 4, 8, 8, 7]
+
+
+def test_groups_are_filled_with_tensors_of_any_kind() -> None:
+    originals = [torch.eye(4).to_sparse(), torch.zeros(4, 4).t(), torch.zeros(100), torch.zeros(())]
+    assert fill_buckets(originals, [3, 2, 1, 0], 128, 128) == [[3], [2], [1, 0]]
+    assert fill_buckets([], [], 1, 1) == []
 
 
 def test_tensors_of_one_layout_are_neighbours_and_large_powers_of_two_come_first() -> None:
