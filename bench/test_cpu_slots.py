@@ -98,7 +98,8 @@ def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report
             f"GPT of 6 blocks, width 256, {SLOTS * SAMPLES_PER_SLOT} samples of {LENGTH} tokens, forward, loss and "
             f"backward. The processes have the intra-op threads that the table says. {beside_module.pairs} pairs with "
             f"the module, {beside_chunks.pairs} with its halves, {beside_ddp.pairs} with DDP. "
-            f"Load of the machine (average of a minute, in processes): {beside_module.load_before:.1f} at the start, {beside_ddp.load_after:.1f} at the end."
+            f"Load of the machine (average of a minute, in processes): {beside_module.load_before:.1f} at the start, "
+            f"{beside_ddp.load_after:.1f} at the end."
         )
         if memory_of_slots is None:
             report.notes.append("Memory was not measured: this system has no /proc/PID/smaps.")
