@@ -1,12 +1,13 @@
 """One process drives every device of the machine: ``model = DataParallel(model)``.
 
-The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, and `whole`. Importing this package
-touches no device, starts no thread and compiles nothing.
+The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch` and `whole`. Importing this
+package touches no device, starts no thread and compiles nothing.
 """
 
 from dataparallel._version import __version__
 from dataparallel.data_parallel import DataParallel, data_parallel
 from dataparallel.parallel_apply import parallel_apply
+from dataparallel.prefetch import prefetch
 from dataparallel.replicate import replicate
 from dataparallel.scatter_gather import gather, scatter, scatter_kwargs, whole
 
@@ -16,6 +17,7 @@ __all__ = [
     "data_parallel",
     "gather",
     "parallel_apply",
+    "prefetch",
     "replicate",
     "scatter",
     "scatter_kwargs",

@@ -24,6 +24,7 @@ from torch._C import _autograd
 from torch.autograd import Function
 
 from dataparallel import comm
+from dataparallel.comm import settings
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.ranges import stage
 
@@ -63,6 +64,7 @@ class Broadcast(Function):
         ctx.set_materialize_grads(False)
         ctx.slots = slots
         ctx.streams = current_streams(slots)
+        ctx.settings = settings.current()  # backward may run in a thread that knows nothing of the caller's
         ctx.sources = [tensor.device for tensor in tensors]
         _sum_as_soon_as_ready(ctx)
         outputs = comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER)
@@ -95,7 +97,7 @@ class Broadcast(Function):
             inputs = [[of_slot[i] for i in indices] for of_slot in compress(of_slots, present)]
             if not inputs:
                 continue
-            with stage("reduce_add"):
+            with stage("reduce_add"), settings.held(ctx.settings):
                 totals = _reduce(source, inputs)
             for i, total in zip(indices, totals, strict=True):
                 sums[i] = total
@@ -187,7 +189,7 @@ class Scatter(Function):
         ctx.set_materialize_grads(False)
         # Aliases: a view made here could not be changed in place by the code that receives it.
         chunks = tuple(alias(part, k) for k, part in enumerate(comm.scatter(tensor, devices, chunk_sizes, dim)))
-        ctx.source, ctx.dim = tensor.device, dim
+        ctx.source, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
         ctx.streams = current_streams(chunk.device for chunk in chunks)
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
@@ -203,9 +205,10 @@ class Scatter(Function):
         ]
         if not all(grad.is_sparse for grad in whole):
             whole = [grad.to_dense() if grad.is_sparse else grad for grad in whole]
-        if torch.is_grad_enabled():
-            return None, None, None, Gather.apply(ctx.source, ctx.dim, *whole)
-        return None, None, None, comm.gather(whole, ctx.dim, ctx.source)
+        with settings.held(ctx.settings):
+            if torch.is_grad_enabled():
+                return None, None, None, Gather.apply(ctx.source, ctx.dim, *whole)
+            return None, None, None, comm.gather(whole, ctx.dim, ctx.source)
 
 
 class Gather(Function):
@@ -221,7 +224,7 @@ class Gather(Function):
         if ctx.scalars:
             dim, tensors = 0, tuple(tensor.reshape(1) for tensor in tensors)
         ctx.slots = [tensor.device for tensor in tensors]
-        ctx.dim = dim
+        ctx.dim, ctx.settings = dim, settings.current()
         gathered = comm.gather(tensors, dim, destination)
         ctx.is_unpacked_here = False
         if _on_distinct_accelerators(ctx.slots) and _autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -240,10 +243,11 @@ class Gather(Function):
             _ = ctx.saved_tensors
         if _on_distinct_accelerators(ctx.slots):
             _restore_cpu_generator_after_backward()
-        if torch.is_grad_enabled():
-            chunks = Scatter.apply(ctx.slots, ctx.sizes, ctx.dim, grad)
-        else:
-            chunks = comm.scatter(grad, ctx.slots, ctx.sizes, ctx.dim)
+        with settings.held(ctx.settings):
+            if torch.is_grad_enabled():
+                chunks = Scatter.apply(ctx.slots, ctx.sizes, ctx.dim, grad)
+            else:
+                chunks = comm.scatter(grad, ctx.slots, ctx.sizes, ctx.dim)
         if ctx.scalars:
             chunks = tuple(chunk.reshape(()) for chunk in chunks)
         return (None, None, *chunks)

@@ -83,18 +83,21 @@ class KeptCopies:
 
     def _send(self, plan: ModulePlan, slots: list[torch.device], away: list[int], copies: list[list[Tensor]]) -> None:
         sources = [flatten(bucket, plan.tensors) for bucket in self._buckets]
+        targets: list[list[Tensor]] = [[] for _ in sources]
         positions = [i for bucket in self._buckets for i in bucket.indices]
         streams = current_streams(slots)
         for slot in away:
             device = slots[slot]
             kept = self._copies.get(slot)
-            if kept is not None and kept.can_be_used_again(streams[device]):
-                kept.refresh(sources)
-            else:
+            if kept is None or not kept.can_be_used_again(streams[device]):
                 kept = self._copies[slot] = _Copy(plan, self._buckets, sources, device, streams[device])
+            for of_bucket, flat in zip(targets, kept.to_refresh(), strict=True):
+                of_bucket.append(flat)
             copy = copies[slot]
             for i, part in zip(positions, kept.parts, strict=True):
                 copy[i] = part
+        for source, flats in zip(sources, targets, strict=True):
+            comm.broadcast(source, out=flats)
         parameters = set(plan.parameters)
         for i in self._singles:
             source = plan.tensors[i]
@@ -123,7 +126,7 @@ class _Copy:
     ) -> None:
         # It belongs to one stream, of one device: nothing would order others before the memory goes back to that one.
         self._stream = stream
-        self._flats = [source.to(device, copy=True) for source in sources]
+        self._flats = [torch.empty_like(source, device=device) for source in sources]
         self.parts: list[Tensor] = []
         parameters = set(plan.parameters)
         for bucket, flat in zip(buckets, self._flats, strict=True):
@@ -136,10 +139,10 @@ class _Copy:
         self._holders = list(map(_holders_of_memory, self._flats))
         self._is_at_rest = False  # since it was looked at nobody could change it
 
-    def refresh(self, sources: list[Tensor]) -> None:
+    def to_refresh(self) -> list[Tensor]:
+        """The flat buffers, to be filled with the values of now."""
         self._is_at_rest = False
-        for flat, source in zip(self._flats, sources, strict=True):
-            flat.copy_(source)
+        return self._flats
 
     def can_be_used_again(self, stream: torch.Stream) -> bool:
         return stream == self._stream and (self._is_at_rest or (self._is_ours() and self._is_as_it_was()))

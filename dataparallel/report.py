@@ -14,7 +14,7 @@ import importlib.util
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ import torch
 import torch.cuda.nccl
 
 from dataparallel._version import __version__
-from dataparallel.comm import TransportChoice, choose_transport
+from dataparallel.comm import Choice, choose_transport
+from dataparallel.comm.topology import Link, Topology
 from dataparallel.devices import all_devices
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -93,12 +94,13 @@ class Report:
     nvml: Nvml
     nccl: str
     cupy: str
-    transport: TransportChoice
+    transport: Choice
 
 
 def collect(environ: Mapping[str, str] = os.environ) -> Report:
     """Look at this machine. Makes no context on any device and does not initialise CUDA."""
     devices = all_devices()
+    nvml = look_at_nvml(environ)
     return Report(
         version=__version__,
         torch_version=torch.__version__,
@@ -106,11 +108,23 @@ def collect(environ: Mapping[str, str] = os.environ) -> Report:
         python=platform.python_version(),
         cpu=look_at_cpu(),
         devices=tuple(devices),
-        nvml=look_at_nvml(environ),
+        nvml=nvml,
         nccl=look_for_nccl(),
         cupy=look_for_cupy(),
-        transport=choose_transport(devices or [torch.device("cpu")] * 2),
+        transport=choose_transport(devices or [torch.device("cpu")] * 2, _between(devices, nvml)),
     )
+
+
+def _between(devices: Sequence[torch.device], nvml: Nvml) -> Topology | None:
+    """What lies between GPUs as NVML has it, because asking CUDA would initialise it."""
+    if not devices or devices[0].type != "cuda":
+        return None
+    numbers = range(len(devices))
+    reached = {(i, j) for i, row in enumerate(nvml.peers) for j, answer in enumerate(row) if answer.startswith("yes")}
+    links = {
+        (i, j): Link.PEER if {(i, j), (j, i)} <= reached else Link.HOST for i in numbers for j in numbers if i != j
+    }
+    return Topology(tuple(devices), links)
 
 
 def torch_build() -> str:
@@ -253,7 +267,7 @@ def format_report(report: Report) -> str:
         *(f"NVML          {note}" for note in report.nvml.notes),
         f"NCCL          {report.nccl}",
         f"CuPy          {report.cupy}",
-        f"transport     {report.transport.name}: {report.transport.reason}",
+        f"transport     {report.transport.transport}: {report.transport.reason}",
     ]
     return "\n".join(lines)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dataparallel import comm
 from dataparallel.batch_types import batch_of, container_of
+from dataparallel.copied_ahead import take
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
 from dataparallel.functions import Broadcast, Gather, Scatter, alias
 
@@ -220,6 +221,10 @@ class _Splitter:
     def split_tensor(self, tensor: Tensor) -> Sequence[Tensor]:
         if len(self.slots) == 1 and tensor.device == self.slots[0]:
             return [tensor]
+        if not (tensor.requires_grad and torch.is_grad_enabled()):  # chunks that were sent ahead have no graph
+            copied = take(tensor, self.slots, None if is_whole(tensor) else self.sizes, self.dim)
+            if copied is not None:
+                return copied
         if not is_whole(tensor):
             return Scatter.apply(self.slots, self.sizes, self.dim, tensor)
         copies = Broadcast.apply(self.slots, tensor)

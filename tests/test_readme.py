@@ -48,6 +48,30 @@ def test_the_serving_example_answers_like_one_device():
     torch.testing.assert_close(answers, [model(batch) for batch in requests])
 
 
+@pytest.mark.slots(4)
+def test_the_example_of_routes_is_the_loss_of_one_device(slots, root):
+    model, x = torch.nn.Linear(20, 1).double().to(root), torch.randn(64, 20, dtype=torch.float64, device=root)
+    names = {"model": dataparallel.DataParallel(model, slots), "x": x}
+    exec(example('route="star"'), names)
+    expected = model(x).square().mean()
+    (gradient,) = torch.autograd.grad(expected, [model.weight])
+    torch.testing.assert_close(names["loss"], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.weight.grad, gradient, rtol=0, atol=1e-12)
+
+
+def test_the_example_of_a_loader_learns():
+    torch.manual_seed(0)
+    names: dict = {}
+    exec(example("prefetch(loader, model)"), names)
+    assert names["loss"] < 0.1
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(8)
+def test_the_example_of_counts_counts_so(slots):
+    exec(example("torch.sim.counted()"), {"torch": torch, "x": torch.ones(3, device="sim:1")})
+
+
 def test_the_profiling_example_records_the_replicas(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"model": dataparallel.DataParallel(torch.nn.Linear(20, 1), ["cpu", "cpu"]), "x": torch.randn(6, 20)}
@@ -59,7 +83,7 @@ def test_the_profiling_example_records_the_replicas(tmp_path, monkeypatch):
 
 
 def test_every_example_is_valid_python():
-    assert len(examples()) == 9
+    assert len(examples()) == 12
     for block in examples():
         compile(block, "README.rst", "exec")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dataparallel import report
-from dataparallel.comm import TransportChoice
+from dataparallel.comm import Choice
 from dataparallel.report import Cpu, Gpu, Memory, Nvml, Report, ask_nvml, format_report
 
 GIB = 2**30
@@ -101,7 +101,7 @@ def make_report(devices=(), nvml=None, **changes):
         nvml=nvml or Nvml(),
         nccl="2.27.5",
         cupy="not installed",
-        transport=TransportChoice("copy", "it works everywhere"),
+        transport=Choice("copy", "star", "it works everywhere"),
     )
     return replace(made, **changes)
 

@@ -1,27 +1,31 @@
-"""Moving tensors between the devices of one process: plain functions, no state.
+"""Moving tensors between the devices of one process: plain functions.
 
-This room checks arguments, says what results look like and picks the transport (one file each beside this one);
-it knows no module and no autograd: gradients are not recorded here, ``dataparallel.functions`` does that. Names
-and arguments are those of ``torch.nn.parallel.comm``; devices are anything that ``dataparallel.devices`` accepts,
-the CPU included. On one device nothing is copied unless the caller needs its own storage.
+This file checks arguments and says what results look like; ``carriers`` beside it says what carries a call, and how
+tensors travel is a file each. The room knows no module and no autograd: gradients are not recorded here,
+``dataparallel.functions`` does that. Names and arguments are those of ``torch.nn.parallel.comm``; devices are anything
+that ``dataparallel.devices`` accepts, the CPU included. On one device nothing is copied unless the caller needs its own
+storage. `using` says how tensors travel where the library's choice is not wanted.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from dataparallel.buckets import DEFAULT_CAP_BYTES, PLAIN_TYPES
-from dataparallel.comm import copies
+from dataparallel.comm import copies, one_launch, topology
+from dataparallel.comm.carriers import KERNELS, carrier_for, choose_for
+from dataparallel.comm.choice import Choice
+from dataparallel.comm.settings import using
+from dataparallel.comm.topology import Topology
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
 __all__ = [
-    "TransportChoice",
+    "Choice",
     "broadcast",
     "broadcast_coalesced",
     "choose_transport",
@@ -30,21 +34,19 @@ __all__ = [
     "reduce_add",
     "reduce_add_coalesced",
     "scatter",
+    "using",
 ]
 
-
-class TransportChoice(NamedTuple):
-    """Which transport carries tensors between some devices, and the reason in words."""
-
-    name: str
-    reason: str
+_TYPICAL_BYTES, _TYPICAL_COUNT = 25 * 2**20, 100
+"""A bucket of a model."""
 
 
-def choose_transport(devices: Sequence[torch.device]) -> TransportChoice:
-    """How tensors would travel between ``devices``."""
-    if len({*devices}) < 2:
-        return TransportChoice("copy", "fewer than two devices: within one device only sums and own copies are made")
-    return TransportChoice("copy", "plain tensor copies serve every backend, and no faster transport is built in")
+def choose_transport(devices: Sequence[torch.device], known: Topology | None = None) -> Choice:
+    """How a bucket of parameters would travel from the first of ``devices`` to the others, and the reason.
+
+    ``known``: what lies between them, where it must not be asked of the devices themselves.
+    """
+    return choose_for(topology.of(devices) if known is None else known, _TYPICAL_BYTES, _TYPICAL_COUNT)
 
 
 def near_equal_sizes(total: int, slots: int) -> list[int]:
@@ -73,7 +75,9 @@ def broadcast(
     _check_movable([tensor])
     _check_exactly_one(devices, out)
     if devices is not None:
-        return tuple(copies.broadcast(tensor, resolve_each(devices), own=False))
+        slots = resolve_each(devices)
+        carrier = carrier_for("broadcast", [tensor.device, *slots], [tensor])
+        return tuple(copies.broadcast(tensor, slots, own=False, carrier=carrier))
     assert out is not None
     _check_movable(out)
     for index, target in enumerate(out):
@@ -81,8 +85,8 @@ def broadcast(
             raise ValueError(
                 f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
             )
-    for target in out:
-        target.copy_(tensor)
+    carrier = carrier_for("broadcast", [tensor.device, *(target.device for target in out)], [tensor])
+    copies.broadcast_into(out, tensor, carrier)
     return tuple(out)
 
 
@@ -106,7 +110,11 @@ def broadcast_coalesced(
         ValueError: a meta or lazy tensor, a device that does not exist.
     """
     _check_movable(tensors)
-    return copies.broadcast_coalesced(tensors, resolve_each(devices), buffer_size, own=own_storage)
+    slots = resolve_each(devices)
+    carrier = carrier_for("broadcast", [*dict.fromkeys(tensor.device for tensor in tensors), *slots], tensors)
+    if carrier is KERNELS:
+        return one_launch.broadcast_coalesced(tensors, slots, own=own_storage)
+    return copies.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage, carrier=carrier)
 
 
 @torch.no_grad()
@@ -120,7 +128,9 @@ def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) 
     """
     inputs = list(inputs)
     _check_summable(inputs)
-    return copies.reduce_add(inputs, inputs[0].device if destination is None else resolve(destination))
+    target = inputs[0].device if destination is None else resolve(destination)
+    carrier = carrier_for("reduce_add", [*(tensor.device for tensor in inputs), target], inputs[:1])
+    return copies.reduce_add(inputs, target, carrier)
 
 
 @torch.no_grad()
@@ -154,7 +164,10 @@ def reduce_add_coalesced(
         for position, terms in enumerate(zip(*inputs, strict=True)):
             _check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
-    return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size))
+    carrier = carrier_for("reduce_add", [*(tensors[0].device for tensors in inputs), target], inputs[0])
+    if carrier is KERNELS:
+        return tuple(one_launch.reduce_add_coalesced(inputs, target))
+    return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size, carrier))
 
 
 @torch.no_grad()
@@ -187,7 +200,8 @@ def scatter(
         sizes = near_equal_sizes(tensor.shape[dim], len(slots))
     else:
         sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
-    return tuple(copies.scatter(tensor, slots[: len(sizes)], sizes, dim))
+    slots = slots[: len(sizes)]
+    return tuple(copies.scatter(tensor, slots, sizes, dim, carrier_for("scatter", [tensor.device, *slots], [tensor])))
 
 
 def _scatter_into(
@@ -207,8 +221,9 @@ def _scatter_into(
         raise ValueError(
             f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
         )
+    carrier = carrier_for("scatter", [tensor.device, *(target.device for target in out)], [tensor])
     for target, part in zip(out, torch.split(tensor, [t.shape[dim] for t in out], dim), strict=True):
-        target.copy_(part)
+        carrier.copy(target, part)
     return tuple(out)
 
 
@@ -243,7 +258,8 @@ def gather(
             target = first.device
         else:
             target = CPU if destination == -1 else resolve(destination)
-        return copies.gather(tensors, dim % first.dim(), target)
+        carrier = carrier_for("gather", [target, *(tensor.device for tensor in tensors)], tensors)
+        return copies.gather(tensors, dim % first.dim(), target, carrier)
     if destination is not None:
         raise ValueError("out has a device already; pass only one of destination and out")
     shape = list(first.shape)
@@ -253,7 +269,8 @@ def gather(
         raise ValueError(f"out has dtype {out.dtype}, the gathered tensors {first.dtype}")
     if list(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, the gathered tensors {tuple(shape)}")
-    return copies.gather_into(out, tensors, dim)
+    carrier = carrier_for("gather", [out.device, *(tensor.device for tensor in tensors)], tensors)
+    return copies.gather_into(out, tensors, dim, carrier)
 
 
 def check_chunk_sizes(chunk_sizes: Sequence[int], slots: int, total: int) -> list[int]:

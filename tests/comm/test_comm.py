@@ -258,5 +258,5 @@ def test_a_wrong_out_is_left_untouched(call: Callable, shapes: list, message: st
 
 def test_the_transport_between_devices_is_named_with_a_reason() -> None:
     one, two = (comm.choose_transport([torch.device("cpu"), torch.device(other)]) for other in ("cpu", "cuda:0"))
-    assert one.name == two.name == "copy"
+    assert one.transport == two.transport == "copy"
     assert one.reason != two.reason

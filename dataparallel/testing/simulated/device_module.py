@@ -1,7 +1,8 @@
 """``torch.sim``: for the simulated devices what ``torch.cuda`` is for CUDA. `simulate` registers it with torch.
 
 The functions mean what their namesakes in ``torch.cuda`` mean; without a device they are about the current one. What
-only simulated devices have: `set_memory_capacity`, and the clocks in `clocks` and `check_clocks`.
+only simulated devices have: `set_memory_capacity`, the counts in `counted`, and the clocks in `clocks` and
+`check_clocks`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-Device: TypeAlias = "torch.device | str | int | None"
+from dataparallel.testing.simulated.counts import Counts, Device
 
 Stream = torch.Stream
 Event = torch.Event
 
+copies_cannot_fail = True  # whoever checks copies between devices before trusting them need not
 _initialized = True  # torch.utils.checkpoint asks before it keeps the generators' states
 _C: Any = None  # the compiled extension, set by `simulate` before torch knows of this module
 
@@ -240,6 +242,41 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
     if capacity is None:
         raise RuntimeError(f"sim:{_index(device)} has no capacity: set one with torch.sim.set_memory_capacity")
     return max(capacity - allocated, 0), capacity
+
+
+# Counts
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Counts launches and copied bytes of the whole process, all threads, while inside.
+
+    Blocks may be nested, and several threads may be inside: each counts everything that happens.
+
+    A launch is an operator that read or wrote elements on a device and did not raise: one, whatever the number of its
+    tensors. So ``cat`` is one, and so are the ``torch._foreach_*`` operators for lists that lie on one device, as the
+    fused kernels of CUDA are few; lists on several devices are launched one tensor at a time. What torch itself takes
+    apart counts by its parts: ``clone`` is a copy, ``ones`` a fill, dropout and recurrent cells are several operators.
+
+    A copy is one launch, whatever the layouts and dtypes, of the device on whose stream it is launched: of the source,
+    where that is a device. ``item`` is one, and so is enlarging memory that has elements (``resize_``). None are
+    allocations, views, what only asks for or changes a shape, and operators on tensors without elements.
+
+    Bytes are those of a copy's target (elements times item size), as torch converts and packs before it sends; of
+    ``item``, one element. What an operator takes from a CPU tensor by itself (numbers, indices) does not count, nor do
+    bytes that torch.distributed moves.
+
+    Yields:
+        ``counts.launches``: for each device a number. ``counts.copied``: for each pair of devices between which
+        something was copied, ``(from, to)`` with -1 for the host, the bytes; 0 for other pairs.
+        ``counts.sent(device)`` and ``counts.received(device)``: bytes to and from all other devices, without the host.
+        Read inside, they say what has been counted so far; afterwards they stay.
+    """
+    counts = Counts(_C, _index)
+    try:
+        yield counts
+    finally:
+        counts._stop()
 
 
 # Random numbers: one generator per device; the same seed gives the same numbers on each of them and on the CPU.

@@ -15,6 +15,7 @@
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
+#include "counts.h"
 #include "devices.h"
 #include "memory.h"
 #include "on_cpu.h"
@@ -181,6 +182,14 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
     const BelowAutograd below;
     target.copy_(source);
   }
+  if (to.numel() > 0) {
+    // One launch and the target's bytes, whatever the layouts: torch converts and packs before it sends.
+    const auto place = [](const Tensor& tensor) {
+      return is_simulated(tensor) ? tensor.device().index() : counts::kHost;
+    };
+    counts::launched(launched_on.device_index());
+    counts::copied(place(self), place(to), to.nbytes());
+  }
   const bool to_pageable = !is_simulated(to) && !memory::pinned_block_of(to.storage().data());
   if (!(is_simulated(self) && is_simulated(to)) && (!non_blocking || to_pageable)) {
     clocks::host_waits(launched_on);
@@ -201,6 +210,8 @@ c10::Scalar local_scalar_dense(const Tensor& self) {
     clocks::launch(stream, "aten::_local_scalar_dense", touches);
   }
   clocks::host_waits(stream);
+  counts::launched(self.device().index());
+  counts::copied(self.device().index(), counts::kHost, self.nbytes());
   return cpu_alias(self).item();
 }
 

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 
+#include "counts.h"
 #include "devices.h"
 #include "limits.h"
 
@@ -252,6 +253,7 @@ void move(c10::StorageImpl& storage, size_t bytes) {
       clocks::launch(current_stream(storage.device()), "resize", touches);
     }
     std::memcpy(memory.get(), storage.data(), kept);
+    counts::launched(storage.device().index());
   }
   storage.set_data_ptr(std::move(memory));
   storage.set_nbytes(bytes);

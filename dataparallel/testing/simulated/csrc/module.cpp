@@ -3,8 +3,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "clocks.h"
+#include "counts.h"
 #include "devices.h"
 #include "limits.h"
+#include "lists.h"
 #include "memory.h"
 #include "on_cpu.h"
 
@@ -33,6 +35,7 @@ std::string read_stack() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   register_hooks();
   register_operators();
+  register_list_operators();
   clocks::set_stack_reader(&read_stack);
   m.attr("CEILING") = kCeiling;
 
@@ -47,6 +50,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("reset_peak", &memory::reset_peak);
   m.def("set_capacity", &memory::set_capacity);
+  m.def("read_counts", [] {
+    auto now = counts::read();
+    return std::make_pair(std::move(now.launches), std::move(now.copied));
+  });
   m.def("default_generator", &default_generator);
 
   py::class_<Knowledge, std::shared_ptr<Knowledge>>(m, "Knowledge");

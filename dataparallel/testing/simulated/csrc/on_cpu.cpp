@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cstring>
 #include <unordered_map>
+#include <unordered_set>
 
+#include "counts.h"
 #include "devices.h"
 #include "layouts.h"
 #include "memory.h"
@@ -76,6 +78,31 @@ bool waits_for_values(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::dynamic_output_shape) && op.operator_name().name != "aten::index";
 }
 
+// Whether it reads and writes no element: it makes memory or views, says something of a tensor's shape, or changes that.
+bool leaves_elements_alone(const c10::OperatorHandle& op) {
+  static const std::unordered_set<std::string> names = {
+      "aten::empty",
+      "aten::empty_like",
+      "aten::_empty_affine_quantized",
+      "aten::_empty_per_channel_affine_quantized",
+      "aten::_coalesced_",
+      "aten::resize_as_sparse_",
+      "aten::sparse_resize_",
+      "aten::sparse_resize_and_clear_",
+      "aten::_sparse_coo_tensor_with_dims",
+      "aten::_sparse_coo_tensor_with_dims_and_tensors",
+  };
+  if (op.hasTag(at::Tag::inplace_view) || names.count(op.operator_name().name)) {
+    return true;
+  }
+  const auto& returns = op.schema().returns();
+  const bool returns_numbers = !returns.empty() && std::all_of(returns.begin(), returns.end(), [](const auto& result) {
+    const auto kind = result.type()->kind();
+    return kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType;
+  });
+  return returns_numbers && !waits_for_values(op);
+}
+
 // One call: what has been made for it, both ways.
 class Call {
  public:
@@ -118,6 +145,7 @@ class Call {
   const char* device_argument_ = nullptr;
   const bool is_index_ = name_.name == "aten::index";
   bool has_mask_ = false;
+  bool touches_memory_ = false;
   c10::SmallVector<Known, 6> storages_;
   c10::SmallVector<Written, 2> written_;
   c10::SmallVector<Touch, 6> touches_;
@@ -218,6 +246,7 @@ at::Tensor Call::argument_to_cpu(const at::Tensor& tensor, bool write, bool read
   if (!tensor.defined() || tensor.device().type() != kDevice) {
     return tensor;
   }
+  touches_memory_ = touches_memory_ || ((write || reads) && tensor.numel() > 0);
   if ((write || reads) && clocks::enabled()) {
     if (layouts::is_strided(tensor)) {
       add_touch(touches_, tensor, write, argument);
@@ -262,6 +291,7 @@ void Call::replace(c10::IValue& value, bool write, bool reads, const char* argum
 c10::DataPtr Call::take_over(const c10::Storage& storage, c10::Device device) {
   auto data = memory::adopt(storage, device);
   if (auto* block = memory::block_of(data)) {
+    touches_memory_ = true;
     clocks::wrote(ticket_, *block, block->bytes);
   }
   return data;
@@ -381,6 +411,9 @@ void Call::run(torch::jit::Stack* stack) {
   const auto returns = schema.returns().size();
   for (auto value = stack->end() - static_cast<ptrdiff_t>(returns); value != stack->end(); ++value) {
     put_back(*value);
+  }
+  if (touches_memory_ && !leaves_elements_alone(op_)) {
+    counts::launched(device_->index());
   }
   if (has_mask_ || waits_for_values(op_)) {
     clocks::host_waits(stream);

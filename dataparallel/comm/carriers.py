@@ -1,0 +1,148 @@
+"""What carries a call: asks what has to be known, has ``choice`` choose, and hands out the carrier.
+
+Only ``comm`` calls it, before each call between devices. Within one device it answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dataparallel.comm import cupy_kernels, nccl, peer_check, settings, topology
+from dataparallel.comm.choice import Choice, Work, choose
+from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.routes import STAR, Along, Carrier
+from dataparallel.comm.settings import ROUTES, Settings
+from dataparallel.comm.topology import Topology
+
+__all__ = ["KERNELS", "carrier_for", "choose_for"]
+
+Spread: TypeAlias = "Callable[[Tensor, Mapping[torch.device, Tensor]], None]"
+
+_COMPARED = 2**16 + 1
+"""Elements of the buffers by which a transport is compared with plain copies; no round number."""
+
+KERNELS = Along("star")
+"""What kernels cannot do is done by plain copies; `comm` looks for this very object."""
+
+_BY_ROUTE = {route: Along(route) for route in ROUTES}
+_HOST = ThroughHost()
+
+_UNTRIED = "it has not been measured on GPUs yet, and is used only where it is asked for"
+
+_dropped: dict[tuple[str, tuple[torch.device, ...]], str | None] = {}
+"""Transports that have been compared on some devices: ``None``, or why they are not used there."""
+
+
+def carrier_for(work: Work, devices: Sequence[torch.device], tensors: Iterable[Tensor]) -> Carrier:
+    """What carries ``tensors`` between ``devices``, where they are and where they go. In a sum, those of one slot.
+
+    Raises:
+        ValueError: a transport that was asked for cannot do it, or an environment variable asks for something unknown.
+    """
+    if len({*devices}) < 2:
+        return STAR
+    tensors = list(tensors)
+    nbytes = sum([tensor.numel() * tensor.itemsize for tensor in tensors])
+    return _decided(work, tuple(devices), nbytes.bit_length(), len(tensors), settings.current(), peer_check.is_on())
+
+
+@lru_cache(maxsize=4096)
+def _decided(
+    work: Work, devices: tuple[torch.device, ...], bits: int, count: int, asked: Settings, check_peers: bool
+) -> Carrier:
+    """Sizes count by powers of two, as thresholds do, so that a program has a few cases."""
+    known = topology.of(devices)
+    checks = peer_check.check_all(known.distinct) if check_peers else {}
+    untrusted = [pair for pair, is_trusted in checks.items() if not is_trusted]
+    choice = choose(work, known, 1 << max(0, bits - 1), count, asked, available(known, asked.transport), untrusted)
+    if choice.transport == "nccl":
+        return nccl.Nccl(sums=not asked.deterministic)
+    if choice.transport == "cupy":
+        return KERNELS
+    return _HOST if choice.transport == "host" else _BY_ROUTE[choice.route]
+
+
+def choose_for(known: Topology, nbytes: int, count: int) -> Choice:
+    """The choice for a broadcast as things are, without any check of data."""
+    asked = settings.current()
+    return choose("broadcast", known, nbytes, count, asked, _built_in(known.distinct, asked.transport), ())
+
+
+def available(known: Topology, asked: str | None) -> Mapping[str, str | None]:
+    """For each transport ``None``, or why it is not available between these devices; ``asked`` is asked for."""
+    found = _built_in(known.distinct, asked)
+    rival = _RIVALS.get(asked or "")
+    if asked is None or rival is None or found[asked] is not None:
+        return found
+    return {**found, asked: _compared(asked, rival, known.distinct)}
+
+
+@lru_cache(maxsize=256)
+def _built_in(devices: tuple[torch.device, ...], asked: str | None) -> dict[str, str | None]:
+    found: dict[str, str | None] = {"copy": None, "host": None}
+    for name, problem in (("nccl", nccl.why_not(devices)), ("cupy", cupy_kernels.why_not())):
+        found[name] = _UNTRIED if problem is None and asked != name else problem
+    return found
+
+
+def _compared(name: str, spread: Spread, devices: tuple[torch.device, ...]) -> str | None:
+    """Why a transport that has brought other data than plain copies is not used between these devices.
+
+    The first call compares, and warns of a transport that it drops.
+    """
+    key = name, devices
+    if key not in _dropped:
+        problem = _first_comparison(spread, devices)
+        _dropped[key] = problem
+        if problem is not None:
+            warnings.warn(
+                f"the transport {name!r} is not used between {', '.join(map(str, devices))}: {problem}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return _dropped[key]
+
+
+@torch.no_grad()
+def _first_comparison(spread: Spread, devices: tuple[torch.device, ...]) -> str | None:
+    # Not from torch's generators: the user's random state stays where it is.
+    data = torch.frombuffer(bytearray(os.urandom(_COMPARED)), dtype=torch.uint8)
+    source = data.to(devices[0])
+    buffers = {device: data.bitwise_not().to(device) for device in devices[1:]}
+    try:
+        spread(source, buffers)
+        for device, buffer in buffers.items():
+            if not torch.equal(buffer.cpu(), data):
+                return f"it brought other data to {device} than plain copies do"
+    except RuntimeError as error:
+        return f"it has failed: {error}"
+    return None
+
+
+def _spread_by_nccl(source: Tensor, buffers: Mapping[torch.device, Tensor]) -> None:
+    nccl.Nccl(sums=False).spread(source, buffers)
+
+
+def _spread_by_kernels(source: Tensor, buffers: Mapping[torch.device, Tensor]) -> None:
+    cupy_kernels.copy_many([source], [[buffer] for buffer in buffers.values()])
+
+
+_RIVALS: dict[str, Spread] = {"nccl": _spread_by_nccl, "cupy": _spread_by_kernels}
+"""How transports other than torch's copies are tried before their first use."""
+
+
+def _forget() -> None:
+    _dropped.clear()
+    _decided.cache_clear()
+    _built_in.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

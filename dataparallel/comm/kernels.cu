@@ -1,0 +1,257 @@
+// The kernels of the cupy transport: one launch copies many tensors, one launch sums the tensors of all slots.
+//
+// Plain CUDA C++ without a header, so that NVRTC compiles it as it is, and without shared memory or barriers, so that a
+// C++ compiler can run it thread by thread on the CPU. They see dense memory only: pointers and counts, in one table
+// that kernel_tables.py packs. They check nothing, and must not be compiled with fast-math options: subnormals count.
+//
+// The table has `rows` rows of pointers, one entry for each of the `tensors`: row 0 belongs to the one source or to the
+// one result, the rows after it to the destinations or to the slots, in slot order. Then for each tensor its count
+// (bytes for copies, elements for sums), then for each tensor the number of its first chunk, and the number of chunks in
+// all. A chunk is `chunk` bytes or elements of one tensor, a multiple of 16 bytes, and its last one may be shorter.
+
+namespace {
+
+typedef long long Int64;
+static_assert(sizeof(Int64) == 8 && sizeof(char*) == 8, "pointers travel as 64-bit integers");
+
+constexpr int kMaxThreads = 256;  // THREADS in kernel_tables.py
+constexpr int kVectorBytes = 16;
+
+struct Table {
+  const Int64* entries;
+  Int64 tensors, rows, chunk;
+
+  __device__ char* pointer(Int64 row, Int64 tensor) const {
+    return reinterpret_cast<char*>(entries[row * tensors + tensor]);
+  }
+  __device__ Int64 count(Int64 tensor) const { return entries[rows * tensors + tensor]; }
+  __device__ Int64 first_chunk(Int64 tensor) const { return entries[(rows + 1) * tensors + tensor]; }
+
+  // The tensor that a chunk belongs to, which is none before `low`.
+  __device__ Int64 tensor_of(Int64 number, Int64 low) const {
+    Int64 high = tensors;
+    while (high - low > 1) {
+      const Int64 middle = low + (high - low) / 2;
+      if (first_chunk(middle) <= number) low = middle; else high = middle;
+    }
+    return low;
+  }
+
+  // Whether vectors may be used for all of a tensor's rows. Chunks start at multiples of 16 bytes from the first element.
+  __device__ Int64 address_bits(Int64 tensor) const {
+    Int64 bits = 0;
+    for (Int64 row = 0; row < rows; ++row) bits |= entries[row * tensors + tensor];
+    return bits;
+  }
+};
+
+// Calls work(tensor, begin, end) for each chunk that falls to this block: every gridDim.x-th.
+template <typename Work>
+__device__ void for_each_chunk(const Table& table, Work work) {
+  const Int64 chunks = table.first_chunk(table.tensors);
+  Int64 tensor = 0;
+  for (Int64 number = blockIdx.x; number < chunks; number += gridDim.x) {
+    tensor = table.tensor_of(number, tensor);
+    const Int64 begin = (number - table.first_chunk(tensor)) * table.chunk;
+    const Int64 count = table.count(tensor);
+    work(tensor, begin, begin + table.chunk < count ? begin + table.chunk : count);
+  }
+}
+
+template <typename Value, int size>
+struct alignas(sizeof(Value) * size) Vector {
+  Value values[size];
+};
+
+// The type that carries a number of bytes in one access.
+template <int bytes> struct BitsOf;
+template <> struct BitsOf<16> { typedef Vector<unsigned int, 4> Type; };
+template <> struct BitsOf<8> { typedef unsigned long long Type; };
+template <> struct BitsOf<4> { typedef unsigned int Type; };
+template <> struct BitsOf<2> { typedef unsigned short Type; };
+template <> struct BitsOf<1> { typedef unsigned char Type; };
+
+// ---- copies ----------------------------------------------------------------------------------------------------------
+
+// Bytes from begin to end, a whole number of words, from row 0 to each row after it.
+template <int width>
+__device__ void copy_words(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
+  typedef typename BitsOf<width>::Type Word;
+  constexpr int kAtOnce = 4;  // loads on their way per thread
+  const Int64 words = (end - begin) / width;
+  const Word* source = reinterpret_cast<const Word*>(table.pointer(0, tensor) + begin);
+  const Int64 step = blockDim.x;
+  for (Int64 first = threadIdx.x; first < words; first += kAtOnce * step) {
+    Word held[kAtOnce] = {};
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (first + k * step < words) held[k] = source[first + k * step];
+    }
+    for (Int64 row = 1; row < table.rows; ++row) {
+      Word* destination = reinterpret_cast<Word*>(table.pointer(row, tensor) + begin);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (first + k * step < words) destination[first + k * step] = held[k];
+      }
+    }
+  }
+}
+
+template <int width>
+__device__ void copy_words_then_bytes(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
+  const Int64 whole = end - (end - begin) % width;
+  copy_words<width>(table, tensor, begin, whole);
+  copy_words<1>(table, tensor, whole, end);
+}
+
+__device__ void copy_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
+  const Int64 bits = table.address_bits(tensor);
+  if (bits % kVectorBytes == 0) copy_words_then_bytes<kVectorBytes>(table, tensor, begin, end);
+  else if (bits % 8 == 0) copy_words_then_bytes<8>(table, tensor, begin, end);
+  else if (bits % 4 == 0) copy_words_then_bytes<4>(table, tensor, begin, end);
+  else if (bits % 2 == 0) copy_words_then_bytes<2>(table, tensor, begin, end);
+  else copy_words<1>(table, tensor, begin, end);
+}
+
+// ---- how an element is stored, and what it is summed in --------------------------------------------------------------
+
+__device__ float float_of(unsigned int bits) {
+  union { unsigned int bits; float value; } both;
+  both.bits = bits;
+  return both.value;
+}
+
+__device__ unsigned int bits_of(float value) {
+  union { float value; unsigned int bits; } both;
+  both.value = value;
+  return both.bits;
+}
+
+// Floating point of full width; and integers, whose unsigned sum wraps around as torch's does, whatever their sign.
+template <typename StoredType, typename SumType>
+struct Plain {
+  typedef StoredType Stored;
+  typedef SumType Sum;
+  static __device__ Sum widen(Stored value) { return Sum(value); }
+  static __device__ Stored narrow(Sum value) { return Stored(value); }
+};
+
+struct Float16 {
+  typedef unsigned short Stored;
+  typedef float Sum;
+
+  static __device__ Sum widen(Stored stored) {
+    const unsigned int sign = (stored & 0x8000u) << 16;
+    const unsigned int shifted = (stored & 0x7fffu) << 13;
+    if (shifted >= 0x0f800000u) return float_of(sign | shifted | 0x7f800000u);  // infinity and NaN
+    // The exponent's bias differs by 112. Multiplying by 2^112 is exact, and right for subnormals too.
+    return float_of(sign | bits_of(float_of(shifted) * float_of(0x77800000u)));
+  }
+
+  static __device__ Stored narrow(Sum sum) {
+    const unsigned int magnitude = bits_of(sum) & 0x7fffffffu;
+    unsigned int rounded;
+    if (magnitude > 0x7f800000u) rounded = 0x7e00u;        // NaN
+    else if (magnitude >= 0x477ff000u) rounded = 0x7c00u;  // from 65520 on infinity is nearest
+    else if (magnitude < 0x38800000u) {
+      // Below 2^-14 the steps are 2^-24, which are those of floats from 1/2 to 1: adding 1/2 rounds to them.
+      rounded = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+    } else {
+      rounded = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    }
+    return Stored(((bits_of(sum) >> 16) & 0x8000u) | rounded);
+  }
+};
+
+struct BFloat16 {
+  typedef unsigned short Stored;
+  typedef float Sum;
+
+  static __device__ Sum widen(Stored stored) { return float_of((unsigned int)stored << 16); }
+
+  static __device__ Stored narrow(Sum sum) {
+    const unsigned int bits = bits_of(sum);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;  // rounding could carry a NaN into infinity
+    return Stored((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  }
+};
+
+// ---- sums ------------------------------------------------------------------------------------------------------------
+
+// Elements from begin to end, a whole number of vectors: row 0 becomes ((row 1 + row 2) + row 3) + ..., rounded once.
+// Row 0 may be the memory of another row: a thread reads an element of every row before it writes it.
+template <typename Kind, int size>
+__device__ void sum_vectors(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
+  typedef Vector<typename Kind::Stored, size> Word;
+  typedef typename BitsOf<sizeof(Word)>::Type Bits;
+  constexpr int kAtOnce = 2;
+  const Int64 words = (end - begin) / size;
+  const Int64 offset = begin * Int64(sizeof(typename Kind::Stored));
+  const Int64 step = blockDim.x;
+  for (Int64 first = threadIdx.x; first < words; first += kAtOnce * step) {
+    typename Kind::Sum sums[kAtOnce][size] = {};
+    for (Int64 row = 1; row < table.rows; ++row) {
+      const Word* terms = reinterpret_cast<const Word*>(table.pointer(row, tensor) + offset);
+      Word held[kAtOnce] = {};
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (first + k * step < words) held[k] = terms[first + k * step];
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+        for (int i = 0; i < size; ++i) {
+          const typename Kind::Sum term = Kind::widen(held[k].values[i]);
+          sums[k][i] = row == 1 ? term : sums[k][i] + term;  // 0 + -0 would lose the sign
+        }
+      }
+    }
+    Bits* result = reinterpret_cast<Bits*>(table.pointer(0, tensor) + offset);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      // The union makes one store of the vector: element types below 32 bits would otherwise be stored one by one.
+      union {
+        typename Kind::Stored values[size];
+        Bits bits;
+      } rounded;
+#pragma unroll
+      for (int i = 0; i < size; ++i) rounded.values[i] = Kind::narrow(sums[k][i]);
+      if (first + k * step < words) result[first + k * step] = rounded.bits;
+    }
+  }
+}
+
+template <typename Kind>
+__device__ void sum_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
+  constexpr int kElements = kVectorBytes / int(sizeof(typename Kind::Stored));
+  Int64 whole = begin;
+  if (table.address_bits(tensor) % kVectorBytes == 0) {
+    whole = end - (end - begin) % kElements;
+    sum_vectors<Kind, kElements>(table, tensor, begin, whole);
+  }
+  sum_vectors<Kind, 1>(table, tensor, whole, end);
+}
+
+}  // namespace
+
+// ---- what is launched: any number of blocks, at most kMaxThreads threads in each -------------------------------------
+
+#define KERNEL(name, work)                                                                            \
+  extern "C" __global__ void __launch_bounds__(kMaxThreads)                                           \
+      name(const long long* entries, long long tensors, long long rows, long long chunk) {            \
+    const Table table = {entries, tensors, rows, chunk};                                              \
+    for_each_chunk(table, [&](Int64 tensor, Int64 begin, Int64 end) { work(table, tensor, begin, end); }); \
+  }
+
+KERNEL(copy_many, copy_chunk)
+
+#define SUM_KERNEL(name, ...) KERNEL(name, (sum_chunk<__VA_ARGS__>))
+
+SUM_KERNEL(sum_float64, Plain<double, double>)
+SUM_KERNEL(sum_float32, Plain<float, float>)
+SUM_KERNEL(sum_float16, Float16)
+SUM_KERNEL(sum_bfloat16, BFloat16)
+SUM_KERNEL(sum_int64, Plain<unsigned long long, unsigned long long>)
+SUM_KERNEL(sum_int32, Plain<unsigned int, unsigned int>)
+SUM_KERNEL(sum_int16, Plain<unsigned short, unsigned int>)
+SUM_KERNEL(sum_int8, Plain<unsigned char, unsigned int>)

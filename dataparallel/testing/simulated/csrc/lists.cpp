@@ -1,0 +1,69 @@
+#include "lists.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "on_cpu.h"
+
+namespace simulated {
+namespace {
+
+// Whether the tensors of a call are on one device, beside numbers on the CPU.
+class OneDevice {
+ public:
+  bool holds(c10::ArrayRef<c10::IValue> values) {
+    return std::all_of(values.begin(), values.end(), [this](const c10::IValue& value) {
+      if (value.isTensor()) {
+        return joins(value.toTensor());
+      }
+      return !value.isTensorList() || holds(value.toListRef());
+    });
+  }
+
+ private:
+  bool joins(const at::Tensor& tensor) {
+    if (!tensor.defined() || (tensor.is_cpu() && tensor.dim() == 0)) {
+      return true;
+    }
+    if (!device_) {
+      device_ = tensor.device();
+    }
+    return tensor.device().type() == c10::kPrivateUse1 && tensor.device() == *device_;
+  }
+
+  std::optional<c10::Device> device_;
+};
+
+// As torch's fused kernels do: one launch for a list on one device, and a loop where that does not go.
+void in_one_launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto count = op.schema().arguments().size();
+  const c10::ArrayRef<c10::IValue> arguments(stack->data() + (stack->size() - count), count);
+  if (OneDevice().holds(arguments)) {
+    run_on_cpu(op, stack, op.operator_name());
+  } else {
+    // What a backend gets that registers nothing: torch's loop.
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse2), stack);
+  }
+}
+
+bool is_fused_elsewhere(const std::string& op, const std::string& overload) {
+  return op.rfind("aten::_foreach_", 0) == 0 || (op == "aten::split_with_sizes_copy" && overload == "out");
+}
+
+} // namespace
+
+void register_list_operators() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (is_fused_elsewhere(name.name, name.overload_name) &&
+        !dispatcher.findOp(name)->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+      const auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+      library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&in_one_launch>());
+    }
+  }
+}
+
+} // namespace simulated

@@ -1,0 +1,189 @@
+"""Which carrier a call gets, where its settings come from, and what becomes of a transport that brings other data."""
+
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dataparallel
+from dataparallel import DataParallel, comm
+from dataparallel.comm import carriers, cupy_kernels, nccl, peer_check
+from dataparallel.comm.carriers import carrier_for
+from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.routes import STAR, Along
+from dataparallel.comm.settings import ROUTE_VARIABLE, TRANSPORT_VARIABLE
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
+LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Nothing that one of these tests finds out is known to other tests."""
+    carriers._forget()
+    yield
+    carriers._forget()
+
+
+def on_all(slots: list) -> list[torch.device]:
+    return [torch.device(slot) for slot in slots]
+
+
+def test_within_one_device_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carriers, "settings", None)
+    assert carrier_for("broadcast", [torch.device("cpu")] * 3, LARGE) is STAR
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(8)
+def test_the_librarys_choice(slots: list) -> None:
+    devices = on_all(slots)
+    assert carrier_for("broadcast", devices, LARGE) == Along("chain")
+    assert carrier_for("broadcast", devices, SMALL) == Along("tree")
+    assert carrier_for("reduce_add", devices, LARGE) == Along("chain")
+    assert carrier_for("reduce_add", devices, SMALL) == Along("star")
+    assert carrier_for("gather", devices, LARGE) == carrier_for("scatter", devices, LARGE) == Along("star")
+    assert carrier_for("broadcast", devices[:2], LARGE) == Along("star")
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(3)
+def test_the_context_counts_before_the_environment(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = on_all(slots)
+    monkeypatch.setenv(ROUTE_VARIABLE, "tree")
+    assert carrier_for("broadcast", devices, LARGE) == Along("tree")
+    with comm.using(route="star"):
+        assert carrier_for("broadcast", devices, LARGE) == Along("star")
+    monkeypatch.setenv(TRANSPORT_VARIABLE, "host")
+    assert isinstance(carrier_for("broadcast", devices, LARGE), ThroughHost)
+    with comm.using(transport="nccl"), pytest.raises(ValueError, match=r"'nccl' was asked for.*CUDA"):
+        comm.broadcast(torch.zeros(3, device=devices[0]), slots)
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(3)
+def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    def garbage(source: Tensor, target: Tensor) -> None:
+        target.fill_(0)
+
+    peer_check._forget()
+    monkeypatch.setattr(torch.sim, "copies_cannot_fail", False)
+    monkeypatch.setattr(peer_check, "_copy", garbage)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            carrier = carrier_for("broadcast", on_all(slots), LARGE)
+        assert isinstance(carrier, ThroughHost)
+        assert len(caught) == 6
+        tensors = [torch.randn(3, 4, device=slots[0]), torch.arange(5, device=slots[0])]
+        for on_slot in comm.broadcast_coalesced(tensors, slots):
+            assert all(torch.equal(copy.cpu(), tensor.cpu()) for copy, tensor in zip(on_slot, tensors, strict=True))
+        (total,) = comm.reduce_add_coalesced([[torch.ones(4, device=slot)] for slot in slots])
+        assert torch.equal(total.cpu(), torch.full((4,), 3.0))
+        chunks = comm.scatter(torch.arange(6.0, device=slots[0]), slots)
+        assert torch.equal(comm.gather(chunks, 0, slots[0]).cpu(), torch.arange(6.0))
+    finally:
+        peer_check._forget()
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("by", ["context", "environment"])
+def test_a_whole_step_takes_the_route_of_its_forward(by: str, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums run in threads of the engine, which know nothing of the caller's context."""
+    taken: list[tuple[str, bool]] = []
+
+    def note(self: Along, *args: Any) -> Any:
+        taken.append((self.route, threading.current_thread() is threading.main_thread()))
+        return add_up(self, *args)
+
+    add_up = Along.add_up
+    monkeypatch.setattr(Along, "add_up", note)
+    model = DataParallel(nn.Linear(4, 3).to(slots[0]), slots)
+    x = torch.randn(6, 4, device=slots[0])
+    if by == "context":
+        with comm.using(route="chain"):
+            loss = model(x).square().sum()
+    else:
+        monkeypatch.setenv(ROUTE_VARIABLE, "chain")
+        loss = model(x).square().sum()
+    loss.backward()
+    assert taken
+    assert {*taken} == {("chain", False)}
+
+
+class Faulty:
+    """In the place of a transport."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.used = 0
+
+    def spread(self, source: Tensor, buffers: Mapping[torch.device, Tensor]) -> None:
+        self.used += 1
+        if self.fault == "raises":
+            raise RuntimeError("no link")
+        for buffer in buffers.values():
+            buffer.copy_(source)
+            if self.fault == "garbage":
+                buffer[-1] += 1
+
+
+@pytest.mark.parametrize(("fault", "why"), [("garbage", "other data"), ("raises", "it has failed: no link")])
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.slots(3)
+def test_a_transport_that_fails_its_first_comparison_is_dropped(fault: str, why: str, slots: list) -> None:
+    theirs = Faulty(fault)
+    devices = tuple(on_all(slots))
+    with pytest.warns(RuntimeWarning, match=rf"'theirs' is not used between .*{why}"):
+        assert why in str(carriers._compared("theirs", theirs.spread, devices))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert why in str(carriers._compared("theirs", theirs.spread, devices))
+    assert theirs.used == 1
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.slots(3)
+def test_one_that_does_not_stays(slots: list) -> None:
+    state = torch.get_rng_state()
+    assert carriers._compared("theirs", Faulty().spread, tuple(on_all(slots))) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("name", ["nccl", "cupy"])
+def test_others_than_copies_are_compared_where_they_are_asked_for(
+    name: str, slots: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "why_not", lambda devices: None)
+    monkeypatch.setattr(cupy_kernels, "why_not", lambda: None)
+    theirs = Faulty("garbage")
+    monkeypatch.setitem(carriers._RIVALS, name, theirs.spread)
+    known = comm.topology.of(on_all(slots))
+    for asked in (None, "copy", "host"):
+        assert "only where it is asked for" in str(carriers.available(known, asked)[name])
+    assert theirs.used == 0
+    with pytest.warns(RuntimeWarning, match=f"'{name}' is not used"):
+        assert "other data" in str(carriers.available(known, name)[name])
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(8)
+def test_every_route_gives_the_same_gradients(slots: list) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 3)).to(slots[0])
+    x = torch.randn(16, 64, device=slots[0])
+    found = []
+    for settings in ({"route": "star"}, {"route": "tree"}, {"route": "chain"}, {"transport": "host"}, {}):
+        net.zero_grad()
+        with comm.using(**settings):
+            dataparallel.data_parallel(net, x, slots).square().sum().backward()
+        found.append([parameter.grad.cpu() for parameter in net.parameters()])
+    for gradients in found[1:]:
+        assert all(map(torch.equal, gradients, found[0]))

@@ -1,0 +1,191 @@
+"""What goes through the host arrives as by a plain copy, in the order of the streams, never from device to device."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dataparallel.comm import copies, host
+
+CPU = torch.device("cpu")
+on_devices = pytest.mark.devices("sim", "cuda")
+
+
+class Tagged(Tensor):
+    """A tensor that is more than its data."""
+
+
+def with_attribute(values: Tensor) -> Tensor:
+    values.tag = "mine"
+    return values
+
+
+# A function from values to a tensor of equal values, laid out in its own way.
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda values: values.clone(),
+    "transposed": lambda values: values.t().contiguous().t(),
+    "offset": lambda values: torch.stack([values, values])[1],
+    "strided": lambda values: torch.stack([values, values], -1)[..., 0],
+    "expanded": lambda values: values[:1].expand(5, values.shape[1]),
+    "channels last": lambda values: values.reshape(2, 3, 1, 4).contiguous(memory_format=torch.channels_last),
+    "empty": lambda values: values[:0],
+    "scalar": lambda values: values[0, 0],
+    "bfloat16": lambda values: values.bfloat16(),
+    "bool": lambda values: values > 0,
+    "complex": lambda values: torch.complex(values, -values),
+    "conjugate": lambda values: torch.complex(values, -values).conj(),
+    "parameter": lambda values: nn.Parameter(values.clone()),
+    "attribute": lambda values: with_attribute(values.clone()),
+    "subclass": lambda values: values.as_subclass(Tagged),
+    "sparse": lambda values: values.relu().to_sparse(),
+}
+
+
+def numbers() -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def pair(slots: list) -> tuple[torch.device, torch.device]:
+    if slots[0] == slots[1]:
+        pytest.skip("this needs two devices")
+    return slots[0], slots[1]
+
+
+@pytest.fixture(params=["pinned", "pageable"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend that has pinned memory, and one that has none."""
+    if request.param == "pageable":
+        monkeypatch.setattr(host, "_can_pin", lambda device_type: False)
+    return request.param
+
+
+class Travels(TorchDispatchMode):
+    """Notes from where to where operators take data, and what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways: set[tuple[str, str]] = set()
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.made.append(result)
+            if func is torch.ops.aten.copy_.default:
+                self.ways.add((str(args[1].device), str(result.device)))
+            elif args and isinstance(args[0], Tensor) and func is torch.ops.aten._to_copy.default:
+                self.ways.add((str(args[0].device), str(result.device)))
+        return result
+
+
+@on_devices
+@pytest.mark.parametrize("form", FORMS)
+def test_it_brings_what_a_plain_copy_brings(form: str, pair: tuple, memory: str) -> None:
+    tensor = FORMS[form](numbers().to(pair[0]))
+    with torch.no_grad():
+        ours, theirs = host.send(tensor, pair[1]), copies.send(tensor, pair[1])
+    assert type(ours) is type(theirs)
+    assert ours.__dict__ == theirs.__dict__
+    assert (ours.device, ours.dtype, ours.layout) == (pair[1], theirs.dtype, theirs.layout)
+    assert ours.is_conj() == theirs.is_conj()
+    assert not ours.requires_grad
+    if form == "sparse":
+        ours, theirs = ours.to_dense(), theirs.to_dense()
+    assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
+    assert torch.equal(ours, theirs)
+
+
+@on_devices
+def test_nothing_goes_from_device_to_device(pair: tuple, memory: str) -> None:
+    tensor = numbers().to(pair[0])
+    with Travels() as seen:
+        host.send(tensor, pair[1])
+    assert seen.ways == {(str(pair[0]), "cpu"), ("cpu", str(pair[1]))}
+    staged = [made for made in seen.made if made.device == CPU]
+    assert staged
+    assert all(made.is_pinned() == (memory == "pinned") for made in staged)
+
+
+@on_devices
+@pytest.mark.parametrize("values", [0, 1, 2**18])
+def test_any_size(values: int, pair: tuple) -> None:
+    tensor = torch.arange(values, device=pair[0])
+    assert torch.equal(host.send(tensor, pair[1]).cpu(), torch.arange(values))
+
+
+def test_what_is_there_stays_unless_the_caller_needs_its_own(root: torch.device) -> None:
+    tensor = numbers().to(root)
+    assert host.send(tensor, root) is tensor
+    own = host.send(tensor, root, own=True)
+    assert torch.equal(own, tensor)
+    assert own.data_ptr() != tensor.data_ptr()
+
+
+def test_from_and_to_the_host_it_is_a_plain_copy(root: torch.device) -> None:
+    elsewhere = torch.device("cpu", 0) if root == CPU else root
+    there = host.send(with_attribute(numbers()), elsewhere)
+    assert (there.device.type, there.tag) == (elsewhere.type, "mine")
+    assert torch.equal(host.send(there, CPU), numbers())
+
+
+@contextmanager
+def current(*streams: torch.Stream) -> Iterator[None]:
+    """The streams are current on their devices."""
+    here = torch.accelerator.current_device_index()
+    before = [torch.accelerator.current_stream(stream.device) for stream in streams]
+    for stream in streams:
+        torch.accelerator.set_stream(stream)
+    torch.accelerator.set_device_index(here)
+    yield
+    for stream in before:
+        torch.accelerator.set_stream(stream)
+    torch.accelerator.set_device_index(here)
+
+
+@pytest.fixture
+def sides(pair: tuple) -> Iterator[tuple[torch.Stream, torch.Stream]]:
+    """On each device a stream beside the current one. At the end all work is done."""
+    yield torch.Stream(pair[0]), torch.Stream(pair[1])
+    for device in pair:
+        torch.accelerator.synchronize(device)
+
+
+@on_devices
+def test_it_comes_after_what_the_current_streams_do(pair: tuple, memory: str, sides: tuple) -> None:
+    with current(*sides):
+        tensor = torch.zeros(2**16, device=pair[0])
+        for _ in range(20):
+            tensor.add_(1)
+        arrived = host.send(tensor, pair[1])
+        arrived.mul_(2)
+        assert torch.equal(arrived.cpu(), torch.full((2**16,), 40.0))
+
+
+@on_devices
+def test_it_is_complete_for_every_stream(pair: tuple, memory: str, sides: tuple) -> None:
+    """The tensor may be written, and the result be read, on streams that have waited for nothing."""
+    tensor = torch.ones(2**16, device=pair[0])
+    arrived = host.send(tensor, pair[1])
+    with current(*sides):
+        tensor.zero_()
+        doubled = arrived * 2
+        assert torch.equal(doubled.cpu(), torch.full((2**16,), 2.0))
+
+
+def test_a_backend_without_pinned_memory_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuses(*_: object, **__: object) -> Tensor:
+        asked.append(True)
+        raise RuntimeError("Need to provide pin_memory allocator to use pin memory.")
+
+    host._can_pin.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuses)
+        assert [host._can_pin("xpu"), host._can_pin("xpu")] == [False, False]
+    host._can_pin.cache_clear()
+    assert asked == [True]

@@ -1,0 +1,286 @@
+"""Pairs of devices are trusted once random data has gone from the one to the other; a broken pair is noticed.
+
+A broken pair is played by a copy that brings garbage, or nothing.
+"""
+
+import itertools
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from dataparallel.comm import peer_check
+from dataparallel.comm.peer_check import check_all, trusted
+from processes import run_script
+
+CPU = torch.device("cpu")
+on_devices = pytest.mark.devices("sim", "cuda")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("DATAPARALLEL_PEER_CHECK", raising=False)
+    monkeypatch.setattr(torch.get_device_module(), "copies_cannot_fail", False, raising=False)
+    peer_check._forget()
+    yield
+    peer_check._forget()
+
+
+@pytest.fixture
+def pair(slots: list) -> tuple[torch.device, torch.device]:
+    if slots[0] == slots[1]:
+        pytest.skip("this needs two devices")
+    return slots[0], slots[1]
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list:
+    """The pairs between which a checked copy has been made."""
+    made, copy = [], peer_check._copy
+
+    def noted(source: Tensor, target: Tensor) -> None:
+        made.append((source.device, target.device))
+        copy(source, target)
+
+    monkeypatch.setattr(peer_check, "_copy", noted)
+    return made
+
+
+def nothing(source: Tensor, target: Tensor) -> None:
+    """A copy that does not arrive."""
+
+
+def zeros(source: Tensor, target: Tensor) -> None:
+    target.zero_()
+
+
+def one_bit_wrong(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+    target[-1].bitwise_xor_(1)
+
+
+def all_but_one_number(source: Tensor, target: Tensor) -> None:
+    target[1:].copy_(source[1:])
+
+
+def shifted(source: Tensor, target: Tensor) -> None:
+    target.copy_(source.roll(4096))
+
+
+def broken_at(pair: tuple, copy: Callable[[Tensor, Tensor], None] = nothing) -> Callable[[Tensor, Tensor], None]:
+    """A copy that is broken from the one to the other only."""
+
+    def copied(source: Tensor, target: Tensor) -> None:
+        if (source.device, target.device) == pair:
+            copy(source, target)
+        else:
+            target.copy_(source)
+
+    return copied
+
+
+@on_devices
+def test_every_ordered_pair_is_checked_once(slots: list, copies: list) -> None:
+    expected = list(itertools.permutations(dict.fromkeys(slots), 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert check_all([*slots, CPU, slots[0]]) == dict.fromkeys(expected, True)
+            assert all(trusted(*pair) for pair in expected)
+    assert copies == expected
+
+
+def test_a_device_is_trusted_with_its_own_and_with_the_hosts_memory(root: torch.device, copies: list) -> None:
+    assert trusted(root, root)
+    assert trusted(root, CPU)
+    assert trusted(CPU, root)
+    assert check_all([root, CPU, root]) == {}
+    assert copies == []
+
+
+@on_devices
+@pytest.mark.parametrize("copy", [nothing, zeros, one_bit_wrong, all_but_one_number, shifted])
+def test_a_broken_pair_is_noticed_in_the_direction_that_is_broken(
+    pair: tuple, copy: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_check, "_copy", broken_at(pair, copy))
+    with pytest.warns(RuntimeWarning, match=f"from {pair[0]} to {pair[1]} .* through the host"):
+        assert check_all(pair) == {pair: False, pair[::-1]: True}
+
+
+@on_devices
+def test_what_has_not_arrived_cannot_look_as_if_it_had(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    differing = []
+
+    def noted(source: Tensor, target: Tensor) -> None:
+        wanted, found = (tensor.cpu().view(torch.uint8) for tensor in (source, target))
+        differing.append(bool((wanted != found).all()))
+        target.copy_(source)
+
+    monkeypatch.setattr(peer_check, "_copy", noted)
+    assert trusted(*pair)
+    assert differing == [True]
+
+
+@on_devices
+def test_it_warns_once_and_keeps_the_answer(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_check, "_copy", broken_at(pair))
+    with pytest.warns(RuntimeWarning, match="DATAPARALLEL_PEER_CHECK=0"):
+        assert not trusted(*pair)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not trusted(*pair)
+        assert check_all(pair)[pair] is False
+
+
+@on_devices
+def test_a_warning_that_is_an_error_leaves_the_answer(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_check, "_copy", broken_at(pair))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="did not arrive"):
+            trusted(*pair)
+        assert not trusted(*pair)
+
+
+@on_devices
+def test_who_shows_the_warning_may_ask(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(peer_check, "_copy", broken_at(pair))
+    monkeypatch.setattr(warnings, "showwarning", lambda *_: asked.append(trusted(*pair[::-1])))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert not trusted(*pair)
+    assert asked == [True]
+
+
+@on_devices
+def test_a_check_that_could_not_be_made_is_made_again(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(source: Tensor, target: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peer_check, "_copy", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trusted(*pair)
+    assert trusted(*pair)
+
+
+@on_devices
+@pytest.mark.parametrize("value", ["0", "no", "False", "off"])
+def test_it_can_be_turned_off(pair: tuple, value: str, copies: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", value)
+    assert trusted(*pair)
+    assert check_all(pair) == {pair: True, pair[::-1]: True}
+    assert copies == []
+
+
+@on_devices
+@pytest.mark.parametrize("is_healthy", [True, False])
+def test_threads_that_ask_at_once_wait_for_one_answer(
+    is_healthy: bool, pair: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking, all_asking = threading.Semaphore(0), threading.Event()
+    checks, answers, said = [], [], []
+
+    def slow(source: Tensor, target: Tensor) -> None:
+        checks.append(threading.get_ident())
+        assert all_asking.wait(20)
+        if is_healthy:
+            target.copy_(source)
+
+    def ask() -> None:
+        asking.release()
+        answers.append(trusted(*pair))
+
+    monkeypatch.setattr(peer_check, "_copy", slow)
+    monkeypatch.setattr(warnings, "warn", lambda *args, **_: said.append(args))
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        asking.acquire()
+    assert answers == [], "nobody has an answer before the copy has arrived"
+    all_asking.set()
+    for thread in threads:
+        thread.join()
+    assert answers == [is_healthy] * 8
+    assert len(checks) == 1
+    assert len(said) == (0 if is_healthy else 1)
+
+
+@on_devices
+def test_random_states_stay(pair: tuple) -> None:
+    def states() -> list[Tensor]:
+        module = torch.get_device_module(pair[0].type)
+        return [torch.get_rng_state(), *(module.get_rng_state(device) for device in pair)]
+
+    before = states()
+    assert trusted(*pair)
+    assert all(map(torch.equal, before, states()))
+
+
+@on_devices
+def test_current_devices_and_streams_stay(pair: tuple) -> None:
+    def now() -> list:
+        streams = [torch.accelerator.current_stream(device) for device in pair]
+        return [torch.accelerator.current_device_index(), *streams]
+
+    before = now()
+    assert trusted(*pair)
+    assert now() == before
+
+
+@pytest.mark.devices("sim")
+def test_nobodys_work_is_waited_for(pair: tuple) -> None:
+    """What was launched on the current streams is no more known to be over than before."""
+    made = [torch.ones(4, device=device) for device in pair]
+    assert trusted(*pair)
+    for device, tensor in zip(pair, made, strict=True):
+        with torch.Stream(device), pytest.raises(RuntimeError, match="order"):
+            tensor.add_(1)
+    torch.accelerator.synchronize(pair[0])
+
+
+@on_devices
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_in_any_mode(pair: tuple, mode: Callable) -> None:
+    with mode():
+        assert trusted(*pair)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_knows_nothing_and_waits_for_nobody() -> None:
+    run_script("""
+import os, threading, warnings
+import torch
+from dataparallel.comm import peer_check
+warnings.simplefilter("ignore")
+pair = torch.device("xpu", 0), torch.device("xpu", 1)
+peer_check._answers[pair] = False
+checking, forked = threading.Event(), threading.Event()
+
+
+def check():
+    with peer_check._lock:
+        checking.set()
+        forked.wait(20)
+
+
+thread = threading.Thread(target=check)
+thread.start()
+checking.wait()
+peer_check._arrives_unharmed = lambda source, target: True
+child = os.fork()
+if child == 0:
+    assert not peer_check._lock.locked()
+    os._exit(0 if peer_check.trusted(*pair) else 1)
+assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 0
+forked.set()
+thread.join()
+assert not peer_check.trusted(*pair)
+""")

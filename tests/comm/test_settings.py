@@ -1,0 +1,119 @@
+"""Who says how tensors travel, who wins, who sees it, and what is refused."""
+
+import contextvars
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel
+from dataparallel.comm.settings import ROUTES, TRANSPORTS, Settings, current, using
+
+NAMES = {"DATAPARALLEL_TRANSPORT": TRANSPORTS, "DATAPARALLEL_ROUTE": ROUTES}
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in NAMES:
+        monkeypatch.delenv(variable, raising=False)
+    assert current() == Settings()
+
+
+def test_what_nobody_has_said_is_the_librarys_choice_with_sums_in_order() -> None:
+    assert current() == Settings(transport=None, route=None, deterministic=True)
+
+
+def test_a_block_says_it_and_takes_it_back() -> None:
+    with using(transport="host", route="tree", deterministic=False):
+        assert current() == Settings("host", "tree", False)
+    assert current() == Settings()
+
+
+def test_nested_blocks_change_only_what_they_name() -> None:
+    with using(transport="copy", deterministic=False):
+        with using(route="chain"):
+            assert current() == Settings("copy", "chain", False)
+            with using(transport="host", deterministic=True):
+                assert current() == Settings("host", "chain", True)
+            assert current() == Settings("copy", "chain", False)
+        assert current() == Settings("copy", None, False)
+
+
+def test_an_error_ends_a_block_too() -> None:
+    with pytest.raises(KeyError), using(route="star"):
+        raise KeyError
+    assert current() == Settings()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_environment_says_it_at_each_call(transport: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATAPARALLEL_TRANSPORT", transport)
+    monkeypatch.setenv("DATAPARALLEL_ROUTE", route)
+    assert current() == Settings(transport, route)
+    monkeypatch.delenv("DATAPARALLEL_TRANSPORT")
+    assert current() == Settings(None, route)
+
+
+def test_a_block_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATAPARALLEL_TRANSPORT", "nccl")
+    monkeypatch.setenv("DATAPARALLEL_ROUTE", "tree")
+    with using(transport="copy"):
+        assert current() == Settings("copy", "tree")
+
+
+@pytest.mark.parametrize("variable", NAMES)
+def test_an_empty_variable_says_nothing(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "")
+    assert current() == Settings()
+
+
+@pytest.mark.parametrize("variable", NAMES)
+def test_an_impossible_variable_is_refused_by_name(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "pigeon")
+    with pytest.raises(ValueError, match="pigeon") as caught:
+        current()
+    for word in (variable, *NAMES[variable]):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("argument", ["transport", "route"])
+@pytest.mark.parametrize("value", ["pigeon", "", 3])
+def test_an_impossible_argument_is_refused(argument: str, value: object) -> None:
+    with pytest.raises(ValueError, match=argument), using(**{argument: value}):
+        pytest.fail("the block has begun")
+
+
+@pytest.mark.parametrize("value", [0, "no"])
+def test_deterministic_is_a_bool(value: object) -> None:
+    with pytest.raises(TypeError, match="deterministic"), using(deterministic=value):
+        pytest.fail("the block has begun")
+
+
+def seen_in_a_thread(context: contextvars.Context) -> Settings:
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(context.run(current)))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+def test_a_thread_sees_what_its_context_has_been_told() -> None:
+    with using(transport="host"):
+        assert seen_in_a_thread(contextvars.copy_context()) == Settings("host")
+        assert seen_in_a_thread(contextvars.Context()) == Settings()
+
+
+def test_replicas_see_it(slots: list, root: torch.device) -> None:
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(current())
+            return x
+
+    model = DataParallel(Looks(), slots)
+    with using(transport="copy", route="star"):
+        model(torch.zeros(len(slots), 2, device=root))
+    assert seen == [Settings("copy", "star")] * len(slots)

@@ -1,0 +1,31 @@
+"""What tests of `prefetch` share: a module that shows what it got, a loader, and what must be gone afterwards."""
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import copied_ahead
+
+
+class Echo(nn.Module):
+    """Returns what it got, doubled, and notes each replica's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return x * 2
+
+
+def batches(count: int = 4, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, samples, 6, dtype=torch.float64, generator=generator)
+    return [(x[k].clone(), x[k].sum(1).gt(0).long()) for k in range(count)]
+
+
+def left_behind() -> list[int]:
+    """What was sent and is kept still; forgotten now."""
+    left = list(copied_ahead._waiting)
+    copied_ahead._waiting.clear()
+    return left

@@ -1,0 +1,247 @@
+"""Launches and copied bytes of simulated devices: each counted once, on its device, whoever launches it."""
+
+import threading
+from typing import ClassVar
+
+import pytest
+import torch
+
+from like_the_cpu import DEVICE as ONE
+from like_the_cpu import OTHER as TWO
+
+pytestmark = pytest.mark.devices("sim")
+
+
+def launches_of(function, *arguments):
+    """The launches of a call, by device, where there are any."""
+    with torch.sim.counted() as counts:
+        function(*arguments)
+    return {device: count for device, count in enumerate(counts.launches) if count}
+
+
+# Launches
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: x + 1,
+        lambda x: x.add_(x),
+        lambda x: x.t() @ x,
+        lambda x: x.sum(),
+        lambda x: x.sort(),
+        lambda x: x.nonzero(),
+        lambda x: x.clone(),
+        lambda x: x.t().contiguous(),
+        lambda x: x.to(torch.float64),
+        lambda x: x[0, 0].item(),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.ones_like(x),
+        lambda x: torch.arange(5, device=x.device),
+        lambda x: torch.arange(5, out=torch.empty(0, dtype=torch.int64, device=x.device)),
+        lambda x: torch.nn.functional.conv1d(x[None], x[:, :, None]),
+        lambda x: torch.cat([x, x], out=x.new_empty(8, 4)),
+    ],
+)
+def test_an_operator_is_one_launch_on_its_device(operator):
+    assert launches_of(operator, torch.ones(4, 4, device=ONE)) == {1: 1}
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: x.view(16)[3:].as_strided((2, 2), (2, 1)),
+        lambda x: x.t().expand(2, 4, 4).unfold(1, 2, 1).unbind(),
+        lambda x: x.detach().unsqueeze_(0).transpose_(0, 1).squeeze_().t_(),
+        lambda x: x.split(1),
+        lambda x: torch.view_as_complex(x.view(4, 2, 2)).conj(),
+        lambda x: (torch.empty_like(x), x.new_empty(3), torch.empty_strided((2, 2), (1, 2), device=x.device)),
+        lambda x: x.detach().set_(x.untyped_storage()),
+        lambda x: torch.empty(3, device=x.device).resize_(2),
+        lambda x: torch.empty(0, device=x.device).resize_(20),
+        lambda x: x.is_set_to(x),
+        lambda x: torch._fused_sdp_choice(x[None, None], x[None, None], x[None, None]),
+        lambda x: x.record_stream(torch.sim.current_stream(x.device)),
+        lambda x: torch.sim.synchronize(x.device),
+    ],
+)
+def test_views_allocations_and_shapes_are_no_launch(operator):
+    assert launches_of(operator, torch.ones(4, 4, device=ONE)) == {}
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [lambda x: x + 1, lambda x: torch.cat([x, x]), lambda x: x.to(TWO), lambda x: x.cpu(), lambda x: x.fill_(1)],
+)
+def test_without_elements_nothing_is_launched(operator):
+    assert launches_of(operator, torch.empty(0, 3, device=ONE)) == {}
+
+
+def test_shapes_of_a_sparse_tensor_are_no_launch_and_its_parts_are_two_copies():
+    sparse = torch.eye(3).to_sparse().to(ONE)
+    with torch.sim.counted() as counts:
+        assert (sparse.sparse_dim(), sparse.dense_dim(), sparse._nnz()) == (2, 0, 3)
+        assert sparse.is_coalesced()
+        sparse.indices(), sparse.values(), torch.empty_like(sparse)
+    assert not any(counts.launches)
+    with torch.sim.counted() as counts:
+        sparse.to(TWO)
+    assert counts.launches[1] == 2
+    assert counts.copied == {(1, 2): sparse.indices().nbytes + sparse.values().nbytes}
+
+
+def test_moving_elements_to_more_memory_is_a_launch():
+    x = torch.ones(3, device=ONE)
+    assert launches_of(x.resize_, 100) == {1: 1}
+    assert launches_of(x.untyped_storage().resize_, 1_000) == {1: 1}
+
+
+def test_an_operator_that_raises_is_no_launch():
+    x = torch.zeros(3, 2, device=ONE)
+    with torch.sim.counted() as counts, pytest.raises(RuntimeError, match="cannot be multiplied"):
+        torch.mm(x, x)
+    assert not any(counts.launches)
+
+
+# Blocks
+
+
+def test_blocks_nest():
+    x = torch.ones(3, device=ONE)
+    with torch.sim.counted() as outer:
+        x.add_(1)
+        with torch.sim.counted() as inner:
+            x.add_(1)
+            x.to(TWO)
+        x.add_(1)
+    assert (outer.launches[1], inner.launches[1]) == (4, 2)
+    assert outer.copied == inner.copied == {(1, 2): 12}
+
+
+def test_inside_the_counts_grow_and_afterwards_they_stay():
+    x = torch.ones(3, device=ONE)
+    with torch.sim.counted() as counts:
+        assert counts.launches[1] == 0
+        x.to(TWO)
+        assert (counts.launches[1], counts.sent(ONE)) == (1, 12)
+        x.to(TWO)
+        assert (counts.launches[1], counts.sent(ONE)) == (2, 24)
+    x.to(TWO)
+    assert (counts.launches[1], counts.sent(ONE)) == (2, 24)
+
+
+def test_a_block_that_raises_has_ended():
+    x = torch.ones(3, device=ONE)
+    made = []
+
+    def fails():
+        with torch.sim.counted() as counts:
+            made.append(counts)
+            x.to(TWO)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    x.to(TWO)
+    assert made[0].sent(ONE) == 12
+
+
+def test_there_is_a_number_for_every_device():
+    with torch.sim.counted() as counts:
+        pass
+    assert counts.launches == [0] * torch.sim.device_count()
+    with pytest.raises(ValueError, match=r"simulates \d+ devices"):
+        counts.sent(64)
+    with pytest.raises(ValueError, match="is about simulated devices"):
+        counts.received("cpu")
+
+
+def test_clocks_do_not_matter():
+    x = torch.ones(3, device=ONE)
+    with torch.sim.clocks(False), torch.sim.counted() as counts:
+        torch.cat([x + 1, x]).to(TWO)
+        x.t_()
+    assert counts.launches[1] == 3
+    assert counts.copied == {(1, 2): 24}
+
+
+# Threads
+
+
+class Doubled(torch.autograd.Function):
+    """Runs one operator in backward, and notes the thread."""
+
+    threads: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Doubled.threads.append(threading.get_ident())
+        return gradient * 2
+
+
+def test_launches_of_backwards_threads_count():
+    leaf = torch.ones(3, device=ONE, requires_grad=True)
+    output = Doubled.apply(Doubled.apply(leaf).to(TWO))
+    cotangent = torch.ones(3, device=TWO)
+    Doubled.threads.clear()
+    with torch.sim.counted() as counts:
+        torch.autograd.grad(output, leaf, cotangent)
+    assert len({*Doubled.threads, threading.get_ident()}) == 3, "each device has a thread of its own"
+    assert (counts.launches[1], counts.launches[2]) == (1, 2), "two products, and the copy that TWO sends"
+    assert counts.copied == {(2, 1): 12}
+
+
+def in_threads(count, work):
+    """Runs `work(index, barrier)` in as many threads, and raises what one of them raises."""
+    barrier, errors = threading.Barrier(count), []
+
+    def run(index):
+        try:
+            work(index, barrier)
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_no_launch_is_lost_between_threads():
+    def work(index, barrier):
+        x = torch.empty(4, device=ONE)
+        barrier.wait()
+        for _ in range(500):
+            x.add_(1)
+            x.to(TWO)
+
+    with torch.sim.counted() as counts:
+        in_threads(4, work)
+    assert counts.launches[1] == 4 * 500 * 2
+    assert counts.copied == {(1, 2): 4 * 500 * 16}
+
+
+def test_blocks_of_several_threads_count_what_all_do():
+    seen = [0, 0]
+
+    def work(index, barrier):
+        x = torch.ones(4, device=[ONE, TWO][index])
+        barrier.wait()
+        with torch.sim.counted() as counts:
+            barrier.wait()
+            for _ in range(10):
+                x.add_(1)
+            barrier.wait()
+        seen[index] = counts.launches[1:3]
+
+    in_threads(2, work)
+    assert seen == [[10, 10], [10, 10]]

@@ -1,0 +1,75 @@
+"""Operators over lists of tensors on simulated devices: one launch where a device has a fused kernel for it."""
+
+import pytest
+import torch
+
+from like_the_cpu import DEVICE as ONE
+from like_the_cpu import OTHER as TWO
+
+pytestmark = pytest.mark.devices("sim")
+
+HOST = torch.device("cpu")
+
+
+def launches_of(function, *arguments):
+    """The launches of a call, by device, where there are any."""
+    with torch.sim.counted() as counts:
+        function(*arguments)
+    return {device: count for device, count in enumerate(counts.launches) if count}
+
+
+def many(count=1_000, device=ONE):
+    return [torch.ones(3, device=device) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        torch.cat,
+        torch.stack,
+        lambda tensors: torch.cat(tensors, out=torch.empty(3_000, device=ONE)),
+        lambda tensors: torch._foreach_add(tensors, tensors),
+        lambda tensors: torch._foreach_add_(tensors, 1),
+        lambda tensors: torch._foreach_copy_(tensors, tensors[::-1]),
+        lambda tensors: torch._foreach_mul_(tensors, torch.tensor(2.0)),
+        lambda tensors: torch._foreach_zero_(tensors),
+        lambda tensors: torch._foreach_norm(tensors),
+    ],
+)
+def test_a_thousand_tensors_in_one_operator_are_one_launch(operator):
+    assert launches_of(operator, many()) == {1: 1}
+
+
+def test_a_thousand_parts_of_one_tensor_are_copied_in_one_launch():
+    flat, parts = torch.arange(3_000.0, device=ONE), many()
+    assert launches_of(lambda: torch.split_with_sizes_copy(flat, [3] * 1_000, out=parts)) == {1: 1}
+    assert parts[999].tolist() == [2997, 2998, 2999]
+
+
+def test_lists_that_lie_on_several_devices_are_launched_one_by_one():
+    assert launches_of(torch._foreach_add_, many(2) + many(3, TWO), 1) == {1: 2, 2: 3}
+    targets, sources = many(3, TWO), many(3)
+    with torch.sim.counted() as counts:
+        torch._foreach_copy_(targets, sources)
+    assert (counts.launches[1], counts.launches[2]) == (3, 0)
+    assert counts.copied == {(1, 2): 36}
+
+
+def test_lists_are_what_a_loop_makes_of_them():
+    ours, theirs = [[torch.full((2, 3), value, device=device) for value in (1.0, 2.0)] for device in (ONE, HOST)]
+    for tensors in (ours, theirs):
+        first = tensors[0]
+        torch._foreach_addcdiv_(tensors, tensors[::-1], tensors, torch.tensor([3.0, 4.0]))
+        torch._foreach_lerp_(tensors, torch._foreach_exp(tensors), 0.5)
+        tensors.extend(torch._foreach_norm([tensor.t() for tensor in tensors]))
+        assert tensors[0] is first
+    torch.testing.assert_close([tensor.cpu() for tensor in ours], theirs)
+
+
+def test_lists_still_refuse_pairs_on_two_devices():
+    with (
+        torch.sim.counted() as counts,
+        pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"),
+    ):
+        torch._foreach_add_([torch.empty(3, device=ONE)], [torch.empty(3, device=TWO)])
+    assert not any(counts.launches)
