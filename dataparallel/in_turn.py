@@ -125,11 +125,11 @@ class InTurn:
         if not tasks or not _take(self._may_hand_over):
             return
         slots = [*self._taken()]
-        gang = Gang([tasks[slot] for slot in slots], max(1, len(slots)))
-        self.stalled = bool(slots)
         try:
+            gang = Gang([tasks[slot] for slot in slots], max(1, len(slots)))
             gang.begin()
-        except RuntimeError as error:  # the system has no more threads
+            self.stalled = bool(slots)
+        except BaseException as error:  # no more threads, for example: whoever waits has to hear of it
             for slot in slots:
                 self._outcomes[slot].error = error
             slots, gang = [], Gang([], 1)

@@ -6,7 +6,10 @@ import pytest
 
 from processes import run_script
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork"),
+    pytest.mark.devices("cpu"),  # its processes are its own: once is enough
+]
 
 PRELUDE = """
 import os, signal, sys, threading, traceback, warnings

@@ -14,6 +14,8 @@ from dataparallel import in_turn, workers
 from dataparallel.in_turn import InTurn
 from dataparallel.workers import Outcome, Skipped
 
+pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
+
 TIMEOUT = 20.0
 
 

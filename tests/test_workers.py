@@ -10,6 +10,8 @@ import pytest
 from dataparallel.workers import Gang, Skipped
 from gangs import values, worker_threads
 
+pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
+
 TIMEOUT = 20.0  # of every wait that a correct gang ends at once
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from dataparallel.workers import Gang
 
+pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
+
 TIMEOUT = 20.0
 
 

@@ -6,7 +6,10 @@ import pytest
 
 from processes import run_script
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system"),
+    pytest.mark.devices("cpu"),  # its processes are its own: once is enough
+]
 
 STRESS = """
 import faulthandler, random, signal, sys, threading, time

@@ -11,6 +11,8 @@ from dataparallel import workers
 from dataparallel.workers import Gang
 from gangs import values, worker_threads
 
+pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
+
 TIMEOUT = 20.0  # of every wait that a correct gang ends at once
 
 

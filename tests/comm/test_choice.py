@@ -13,6 +13,8 @@ from dataparallel.comm.choice import CHAIN_FROM_BYTES, CUPY_FROM_TENSORS, NCCL_F
 from dataparallel.comm.settings import ROUTES, TRANSPORTS, Settings
 from dataparallel.comm.topology import Link, Topology
 
+pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
+
 CPU = torch.device("cpu")
 OTHER = torch._C._get_privateuse1_backend_name()  # the simulated devices, where there are some
 WORK = ["broadcast", "reduce_add", "gather", "scatter"]
