@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dataparallel.buckets import travels_flat
 from dataparallel.comm import copies
+from dataparallel.comm.routes import summed_in
 from dataparallel.devices import CPU
 
 __all__ = ["ThroughHost", "send"]
@@ -70,7 +71,8 @@ class ThroughHost:
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """Each buffer is asked for when the one before has been added."""
         waiting = iter(flats)
-        total = send(next(waiting), destination)
+        first = next(waiting)
+        total = send(first, destination).to(summed_in(first.dtype))
         for flat in waiting:
             total.add_(send(flat, destination))
-        return total
+        return total.to(first.dtype)

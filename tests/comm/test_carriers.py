@@ -175,10 +175,11 @@ def test_others_than_copies_are_compared_where_they_are_asked_for(
 
 @pytest.mark.devices("sim")
 @pytest.mark.slots(8)
-def test_every_route_gives_the_same_gradients(slots: list) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_route_gives_the_same_gradients(dtype: torch.dtype, slots: list) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 3)).to(slots[0])
-    x = torch.randn(16, 64, device=slots[0])
+    net = nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 3)).to(slots[0], dtype)
+    x = torch.randn(16, 64, dtype=dtype, device=slots[0])
     found = []
     for settings in ({"route": "star"}, {"route": "tree"}, {"route": "chain"}, {"transport": "host"}, {}):
         net.zero_grad()
