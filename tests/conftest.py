@@ -25,7 +25,7 @@ WATCHDOG_SECONDS = 120.0
 hypothesis.settings.register_profile(
     "dataparallel",
     deadline=None,
-    max_examples=50,
+    max_examples=30,
     derandomize=bool(os.environ.get("CI")),
     # `slots` and its relatives are values: sharing them between examples is harmless.
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],

@@ -69,4 +69,4 @@ print("ended well")
 
 @pytest.mark.parametrize("kind", ["short", "fails", "nests"])
 def test_ctrl_c_at_any_time(kind: str) -> None:
-    assert "ended well" in run_script(STRESS, kind, "300", "0")
+    assert "ended well" in run_script(STRESS, kind, "150", "0")
