@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -40,7 +40,7 @@ _dropped: dict[tuple[str, tuple[torch.device, ...]], str | None] = {}
 """Transports that have been compared on some devices: ``None``, or why they are not used there."""
 
 
-def carrier_for(work: Work, devices: Sequence[torch.device], tensors: Iterable[Tensor]) -> Carrier:
+def carrier_for(work: Work, devices: Sequence[torch.device], tensors: Sequence[Tensor]) -> Carrier:
     """What carries ``tensors`` between ``devices``, where they are and where they go. In a sum, those of one slot.
 
     Raises:
@@ -48,7 +48,6 @@ def carrier_for(work: Work, devices: Sequence[torch.device], tensors: Iterable[T
     """
     if len({*devices}) < 2:
         return STAR
-    tensors = list(tensors)
     nbytes = sum([tensor.numel() * tensor.itemsize for tensor in tensors])
     return _decided(work, tuple(devices), nbytes.bit_length(), len(tensors), settings.current(), peer_check.is_on())
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dataparallel.buckets import travels_flat
 from dataparallel.comm import copies
-from dataparallel.comm.routes import summed_in
+from dataparallel.comm.routes import add_one_by_one
 from dataparallel.devices import CPU
 
 __all__ = ["ThroughHost", "send"]
@@ -70,9 +70,4 @@ class ThroughHost:
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """Each buffer is asked for when the one before has been added."""
-        waiting = iter(flats)
-        first = next(waiting)
-        total = send(first, destination).to(summed_in(first.dtype))
-        for flat in waiting:
-            total.add_(send(flat, destination))
-        return total.to(first.dtype)
+        return add_one_by_one(flats, lambda flat: send(flat, destination))

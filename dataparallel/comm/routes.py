@@ -11,7 +11,7 @@ each device the work is queued on the calling thread's current stream, and copie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,16 @@ from torch import Tensor
 
 from dataparallel.comm.settings import ROUTES
 
-__all__ = ["PIECES_OF_A_BROADCAST", "PIECES_OF_A_SUM", "STAR", "Along", "Carrier", "hops", "summed_in"]
+__all__ = [
+    "PIECES_OF_A_BROADCAST",
+    "PIECES_OF_A_SUM",
+    "STAR",
+    "Along",
+    "Carrier",
+    "add_one_by_one",
+    "hops",
+    "summed_in",
+]
 
 PIECES_OF_A_BROADCAST = 3
 PIECES_OF_A_SUM = 2
@@ -79,12 +88,7 @@ class Along:
         """Along a star, and a tree too, each buffer is asked for when the one before has been added."""
         if self.route == "chain":
             return _add_up_along_a_chain([*flats], destination)
-        waiting = iter(flats)
-        first = next(waiting)
-        total = first.to(destination).to(summed_in(first.dtype))
-        for flat in waiting:
-            total.add_(flat.to(destination))
-        return total.to(first.dtype)
+        return add_one_by_one(flats, lambda flat: flat.to(destination))
 
 
 STAR = Along("star")
@@ -97,6 +101,16 @@ def hops(route: str, devices: Sequence[torch.device]) -> list[tuple[torch.device
     """
     senders = {"star": lambda k: 0, "tree": lambda k: (k - 1) // 2, "chain": lambda k: k - 1}[route]
     return [(devices[senders(k)], devices[k]) for k in range(1, len(devices))]
+
+
+def add_one_by_one(flats: Iterable[Tensor], brought: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum of flat buffers, in the order given, where ``brought`` brings each; the next one only then."""
+    waiting = iter(flats)
+    first = next(waiting)
+    total = brought(first).to(summed_in(first.dtype))
+    for flat in waiting:
+        total.add_(brought(flat))
+    return total.to(first.dtype)
 
 
 def _add_up_along_a_chain(flats: list[Tensor], destination: torch.device) -> Tensor:
