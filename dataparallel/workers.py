@@ -385,9 +385,15 @@ class _Pool:
         self._idle: list[_Worker] = []
         self._numbers = itertools.count()
         self.used = False
+        self.engine_is_stale = False
 
     def start(self, gang: Gang, slot: int | None) -> None:
         self.used = True
+        if self.engine_is_stale:
+            # In a forked child torch destroys and rebuilds its autograd engine when it is next asked for it, which any
+            # forward that saves a tensor does; two workers at once would both destroy it.
+            torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+            self.engine_is_stale = False
         try:
             worker = self._idle.pop()
         except IndexError:
@@ -414,6 +420,7 @@ def _start_afresh_after_fork() -> None:
         # torch's intra-op threads do not survive a fork either; waiting for them would hang.
         torch.set_num_threads(1)
     _pool, _here = _Pool(), _Here()
+    _pool.engine_is_stale = True
 
 
 if hasattr(os, "register_at_fork"):

@@ -186,3 +186,29 @@ forked.set()
 thread.join()
 step()
 """)
+
+
+def test_torchs_engine_is_rebuilt_in_a_child_before_workers_ask_for_it() -> None:
+    """They would do so at once, and torch's rebuilding is not made for that: seen to end a child, once in hundreds."""
+    run("""
+asked = []
+
+
+class Engine:
+    def is_checkpoint_valid(self):
+        asked.append(threading.current_thread())
+        return True
+
+
+def child():
+    torch.autograd.Variable._execution_engine = Engine()
+    ran_before = []
+    Gang([lambda: ran_before.append(list(asked))] * 4, 4).run()
+    assert ran_before == [[threading.main_thread()]] * 4, ran_before
+    four()
+    assert len(asked) == 1
+
+
+four()
+assert in_child(child) == 0
+""")
