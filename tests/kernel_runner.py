@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import dataparallel.comm
-from dataparallel.comm.kernel_tables import THREADS, Plan
+from dataparallel.comm.kernel_tables import COPY_KERNEL, SUM_KERNELS, THREADS, Launch, pack
 
 SOURCE = Path(dataparallel.comm.__file__).with_name("kernels.cu")
 SHIM = Path(__file__).with_name("kernel_shim.cpp")
@@ -34,17 +35,17 @@ class Kernels:
         assert done.returncode == 0, done.stderr
         self.library = ctypes.CDLL(str(library))
 
-    def run(self, plan: Plan, *, threads: int = THREADS, backwards: bool = False) -> None:
-        for name, table, *numbers, blocks in plan.launches:
-            assert threads <= THREADS
-            self.library.launch(
-                getattr(self.library, name),
-                ctypes.c_void_p(table.data_ptr()),
-                *map(ctypes.c_longlong, numbers),
-                ctypes.c_uint(blocks),
-                ctypes.c_uint(threads),
-                ctypes.c_int(backwards),
-            )
+    def run(self, launch: Launch, *, threads: int = THREADS, backwards: bool = False) -> None:
+        name, table, *numbers, blocks = launch
+        assert threads <= THREADS
+        self.library.launch(
+            getattr(self.library, name),
+            ctypes.c_void_p(table.data_ptr()),
+            *map(ctypes.c_longlong, numbers),
+            ctypes.c_uint(blocks),
+            ctypes.c_uint(threads),
+            ctypes.c_int(backwards),
+        )
 
     def narrow(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
         """The floats as the kernels round them to a 16-bit ``dtype``."""
@@ -52,6 +53,22 @@ class Kernels:
         function = getattr(self.library, f"narrow_{str(dtype).removeprefix('torch.')}")
         function(ctypes.c_void_p(sums.data_ptr()), ctypes.c_void_p(rounded.data_ptr()), ctypes.c_longlong(sums.numel()))
         return rounded
+
+
+def copying(sources: Sequence[Tensor], destinations: Sequence[Sequence[Tensor]], *, max_blocks: int) -> Launch:
+    """Copies each contiguous source into the tensors at its position in every list of destinations."""
+    return pack(COPY_KERNEL, _pointers([sources, *destinations]), [t.nbytes for t in sources], max_blocks=max_blocks)
+
+
+def summing(slots: Sequence[Sequence[Tensor]], out: Sequence[Tensor], *, max_blocks: int) -> Launch:
+    """Sums the slots' contiguous tensors, all of one dtype, into those of ``out``."""
+    kernel = SUM_KERNELS[out[0].dtype]
+    counts = [tensor.nbytes // kernel.itemsize for tensor in out]
+    return pack(kernel, _pointers([out, *slots]), counts, max_blocks=max_blocks)
+
+
+def _pointers(rows: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    return [[tensor.data_ptr() for tensor in row] for row in rows]
 
 
 def _compiler() -> list[str] | None:

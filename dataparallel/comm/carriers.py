@@ -17,6 +17,7 @@ from torch import Tensor
 from dataparallel.comm import cupy_kernels, nccl, peer_check, settings, topology
 from dataparallel.comm.choice import Choice, Work, choose
 from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.kernel_tables import COPY_KERNEL
 from dataparallel.comm.routes import STAR, Along, Carrier
 from dataparallel.comm.settings import ROUTES, Settings
 from dataparallel.comm.topology import Topology
@@ -130,7 +131,8 @@ def _spread_by_nccl(source: Tensor, buffers: Mapping[torch.device, Tensor]) -> N
 
 
 def _spread_by_kernels(source: Tensor, buffers: Mapping[torch.device, Tensor]) -> None:
-    cupy_kernels.copy_many([source], [[buffer] for buffer in buffers.values()])
+    addresses = [[flat.data_ptr()] for flat in (source, *buffers.values())]
+    cupy_kernels.launch(COPY_KERNEL, addresses, [source.nbytes], source.device, buffers)
 
 
 _RIVALS: dict[str, Spread] = {"nccl": _spread_by_nccl, "cupy": _spread_by_kernels}

@@ -1,20 +1,27 @@
 """The cupy transport: many tensors copied, or summed over the slots, in one launch, without flattening.
 
-``cupy_kernels`` launches; this room makes the memory for results, and has plain copies carry what the kernels leave. It
-has not been run on a GPU, and is used only where a user asks for it (``transport="cupy"``). Only ``comm`` calls it,
-with arguments that ``comm`` has checked and with gradient recording off.
+``cupy_kernels`` launches; this room makes the memory for results, says where everything lies, and has plain copies
+carry what the kernels cannot. It has not been run on a GPU, and is used only where a user asks for it (``cupy`` as the
+transport). Only ``comm`` calls it, with arguments that ``comm`` has checked and with gradient recording off.
+
+A bucket says how its tensors lie in a flat buffer. Where a tensor of the caller lies so already, a kernel needs no more
+than its address; results are parts of flat buffers, whose addresses follow from those of the buffers.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 
 import torch
 from torch import Tensor
 
-from dataparallel.buckets import Bucket, plan_buckets, unflatten
+from dataparallel.buckets import Bucket, Layout, plan_buckets, unflatten
 from dataparallel.comm import copies, cupy_kernels
+from dataparallel.comm.kernel_tables import COPY_KERNEL, SUM_KERNELS
 
 __all__ = ["broadcast_coalesced", "reduce_add_coalesced"]
 
@@ -40,26 +47,26 @@ def _copied(
     results: Sequence[list[Tensor]],
 ) -> list[int]:
     """Puts copies of the bucket's tensors into ``results``; which ones it had to leave."""
-    members = [tensors[i] for i in bucket.indices]
-    source = members[0].device
-    of_slots: dict[int, list[Tensor]] = {}
-    on_devices: dict[torch.device, list[Tensor]] = {}
-    for slot, device in enumerate(devices):
-        if own and slot > 0:
-            of_slots[slot] = _room(bucket, members[0].dtype, device)
-        elif device != source:
-            if device not in on_devices:
-                on_devices[device] = _room(bucket, members[0].dtype, device)
-            of_slots[slot] = on_devices[device]
-    if not of_slots:
+    first = tensors[bucket.indices[0]]
+    needing = [slot for slot, device in enumerate(devices) if device != first.device or (own and slot > 0)]
+    if not needing:
         return []
-    distinct = {id(parts): parts for parts in of_slots.values()}
-    left = {*cupy_kernels.copy_many(members, list(distinct.values()))}
-    for slot, parts in of_slots.items():
-        for position, (index, part) in enumerate(zip(bucket.indices, parts, strict=True)):
-            if position not in left:
-                results[slot][index] = part
-    return [bucket.indices[position] for position in left]
+    bucket, addresses, left = _readable(bucket, [tensors], COPY_KERNEL.itemsize)
+    nbytes = [layout.numel * first.itemsize for layout in bucket.layouts]
+    buffers: list[Tensor] = []
+    shared: dict[torch.device, list[Tensor]] = {}
+    for slot in needing:
+        device = devices[slot]
+        parts = shared.get(device)
+        if parts is None or (own and slot > 0):
+            buffers.append(_room(bucket, first.dtype, device))
+            parts = unflatten(bucket, buffers[-1])
+            shared.setdefault(device, parts)
+        for index, part in zip(bucket.indices, parts, strict=True):
+            results[slot][index] = part
+    addresses += [_addresses(buffer, nbytes) for buffer in buffers]
+    cupy_kernels.launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
+    return left
 
 
 def reduce_add_coalesced(inputs: Sequence[Sequence[Tensor]], destination: torch.device) -> list[Tensor]:
@@ -70,20 +77,77 @@ def reduce_add_coalesced(inputs: Sequence[Sequence[Tensor]], destination: torch.
     left = sorted({*range(len(first))}.difference(flat_ones))
     buckets, _ = plan_buckets(first, sys.maxsize, candidates=flat_ones, keep_repeats=False)
     for bucket in buckets:
-        out = _room(bucket, first[bucket.indices[0]].dtype, destination)
-        skipped = {*cupy_kernels.sum_many([[tensors[i] for i in bucket.indices] for tensors in inputs], out)}
-        for position, (index, total) in enumerate(zip(bucket.indices, out, strict=True)):
-            if position in skipped:
-                left.append(index)
-            else:
-                results[index] = total
+        left += _summed(bucket, inputs, destination, results)
     rest = copies.reduce_add_coalesced([[tensors[i] for i in left] for tensors in inputs], destination, sys.maxsize)
     for index, total in zip(left, rest, strict=True):
         results[index] = total
     return results
 
 
-def _room(bucket: Bucket, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Memory for the bucket's tensors, in one piece."""
-    numel = sum(layout.numel for layout in bucket.layouts)
-    return unflatten(bucket, torch.empty(numel, dtype=dtype, device=device))
+def _summed(
+    bucket: Bucket, inputs: Sequence[Sequence[Tensor]], destination: torch.device, results: list[Tensor]
+) -> list[int]:
+    """Puts sums of the bucket's tensors into ``results``; which ones it had to leave."""
+    of_slots = [tensors[bucket.indices[0]] for tensors in inputs]
+    dtype = of_slots[0].dtype
+    kernel = SUM_KERNELS.get(dtype)
+    if kernel is None:
+        return bucket.indices
+    bucket, addresses, left = _readable(bucket, inputs, kernel.itemsize)
+    numels = [layout.numel for layout in bucket.layouts]
+    buffer = _room(bucket, dtype, destination)
+    for index, total in zip(bucket.indices, unflatten(bucket, buffer), strict=True):
+        results[index] = total
+    rows = [_addresses(buffer, [numel * dtype.itemsize for numel in numels]), *addresses]
+    counts = [numel * (dtype.itemsize // kernel.itemsize) for numel in numels]
+    cupy_kernels.launch(kernel, rows, counts, destination, [tensor.device for tensor in of_slots])
+    return left
+
+
+def _readable(
+    bucket: Bucket, inputs: Sequence[Sequence[Tensor]], alignment: int
+) -> tuple[Bucket, list[list[int]], list[int]]:
+    """The part of a bucket that kernels can read where it lies, on every slot.
+
+    Args:
+        bucket: planned for the first of ``inputs``, without keeping repeats.
+        inputs: the tensors of each slot, with the same shapes, all of which travel flat.
+        alignment: bytes, of which addresses have to be multiples.
+
+    Returns:
+        That part, the addresses of its tensors for each slot, and the indices of what is not in it.
+    """
+    odd: set[int] = set()
+    addresses = []
+    is_row_major = all(layout.row_major for layout, _ in bucket.runs)
+    # For thousands of tensors it is several times as fast to ask one question of all than all questions of one.
+    for tensors in inputs:
+        members = [tensors[i] for i in bucket.indices]
+        if not (is_row_major and all(map(Tensor.is_contiguous, members))):
+            pairs = zip(members, bucket.layouts, strict=True)
+            odd.update(k for k, (tensor, layout) in enumerate(pairs) if not _lies_as(tensor, layout))
+        row = [*map(Tensor.data_ptr, members)]
+        if reduce(or_, row) % alignment:
+            odd.update(k for k, address in enumerate(row) if address % alignment)
+        addresses.append(row)
+    if not odd:
+        return bucket, addresses, []
+    kept = [k for k in range(len(bucket.indices)) if k not in odd]
+    # What is in a bucket's order stays in it.
+    part = Bucket.of([(bucket.indices[k], bucket.layouts[k]) for k in kept])
+    return part, [[row[k] for k in kept] for row in addresses], [bucket.indices[k] for k in sorted(odd)]
+
+
+def _lies_as(tensor: Tensor, layout: Layout) -> bool:
+    """Whether the elements lie in memory as in a flat buffer: without holes, and in the order of the layout."""
+    return tensor.is_contiguous() if layout.row_major else tensor.stride() == layout.core_stride
+
+
+def _room(bucket: Bucket, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat buffer for the bucket's tensors."""
+    return torch.empty(sum([layout.numel for layout in bucket.layouts]), dtype=dtype, device=device)
+
+
+def _addresses(buffer: Tensor, nbytes: Sequence[int]) -> list[int]:
+    """Where parts of these sizes begin that follow each other from the start of ``buffer``, as `unflatten` has them."""
+    return [*accumulate(nbytes, initial=buffer.data_ptr())][:-1]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dataparallel.comm import cupy_kernels
-from dataparallel.comm.cupy_kernels import copy_many, sum_many, why_not
-from dataparallel.comm.kernel_tables import THREADS, plan_sums
+from dataparallel.comm.cupy_kernels import launch, why_not
+from dataparallel.comm.kernel_tables import COPY_KERNEL, SUM_KERNELS, THREADS, pack
 
 needs_cuda = pytest.mark.skipif(why_not() is not None, reason=f"needs CUDA and CuPy: {why_not()}")
 
@@ -27,17 +27,18 @@ def test_without_cupy_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not().startswith("cupy cannot be imported")
 
 
-def test_tensors_off_cuda_are_refused() -> None:
-    tensor = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"sources must be on one CUDA device; they are on cpu"):
-        copy_many([tensor], [[tensor]])
-    with pytest.raises(ValueError, match=r"out must be on one CUDA device; they are on cpu, meta"):
-        sum_many([[tensor] * 2], [tensor, tensor.to("meta")])
+@pytest.mark.parametrize("places", [("cpu", "cuda:0"), ("cuda:0", "cuda:1", "cpu")])
+def test_memory_off_cuda_is_refused(places: tuple[str, ...]) -> None:
+    device, *others = map(torch.device, places)
+    with pytest.raises(ValueError, match="memory of CUDA devices; got cpu"):
+        launch(COPY_KERNEL, [[0], [0]], [4], device, others)
 
 
-def test_nothing_to_do_needs_no_device() -> None:
-    assert copy_many([], [[]]) == []
-    assert sum_many([[], []], []) == []
+@pytest.mark.parametrize("counts", [[], [0, 0]])
+def test_where_nothing_has_an_element_nothing_is_launched(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy_kernels, "_max_blocks", lambda device: 4)
+    monkeypatch.setattr(torch.cuda, "current_stream", None)
+    launch(COPY_KERNEL, [counts, counts], counts, torch.device("cuda", 0), [torch.device("cuda", 1)])
 
 
 class Event:
@@ -98,9 +99,8 @@ def test_a_launch_comes_between_what_the_other_devices_did_and_do_next(monkeypat
     monkeypatch.setattr(cupy_kernels, "_module", lambda index: FakeModule(log))
     monkeypatch.setattr(cupy_kernels, "_held", [])
     cupy_kernels._function.cache_clear()
-    tensors = [torch.zeros(5)]
-    plan = plan_sums([tensors, tensors], tensors, max_blocks=4)
-    cupy_kernels._launch(plan, devices[0], [devices[0], devices[2], devices[2]])
+    packed = pack(SUM_KERNELS[torch.float32], [[0], [16], [32]], [5], max_blocks=4)
+    cupy_kernels._launch(packed, devices[0], [devices[0], devices[2], devices[2]])
     cupy_kernels._function.cache_clear()
     assert log == [
         ("stream", 0, "waits for stream", 2),
@@ -109,16 +109,19 @@ def test_a_launch_comes_between_what_the_other_devices_did_and_do_next(monkeypat
         ("stream", 2, "waits for the event"),
     ]
     ((_, (pinned, table)),) = cupy_kernels._held
-    assert torch.equal(pinned, plan.launches[0].table)
+    assert torch.equal(pinned, packed.table)
     assert torch.equal(table, pinned)
 
 
 @needs_cuda
 def test_copies_and_sums_on_a_gpu_are_those_of_torch() -> None:
-    slots = [[torch.randn(n, device="cuda") for n in (1, 100, 12_345, 10**6)] for _ in range(3)]
+    device, numels = torch.device("cuda", 0), [1, 100, 12_345, 10**6]
+    slots = [[torch.randn(numel, device=device) for numel in numels] for _ in range(3)]
     out, copies = ([torch.empty_like(tensor) for tensor in slots[0]] for _ in range(2))
-    assert sum_many(slots, out) == []
-    assert copy_many(slots[1], [copies]) == []
+    rows = [[tensor.data_ptr() for tensor in row] for row in (out, *slots)]
+    launch(SUM_KERNELS[torch.float32], rows, numels, device, [])
+    rows = [[tensor.data_ptr() for tensor in row] for row in (slots[1], copies)]
+    launch(COPY_KERNEL, rows, [4 * numel for numel in numels], device, [])
     for result, copied, first, second, third in zip(out, copies, *slots, strict=True):
         assert torch.equal(result, first + second + third)
         assert torch.equal(copied, second)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dataparallel.comm import cupy_kernels
-from dataparallel.comm.kernel_tables import SUM_KERNELS, plan_copies, plan_sums
-from kernel_runner import SOURCE, Kernels
+from dataparallel.comm.kernel_tables import SUM_KERNELS
+from kernel_runner import SOURCE, Kernels, copying, summing
 
 # They know no slots: once is enough.
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.devices("cpu")]
@@ -85,9 +85,7 @@ def test_copies_have_the_bits_of_their_sources_and_nothing_else_is_written(
         for (start, numel, dtype), (origin, _, _) in zip(arena.places, source.places, strict=True):
             nbytes = numel * dtype.itemsize
             memory[start : start + nbytes] = before[origin : origin + nbytes]
-    plan = plan_copies(source.tensors(), [arena.tensors() for arena in arenas], max_blocks=max_blocks)
-    kernels.run(plan, **launch)
-    assert plan.left == []
+    kernels.run(copying(source.tensors(), [arena.tensors() for arena in arenas], max_blocks=max_blocks), **launch)
     assert torch.equal(source.bytes, before)
     for arena, memory in zip(arenas, expected, strict=True):
         assert torch.equal(arena.bytes, memory)
@@ -169,9 +167,7 @@ def test_sums_have_the_bits_of_torch_and_nothing_else_is_written(
     for target, *terms in zip(expected.tensors(), *(arena.tensors() for arena in slots), strict=True):
         as_summed(target).copy_(sum_by_torch([as_summed(term) for term in terms]))
     unchanged = [arena.bytes.clone() for arena in slots if arena is not out]
-    plan = plan_sums([arena.tensors() for arena in slots], out.tensors(), max_blocks=max_blocks)
-    kernels.run(plan, **launch)
-    assert plan.left == []
+    kernels.run(summing([arena.tensors() for arena in slots], out.tensors(), max_blocks=max_blocks), **launch)
     assert torch.equal(with_one_nan(out), with_one_nan(expected))
     assert all(map(torch.equal, unchanged, [arena.bytes for arena in slots if arena is not out]))
 
@@ -184,7 +180,7 @@ def test_every_half_is_widened_and_rounded_as_torch_does(kernels: Kernels, dtype
     for number in (None, 0.0, small, -3 * small, info.smallest_normal, 1.0, 1 / 3, 1 + info.eps, info.max, -info.max):
         terms = [every] if number is None else [every, torch.full_like(every, number)]
         out = torch.empty_like(every)
-        kernels.run(plan_sums([[term] for term in terms], [out], max_blocks=4))
+        kernels.run(summing([[term] for term in terms], [out], max_blocks=4))
         assert_same_bits_but_for_nans(out, sum_by_torch(terms))
 
 
@@ -214,8 +210,8 @@ def test_ten_thousand_tensors_of_16_slots(kernels: Kernels) -> None:
     out = torch.empty(sum(numels))
     copies = torch.empty(sum(numels))
     tensors = [arena.tensors() for arena in slots]
-    kernels.run(plan_sums(tensors, out.split(numels), max_blocks=100), threads=32)
-    kernels.run(plan_copies(tensors[3], [copies.split(numels)], max_blocks=100), threads=32)
+    kernels.run(summing(tensors, out.split(numels), max_blocks=100), threads=32)
+    kernels.run(copying(tensors[3], [copies.split(numels)], max_blocks=100), threads=32)
     assert torch.equal(out, sum_by_torch([torch.cat(row) for row in tensors]))
     assert torch.equal(copies, torch.cat(tensors[3]))
 
@@ -223,7 +219,7 @@ def test_ten_thousand_tensors_of_16_slots(kernels: Kernels) -> None:
 def test_a_copy_needs_no_alignment_at_all(kernels: Kernels) -> None:
     sources = [torch.frombuffer(bytearray(range(100)), dtype=torch.float32, offset=k, count=20) for k in range(4)]
     targets = [torch.frombuffer(bytearray(100), dtype=torch.float32, offset=k, count=20) for k in (1, 1, 0, 2)]
-    kernels.run(plan_copies(sources, [targets], max_blocks=8))
+    kernels.run(copying(sources, [targets], max_blocks=8))
     assert [t.numpy().tobytes() for t in targets] == [t.numpy().tobytes() for t in sources]
 
 
