@@ -27,14 +27,17 @@ from dataparallel import comm
 from dataparallel.comm import settings
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.ranges import stage
+from dataparallel.side_streams import BesideBackward, current, side_stream
 
 __all__ = [
     "Broadcast",
     "Gather",
+    "HandOver",
     "ReduceAdd",
     "ReduceAddCoalesced",
     "Scatter",
     "alias",
+    "broadcast_summed_beside",
     "current_streams",
 ]
 
@@ -64,6 +67,7 @@ class Broadcast(Function):
         ctx.set_materialize_grads(False)
         ctx.slots = slots
         ctx.streams = current_streams(slots)
+        ctx.beside = None
         ctx.settings = settings.current()  # backward may run in a thread that knows nothing of the caller's
         ctx.sources = [tensor.device for tensor in tensors]
         _sum_as_soon_as_ready(ctx)
@@ -83,8 +87,13 @@ class Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        # On the streams of the forward, which gradients were made on; this thread's own know nothing of them.
+        with current(ctx.streams):
+            return (None, *Broadcast._sums(ctx, grads))
+
+    @staticmethod
+    def _sums(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         count = len(ctx.sources)
-        _wait_for_streams(ctx.streams, grads)
         of_slots = [grads[k : k + count] for k in range(0, len(grads), count)]
         # Tensors whose gradients are present on the same slots, and whose sums go to one device, travel together.
         groups: dict[tuple[torch.device, tuple[bool, ...]], list[int]] = defaultdict(list)
@@ -98,10 +107,62 @@ class Broadcast(Function):
             if not inputs:
                 continue
             with stage("reduce_add"), settings.held(ctx.settings):
-                totals = _reduce(source, inputs)
+                totals = _reduce(source, inputs, ctx.beside)
+            if ctx.beside is not None and not torch.is_grad_enabled():
+                totals = HandOver.enveloped(totals, ctx.beside)
             for i, total in zip(indices, totals, strict=True):
                 sums[i] = total
-        return (None, *sums)
+        return sums
+
+
+class HandOver(Function):
+    """``HandOver.apply(*tensors)``: views of them, whose node belongs to the stream that is current now.
+
+    The engine has that stream wait for what made a gradient, runs the node there, and orders what follows after it. A
+    parameter's ``AccumulateGrad`` belongs to that stream too, where it is new.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        _sum_as_soon_as_ready(ctx)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple([getattr(grad, "enveloped", grad) for grad in grads])
+
+    @staticmethod
+    def enveloped(totals: Sequence[Tensor], beside: BesideBackward) -> list[Tensor]:
+        """The tensors, whose memory ``beside`` holds, as Python attributes of others that have next to no memory.
+
+        To gradients that go from one stream to another the engine applies ``record_stream``, which would keep their
+        memory from being used again until the host looks.
+        """
+        if any(total.layout is not torch.strided for total in totals):
+            return [*totals]
+        beside.hold(totals)
+        blank = torch.empty((), dtype=totals[0].dtype, device=totals[0].device)
+        envelopes = []
+        for total in totals:
+            envelope = blank.to(total.dtype).expand(total.shape)
+            envelope.enveloped = total  # type: ignore[attr-defined]
+            envelopes.append(envelope)
+        return envelopes
+
+
+def broadcast_summed_beside(
+    devices: Sequence[torch.device], beside: BesideBackward, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """`Broadcast` of tensors that are on one accelerator, whose gradients travel on side streams.
+
+    In a backward that is itself recorded they travel on the streams of the forward.
+    """
+    with side_stream(tensors[0].device):
+        views = HandOver.apply(*tensors)
+    outputs = Broadcast.apply(devices, *map(comm.copies.same_kind, views, tensors))
+    outputs[0].grad_fn.beside = beside
+    return outputs
 
 
 def _sum_as_soon_as_ready(node: Any) -> None:
@@ -114,10 +175,13 @@ def _sum_as_soon_as_ready(node: Any) -> None:
         node._set_sequence_nr(2**62)
 
 
-def _reduce(destination: torch.device, inputs: list[list[Tensor | None]]) -> Sequence[Tensor]:
+def _reduce(
+    destination: torch.device, inputs: list[list[Tensor | None]], beside: BesideBackward | None
+) -> Sequence[Tensor]:
     if torch.is_grad_enabled():
         return ReduceAddCoalesced.apply(destination, len(inputs[0]), *chain.from_iterable(inputs))
-    return comm.reduce_add_coalesced(inputs, destination, _ONE_BUFFER)  # type: ignore[arg-type]
+    travelling = None if beside is None else beside.travelling
+    return comm.reduce_add_coalesced(inputs, destination, _ONE_BUFFER, travelling=travelling)  # type: ignore[arg-type]
 
 
 class ReduceAddCoalesced(Function):

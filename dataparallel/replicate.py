@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dataparallel import comm
 from dataparallel.buckets import PLAIN_TYPES, fill_buckets
 from dataparallel.devices import DeviceLike, resolve_slots
-from dataparallel.functions import Broadcast, alias
+from dataparallel.functions import Broadcast, alias, broadcast_summed_beside, current_streams
 from dataparallel.module_plan import (
     HOOK_FLAGS,
     HOOK_TABLES,
@@ -36,6 +36,7 @@ from dataparallel.module_plan import (
 )
 from dataparallel.module_references import Rebinding
 from dataparallel.replica_cycles import note_circles
+from dataparallel.side_streams import BesideBackward
 
 __all__ = [
     "BUCKET_CAP_MB",
@@ -190,9 +191,13 @@ def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_
     overlap with the sum of the last one, which in a model of a few MiB would else be nearly all of it.
     """
     results: list[list[Any]] = [[None] * len(tensors) for _ in slots]
+    streams = current_streams(slots)
+    is_at_root = all(tensor.device == slots[0] for tensor in tensors)
+    beside = BesideBackward(streams) if len(streams) > 1 and is_at_root else None
     last_to_first = range(len(tensors) - 1, -1, -1)
     for indices in fill_buckets(tensors, last_to_first, FIRST_BUCKET_BYTES, cap_bytes):
-        outputs = Broadcast.apply(slots, *(tensors[i] for i in indices))
+        bucket = [tensors[i] for i in indices]
+        outputs = Broadcast.apply(slots, *bucket) if beside is None else broadcast_summed_beside(slots, beside, bucket)
         for slot, result in enumerate(results):
             of_slot = outputs[slot * len(indices) : (slot + 1) * len(indices)]
             for i, output in zip(indices, of_slot, strict=True):

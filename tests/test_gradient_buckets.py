@@ -70,8 +70,8 @@ def test_a_bucket_is_summed_before_the_slowest_slot_has_the_gradient_of_its_firs
 
     reduce = comm.reduce_add_coalesced
 
-    def noted_reduce(inputs, *args):
-        totals = reduce(inputs, *args)
+    def noted_reduce(inputs, *args, **kwargs):
+        totals = reduce(inputs, *args, **kwargs)
         note("sum")
         return totals
 
@@ -102,8 +102,8 @@ def test_buckets_are_filled_from_the_last_layer_and_grow(make_slots, monkeypatch
     apply = Broadcast.apply
     monkeypatch.setattr(Broadcast, "apply", lambda devices, *tensors: sent.append(tensors) or apply(devices, *tensors))
     dp.replicate(model, slots, bucket_cap_mb=2 * LAYER_MB)
-    position = {id(parameter): i for i, parameter in enumerate(model.parameters())}
-    buckets = [sorted((position[id(tensor)] for tensor in tensors), reverse=True) for tensors in sent]
+    position = {parameter.data_ptr(): i for i, parameter in enumerate(model.parameters())}
+    buckets = [sorted((position[tensor.data_ptr()] for tensor in tensors), reverse=True) for tensors in sent]
     # Of a layer the bias comes first; its weights alone are more than half of it.
     assert [len(bucket) for bucket in buckets] == [1, 2, 4, 3]
     assert [i for bucket in buckets for i in bucket] == list(range(9, -1, -1))

@@ -20,6 +20,7 @@ from dataparallel.buckets import DEFAULT_CAP_BYTES, PLAIN_TYPES
 from dataparallel.comm import copies, one_launch, topology
 from dataparallel.comm.carriers import KERNELS, carrier_for, choose_for
 from dataparallel.comm.choice import Choice
+from dataparallel.comm.routes import Travelling
 from dataparallel.comm.settings import using
 from dataparallel.comm.topology import Topology
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
@@ -138,6 +139,8 @@ def reduce_add_coalesced(
     inputs: Sequence[Sequence[Tensor]],
     destination: DeviceLike | None = None,
     buffer_size: int = DEFAULT_CAP_BYTES,
+    *,
+    travelling: Travelling | None = None,
 ) -> tuple[Tensor, ...]:
     """For each position the sum over slots, added in slot order, on ``destination`` (default: the first device).
 
@@ -145,6 +148,8 @@ def reduce_add_coalesced(
         inputs: one list of tensors for each slot, all of one length.
         destination: a device.
         buffer_size: size in bytes of the flat buffers in which dense tensors travel; above 0.
+        travelling: opens a context in which flat buffers travel and are added, for other streams to be current there;
+            it is given all buffers that are used there. Kernels, which know no flat buffers, run outside.
 
     Raises:
         ValueError: no slot, lists of different lengths, shapes or dtypes that differ within one position.
@@ -167,7 +172,7 @@ def reduce_add_coalesced(
     carrier = carrier_for("reduce_add", [*(tensors[0].device for tensors in inputs), target], inputs[0])
     if carrier is KERNELS:
         return tuple(one_launch.reduce_add_coalesced(inputs, target))
-    return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size, carrier))
+    return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size, carrier, travelling))
 
 
 @torch.no_grad()

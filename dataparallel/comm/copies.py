@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.buckets import PLAIN_TYPES, Bucket, dense_stride, flatten, plan_buckets, travels_flat, unflatten
-from dataparallel.comm.routes import STAR, Carrier, summed_in
+from dataparallel.comm.routes import STAR, Carrier, Travelling, summed_in
 
 
 def send(tensor: Tensor, device: torch.device, *, own: bool = False, carrier: Carrier = STAR) -> Tensor:
@@ -132,7 +132,11 @@ def _one_by_one(inputs: Sequence[Tensor], destination: torch.device, carrier: Ca
 
 
 def reduce_add_coalesced(
-    inputs: Sequence[Sequence[Tensor]], destination: torch.device, buffer_size: int, carrier: Carrier = STAR
+    inputs: Sequence[Sequence[Tensor]],
+    destination: torch.device,
+    buffer_size: int,
+    carrier: Carrier = STAR,
+    travelling: Travelling | None = None,
 ) -> list[Tensor]:
     """For every position the sum over slots, in slot order; dense tensors travel in flat buckets."""
     first = inputs[0]
@@ -144,7 +148,8 @@ def reduce_add_coalesced(
     for index in set(range(len(first))).difference(flat_ones):
         results[index] = _one_by_one([tensors[index] for tensors in inputs], destination, carrier)
     for bucket in buckets:
-        for index, total in zip(bucket.indices, _sum_bucket(bucket, inputs, destination, carrier), strict=True):
+        totals = _sum_bucket(bucket, inputs, destination, carrier, travelling)
+        for index, total in zip(bucket.indices, totals, strict=True):
             results[index] = total
     return results
 
@@ -159,7 +164,11 @@ def travel_flat_on_every_slot(inputs: Sequence[Sequence[Tensor]]) -> list[int]:
 
 
 def _sum_bucket(
-    bucket: Bucket, inputs: Sequence[Sequence[Tensor]], destination: torch.device, carrier: Carrier
+    bucket: Bucket,
+    inputs: Sequence[Sequence[Tensor]],
+    destination: torch.device,
+    carrier: Carrier,
+    travelling: Travelling | None,
 ) -> list[Tensor]:
     dtype = inputs[0][bucket.indices[0]].dtype
     if summed_in(dtype) == dtype and all(tensors[bucket.indices[0]].device == destination for tensors in inputs):
@@ -169,7 +178,16 @@ def _sum_bucket(
         for term in terms[2:]:
             torch._foreach_add_(totals, term)
         return list(totals)
-    return unflatten(bucket, carrier.add_up((flatten(bucket, tensors) for tensors in inputs), destination))
+    if travelling is None:
+        return unflatten(bucket, carrier.add_up((flatten(bucket, tensors) for tensors in inputs), destination))
+    flats = [flatten(bucket, tensors) for tensors in inputs]
+    # Memory of the sum is made outside, so that it belongs to the stream that was current there.
+    total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
+    with travelling([*flats, total]):
+        added = carrier.add_up(flats, destination)
+        if added.data_ptr() != total.data_ptr():
+            total.copy_(added)
+    return unflatten(bucket, total)
 
 
 def scatter(

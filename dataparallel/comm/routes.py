@@ -12,8 +12,9 @@ each device the work is queued on the calling thread's current stream, and copie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ __all__ = [
     "STAR",
     "Along",
     "Carrier",
+    "Travelling",
     "add_one_by_one",
     "hops",
     "summed_in",
@@ -38,6 +40,10 @@ would save little of what the chain's length costs, and each of them is another 
 
 _ALIGNED = 128
 """Elements: pieces begin where an access of any width may begin."""
+
+
+Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[None]]"
+"""Opens the context in which flat buffers travel, and are added; it is given all that are used there."""
 
 
 class Carrier(Protocol):

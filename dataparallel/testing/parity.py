@@ -94,32 +94,37 @@ def perturbed_slots(source: nn.Module, perturbation: Perturbation) -> Iterator[N
     """While open, every slot gets the weights of `source` plus noise of its own.
 
     The noise is added to what the broadcast returns, before replicas are built from it, so
-    gradients flow through the addition. Not for several threads at once: it replaces the name
-    `Broadcast` that `dataparallel.replicate` calls.
+    gradients flow through the addition. Not for several threads at once: it replaces what
+    `dataparallel.replicate` calls, `Broadcast` and `broadcast_summed_beside`.
     """
     # The package has a function of that name, which hides the module.
     room: Any = importlib.import_module("dataparallel.replicate")
-    broadcast = room.Broadcast
+    broadcast, summed_beside = room.Broadcast, room.broadcast_summed_beside
     indices = {id(tensor): index for index, tensor in enumerate(_trainable(source))}
+
+    def noisy(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        result = []
+        for place, copy in enumerate(copies):
+            slot, position = divmod(place, len(tensors))
+            index = indices.get(id(tensors[position]))
+            if index is None:
+                raise AssertionError("broadcast of a tensor that is not one of the source's")
+            result.append(copy + perturbation.noise(copy, slot, index))
+        return tuple(result)
 
     class Perturbed:
         @staticmethod
         def apply(devices: Sequence[Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-            copies = broadcast.apply(devices, *tensors)
-            noisy = []
-            for place, copy in enumerate(copies):
-                slot, position = divmod(place, len(tensors))
-                index = indices.get(id(tensors[position]))
-                if index is None:
-                    raise AssertionError("broadcast of a tensor that is not one of the source's")
-                noisy.append(copy + perturbation.noise(copy, slot, index))
-            return tuple(noisy)
+            return noisy(tensors, broadcast.apply(devices, *tensors))
 
-    room.Broadcast = Perturbed
+    def perturbed(devices: Sequence[Any], beside: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return noisy(tensors, summed_beside(devices, beside, tensors))
+
+    room.Broadcast, room.broadcast_summed_beside = Perturbed, perturbed
     try:
         yield
     finally:
-        room.Broadcast = broadcast
+        room.Broadcast, room.broadcast_summed_beside = broadcast, summed_beside
 
 
 def assert_same_step(

@@ -1,0 +1,281 @@
+"""Gradients travel on streams of their own: nothing that computes waits for them, nothing is read or freed too early.
+
+The simulated devices' clocks show a missing order whatever the timing. The rest of the suite uses this room too.
+"""
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel
+from dataparallel.functions import Broadcast, HandOver
+from dataparallel.side_streams import BesideBackward, current, side_stream
+
+pytestmark = [pytest.mark.devices("sim", "cuda"), pytest.mark.usefixtures("distinct")]
+
+
+@pytest.fixture
+def distinct(slots: list) -> None:
+    if len({*slots}) < len(slots):
+        pytest.skip("nothing travels between slots on one device")
+
+
+@pytest.fixture
+def x(slots: list, root: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2 * len(slots), 8, dtype=torch.float64, generator=generator).to(root)
+
+
+def build(root: torch.device, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(root, dtype)
+
+
+def wrap(model: nn.Module, slots: list) -> DataParallel:
+    """With a bucket for each parameter, more of them than are under way at a time."""
+    return DataParallel(model, slots, bucket_cap_mb=1e-9)
+
+
+def check(model: nn.Module, expected: list[Tensor | None], factor: float = 1.0) -> None:
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient * factor, rtol=0, atol=1e-12)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+
+def keep_in_step(model: nn.Module, layer: int, slots: list) -> None:
+    """Has the root's backward come to ``layer`` only when the other slots' have left it.
+
+    The root's thread sums as soon as it has its own gradients, if the others have theirs.
+    """
+    root, others = torch.device(slots[0]), threading.Semaphore(0)
+
+    def wait(gradient: Tensor) -> None:
+        if gradient.device == root:
+            for _ in slots[1:]:
+                assert others.acquire(timeout=20)
+
+    def tell(gradient: Tensor) -> None:
+        if gradient.device != root:
+            others.release()
+
+    on_gradient(model[layer], wait)
+    on_gradient(model[layer - 1], tell)
+
+
+def on_gradient(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
+    """Calls the hook with the gradient of each replica's output."""
+    module.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
+
+
+def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
+    return {torch.device(slot): torch.accelerator.current_stream(torch.device(slot)) for slot in slots}
+
+
+def test_every_device_has_one_side_stream(slots: list) -> None:
+    sides = [side_stream(torch.device(slot)) for slot in slots]
+    assert sides == [side_stream(torch.device(slot)) for slot in slots]
+    assert not {*sides} & {*streams_of(slots).values()}
+
+
+def test_streams_are_current_inside_and_the_device_stays(slots: list) -> None:
+    before, here = streams_of(slots), torch.accelerator.current_device_index()
+    sides = {device: side_stream(device) for device in before}
+
+    def fail() -> None:
+        with current(sides):
+            assert streams_of(slots) == sides
+            assert torch.accelerator.current_device_index() == here
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    assert streams_of(slots) == before
+    assert torch.accelerator.current_device_index() == here
+
+
+@pytest.mark.slots(2, 8)
+def test_gradients_travel_on_side_streams_and_are_added_there(slots: list, root: torch.device, x: Tensor) -> None:
+    model = build(root)
+    seen = []
+
+    def look(*_: object) -> None:
+        seen.append(torch.accelerator.current_stream(root))
+
+    handles = [parameter.register_post_accumulate_grad_hook(look) for parameter in model.parameters()]
+    expected = gradients(model, x)
+    wrap(model, slots)(x).square().sum().backward()
+    assert seen == [side_stream(root)] * len(handles)
+    check(model, expected)
+
+
+@pytest.mark.devices("sim")
+def test_a_device_that_computes_waits_for_no_sum(slots: list, root: torch.device, x: Tensor) -> None:
+    """To read a sum beside backward, with no order between the two, is a race: the stream that reads has not waited."""
+    model = build(root)
+    sums: list[Tensor] = []
+    model[4].bias.register_post_accumulate_grad_hook(lambda parameter: sums.append(parameter.grad))
+    raised = []
+
+    def read_the_sum(gradient: Tensor) -> None:
+        if gradient.device == root:
+            try:
+                sums[0] + 0
+            except RuntimeError as error:
+                raised.append(str(error))
+
+    keep_in_step(model, 4, slots)
+    on_gradient(model[2], read_the_sum)
+    wrap(model, slots)(x).square().sum().backward()
+    (message,) = raised
+    assert message.startswith("race"), message
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_may_be_freed_at_once(slots: list, root: torch.device, x: Tensor, dtype: torch.dtype) -> None:
+    """Their memory belongs to the caller's stream, whatever stream has filled it."""
+    model = build(root, dtype)
+    wrapped = wrap(model, slots)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        wrapped(x.to(dtype)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gradients_are_accumulated(slots: list, root: torch.device, x: Tensor) -> None:
+    """Each accumulation drops a sum, and the next layer that computes could use its memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(12))).double().to(root)
+    expected = gradients(model, x)
+    for layer in range(11, 0, -1):
+        keep_in_step(model, layer, slots)
+    wrapped = wrap(model, slots)
+    for _ in range(3):
+        wrapped(x).square().sum().backward()
+    check(model, expected, 3)
+
+
+def test_an_optimizer_in_backward(slots: list, root: torch.device, x: Tensor) -> None:
+    model, twin = build(root), build(root)
+    for module in (model, twin):
+        for parameter in module.parameters():
+            optimizer = torch.optim.AdamW([parameter], lr=0.1)
+
+            def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+    wrapped = wrap(model, slots)
+    for _ in range(3):
+        wrapped(x).square().sum().backward()
+        twin(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+def test_parameters_that_the_loss_uses_too(slots: list, root: torch.device, x: Tensor) -> None:
+    """Their nodes were made before the call, on the caller's stream, and stay there."""
+    model = build(root)
+
+    def loss(call: nn.Module) -> Tensor:
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        return penalty + call(x).square().sum()
+
+    expected = torch.autograd.grad(loss(model), list(model.parameters()))
+    for _ in range(2):
+        model.zero_grad()
+        loss(wrap(model, slots)).backward()
+        check(model, list(expected))
+
+
+def test_a_backward_that_fails_leaves_nothing_behind(slots: list, root: torch.device, x: Tensor) -> None:
+    model = build(root)
+    expected = gradients(model, x)
+    wrapped = wrap(model, slots)
+    is_to_fail = True
+
+    def fail(gradient: Tensor) -> None:
+        if is_to_fail and gradient.device == root:
+            raise ArithmeticError("from a hook")
+
+    keep_in_step(model, 4, slots)
+    on_gradient(model[0], fail)
+    with pytest.raises(ArithmeticError, match="from a hook"):
+        wrapped(x).square().sum().backward()
+    gc.collect()
+    if root.type == "sim":
+        torch.sim.check_clocks()
+    is_to_fail = False
+    model.zero_grad()
+    wrapped(x).square().sum().backward()
+    check(model, expected)
+
+
+def test_a_graph_that_is_kept_holds_no_buffers(slots: list, root: torch.device, x: Tensor) -> None:
+    model = build(root)
+    beside = []
+    output = wrap(model, slots)(x)
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            beside += [node.beside] if isinstance(node, Broadcast._backward_cls) else []
+            waiting += [following for following, _ in node.next_functions]
+    loss = output.square().sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        assert [each._passes for each in beside] == [{}] * len(beside)
+    assert len({*beside}) == 1
+
+
+def test_what_is_held_is_two_buckets_and_the_sums_that_somebody_has(slots: list, root: torch.device) -> None:
+    streams = streams_of(slots)
+    held = []
+
+    class Step(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, beside: BesideBackward) -> Tensor:
+            ctx.beside = beside
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient: Tensor) -> tuple:
+            taken = []
+            for is_taken in (True, True, False, False, False, True, False):
+                total = torch.empty(3, device=root)
+                with ctx.beside.travelling([torch.empty(3, device=slot) for slot in slots]):
+                    assert streams_of(slots) == {device: side_stream(device) for device in streams}
+                    total.fill_(1)
+                assert streams_of(slots) == streams
+                ctx.beside.hold([total])
+                taken += [total.detach()] if is_taken else []
+                del total
+                (this,) = ctx.beside._passes.values()
+                held.append((len(this._under_way), len(this.sums)))
+            return gradient, None
+
+    beside = BesideBackward(streams)
+    Step.apply(torch.ones(2, device=root, requires_grad=True), beside).sum().backward()
+    assert held == [(1, 1), (2, 2), (2, 3), (3, 3), (3, 3), (3, 3), (2, 4)]
+    assert beside._passes == {}
+
+
+def test_what_is_handed_over_belongs_to_the_side_stream(slots: list, root: torch.device) -> None:
+    x = torch.ones(3, device=root, requires_grad=True)
+    seen = []
+    with side_stream(root):
+        (view,) = HandOver.apply(x)
+    assert view.data_ptr() == x.data_ptr()
+    view.grad_fn.register_prehook(lambda _: seen.append(torch.accelerator.current_stream(root)))
+    (view * 2).sum().backward()
+    assert seen == [side_stream(root)]
+    assert x.grad.tolist() == [2, 2, 2]
