@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dataparallel.buckets import PLAIN_TYPES, is_dense
 from dataparallel.comm import copies
+from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
 from dataparallel.functions import alias, current_streams
 
@@ -87,10 +88,11 @@ class CopiedTensor:
     def __init__(self, tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> None:
         self.tensor, self.sizes, self.dim = tensor, sizes, dim
         self.slots = list(slots if sizes is None else slots[: len(sizes)])
+        self.isolated = are_slots_isolated()
         self.version = _version(tensor)
         detached = tensor.detach()
         if sizes is None:
-            devices = list(dict.fromkeys(self.slots))
+            devices = self.slots if self.isolated else list(dict.fromkeys(self.slots))
             self.pinned = [_pinned(detached)] * len(devices)
         else:
             devices = self.slots
@@ -114,6 +116,7 @@ class CopiedTensor:
         return (
             same_cut
             and self.slots[: len(slots)] == list(slots)
+            and self.isolated == are_slots_isolated()
             and self.version == _version(self.tensor)
             # Outside inference mode chunks that were made inside could not be saved for backward.
             and (torch.is_inference_mode_enabled() or not self.chunks[0].is_inference())
@@ -131,12 +134,12 @@ class CopiedTensor:
                 for chunk in chunks:
                     if chunk.device == device:
                         chunk.record_stream(here)
-        if self.sizes is None:
+        if self.sizes is None and not self.isolated:
             on_device = {chunk.device: chunk for chunk in chunks}
             first = {device: self.slots.index(device) for device in on_device}
             whole = [on_device[device] for device in slots]
             chunks = [copy if first[copy.device] == slot else alias(copy, slot) for slot, copy in enumerate(whole)]
-        return [copies.same_kind(chunk, self.tensor) for chunk in chunks]
+        return [copies.same_kind(chunk, self.tensor) for chunk in chunks[: len(slots)]]
 
 
 class SentBatch:

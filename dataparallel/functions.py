@@ -28,6 +28,7 @@ from dataparallel.comm import settings
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.ranges import stage
 from dataparallel.side_streams import BesideBackward, current, side_stream
+from dataparallel.slot_streams import SlotStream, slot_streams
 
 __all__ = [
     "Broadcast",
@@ -57,8 +58,8 @@ def alias(tensor: Tensor, slot: int) -> Tensor:
 class Broadcast(Function):
     """``Broadcast.apply(devices, *tensors)``: the tensors on every slot, as one flat tuple, slot by slot.
 
-    On the device where a tensor is already the result shares its memory. Backward sums over the slots, as soon as the
-    last gradient is there.
+    On the device where a tensor is already the result shares its memory, but for isolated slots other than the first.
+    Backward sums over the slots, as soon as the last gradient is there.
     """
 
     @staticmethod
@@ -68,6 +69,7 @@ class Broadcast(Function):
         ctx.slots = slots
         ctx.streams = current_streams(slots)
         ctx.beside = None
+        ctx.slot_streams = slot_streams(slots)
         ctx.settings = settings.current()  # backward may run in a thread that knows nothing of the caller's
         ctx.sources = [tensor.device for tensor in tensors]
         _sum_as_soon_as_ready(ctx)
@@ -94,6 +96,7 @@ class Broadcast(Function):
     @staticmethod
     def _sums(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         count = len(ctx.sources)
+        _wait_for_slot_streams(ctx.slot_streams, ctx.sources, grads)
         of_slots = [grads[k : k + count] for k in range(0, len(grads), count)]
         # Tensors whose gradients are present on the same slots, and whose sums go to one device, travel together.
         groups: dict[tuple[torch.device, tuple[bool, ...]], list[int]] = defaultdict(list)
@@ -108,7 +111,8 @@ class Broadcast(Function):
                 continue
             with stage("reduce_add"), settings.held(ctx.settings):
                 totals = _reduce(source, inputs, ctx.beside)
-            if ctx.beside is not None and not torch.is_grad_enabled():
+            # One slot's gradient alone is no sum: it may be the slot's own memory.
+            if ctx.beside is not None and len(inputs) > 1 and not torch.is_grad_enabled():
                 totals = HandOver.enveloped(totals, ctx.beside)
             for i, total in zip(indices, totals, strict=True):
                 sums[i] = total
@@ -195,7 +199,7 @@ class ReduceAddCoalesced(Function):
         if count < 1 or len(tensors) % count:
             raise ValueError(f"{len(tensors)} tensors cannot be {count} for each slot")
         ctx.set_materialize_grads(False)
-        ctx.count = count
+        ctx.count, ctx.settings = count, settings.current()
         ctx.slots = [tensors[k].device for k in range(0, len(tensors), count)]
         inputs = [tensors[k : k + count] for k in range(0, len(tensors), count)]
         totals = comm.reduce_add_coalesced(inputs, destination, _ONE_BUFFER)
@@ -206,17 +210,18 @@ class ReduceAddCoalesced(Function):
         present = [i for i, grad in enumerate(grads) if grad is not None]
         results: list[Tensor | None] = [None] * (len(ctx.slots) * ctx.count)
         if present:
-            for k, on_slot in enumerate(_spread(ctx.slots, [grads[i] for i in present])):
+            for k, on_slot in enumerate(_spread(ctx, [grads[i] for i in present])):
                 for i, grad in zip(present, on_slot, strict=True):
                     results[k * ctx.count + i] = grad
         return (None, None, *results)
 
 
-def _spread(slots: list[torch.device], tensors: list[Tensor | None]) -> list[Sequence[Tensor]]:
-    if torch.is_grad_enabled():
-        flat = Broadcast.apply(slots, *tensors)
-        return [flat[k : k + len(tensors)] for k in range(0, len(flat), len(tensors))]
-    return comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER)  # type: ignore[arg-type, return-value]
+def _spread(ctx: Any, tensors: list[Tensor | None]) -> list[Sequence[Tensor]]:
+    with settings.held(ctx.settings):
+        if torch.is_grad_enabled():
+            flat = Broadcast.apply(ctx.slots, *tensors)
+            return [flat[k : k + len(tensors)] for k in range(0, len(flat), len(tensors))]
+        return comm.broadcast_coalesced(tensors, ctx.slots, _ONE_BUFFER)  # type: ignore[arg-type, return-value]
 
 
 class ReduceAdd(Function):
@@ -228,7 +233,7 @@ class ReduceAdd(Function):
     @staticmethod
     def forward(ctx: Any, destination: DeviceLike, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.slots = [tensor.device for tensor in tensors]
+        ctx.slots, ctx.settings = [tensor.device for tensor in tensors], settings.current()
         total = comm.reduce_add(tensors, destination)
         return alias(total, 0) if len(tensors) == 1 else total
 
@@ -236,7 +241,7 @@ class ReduceAdd(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * (1 + len(ctx.slots))
-        return (None, *(on_slot[0] for on_slot in _spread(ctx.slots, [grad])))
+        return (None, *(on_slot[0] for on_slot in _spread(ctx, [grad])))
 
 
 class Scatter(Function):
@@ -255,6 +260,7 @@ class Scatter(Function):
         chunks = tuple(alias(part, k) for k, part in enumerate(comm.scatter(tensor, devices, chunk_sizes, dim)))
         ctx.source, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
         ctx.streams = current_streams(chunk.device for chunk in chunks)
+        ctx.slot_streams = slot_streams([chunk.device for chunk in chunks])
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
 
@@ -263,6 +269,7 @@ class Scatter(Function):
         if all(grad is None for grad in grads):
             return None, None, None, None
         _wait_for_streams(ctx.streams, grads)
+        _wait_for_slot_streams(ctx.slot_streams, [ctx.source], grads)
         whole = [
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
             for grad, (shape, dtype, device) in zip(grads, ctx.chunks, strict=True)
@@ -291,7 +298,7 @@ class Gather(Function):
         ctx.dim, ctx.settings = dim, settings.current()
         gathered = comm.gather(tensors, dim, destination)
         ctx.is_unpacked_here = False
-        if _on_distinct_accelerators(ctx.slots) and _autograd._top_saved_tensors_default_hooks(True) is not None:
+        if _compute_apart(ctx.slots, ctx.settings) and _autograd._top_saved_tensors_default_hooks(True) is not None:
             ctx.save_for_backward(gathered.new_empty(0))
             ctx.is_unpacked_here = True
         ctx.sizes = [tensor.shape[dim] for tensor in tensors]
@@ -303,8 +310,10 @@ class Gather(Function):
             return (None,) * (2 + len(ctx.slots))
         if ctx.is_unpacked_here:
             # A checkpoint around the wrapper then recomputes here, once: left to the replicas' nodes, the engine's
-            # threads for their devices would all start to recompute the same region.
-            _ = ctx.saved_tensors
+            # threads for their devices would all start to recompute the same region, and with isolated slots the first
+            # of their streams would be the caller's.
+            with settings.held(ctx.settings):
+                _ = ctx.saved_tensors
         if _on_distinct_accelerators(ctx.slots):
             _restore_cpu_generator_after_backward()
         with settings.held(ctx.settings):
@@ -320,6 +329,11 @@ class Gather(Function):
 def _on_distinct_accelerators(slots: Sequence[torch.device]) -> bool:
     """Whether a backward over these slots runs in several threads of the engine."""
     return len({slot for slot in slots if slot != CPU}) > 1
+
+
+def _compute_apart(slots: Sequence[torch.device], asked: settings.Settings) -> bool:
+    """Whether slots have distinct accelerators, or streams of their own on one."""
+    return _on_distinct_accelerators(slots) or (asked.isolated and slots[0] != CPU and len(slots) > 1)
 
 
 # Long enough for all backward passes that run at a time; one that fails leaves its number behind.
@@ -346,6 +360,18 @@ def _wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence
                 if grad is not None and grad.device == device:
                     for memory in (grad._indices(), grad._values()) if grad.is_sparse else (grad,):
                         memory.record_stream(here)
+
+
+def _wait_for_slot_streams(
+    slots: dict[int, SlotStream], destinations: Sequence[torch.device], grads: Sequence[Tensor | None]
+) -> None:
+    """As `_wait_for_streams`, after gradients of isolated slots that go to another device.
+
+    On the device where they are summed the engine has waited for all streams that wrote them.
+    """
+    for own in slots.values():
+        if own.stream.device not in destinations:
+            _wait_for_streams({own.stream.device: own.stream}, grads)
 
 
 def _restore_cpu_generator_after_backward() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.buckets import Bucket, flatten, plan_buckets, unflatten
+from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.functions import alias, current_streams
 from dataparallel.module_plan import ModulePlan
 
@@ -28,7 +29,10 @@ __all__ = ["KeptCopies"]
 
 
 class KeptCopies:
-    """At most one copy for each slot on another device than the first; for one thread at a time."""
+    """At most one copy for each slot on another device than the first; for one thread at a time.
+
+    Isolated slots count as being on other devices. What is kept of them, other calls do not use, and the reverse.
+    """
 
     def __init__(self) -> None:
         self._kinds: list[Any] = []
@@ -39,8 +43,8 @@ class KeptCopies:
     def refreshed(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:
         """The plan's tensors for each slot, with the values that they have now; parameters are ``nn.Parameter``.
 
-        Parameters of slots on one device share memory, as do those on the first slot's device with the source's;
-        buffers are each slot's own, but on slot 0 the source's.
+        Parameters of slots on one device share memory, as do those on the first slot's device with the source's, unless
+        slots are isolated; buffers are each slot's own, but on slot 0 the source's.
         """
         # Tensors made in inference mode could not be refreshed outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -49,29 +53,29 @@ class KeptCopies:
     def _refreshed(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:
         self._plan_buckets(plan, cap_bytes)
         copies = [list(plan.tensors) for _ in slots]
-        first_on: dict[torch.device, int] = {}
-        for slot, device in enumerate(slots):
-            first_on.setdefault(device, slot)
-        away = [slot for slot in first_on.values() if slot > 0]
+        isolated = are_slots_isolated()
+        # For each slot the one whose parameters it has.
+        homes = [slot if isolated else slots.index(device) for slot, device in enumerate(slots)]
+        away = [slot for slot, home in enumerate(homes) if slot == home and slot > 0]
         if away:
             self._send(plan, slots, away, copies)
         parameters = set(plan.parameters)
         buffers = [i for i in range(len(plan.tensors)) if i not in parameters]
-        for slot, device in enumerate(slots):
-            first = first_on[device]
+        for slot, home in enumerate(homes):
             if slot in away:
                 continue
             for i in plan.parameters:
-                copies[slot][i] = _as_parameter(alias(copies[first][i], slot), plan.tensors[i])
-            if slot != first:
-                own = comm.broadcast_coalesced([copies[first][i] for i in buffers], [device] * 2, own_storage=True)[1]
+                copies[slot][i] = _as_parameter(alias(copies[home][i], slot), plan.tensors[i])
+            if slot != home:
+                here = [slots[slot]] * 2
+                own = comm.broadcast_coalesced([copies[home][i] for i in buffers], here, own_storage=True)[1]
                 for i, buffer in zip(buffers, own, strict=True):
                     copies[slot][i] = buffer
         return copies
 
     def _plan_buckets(self, plan: ModulePlan, cap_bytes: int) -> None:
         """Plans anew where tensors are of other kinds than before: ``.data =`` may change all but their class."""
-        kinds: list[Any] = [cap_bytes, plan.parameters, *map(_kind, plan.tensors)]
+        kinds: list[Any] = [cap_bytes, are_slots_isolated(), plan.parameters, *map(_kind, plan.tensors)]
         if kinds != self._kinds:
             self._copies = {}
             self._buckets, self._singles = plan_buckets(plan.tensors, cap_bytes)
@@ -88,9 +92,9 @@ class KeptCopies:
         streams = current_streams(slots)
         for slot in away:
             device = slots[slot]
-            kept = self._copies.get(slot)
-            if kept is None or not kept.can_be_used_again(streams[device]):
-                kept = self._copies[slot] = _Copy(plan, self._buckets, sources, device, streams[device])
+            kept, stream = self._copies.get(slot), streams.get(device)
+            if kept is None or not kept.can_be_used_again(stream):
+                kept = self._copies[slot] = _Copy(plan, self._buckets, sources, device, stream)
             for of_bucket, flat in zip(targets, kept.to_refresh(), strict=True):
                 of_bucket.append(flat)
             copy = copies[slot]
@@ -101,7 +105,9 @@ class KeptCopies:
         parameters = set(plan.parameters)
         for i in self._singles:
             source = plan.tensors[i]
-            for slot, single in zip(away, comm.broadcast(source, [slots[slot] for slot in away]), strict=True):
+            # The first place is the source's: on its device others have copies only where slots are isolated.
+            (_, *sent) = comm.broadcast(source, [slots[0], *(slots[slot] for slot in away)])
+            for slot, single in zip(away, sent, strict=True):
                 copies[slot][i] = _as_parameter(single, source) if i in parameters else single
 
 
@@ -122,7 +128,7 @@ class _Copy:
         buckets: list[Bucket],
         sources: list[Tensor],
         device: torch.device,
-        stream: torch.Stream,
+        stream: torch.Stream | None,
     ) -> None:
         # It belongs to one stream, of one device: nothing would order others before the memory goes back to that one.
         self._stream = stream
@@ -144,7 +150,7 @@ class _Copy:
         self._is_at_rest = False
         return self._flats
 
-    def can_be_used_again(self, stream: torch.Stream) -> bool:
+    def can_be_used_again(self, stream: torch.Stream | None) -> bool:
         return stream == self._stream and (self._is_at_rest or (self._is_ours() and self._is_as_it_was()))
 
     def end_call(self) -> bool:

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.functions import current_streams
 from dataparallel.kept_copies import KeptCopies
 from dataparallel.module_plan import HOOK_TABLES, NOTHING, ModulePlan
@@ -197,12 +198,14 @@ class _FrozenSet:
         self._network, self._slots = network, slots
         # Nothing orders other streams after the copies, or before their memory is used again.
         self._streams = current_streams(slots)
+        self._isolated = are_slots_isolated()
         self._leased: weakref.ref[_Lease] | None = None
 
     def serves(self, network: nn.Module, slots: list[torch.device]) -> bool:
         return (
             network is self._network
             and self._slots[: len(slots)] == slots
+            and self._isolated == are_slots_isolated()
             and current_streams(slots).items() <= self._streams.items()
         )
 
@@ -210,6 +213,7 @@ class _FrozenSet:
         return (
             self._network is other._network
             and other._slots[: len(self._slots)] == self._slots
+            and self._isolated == other._isolated
             and self._streams.items() <= other._streams.items()
         )
 

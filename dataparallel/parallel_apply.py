@@ -88,28 +88,51 @@ def run_replicas(
         raise ValueError(f"workers={workers}: at least 1 replica has to run")
     slots = resolve_slots(_devices_of(inputs, keywords) if devices is None else devices)
     arguments = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
+    state = CallerState(slots)
+    for slot, own in state.slot_streams.items():
+        own.lend(modules[slot], arguments[slot], keywords[slot])
+    try:
+        values = _values(_outcomes(modules, arguments, keywords, slots, state, workers, serial, chooser), slots)
+    finally:
+        for own in state.slot_streams.values():
+            own.join()
+    for slot, own in state.slot_streams.items():
+        own.take_back(values[slot])
+    return values
+
+
+def _outcomes(
+    modules: Sequence[nn.Module],
+    arguments: Sequence[Sequence[Any]],
+    keywords: Sequence[dict[str, Any]],
+    slots: Sequence[torch.device],
+    state: CallerState,
+    workers: int | None,
+    serial: bool | None,
+    chooser: PermitChooser | None,
+) -> Sequence[Outcome]:
+    """What has become of each replica's call; none is running any more."""
     calls: list[Callable[[], Any]] = [
         partial(module, *args, **kwargs) for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
-    state = CallerState(slots)
     here = _tasks(state.run_here, calls)
     if serial if serial is not None else os.environ.get(SERIAL_VARIABLE, "").lower() not in _NO:
-        return _values(InTurn(here).run(), slots)
+        return InTurn(here).run()
     may_draw = torch.is_grad_enabled() or _is_training(modules[0])
     permits, turns = _who_may_run_together(slots, state, workers, may_draw)
     if permits == 1:
-        return _values(InTurn(here).run(), slots)
+        return InTurn(here).run()
     elsewhere = _tasks(state.run_in_worker, calls)
     if chooser is None or workers is not None:
         with state.intra_op_threads_divided(permits):
-            return _values(Gang(elsewhere, permits, turns).run(), slots)
+            return Gang(elsewhere, permits, turns).run()
     trial = chooser.begin(_kind_of_call(modules[0], slots), size_of(arguments[0], keywords[0]), permits)
     # Workers that take over must be free to run all at once, also beside the replica that waits.
     if trial.permits == 1 and permits == len(slots):
         run: InTurn | Gang = InTurn(here, elsewhere, trial.patience)
     else:
         run = Gang(elsewhere, trial.permits, turns, trial.patience)
-    return _values(_run_trial(chooser, trial, run, state), slots)
+    return _run_trial(chooser, trial, run, state)
 
 
 def _tasks(run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.buckets import PLAIN_TYPES, fill_buckets
+from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.functions import Broadcast, alias, broadcast_summed_beside, current_streams
 from dataparallel.module_plan import (
@@ -193,7 +194,8 @@ def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_
     results: list[list[Any]] = [[None] * len(tensors) for _ in slots]
     streams = current_streams(slots)
     is_at_root = all(tensor.device == slots[0] for tensor in tensors)
-    beside = BesideBackward(streams) if len(streams) > 1 and is_at_root else None
+    is_apart = len(streams) > 1 or (streams and len(slots) > 1 and are_slots_isolated())
+    beside = BesideBackward(streams) if is_apart and is_at_root else None
     last_to_first = range(len(tensors) - 1, -1, -1)
     for indices in fill_buckets(tensors, last_to_first, FIRST_BUCKET_BYTES, cap_bytes):
         bucket = [tensors[i] for i in indices]

@@ -24,6 +24,7 @@ from torch.utils._device import DeviceContext
 
 from dataparallel.devices import on
 from dataparallel.functions import current_streams
+from dataparallel.slot_streams import slot_streams
 
 __all__ = [
     "CARRIED",
@@ -244,7 +245,7 @@ TRANSLATED: tuple[Setting, ...] = (
     Setting(_CURRENT_STREAM, current_streams, _hold_stream),
     Setting("default device", _default_device, _hold_default_device),
 )
-"""Settings that mean something else in each slot: its device, the caller's current stream there."""
+"""Settings that mean something else in each slot: its device, the caller's current stream there or the slot's own."""
 
 GLOBAL_ALREADY: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("default dtype", torch.get_default_dtype),
@@ -313,6 +314,7 @@ class CallerState:
         self._slots = slots
         self._carried = [(setting, setting.read(slots)) for setting in CARRIED]
         self._translated = [(setting, setting.read(slots)) for setting in TRANSLATED]
+        self.slot_streams = slot_streams(slots)
         # Several threads cannot be inside one context, so each replica has a copy; what it sets there is dropped.
         self._contexts = [contextvars.copy_context() for _ in slots]
 
@@ -323,8 +325,9 @@ class CallerState:
 
     @property
     def streams(self) -> list[torch.Stream]:
-        """The caller's current streams on the slots' accelerators."""
-        return [*next(value for setting, value in self._translated if setting.name == _CURRENT_STREAM).values()]
+        """The caller's current streams on the slots' accelerators, and those that are slots' own."""
+        callers = next(value for setting, value in self._translated if setting.name == _CURRENT_STREAM)
+        return [*callers.values(), *(own.stream for own in self.slot_streams.values())]
 
     @contextmanager
     def intra_op_threads_divided(self, workers: int) -> Iterator[None]:
@@ -371,9 +374,15 @@ class CallerState:
 
     def _run(self, slot: int, task: Callable[[], T], settings: list[tuple[Setting, Any]]) -> T:
         ends: list[Callable[[], object]] = []
+        device, own = self._slots[slot], self.slot_streams.get(slot)
         try:
+            if own is not None:
+                own.begin()
+                ends.append(own.end)
             for setting, value in settings:
-                end = setting.hold(value, self._slots, self._slots[slot])
+                if own is not None and setting.name == _CURRENT_STREAM:
+                    value = {device: own.stream}
+                end = setting.hold(value, self._slots, device)
                 if end is not None:
                     ends.append(end)
             return self._contexts[slot].run(task)

@@ -4,6 +4,9 @@
 `--arrangement` which of the devices the slots are on. A test asks for `slots` (a list of three, or of as many as its
 marker `slots(2, 8)` says, one run for each), for `root` (the device of the first slot) or for `make_slots` (a function
 of the number, for tests that draw it). A test marked `devices("sim")` runs on these kinds only.
+
+With `--arrangement=isolated` all slots are on one device, and every test runs inside `isolated_slots`, but those marked
+`not_isolated`, which say why.
 """
 
 import faulthandler
@@ -11,12 +14,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import hypothesis
 import pytest
 import torch
 
 from dataparallel import DataParallel
+from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 
@@ -43,6 +48,7 @@ ARRANGEMENTS: dict[str, Callable[[int, int], list[int]]] = {
     "duplicates": lambda count, available: [slot // 2 % available for slot in range(count)],
     "reversed": lambda count, available: [slot % available for slot in reversed(range(count))],
     "subset": lambda count, available: [(slot + 1) * 3 % available for slot in range(count)],
+    "isolated": lambda count, available: [0] * count,
 }
 
 _stderr_key = pytest.StashKey[int]()
@@ -69,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slots(*counts): run the test once per number of slots")
     config.addinivalue_line("markers", f"watchdog(seconds): end a run that hangs (default: {WATCHDOG_SECONDS:g} s)")
     config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
+    config.addinivalue_line("markers", "not_isolated(why): not with --arrangement=isolated")
     kind = config.getoption("--devices")
     if kind == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError(f"--devices=cuda: torch {torch.__version__} sees no CUDA device on this machine")
@@ -98,8 +105,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kind, why_not = config.getoption("--devices"), config.stash.get(_why_not_key, None)
+    isolated = config.getoption("--arrangement") == "isolated"
     for item in items:
         marker = item.get_closest_marker("devices")
+        unfit = item.get_closest_marker("not_isolated")
+        if isolated and unfit is not None:
+            item.add_marker(pytest.mark.skip(reason=f"not isolated: {unfit.args[0]}"))
         if why_not is not None:
             item.add_marker(pytest.mark.skip(reason=why_not))
         elif marker is not None and kind not in marker.args:
@@ -114,6 +125,13 @@ def nothing_freed_too_early(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.config.getoption("--devices") == "sim":
         settle()
+
+
+@pytest.fixture(autouse=True)
+def isolation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--arrangement=isolated` slots on one device behave as devices of their own."""
+    with isolated_slots() if request.config.getoption("--arrangement") == "isolated" else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

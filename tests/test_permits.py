@@ -279,6 +279,7 @@ def test_a_call_without_a_wrapper_runs_all_replicas_at_once(slots: list) -> None
         parallel_apply(modules, [(torch.zeros(1),)] * 3, devices=slots)
 
 
+@pytest.mark.not_isolated("replicas on one device and the caller's stream")
 @pytest.mark.devices("sim", "cuda")
 def test_devices_are_waited_for_while_measuring_only(
     slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch

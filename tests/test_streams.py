@@ -84,6 +84,7 @@ def test_double_backward_on_the_callers_streams(slots: list, root: torch.device,
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
+@pytest.mark.not_isolated("replicas on one device and the caller's stream")
 def test_a_replica_runs_on_the_callers_stream_of_its_device(
     slots: list, root: torch.device, side_streams: dict
 ) -> None:

@@ -4,7 +4,8 @@ This file checks arguments and says what results look like; ``carriers`` beside 
 tensors travel is a file each. The room knows no module and no autograd: gradients are not recorded here,
 ``dataparallel.functions`` does that. Names and arguments are those of ``torch.nn.parallel.comm``; devices are anything
 that ``dataparallel.devices`` accepts, the CPU included. On one device nothing is copied unless the caller needs its own
-storage. `using` says how tensors travel where the library's choice is not wanted.
+storage, or slots are isolated, which is for tests (``dataparallel.testing.isolated_slots``). `using` says how tensors
+travel where the library's choice is not wanted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataparallel.comm import copies, one_launch, topology
 from dataparallel.comm.carriers import KERNELS, carrier_for, choose_for
 from dataparallel.comm.choice import Choice
 from dataparallel.comm.routes import Travelling
-from dataparallel.comm.settings import using
+from dataparallel.comm.settings import are_slots_isolated, using
 from dataparallel.comm.topology import Topology
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
@@ -77,8 +78,8 @@ def broadcast(
     _check_exactly_one(devices, out)
     if devices is not None:
         slots = resolve_each(devices)
-        carrier = carrier_for("broadcast", [tensor.device, *slots], [tensor])
-        return tuple(copies.broadcast(tensor, slots, own=False, carrier=carrier))
+        carrier = carrier_for("broadcast", _places([tensor.device], slots), [tensor])
+        return tuple(copies.broadcast(tensor, slots, own=are_slots_isolated(), carrier=carrier))
     assert out is not None
     _check_movable(out)
     for index, target in enumerate(out):
@@ -86,7 +87,7 @@ def broadcast(
             raise ValueError(
                 f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
             )
-    carrier = carrier_for("broadcast", [tensor.device, *(target.device for target in out)], [tensor])
+    carrier = carrier_for("broadcast", _places([tensor.device], [target.device for target in out]), [tensor])
     copies.broadcast_into(out, tensor, carrier)
     return tuple(out)
 
@@ -112,10 +113,11 @@ def broadcast_coalesced(
     """
     _check_movable(tensors)
     slots = resolve_each(devices)
-    carrier = carrier_for("broadcast", [*dict.fromkeys(tensor.device for tensor in tensors), *slots], tensors)
+    carrier = carrier_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors)
+    isolated = are_slots_isolated()
     if carrier is KERNELS:
-        return one_launch.broadcast_coalesced(tensors, slots, own=own_storage)
-    return copies.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage, carrier=carrier)
+        return one_launch.broadcast_coalesced(tensors, slots, own=own_storage or isolated)
+    return copies.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage, isolated=isolated, carrier=carrier)
 
 
 @torch.no_grad()
@@ -130,8 +132,8 @@ def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) 
     inputs = list(inputs)
     _check_summable(inputs)
     target = inputs[0].device if destination is None else resolve(destination)
-    carrier = carrier_for("reduce_add", [*(tensor.device for tensor in inputs), target], inputs[:1])
-    return copies.reduce_add(inputs, target, carrier)
+    carrier = carrier_for("reduce_add", _places([target], [tensor.device for tensor in inputs]), inputs[:1])
+    return copies.reduce_add(inputs, target, carrier, isolated=are_slots_isolated())
 
 
 @torch.no_grad()
@@ -169,10 +171,11 @@ def reduce_add_coalesced(
         for position, terms in enumerate(zip(*inputs, strict=True)):
             _check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
-    carrier = carrier_for("reduce_add", [*(tensors[0].device for tensors in inputs), target], inputs[0])
+    carrier = carrier_for("reduce_add", _places([target], [tensors[0].device for tensors in inputs]), inputs[0])
     if carrier is KERNELS:
         return tuple(one_launch.reduce_add_coalesced(inputs, target))
-    return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size, carrier, travelling))
+    isolated = are_slots_isolated()
+    return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size, carrier, travelling, isolated=isolated))
 
 
 @torch.no_grad()
@@ -206,7 +209,8 @@ def scatter(
     else:
         sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
     slots = slots[: len(sizes)]
-    return tuple(copies.scatter(tensor, slots, sizes, dim, carrier_for("scatter", [tensor.device, *slots], [tensor])))
+    carrier = carrier_for("scatter", _places([tensor.device], slots), [tensor])
+    return tuple(copies.scatter(tensor, slots, sizes, dim, carrier, own=are_slots_isolated()))
 
 
 def _scatter_into(
@@ -226,7 +230,7 @@ def _scatter_into(
         raise ValueError(
             f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
         )
-    carrier = carrier_for("scatter", [tensor.device, *(target.device for target in out)], [tensor])
+    carrier = carrier_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
     for target, part in zip(out, torch.split(tensor, [t.shape[dim] for t in out], dim), strict=True):
         carrier.copy(target, part)
     return tuple(out)
@@ -263,7 +267,7 @@ def gather(
             target = first.device
         else:
             target = CPU if destination == -1 else resolve(destination)
-        carrier = carrier_for("gather", [target, *(tensor.device for tensor in tensors)], tensors)
+        carrier = carrier_for("gather", _places([target], [tensor.device for tensor in tensors]), tensors)
         return copies.gather(tensors, dim % first.dim(), target, carrier)
     if destination is not None:
         raise ValueError("out has a device already; pass only one of destination and out")
@@ -274,7 +278,7 @@ def gather(
         raise ValueError(f"out has dtype {out.dtype}, the gathered tensors {first.dtype}")
     if list(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, the gathered tensors {tuple(shape)}")
-    carrier = carrier_for("gather", [out.device, *(tensor.device for tensor in tensors)], tensors)
+    carrier = carrier_for("gather", _places([out.device], [tensor.device for tensor in tensors]), tensors)
     return copies.gather_into(out, tensors, dim, carrier)
 
 
@@ -321,6 +325,11 @@ def why_not_gatherable(tensors: Sequence[Tensor], dim: int) -> str | None:
                 f"shapes may differ only along dimension {dim}"
             )
     return None
+
+
+def _places(ends: Sequence[torch.device], slots: Sequence[torch.device]) -> list[torch.device]:
+    """The slots, after those devices at the other end that are no slots."""
+    return [*dict.fromkeys(end for end in ends if end not in slots), *slots]
 
 
 def _check_exactly_one(devices: object, out: object) -> None:

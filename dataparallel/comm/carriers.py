@@ -1,6 +1,7 @@
 """What carries a call: asks what has to be known, has ``choice`` choose, and hands out the carrier.
 
-Only ``comm`` calls it, before each call between devices. Within one device it answers at once.
+Only ``comm`` calls it, before each call between devices. Within one device it answers at once, unless its slots are
+isolated: these count as devices.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from dataparallel.comm.choice import Choice, Work, choose
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.kernel_tables import COPY_KERNEL
 from dataparallel.comm.routes import STAR, Along, Carrier
-from dataparallel.comm.settings import ROUTES, Settings
+from dataparallel.comm.settings import ROUTES, Settings, are_slots_isolated
 from dataparallel.comm.topology import Topology
 
 __all__ = ["KERNELS", "carrier_for", "choose_for"]
 
-Spread: TypeAlias = "Callable[[Tensor, Mapping[torch.device, Tensor]], None]"
+Spread: TypeAlias = "Callable[[Tensor, Sequence[Tensor]], None]"
 
 _COMPARED = 2**16 + 1
 """Elements of the buffers by which a transport is compared with plain copies; no round number."""
@@ -47,7 +48,7 @@ def carrier_for(work: Work, devices: Sequence[torch.device], tensors: Sequence[T
     Raises:
         ValueError: a transport that was asked for cannot do it, or an environment variable asks for something unknown.
     """
-    if len({*devices}) < 2:
+    if len({*devices}) < 2 and not (are_slots_isolated() and len(devices) > 1):
         return STAR
     nbytes = sum([tensor.numel() * tensor.itemsize for tensor in tensors])
     return _decided(work, tuple(devices), nbytes.bit_length(), len(tensors), settings.current(), peer_check.is_on())
@@ -115,24 +116,25 @@ def _first_comparison(spread: Spread, devices: tuple[torch.device, ...]) -> str 
     # Not from torch's generators: the user's random state stays where it is.
     data = torch.frombuffer(bytearray(os.urandom(_COMPARED)), dtype=torch.uint8)
     source = data.to(devices[0])
-    buffers = {device: data.bitwise_not().to(device) for device in devices[1:]}
+    buffers = [data.bitwise_not().to(device) for device in devices[1:]]
     try:
         spread(source, buffers)
-        for device, buffer in buffers.items():
+        for buffer in buffers:
             if not torch.equal(buffer.cpu(), data):
-                return f"it brought other data to {device} than plain copies do"
+                return f"it brought other data to {buffer.device} than plain copies do"
     except RuntimeError as error:
         return f"it has failed: {error}"
     return None
 
 
-def _spread_by_nccl(source: Tensor, buffers: Mapping[torch.device, Tensor]) -> None:
+def _spread_by_nccl(source: Tensor, buffers: Sequence[Tensor]) -> None:
     nccl.Nccl(sums=False).spread(source, buffers)
 
 
-def _spread_by_kernels(source: Tensor, buffers: Mapping[torch.device, Tensor]) -> None:
-    addresses = [[flat.data_ptr()] for flat in (source, *buffers.values())]
-    cupy_kernels.launch(COPY_KERNEL, addresses, [source.nbytes], source.device, buffers)
+def _spread_by_kernels(source: Tensor, buffers: Sequence[Tensor]) -> None:
+    addresses = [[flat.data_ptr()] for flat in (source, *buffers)]
+    devices = [buffer.device for buffer in buffers]
+    cupy_kernels.launch(COPY_KERNEL, addresses, [source.nbytes], source.device, devices)
 
 
 _RIVALS: dict[str, Spread] = {"nccl": _spread_by_nccl, "cupy": _spread_by_kernels}

@@ -85,7 +85,7 @@ def choose(
     Raises:
         ValueError: the transport that is asked for cannot do it; the message says why.
     """
-    if len(topology.distinct) < 2:
+    if len(topology.distinct) < 2 and not (settings.isolated and len(topology.devices) > 1):
         return Choice("copy", "star", "fewer than two devices: within one device only sums and own copies are made")
     broken = _broken_pair(topology, untrusted)
     asked = settings.transport
@@ -134,8 +134,8 @@ def _route(work: Work, topology: Topology, nbytes: int, settings: Settings) -> t
             return "star", "a tree was asked for, and would not add in slot order"
         return settings.route, "it was asked for"
     number = len(topology.distinct)
-    if number == 2:
-        return "star", "two devices"
+    if number <= 2:
+        return "star", "two devices" if number == 2 else "isolated slots on one device"
     if any(device.type == "cpu" for device in topology.distinct):
         # Copies from and to it block, and a chain would wait at each chunk.
         return "star", "the cpu is one of the devices"

@@ -5,12 +5,15 @@ its default, it is what every other transport is compared with. Sums run in slot
 calls it, with arguments that ``comm`` has checked and with gradient recording off. Copies from and to the host block,
 so that a pinned batch is the caller's again and a result on the CPU is complete when a call returns; copies between
 devices are ordered by torch against the current streams of both.
+
+Slots that are ``isolated`` count as devices: what goes from one to another is copied also within a device, in the
+buffers, and along the routes, in which it would go from device to device.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -56,9 +59,16 @@ def _singly(tensor: Tensor, devices: Sequence[torch.device], own: bool, carrier:
 
 
 def broadcast_coalesced(
-    tensors: Sequence[Tensor], devices: Sequence[torch.device], buffer_size: int, *, own: bool, carrier: Carrier = STAR
+    tensors: Sequence[Tensor],
+    devices: Sequence[torch.device],
+    buffer_size: int,
+    *,
+    own: bool,
+    isolated: bool = False,
+    carrier: Carrier = STAR,
 ) -> list[list[Tensor]]:
-    """The tensors for each slot; those that have to move, move in flat buckets."""
+    """The tensors for each slot; those that have to move, move in flat buckets. Isolated slots have their ``own``."""
+    own = own or isolated
     results = [list(tensors) for _ in devices]
     # Where all slots are on one device, what is there already stays, unless slots need their own.
     stays = devices[0] if len({*devices}) == 1 and not (own and len(devices) > 1) else None
@@ -73,21 +83,20 @@ def broadcast_coalesced(
         if not needing:
             continue
         flat = flatten(bucket, tensors)
-        buffers = {
-            device: torch.empty_like(flat, device=device)
-            for device in dict.fromkeys(devices[slot] for slot in needing)
-            if device != source
-        }
-        carrier.spread(flat, buffers)
-        arrived = {device: unflatten(bucket, buffer) for device, buffer in buffers.items()}
-        taken = {source}
+        # A buffer goes to the first slot on each other device, to all slots where they are isolated.
+        first_on = {device: devices.index(device) for device in devices if device != source}
+        receiving = needing if isolated else list(first_on.values())
+        buffers = {slot: torch.empty_like(flat, device=devices[slot]) for slot in receiving}
+        carrier.spread(flat, [*buffers.values()])
+        arrived = {slot: unflatten(bucket, buffer) for slot, buffer in buffers.items()}
         for slot in needing:
             device = devices[slot]
-            if own and slot > 0 and device in taken:
-                parts = unflatten(bucket, buffers.get(device, flat).clone())
+            if slot in arrived:
+                parts = arrived[slot]
+            elif own and slot > 0:
+                parts = unflatten(bucket, (buffers[first_on[device]] if device in first_on else flat).clone())
             else:
-                parts = arrived[device]
-            taken.add(device)
+                parts = arrived[first_on[device]]
             for index, part in zip(bucket.indices, parts, strict=True):
                 results[slot][index] = part
     return results
@@ -97,7 +106,7 @@ def broadcast_into(out: Sequence[Tensor], tensor: Tensor, carrier: Carrier) -> N
     """Copies ``tensor`` into each of ``out``."""
     devices = [target.device for target in out]
     if len({tensor.device, *devices}) == 1 + len(devices) and all(map(_is_flat, (tensor, *out))):
-        carrier.spread(tensor, dict(zip(devices, out, strict=True)))
+        carrier.spread(tensor, out)
     else:
         for target in out:
             carrier.copy(target, tensor)
@@ -107,22 +116,25 @@ def _is_flat(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and travels_flat(tensor) and tensor.is_contiguous()
 
 
-def reduce_add(inputs: Sequence[Tensor], destination: torch.device, carrier: Carrier = STAR) -> Tensor:
+def reduce_add(
+    inputs: Sequence[Tensor], destination: torch.device, carrier: Carrier = STAR, *, isolated: bool = False
+) -> Tensor:
     """The sum, in slot order, on ``destination``; one input alone is handed through."""
     if carrier != STAR and len(inputs) > 1 and all(map(travels_flat, inputs)):
-        (total,) = reduce_add_coalesced([[tensor] for tensor in inputs], destination, sys.maxsize, carrier)
+        of_slots = [[tensor] for tensor in inputs]
+        (total,) = reduce_add_coalesced(of_slots, destination, sys.maxsize, carrier, isolated=isolated)
         return total
-    return _one_by_one(inputs, destination, carrier)
+    return _one_by_one(inputs, destination, carrier, isolated)
 
 
-def _one_by_one(inputs: Sequence[Tensor], destination: torch.device, carrier: Carrier) -> Tensor:
+def _one_by_one(inputs: Sequence[Tensor], destination: torch.device, carrier: Carrier, isolated: bool) -> Tensor:
     dtype = inputs[0].dtype
     total = send(inputs[0], destination, carrier=carrier)
     if len(inputs) == 1:
         return total
     total = total.to(summed_in(dtype))
     for tensor in inputs[1:]:
-        term = send(tensor, destination, carrier=carrier).to(total.dtype)
+        term = send(tensor, destination, own=isolated, carrier=carrier).to(total.dtype)
         if total.is_sparse and not term.is_sparse:
             # Only dense plus sparse is an operator; the sum of two is the same to the bit.
             total, term = term, total
@@ -137,6 +149,8 @@ def reduce_add_coalesced(
     buffer_size: int,
     carrier: Carrier = STAR,
     travelling: Travelling | None = None,
+    *,
+    isolated: bool = False,
 ) -> list[Tensor]:
     """For every position the sum over slots, in slot order; dense tensors travel in flat buckets."""
     first = inputs[0]
@@ -146,9 +160,9 @@ def reduce_add_coalesced(
     flat_ones = travel_flat_on_every_slot(inputs)
     buckets, _ = plan_buckets(first, buffer_size, candidates=flat_ones, keep_repeats=False)
     for index in set(range(len(first))).difference(flat_ones):
-        results[index] = _one_by_one([tensors[index] for tensors in inputs], destination, carrier)
+        results[index] = _one_by_one([tensors[index] for tensors in inputs], destination, carrier, isolated)
     for bucket in buckets:
-        totals = _sum_bucket(bucket, inputs, destination, carrier, travelling)
+        totals = _sum_bucket(bucket, inputs, destination, carrier, travelling, isolated)
         for index, total in zip(bucket.indices, totals, strict=True):
             results[index] = total
     return results
@@ -169,31 +183,48 @@ def _sum_bucket(
     destination: torch.device,
     carrier: Carrier,
     travelling: Travelling | None,
+    isolated: bool,
 ) -> list[Tensor]:
     dtype = inputs[0][bucket.indices[0]].dtype
-    if summed_in(dtype) == dtype and all(tensors[bucket.indices[0]].device == destination for tensors in inputs):
+    is_there = [tensors[bucket.indices[0]].device == destination for tensors in inputs]
+    if summed_in(dtype) == dtype and all(is_there) and not isolated:
         # Nothing has to travel, so nothing has to be flattened.
         terms = [[tensors[i] for i in bucket.indices] for tensors in inputs]
         totals = torch._foreach_add(terms[0], terms[1])
         for term in terms[2:]:
             torch._foreach_add_(totals, term)
         return list(totals)
+
+    def brought(flats: Iterable[Tensor]) -> Iterator[Tensor]:
+        for slot, flat in enumerate(flats):
+            # The first slot's is at home on the destination; what isolated slots have there travels all the same.
+            yield carrier.send(flat, destination) if isolated and slot > 0 and is_there[slot] else flat
+
     if travelling is None:
-        return unflatten(bucket, carrier.add_up((flatten(bucket, tensors) for tensors in inputs), destination))
+        return unflatten(bucket, carrier.add_up(brought(flatten(bucket, tensors) for tensors in inputs), destination))
     flats = [flatten(bucket, tensors) for tensors in inputs]
     # Memory of the sum is made outside, so that it belongs to the stream that was current there.
     total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
     with travelling([*flats, total]):
-        added = carrier.add_up(flats, destination)
+        added = carrier.add_up(brought(flats), destination)
         if added.data_ptr() != total.data_ptr():
             total.copy_(added)
     return unflatten(bucket, total)
 
 
 def scatter(
-    tensor: Tensor, devices: Sequence[torch.device], sizes: Sequence[int], dim: int, carrier: Carrier = STAR
+    tensor: Tensor,
+    devices: Sequence[torch.device],
+    sizes: Sequence[int],
+    dim: int,
+    carrier: Carrier = STAR,
+    *,
+    own: bool = False,
 ) -> list[Tensor]:
-    """Consecutive chunks of the given sizes along ``dim``; chunks that need not move are views."""
+    """Consecutive chunks of the given sizes along ``dim``; chunks that need not move are views.
+
+    Slots other than the first get their ``own`` storage where the caller says so.
+    """
     if len(sizes) == 1:
         return [send(tensor, devices[0], carrier=carrier)]
     if tensor.layout is torch.sparse_coo:
@@ -202,7 +233,8 @@ def scatter(
     else:
         chunks = list(torch.split(tensor.detach(), list(sizes), dim))
     return [
-        same_kind(send(chunk, device, carrier=carrier), tensor) for chunk, device in zip(chunks, devices, strict=True)
+        same_kind(send(chunk, device, own=own and slot > 0, carrier=carrier), tensor)
+        for slot, (chunk, device) in enumerate(zip(chunks, devices, strict=True))
     ]
 
 

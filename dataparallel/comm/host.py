@@ -9,7 +9,7 @@ on, and the second is complete before the buffer is freed: nothing has to be hel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -61,11 +61,11 @@ class ThroughHost:
         """What is on the device of ``target`` already is copied there."""
         target.copy_(send(source, target.device))
 
-    def spread(self, source: Tensor, buffers: Mapping[torch.device, Tensor]) -> None:
+    def spread(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """To the host once, and from there to each device."""
         if buffers:
             staged = send(source, CPU)
-            for buffer in buffers.values():
+            for buffer in buffers:
                 buffer.copy_(staged)
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:

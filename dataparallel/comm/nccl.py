@@ -8,7 +8,7 @@ look at what it asks ``torch.cuda.nccl`` for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,11 +50,11 @@ class Nccl:
         """One copy, by torch."""
         STAR.copy(target, source)
 
-    def spread(self, source: Tensor, buffers: Mapping[torch.device, Tensor]) -> None:
+    def spread(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """One launch on every device, on its current stream."""
         if buffers:
             with _launching:
-                nccl.broadcast([source, *buffers.values()], root=0)
+                nccl.broadcast([source, *buffers], root=0)
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """One launch on every device; in slot order, by torch's copies, where sums are not NCCL's to make."""

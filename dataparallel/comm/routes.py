@@ -11,10 +11,10 @@ each device the work is queued on the calling thread's current stream, and copie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ PIECES_OF_A_SUM = 2
 """Pieces of a buffer that goes along a chain. n - 2 + k steps of a k-th of the time that the buffer takes: more pieces
 would save little of what the chain's length costs, and each of them is another launch on every device."""
 
+P = TypeVar("P")
+
 _ALIGNED = 128
 """Elements: pieces begin where an access of any width may begin."""
 
@@ -55,8 +57,11 @@ class Carrier(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies the data into ``target``, of the same shape, anywhere."""
 
-    def spread(self, source: Tensor, buffers: Mapping[torch.device, Tensor]) -> None:
-        """Copies ``source``, which is flat, into flat ``buffers`` of its size on other devices."""
+    def spread(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
+        """Copies ``source``, which is flat, into flat ``buffers`` of its size.
+
+        They are on other devices, and distinct ones; those of isolated slots may be anywhere.
+        """
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """The sum of flat buffers in the order given, on ``destination``. They are the caller's to give away."""
@@ -80,13 +85,12 @@ class Along:
         """One copy."""
         target.copy_(source)
 
-    def spread(self, source: Tensor, buffers: Mapping[torch.device, Tensor]) -> None:
-        """A copy for each device; along a chain, for each piece and device."""
-        on_device = {source.device: source, **buffers}
+    def spread(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
+        """A copy for each buffer; along a chain, for each piece and buffer."""
         is_chain = self.route == "chain" and len(buffers) > 1
-        pieces = {device: _pieces(flat, PIECES_OF_A_BROADCAST if is_chain else 1) for device, flat in on_device.items()}
-        way = hops(self.route, [*on_device])
-        for hop, piece in _wavefront(len(way), len(pieces[source.device])):
+        pieces = [_pieces(flat, PIECES_OF_A_BROADCAST if is_chain else 1) for flat in (source, *buffers)]
+        way = hops(self.route, range(len(pieces)))
+        for hop, piece in _wavefront(len(way), len(pieces[0])):
             sender, receiver = way[hop]
             pieces[receiver][piece].copy_(pieces[sender][piece])
 
@@ -100,13 +104,13 @@ class Along:
 STAR = Along("star")
 
 
-def hops(route: str, devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
-    """From which device to which a buffer is sent until all of ``devices``, distinct ones, have what the first has.
+def hops(route: str, places: Sequence[P]) -> list[tuple[P, P]]:
+    """From which place to which a buffer is sent until all of ``places``, distinct ones, have what the first has.
 
-    A device sends only what an earlier hop has brought.
+    A place sends only what an earlier hop has brought.
     """
     senders = {"star": lambda k: 0, "tree": lambda k: (k - 1) // 2, "chain": lambda k: k - 1}[route]
-    return [(devices[senders(k)], devices[k]) for k in range(1, len(devices))]
+    return [(places[senders(k)], places[k]) for k in range(1, len(places))]
 
 
 def add_one_by_one(flats: Iterable[Tensor], brought: Callable[[Tensor], Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 `using` says it for a block of code, two environment variables for the process; what nobody has said is the library's
 choice. This room only knows names and who said them: what they mean is ``choice``'s business. Anyone may call it.
+Beside them it carries whether slots are isolated: for tests, see `dataparallel.testing.isolated_slots`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-__all__ = ["ROUTES", "ROUTE_VARIABLE", "TRANSPORTS", "TRANSPORT_VARIABLE", "Settings", "current", "held", "using"]
+__all__ = [
+    "ROUTES",
+    "ROUTE_VARIABLE",
+    "TRANSPORTS",
+    "TRANSPORT_VARIABLE",
+    "Settings",
+    "are_slots_isolated",
+    "current",
+    "held",
+    "isolating",
+    "using",
+]
 
 TRANSPORTS = ("copy", "nccl", "cupy", "host")
 ROUTES = ("star", "tree", "chain")
@@ -30,20 +42,23 @@ class Settings:
         route: one of `ROUTES`.
         deterministic: sums are added in slot order, so that they have the same bits in every run. Without it NCCL
             may add them, in an order of its own.
+        isolated: slots on one device share nothing, as if each had a device of its own.
     """
 
     transport: str | None = None
     route: str | None = None
     deterministic: bool = True
+    isolated: bool = False
 
 
 @dataclass(frozen=True)
 class _Overrides:
-    """What `using` blocks have named so far."""
+    """What `using` and `isolating` blocks have named so far."""
 
     transport: str | None = None
     route: str | None = None
     deterministic: bool | None = None
+    isolated: bool = False
 
 
 _NOTHING = _Overrides()
@@ -86,9 +101,24 @@ def using(
 
 
 @contextmanager
+def isolating() -> Iterator[None]:
+    """Inside, slots are isolated, in this thread and where its context goes, as with `using`."""
+    token = _overrides.set(replace(_overrides.get(), isolated=True))
+    try:
+        yield
+    finally:
+        _overrides.reset(token)
+
+
+def are_slots_isolated() -> bool:
+    """Whether an `isolating` block is around this code."""
+    return _overrides.get().isolated
+
+
+@contextmanager
 def held(settings: Settings) -> Iterator[None]:
     """Inside, `current` is ``settings``: for work that another thread does later, such as a backward pass."""
-    token = _overrides.set(_Overrides(settings.transport, settings.route, settings.deterministic))
+    token = _overrides.set(_Overrides(settings.transport, settings.route, settings.deterministic, settings.isolated))
     try:
         yield
     finally:
@@ -106,6 +136,7 @@ def current() -> Settings:
         transport=said.transport or _from_environment(TRANSPORT_VARIABLE, TRANSPORTS),
         route=said.route or _from_environment(ROUTE_VARIABLE, ROUTES),
         deterministic=True if said.deterministic is None else said.deterministic,
+        isolated=said.isolated,
     )
 
 

@@ -4,10 +4,11 @@
 `cases`. `parity` compares a module on several slots with the same module on one device; it is
 public, so that users can ask of their own module what the library's tests ask of the zoo, and
 stands on `steps`. `simulated` makes accelerators out of none; ``dataparallel.testing.pytest`` is
-a plugin with a fixture for them. Nothing in the library imports this package, and importing it
-touches no device.
+a plugin with a fixture for them. `isolated_slots` makes slots on one device behave as devices of
+their own. Nothing in the library imports this package, and importing it touches no device.
 """
 
+from dataparallel.testing.isolation import isolated_slots
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 
-__all__ = ["SimulationUnavailable", "ToolsMissing", "simulate"]
+__all__ = ["SimulationUnavailable", "ToolsMissing", "isolated_slots", "simulate"]

@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -33,11 +33,13 @@ def on_all(slots: list) -> list[torch.device]:
     return [torch.device(slot) for slot in slots]
 
 
+@pytest.mark.not_isolated("what slots on one device share")
 def test_within_one_device_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carriers, "settings", None)
     assert carrier_for("broadcast", [torch.device("cpu")] * 3, LARGE) is STAR
 
 
+@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim")
 @pytest.mark.slots(8)
 def test_the_librarys_choice(slots: list) -> None:
@@ -64,6 +66,7 @@ def test_the_context_counts_before_the_environment(slots: list, monkeypatch: pyt
         comm.broadcast(torch.zeros(3, device=devices[0]), slots)
 
 
+@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim")
 @pytest.mark.slots(3)
 def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +126,11 @@ class Faulty:
         self.fault = fault
         self.used = 0
 
-    def spread(self, source: Tensor, buffers: Mapping[torch.device, Tensor]) -> None:
+    def spread(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         self.used += 1
         if self.fault == "raises":
             raise RuntimeError("no link")
-        for buffer in buffers.values():
+        for buffer in buffers:
             buffer.copy_(source)
             if self.fault == "garbage":
                 buffer[-1] += 1
@@ -155,6 +158,7 @@ def test_one_that_does_not_stays(slots: list) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim")
 @pytest.mark.slots(3)
 @pytest.mark.parametrize("name", ["nccl", "cupy"])
@@ -188,3 +192,27 @@ def test_every_route_gives_the_same_gradients(dtype: torch.dtype, slots: list) -
         found.append([parameter.grad.cpu() for parameter in net.parameters()])
     for gradients in found[1:]:
         assert all(map(torch.equal, gradients, found[0]))
+
+
+def test_a_device_is_listed_as_often_as_it_is_a_slot(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transports that take each device once would else refuse every call that begins or ends on a slot."""
+    asked: list[list[torch.device]] = []
+
+    def ask(work: str, devices: Sequence[torch.device], tensors: Sequence[Tensor]) -> Along:
+        asked.append([*devices])
+        return Along("star")
+
+    monkeypatch.setattr(comm, "carrier_for", ask)
+    root = slots[0]
+    tensor, on_slots = torch.ones(6, device=root), [torch.ones(6, device=slot) for slot in slots]
+    comm.broadcast(tensor, slots)
+    comm.broadcast_coalesced([tensor, tensor], slots)
+    comm.reduce_add(on_slots, root)
+    comm.reduce_add_coalesced([[each] for each in on_slots], root)
+    comm.scatter(tensor, slots)
+    comm.gather(on_slots, 0, root)
+    comm.gather(on_slots, 0, out=torch.empty(6 * len(slots), device=root))
+    assert asked == [[torch.device(slot) for slot in slots]] * len(asked)
+    comm.gather(on_slots, 0, "cpu")
+    devices = [torch.device(slot) for slot in slots]
+    assert asked[-1] == (devices if root == "cpu" else [torch.device("cpu"), *devices])

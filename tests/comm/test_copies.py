@@ -244,6 +244,7 @@ def test_own_storage_through_the_public_function(slots: list, root: torch.device
         assert on_slot[2].tag == "mine"
 
 
+@pytest.mark.not_isolated("what slots on one device share")
 def test_slots_on_one_device_share_what_is_there(slots: list, root: torch.device) -> None:
     results = comm.broadcast_coalesced([torch.randn(3, device=root)], slots)
     for slot, on_slot in zip(slots, results, strict=True):

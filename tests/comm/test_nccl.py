@@ -48,6 +48,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return nccl.nccl  # type: ignore[attr-defined]
 
 
+@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3)
 def test_a_bucket_is_one_call(slots: list, root: torch.device, library: Library) -> None:
@@ -60,6 +61,7 @@ def test_a_bucket_is_one_call(slots: list, root: torch.device, library: Library)
             assert torch.equal(copy.to(root), tensor)
 
 
+@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3)
 @pytest.mark.parametrize("sums", [False, True])
@@ -72,14 +74,14 @@ def test_sums_are_its_own_only_where_their_order_does_not_matter(sums: bool, slo
 
 
 def test_nothing_to_send_is_no_call(library: Library) -> None:
-    Nccl(sums=False).spread(torch.zeros(3), {})
+    Nccl(sums=False).spread(torch.zeros(3), [])
     assert library.calls == []
 
 
 def test_one_thread_launches_at_a_time(library: Library) -> None:
     def launch() -> None:
         for _ in range(20):
-            Nccl(sums=True).spread(torch.zeros(1), {torch.device("cpu"): torch.ones(1)})
+            Nccl(sums=True).spread(torch.zeros(1), [torch.ones(1)])
             Nccl(sums=True).add_up([torch.zeros(1)] * 2, torch.device("cpu"))
 
     threads = [threading.Thread(target=launch) for _ in range(4)]

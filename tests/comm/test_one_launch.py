@@ -184,7 +184,7 @@ def test_the_transport_is_tried_by_the_same_launch(
     monkeypatch.setattr(carriers, "cupy_kernels", launches)
     assert carriers._first_comparison(carriers._spread_by_kernels, tuple(map(torch.device, slots))) is None
     ((name, rows, counts),) = launches.noted
-    assert (name, [len(row) for row in rows]) == ("copy_many", [1] * len({*slots[1:], "source"}))
+    assert (name, [len(row) for row in rows]) == ("copy_many", [1] * len(slots))
     assert counts == [carriers._COMPARED]
 
 

@@ -85,7 +85,7 @@ def test_pieces_follow_each_other_along_a_chain(count: int, pieces: int) -> None
 def test_buffers_are_filled(route: str, size: int, slots: list, root: torch.device) -> None:
     source = torch.randn(size, device=root)
     buffers = {slot: torch.empty(size, device=slot) for slot in map(torch.device, slots) if slot != root}
-    Along(route).spread(source, buffers)
+    Along(route).spread(source, [*buffers.values()])
     assert all(torch.equal(buffer.to(root), source) for buffer in buffers.values())
 
 
@@ -145,6 +145,7 @@ def bucket(slots: list) -> list[list[Tensor]]:
 BYTES = MANY * 17 * 4
 
 
+@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim")
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("route", ROUTES)
@@ -157,6 +158,7 @@ def test_traffic_of_a_broadcast(route: str, slots: list, bucket: list[list[Tenso
     assert all(counts.received(slot.index) == BYTES for slot in slots[1:])
 
 
+@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim")
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("route", ["star", "chain"])

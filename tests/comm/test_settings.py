@@ -2,22 +2,25 @@
 
 import contextvars
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.comm.settings import ROUTES, TRANSPORTS, Settings, current, using
+from dataparallel.comm.settings import ROUTES, TRANSPORTS, Settings, current, held, using
 
 NAMES = {"DATAPARALLEL_TRANSPORT": TRANSPORTS, "DATAPARALLEL_ROUTE": ROUTES}
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_said(isolation: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in NAMES:
         monkeypatch.delenv(variable, raising=False)
-    assert current() == Settings()
+    with held(Settings()):
+        assert current() == Settings()
+        yield
 
 
 def test_what_nobody_has_said_is_the_librarys_choice_with_sums_in_order() -> None:
