@@ -47,7 +47,13 @@ def side_stream(device: torch.device) -> torch.Stream:
 
 @contextmanager
 def current(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
-    """Inside, each of ``streams`` is its device's current stream; the current device stays what it is."""
+    """Inside, each of ``streams`` is its device's current stream; the current device stays what it is.
+
+    No streams is what there is without accelerators, where nothing can be asked for.
+    """
+    if not streams:
+        yield
+        return
     before = [torch.accelerator.current_stream(device) for device in streams]
     _set(streams.values())
     try:
