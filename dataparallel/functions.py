@@ -156,15 +156,18 @@ class HandOver(Function):
 
 
 def broadcast_summed_beside(
-    devices: Sequence[torch.device], beside: BesideBackward, tensors: Sequence[Tensor]
+    devices: Sequence[torch.device],
+    beside: BesideBackward,
+    tensors: Sequence[Tensor],
+    broadcast: type[Broadcast] = Broadcast,
 ) -> tuple[Tensor, ...]:
-    """`Broadcast` of tensors that are on one accelerator, whose gradients travel on side streams.
+    """`Broadcast`, or a kind of it, of tensors that are on one accelerator, whose gradients travel on side streams.
 
     In a backward that is itself recorded they travel on the streams of the forward.
     """
     with side_stream(tensors[0].device):
         views = HandOver.apply(*tensors)
-    outputs = Broadcast.apply(devices, *map(comm.copies.same_kind, views, tensors))
+    outputs = broadcast.apply(devices, *map(comm.copies.same_kind, views, tensors))
     outputs[0].grad_fn.beside = beside
     return outputs
 

@@ -153,11 +153,7 @@ class KeptReplicas:
             self._plan = ModulePlan.of(network)
             self._snapshot = TreeSnapshot(self._plan) if self._plan.is_plain else None
         plan = self._plan
-        if record:
-            self._copies = KeptCopies()  # a training needs the memory
-            copies = copy_tensors(plan, slots, True, cap_bytes)
-        else:
-            copies = self._copies.refreshed(plan, slots, cap_bytes)
+        copies = self._tensors(plan, slots, cap_bytes, record)
         if self._snapshot is None:
             self._plan = None
             return [build_replica(plan, tensors, record) for tensors in copies]
@@ -167,6 +163,13 @@ class KeptReplicas:
         while len(self._shells) < len(slots):
             self._shells.append(_Shell(plan))
         return [shell.filled(tensors) for shell, tensors in zip(self._shells, copies, strict=False)]
+
+    def _tensors(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, record: bool) -> list[list[Tensor]]:
+        """The plan's tensors for each slot."""
+        if not record:
+            return self._copies.refreshed(plan, slots, cap_bytes)
+        self._copies = KeptCopies()  # a training needs the memory
+        return copy_tensors(plan, slots, True, cap_bytes)
 
     def _reset(self) -> None:
         if not all([shell.reset() for shell in self._shells]):

@@ -1,0 +1,181 @@
+"""Gradients of living replicas: summed into the source during backward, or kept on the slots until they are.
+
+A bucket of parameters is one kept `LivingBroadcast` node, whose backward runs once in each pass, when the last slot has
+the bucket's gradients. Where gradients are not to be summed it hands slot 0's on, so that the source's ``.grad`` is
+what that slot has found so far, and keeps those of the others. The next sum includes them, unless the source's
+``.grad`` says that they are void: it is ``None``, another tensor, or has been set to zero. ``living_tensors`` makes the
+nodes; how gradients travel is the business of ``functions`` and ``comm``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from dataparallel import comm
+from dataparallel.functions import Broadcast, HandOver
+from dataparallel.side_streams import current
+
+__all__ = ["GradientSums", "LivingBroadcast", "WaitingBucket"]
+
+
+class LivingBroadcast(Broadcast):
+    """A `Broadcast` whose outputs and node serve many passes. ``node.waiting`` is its `WaitingBucket`.
+
+    Passes that write no ``.grad`` (``torch.autograd.grad``) or that are themselves recorded get the sum of their own
+    gradients; nothing is kept of them, and what is kept stays.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Sums over the slots, or slot 0's gradients."""
+        waiting: WaitingBucket = ctx.waiting
+        waiting.note_arrival()
+        if torch.is_grad_enabled() or not _writes_grad(ctx):
+            return Broadcast.backward(ctx, *grads)
+        with current(ctx.streams):
+            if not waiting.sums.are_on:
+                return (None, *waiting.keep(grads))
+            together = waiting.with_kept(grads)
+        return Broadcast.backward(ctx, *together)
+
+
+def _writes_grad(node: Any) -> bool:
+    """Whether the running pass accumulates into ``.grad``; in others torch has no answer for such nodes."""
+    following = _first_after(node)
+    if isinstance(following, HandOver._backward_cls):
+        following = _first_after(following)
+    try:
+        return bool(torch._C._will_engine_execute_node(following))
+    except RuntimeError:
+        return False
+
+
+def _first_after(node: Any) -> Any:
+    return next(following for following, _ in node.next_functions if following is not None)
+
+
+class GradientSums:
+    """What the buckets of one module have in common.
+
+    Attributes:
+        are_on: whether a pass sums gradients, or keeps them on the slots.
+        arrivals: positions of buckets in the order in which their gradients were complete; ``None`` if nobody asks.
+    """
+
+    def __init__(self) -> None:
+        self.are_on = True
+        self.arrivals: list[int] | None = None
+        self.buckets: list[WaitingBucket] = []
+
+    def add_what_is_kept(self) -> None:
+        """Adds gradients that no pass has summed to the source's ``.grad``, where they are not void."""
+        for bucket in self.buckets:
+            bucket.add_what_is_kept()
+
+    def drop_what_is_void(self) -> None:
+        """Frees kept gradients that the source's ``.grad`` says are void."""
+        for bucket in self.buckets:
+            bucket.drop_what_is_void()
+
+
+class _Mark:
+    """What a source's ``.grad`` was when gradients that belong to it were kept elsewhere."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self._grad = weakref.ref(grad)
+        self._version = grad._version
+
+    def is_void(self, grad: Tensor | None) -> bool:
+        """Whether ``grad`` has been thrown away or set to zero since. Other passes may have added to it."""
+        if grad is None or self._grad() is not grad:
+            return True
+        return grad._version != self._version and not bool(grad.any())
+
+
+class WaitingBucket:
+    """The gradients of one bucket's parameters that wait on the slots."""
+
+    def __init__(self, sums: GradientSums, position: int, sources: Sequence[Tensor], streams: Any) -> None:
+        self.sums = sums
+        self.sources = list(sources)
+        self._position = position
+        self._streams = streams
+        self._kept: dict[tuple[int, int], Tensor] = {}  # by slot and source
+        self._marks: dict[int, _Mark] = {}  # by source
+
+    def note_arrival(self) -> None:
+        """In a first pass: this bucket's gradients are complete."""
+        if self.sums.arrivals is not None:
+            self.sums.arrivals.append(self._position)
+
+    def keep(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Keeps the gradients of all slots but the first; returns the first one's, for the source.
+
+        Where only other slots have one the source gets zeros, so that its ``.grad`` shows that there is something.
+        """
+        self.drop_what_is_void()
+        count = len(self.sources)
+        first = list(grads[:count])
+        for place, grad in enumerate(grads[count:], start=count):
+            if grad is None:
+                continue
+            slot, source = divmod(place, count)
+            kept = self._kept.get((slot, source))
+            self._kept[slot, source] = grad if kept is None else kept + grad
+            if first[source] is None:
+                first[source] = torch.zeros_like(self.sources[source])
+        Variable._execution_engine.queue_callback(self._mark)
+        return first
+
+    def with_kept(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients of this pass and what is kept, which is so no longer."""
+        # What other buckets keep that this pass does not reach belongs to the sum all the same.
+        Variable._execution_engine.queue_callback(self.sums.add_what_is_kept)
+        if not self._kept:
+            return grads
+        self.drop_what_is_void()
+        count = len(self.sources)
+        together = list(grads)
+        for (slot, source), kept in self._kept.items():
+            grad = together[slot * count + source]
+            together[slot * count + source] = kept if grad is None else kept + grad
+        self._forget()
+        return together
+
+    def drop_what_is_void(self) -> None:
+        """See `GradientSums`."""
+        void = {source for source, mark in self._marks.items() if mark.is_void(self.sources[source].grad)}
+        if void:
+            self._kept = {key: kept for key, kept in self._kept.items() if key[1] not in void}
+            for source in void:
+                del self._marks[source]
+
+    @torch.no_grad()
+    def add_what_is_kept(self) -> None:
+        """See `GradientSums`."""
+        if not self._kept:
+            return
+        self.drop_what_is_void()
+        with current(self._streams):
+            for source in {source for _, source in self._kept}:
+                terms = [kept for (_, of), kept in sorted(self._kept.items(), key=lambda item: item[0]) if of == source]
+                parameter = self.sources[source]
+                assert parameter.grad is not None  # or it would be void
+                parameter.grad.add_(comm.reduce_add(terms, parameter.device))
+        self._forget()
+
+    def _mark(self) -> None:
+        """At the end of a pass: ``.grad`` is what belongs to the kept gradients."""
+        for _, source in self._kept:
+            grad = self.sources[source].grad
+            if grad is not None:
+                self._marks[source] = _Mark(grad)
+
+    def _forget(self) -> None:
+        self._kept, self._marks = {}, {}

@@ -1,0 +1,238 @@
+"""The parameters and buffers of replicas that stay: made once, given the source's values at every forward.
+
+There are three ways to keep replicas for training. Leaf parameters with hooks on their accumulation: then
+``torch.autograd.grad`` for the source's parameters finds no way to them, the hooks fire several times under reentrant
+checkpoints, and double backward has to be refused. Outputs of a new `Broadcast` at each forward, in modules that are
+kept: all promises hold, but thousands of tensors are made each time, which is most of what replicas cost. This room
+keeps the outputs of one `Broadcast` and its nodes: they are part of every graph that is recorded, so that all of
+autograd works as with new ones, and a forward costs one copy for each bucket and device.
+
+Values are written below autograd's sight: a graph that still waits for its backward stays valid, since what is written
+is what was there. Where the source's tensor has been changed since the last forward (its version says so; writes
+through ``.data`` leave no trace), graphs that used the former values must not go on: then versions of the copies move
+too, and such a backward raises the error that torch raises on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel import comm
+from dataparallel.buckets import Bucket, fill_buckets, flatten, plan_buckets
+from dataparallel.comm import settings
+from dataparallel.composable.gradient_sums import GradientSums, LivingBroadcast, WaitingBucket
+from dataparallel.functions import alias, broadcast_summed_beside, current_streams
+from dataparallel.module_plan import ModulePlan
+from dataparallel.replicate import ReplicaParameter, make_parameters
+from dataparallel.side_streams import BesideBackward
+
+__all__ = ["LivingTensors"]
+
+
+class LivingTensors:
+    """The tensors of one module on all of its slots. For one thread at a time.
+
+    Args:
+        first_bytes, cap_bytes: sizes of the first bucket and of the others.
+        broadcast_buffers: whether buffers get slot 0's values at each forward, or only when they are made.
+        sums: what the gradients' buckets have in common.
+    """
+
+    def __init__(self, first_bytes: int, cap_bytes: int, broadcast_buffers: bool, sums: GradientSums) -> None:
+        self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
+        self._broadcast_buffers = broadcast_buffers
+        self._sums = sums
+        self._made: _Made | None = None
+        self._order: list[int] | None = None  # in which gradients arrived in a first pass, by positions in the plan
+
+    def refreshed(self, plan: ModulePlan, slots: list[torch.device]) -> list[list[Tensor]]:
+        """The plan's tensors for each slot, with the values of now; parameters are `ReplicaParameter`.
+
+        Slot 0's, and parameters of other slots on its device, share the source's memory.
+        """
+        with torch.inference_mode(False):
+            made = self._made
+            if made is None or not made.still_fits(plan, slots) or self._learn_order(made):
+                made = self._make(plan, slots)
+            else:
+                self._sums.drop_what_is_void()
+                made.refresh(self._broadcast_buffers)
+            return made.copies
+
+    def clear(self) -> None:
+        """Lets go of all tensors; gradients that wait on slots go where they belong."""
+        self._sums.add_what_is_kept()
+        self._sums.buckets = []
+        self._made = None
+
+    def _make(self, plan: ModulePlan, slots: list[torch.device]) -> _Made:
+        same_tree = self._made is not None and self._made.is_of(plan)
+        self.clear()
+        if not same_tree:
+            self._order = None
+        made = _Made(plan, slots)
+        # Without an order each parameter is a bucket, for one pass, so that each has a time of arrival.
+        first, cap = (1, 1) if self._order is None else (self._first_bytes, self._cap_bytes)
+        self._sums.arrivals = [] if self._order is None else None
+        with torch.enable_grad():
+            made.make(first, cap, self._order, self._sums)
+        self._made = made
+        return made
+
+    def _learn_order(self, made: _Made) -> bool:
+        """After a first pass: buckets are to follow the order in which gradients arrived."""
+        if not self._sums.arrivals:
+            return False
+        arrived = [made.recorded_groups[position][0] for position in dict.fromkeys(self._sums.arrivals)]
+        known = {*arrived}
+        self._order = [*arrived, *(i for i in reversed(made.recorded) if i not in known)]
+        return True
+
+
+class _Made:
+    """Copies that were made at one time, and what they were made of."""
+
+    def __init__(self, plan: ModulePlan, slots: list[torch.device]) -> None:
+        self.plan, self.slots = plan, slots
+        self.copies: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
+        self.recorded = [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad]
+        self.recorded_groups: list[list[int]] = []
+        self._kinds = _kinds(plan.tensors)
+        self._streams = current_streams(slots)
+        self._settings = settings.current()
+        self._parameters = set(plan.parameters)
+        self._flat: list[tuple[Bucket, list[Tensor]]] = []  # with the memory that is filled from it
+        self._singles: list[tuple[int, list[Tensor]]] = []
+        self._flat_buffers: list[tuple[Bucket, list[Tensor]]] = []
+        self._single_buffers: list[tuple[int, list[Tensor]]] = []
+        self._versions: list[int] = []
+
+    def is_of(self, plan: ModulePlan) -> bool:
+        """Whether ``plan`` has the same tensors, with the same need of gradients."""
+        return (
+            len(plan.tensors) == len(self.plan.tensors)
+            and all(map(is_, plan.tensors, self.plan.tensors))
+            and plan.parameters == self.plan.parameters
+            and [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad] == self.recorded
+        )
+
+    def still_fits(self, plan: ModulePlan, slots: list[torch.device]) -> bool:
+        """Whether copies made now would be the same but in value."""
+        return (
+            slots == self.slots
+            and self.is_of(plan)
+            and _kinds(plan.tensors) == self._kinds
+            and current_streams(slots) == self._streams
+            and settings.current() == self._settings
+        )
+
+    def make(self, first_bytes: int, cap_bytes: int, order: Sequence[int] | None, sums: GradientSums) -> None:
+        """Fills `copies`."""
+        tensors = self.plan.tensors
+        self.recorded_groups = fill_buckets(tensors, order or self.recorded[::-1], first_bytes, cap_bytes)
+        beside = BesideBackward(self._streams) if _is_apart(self.slots, self._streams, self._settings) else None
+        for position, group in enumerate(self.recorded_groups):
+            self._make_recorded(
+                group, WaitingBucket(sums, position, [tensors[i] for i in group], self._streams), beside
+            )
+        recorded = {*self.recorded}
+        constant = [i for i in self.plan.parameters if i not in recorded]
+        buffers = [i for i in range(len(tensors)) if i not in recorded and i not in self._parameters]
+        for indices, own in ((constant, False), (buffers, True)):
+            sent = comm.broadcast_coalesced([tensors[i] for i in indices], self.slots, cap_bytes, own_storage=own)
+            for slot, on_slot in enumerate(sent):
+                for i, tensor in zip(indices, on_slot, strict=True):
+                    self.copies[slot][i] = tensor if own else alias(tensor, slot)
+            self._note(indices, cap_bytes, self._flat_buffers if own else self._flat, own)
+        for on_slot in self.copies:
+            make_parameters(self.plan, on_slot, ReplicaParameter)
+        self._versions = [_version(tensor) for tensor in tensors]
+
+    def _make_recorded(self, group: list[int], waiting: WaitingBucket, beside: BesideBackward | None) -> None:
+        tensors = [self.plan.tensors[i] for i in group]
+        if beside is None:
+            outputs = LivingBroadcast.apply(self.slots, *tensors)
+        else:
+            outputs = broadcast_summed_beside(self.slots, beside, tensors, LivingBroadcast)
+        outputs[0].grad_fn.waiting = waiting
+        waiting.sums.buckets.append(waiting)
+        for place, output in enumerate(outputs):
+            slot, position = divmod(place, len(group))
+            self.copies[slot][group[position]] = output
+        self._note(group, 2**62, self._flat, False)
+
+    def _note(self, indices: list[int], cap_bytes: int, flat: list[tuple[Bucket, list[Tensor]]], own: bool) -> None:
+        """Notes the memory of copies that were just made, in the way in which `comm` has made them."""
+        tensors = [self.plan.tensors[i] for i in indices]
+        buckets, singles = plan_buckets(tensors, cap_bytes)
+        for bucket in buckets:
+            members = [indices[k] for k in bucket.indices]
+            memory = self._memory_of(members[0], own)
+            if memory:
+                flat.append((Bucket.of(list(zip(members, bucket.layouts, strict=True))), [*map(_whole, memory)]))
+        for k in singles:
+            memory = self._memory_of(indices[k], own)
+            if memory:
+                (self._single_buffers if own else self._singles).append((indices[k], [copy.data for copy in memory]))
+
+    def _memory_of(self, i: int, own: bool) -> list[Tensor]:
+        """The copies of one tensor that have memory of their own, one for each such memory."""
+        source = self.plan.tensors[i]
+        own = own or self._settings.isolated
+        found: dict[Any, Tensor] = {}
+        for slot, on_slot in enumerate(self.copies):
+            if slot > 0 and (own or self.slots[slot] != source.device):
+                found.setdefault(slot if own else self.slots[slot], on_slot[i])
+        return list(found.values())
+
+    @torch.no_grad()
+    def refresh(self, broadcast_buffers: bool) -> None:
+        """Gives the copies the values of now."""
+        tensors = self.plan.tensors
+        flat = [*self._flat, *(self._flat_buffers if broadcast_buffers else ())]
+        for bucket, copies in flat:
+            comm.broadcast(flatten(bucket, tensors), out=copies)
+        for i, copies in (*self._singles, *(self._single_buffers if broadcast_buffers else ())):
+            for copy in copies:
+                copy.copy_(tensors[i])
+        versions = [_version(tensor) for tensor in tensors]
+        if versions != self._versions:
+            changed = [i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new]
+            # Slot 0's share the source's versions.
+            torch.autograd.graph.increment_version([on_slot[i] for on_slot in self.copies[1:] for i in changed])
+            self._versions = versions
+
+
+def _is_apart(slots: list[torch.device], streams: dict[Any, Any], asked: settings.Settings) -> bool:
+    return len(streams) > 1 or bool(streams and len(slots) > 1 and asked.isolated)
+
+
+_KIND = attrgetter("shape", "dtype", "device")
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
+    """What copies of tensors depend on, but for values; ``.data =`` may change it in the same tensor."""
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
+    return [
+        len(dense),
+        *map(type, tensors),
+        *map(_KIND, tensors),
+        *map(Tensor.stride, dense),
+        *map(Tensor.data_ptr, dense),
+    ]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _whole(part: Tensor) -> Tensor:
+    """The flat buffer that a part lies in, with a version counter of its own."""
+    storage = part.untyped_storage()
+    flat = torch.empty(0, dtype=part.dtype, device=part.device)
+    return flat.set_(storage, 0, (storage.nbytes() // part.itemsize,), (1,))
