@@ -1,8 +1,9 @@
-"""Chunks that are copied to the slots ahead of the call that uses them: side streams, copies, and their order.
+"""Chunks that are copied from the host to the slots on side streams, ahead of their use: copies, and their order.
 
-``prefetch`` has tensors sent; ``scatter_gather`` takes the chunks where it would copy itself. Which tensors, how they
-are cut, and when a batch is done with is theirs to say. Copies go from pinned host memory over one side stream for
-each device, so that they run while the current streams compute. What orders them:
+``prefetch`` has the tensors of a batch sent before the call that uses them, ``scatter_gather`` those of a call all at
+once; it takes the chunks where it would copy one after the other. Which tensors, how they are cut, and when a batch is
+done with is theirs to say. Copies go from pinned host memory over one side stream for each device, so that they run
+beside each other and while the current streams compute. What orders them:
 
 - The side stream waits for the current stream before it writes: a chunk's memory is the current stream's, and what was
   freed there may still be in use. Memory of the side stream's own would need ``record_stream`` on every chunk, since
@@ -17,7 +18,9 @@ done all that is before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,8 +30,9 @@ from dataparallel.comm import copies
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
 from dataparallel.functions import alias, current_streams
+from dataparallel.side_streams import current
 
-__all__ = ["CopiedTensor", "Sender", "SentBatch", "can_be_sent", "take"]
+__all__ = ["CopiedTensor", "Sender", "SentBatch", "can_be_sent", "copied_at_once", "take"]
 
 _waiting: dict[int, list[CopiedTensor]] = {}
 """What has been sent and not been taken, by the id of the host tensor, which `CopiedTensor` holds: the id stays taken.
@@ -179,7 +183,7 @@ class Sender:
             for device in {device: None for tensor in sent for device in tensor.owners}:
                 side = self.streams[device]
                 side.wait_stream(torch.accelerator.current_stream(device))
-                with side:
+                with current({device: side}):
                     for tensor in sent:
                         tensor.copy_to(device)
                     copied[device] = side.record_event()
@@ -189,6 +193,43 @@ class Sender:
                 side.synchronize()
             raise
         return SentBatch(sent, copied)
+
+
+@contextmanager
+def copied_at_once(
+    tensors: Iterable[tuple[Tensor, Sequence[int] | None]], slots: Sequence[torch.device], dim: int
+) -> Iterator[None]:
+    """Inside, `take` finds the chunks of those tensors that `can_be_sent`, on their way to all slots at once.
+
+    When it ends they have arrived, so that the batch is the caller's again. With less than two accelerators nothing is
+    sent.
+
+    Args:
+        tensors: with their chunk sizes, or ``None``, as for `Sender.send`.
+        slots: those that get a chunk.
+        dim: along which tensors are cut.
+    """
+    if len({slot for slot in slots if slot != CPU}) < 2:
+        yield
+        return
+    fresh = [
+        (tensor, sizes)
+        for tensor, sizes in tensors
+        if can_be_sent(tensor) and not any(sent.fits(slots, sizes, dim) for sent in _waiting.get(id(tensor), ()))
+    ]
+    if not fresh:
+        yield
+        return
+    sent = _sender(tuple(slots)).send(fresh, dim)
+    try:
+        yield
+    finally:
+        sent.end()
+
+
+@lru_cache(maxsize=64)
+def _sender(slots: tuple[torch.device, ...]) -> Sender:
+    return Sender(slots)
 
 
 def _version(tensor: Tensor) -> int | None:

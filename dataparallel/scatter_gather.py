@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dataparallel import comm
 from dataparallel.batch_types import batch_of, container_of
-from dataparallel.copied_ahead import take
+from dataparallel.copied_ahead import copied_at_once, take
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
 from dataparallel.functions import Broadcast, Gather, Scatter, alias
 
@@ -109,7 +109,9 @@ def _scatter(
     slots = resolve_slots(devices)
     sizes = _chunk_sizes(_batch_size(inputs, dim, name), len(slots), chunk_sizes)
     walk = _Splitter(slots if sizes is None else slots[: len(sizes)], sizes, dim)
-    return walk.split(inputs)
+    tensors = {id(tensor): tensor for tensor in tensors_in(inputs)}.values()
+    with copied_at_once(((tensor, walk.sizes_of(tensor)) for tensor in tensors), walk.slots, dim):
+        return walk.split(inputs)
 
 
 def _chunk_sizes(batch_size: int | None, slots: int, given: Sequence[int] | None) -> list[int] | None:
@@ -218,11 +220,15 @@ class _Splitter:
         columns = [self.split(value) for _, value in container.children(obj)]
         return [container.rebuild(obj, [column[slot] for column in columns]) for slot in range(len(self.slots))]
 
+    def sizes_of(self, tensor: Tensor) -> list[int] | None:
+        """The sizes of its chunks; ``None`` if every slot gets all of it."""
+        return None if is_whole(tensor) else self.sizes
+
     def split_tensor(self, tensor: Tensor) -> Sequence[Tensor]:
         if len(self.slots) == 1 and tensor.device == self.slots[0]:
             return [tensor]
         if not (tensor.requires_grad and torch.is_grad_enabled()):  # chunks that were sent ahead have no graph
-            copied = take(tensor, self.slots, None if is_whole(tensor) else self.sizes, self.dim)
+            copied = take(tensor, self.slots, self.sizes_of(tensor), self.dim)
             if copied is not None:
                 return copied
         if not is_whole(tensor):

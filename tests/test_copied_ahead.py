@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, copied_ahead, prefetch
+from dataparallel import DataParallel, copied_ahead, prefetch, scatter, whole
 from dataparallel.buckets import is_dense
 from dataparallel.copied_ahead import CopiedTensor, Sender, can_be_sent
 
@@ -191,3 +191,43 @@ def test_what_a_plain_copy_carries(slots: list) -> None:
         torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
     ]
     assert not any(map(can_be_sent, others))
+
+
+def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned and pageable memory, on side streams; when it has been scattered the batch is the caller's again."""
+    used = []
+    real = CopiedTensor.copy_to
+
+    def copy_to(self: CopiedTensor, device: torch.device) -> None:
+        used.append(torch.accelerator.current_stream(device))
+        real(self, device)
+
+    monkeypatch.setattr(CopiedTensor, "copy_to", copy_to)
+    before = {torch.accelerator.current_stream(slot) for slot in slots}
+    for pin_memory in (False, True):
+        x = torch.arange(12.0, pin_memory=pin_memory).reshape(6, 2)
+        table = whole(torch.arange(3.0))
+        parts = scatter({"x": x, "again": [x], "table": table}, slots)
+        x.fill_(-1)
+        table.fill_(-1)
+        assert torch.cat([part["x"].cpu() for part in parts]).tolist() == torch.arange(12.0).reshape(6, 2).tolist()
+        assert all(part["again"][0] is part["x"] for part in parts)
+        assert all(part["table"].tolist() == [0, 1, 2] for part in parts)
+    distinct = len({*slots})
+    assert len(used) == (2 * 2 * distinct if distinct > 1 else 0)
+    assert not {*used} & before
+    assert not copied_ahead._waiting
+
+
+def test_a_call_that_cannot_be_scattered_leaves_nothing_on_its_way(slots: list) -> None:
+    x, y = torch.arange(6.0), torch.arange(5.0)
+    with pytest.raises(ValueError, match="batch sizes"):
+        scatter([x, y], slots)
+    assert not copied_ahead._waiting
+
+
+def test_a_batch_that_was_sent_ahead_is_not_sent_again(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DataParallel(Doubles(), slots)
+    monkeypatch.setattr(copied_ahead, "_sender", None)
+    for x in prefetch(pinned(), model):
+        assert torch.equal(model(x).cpu(), x * 2)

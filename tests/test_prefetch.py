@@ -26,8 +26,18 @@ on_accelerators = pytest.mark.devices("sim", "cuda")
 @pytest.fixture
 def scattered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The tensors that calls have to scatter themselves."""
-    found = []
-    real = comm.scatter
+    found: list[Tensor] = []
+    real, sender = comm.scatter, copied_ahead._sender
+
+    class Noted:
+        def __init__(self, slots: tuple) -> None:
+            self.sender = sender(slots)
+
+        def send(self, tensors: list, dim: int) -> copied_ahead.SentBatch:
+            found.extend(tensor for tensor, _ in tensors)
+            return self.sender.send(tensors, dim)
+
+    monkeypatch.setattr(copied_ahead, "_sender", Noted)
 
     def scatter(tensor: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         found.append(tensor)
