@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -83,7 +83,7 @@ class Broadcast(Function):
                     alias(output, slot) if output is tensor else output
                     for output, tensor in zip(outputs[slot], tensors, strict=True)
                 ]
-        constant = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
+        constant = [i for i, needed in enumerate(ctx.needs_input_grad[1 : 1 + len(tensors)]) if not needed]
         ctx.mark_non_differentiable(*(on_slot[i] for on_slot in outputs for i in constant))
         return tuple(chain.from_iterable(outputs))
 
@@ -159,16 +159,18 @@ def broadcast_summed_beside(
     devices: Sequence[torch.device],
     beside: BesideBackward,
     tensors: Sequence[Tensor],
-    broadcast: type[Broadcast] = Broadcast,
+    broadcast: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, ...]:
-    """`Broadcast`, or a kind of it, of tensors that are on one accelerator, whose gradients travel on side streams.
+    """`Broadcast` of tensors that are on one accelerator, whose gradients travel on side streams.
 
-    In a backward that is itself recorded they travel on the streams of the forward.
+    In a backward that is itself recorded they travel on the streams of the forward. ``broadcast`` applies another kind
+    of `Broadcast`.
     """
     with side_stream(tensors[0].device):
         views = HandOver.apply(*tensors)
-    outputs = broadcast.apply(devices, *map(comm.copies.same_kind, views, tensors))
-    outputs[0].grad_fn.beside = beside
+    outputs = (broadcast or Broadcast.apply)(devices, *map(comm.copies.same_kind, views, tensors))
+    node: Any = outputs[0].grad_fn
+    node.beside = beside
     return outputs
 
 

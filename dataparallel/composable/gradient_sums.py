@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from dataparallel import comm
+from dataparallel.devices import DeviceLike
 from dataparallel.functions import Broadcast, HandOver
 from dataparallel.side_streams import current
 
@@ -27,22 +28,32 @@ __all__ = ["GradientSums", "LivingBroadcast", "WaitingBucket"]
 class LivingBroadcast(Broadcast):
     """A `Broadcast` whose outputs and node serve many passes. ``node.waiting`` is its `WaitingBucket`.
 
+    The last tensor is a token, and so is the last output: the next bucket's is this one's output, so that in every pass
+    a bucket's sum is launched before those of the buckets that have its token. What is to follow the sums, on other
+    machines, is in the same order everywhere then, whatever order gradients come in.
+
     Passes that write no ``.grad`` (``torch.autograd.grad``) or that are themselves recorded get the sum of their own
     gradients; nothing is kept of them, and what is kept stays.
     """
+
+    @staticmethod
+    def forward(ctx: Any, devices: Sequence[DeviceLike], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """As `Broadcast`'s, and the token."""
+        *parameters, token = tensors
+        return (*Broadcast.forward(ctx, devices, *parameters), token.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Sums over the slots, or slot 0's gradients."""
         waiting: WaitingBucket = ctx.waiting
         waiting.note_arrival()
-        if torch.is_grad_enabled() or not _writes_grad(ctx):
-            return Broadcast.backward(ctx, *grads)
-        with current(ctx.streams):
-            if not waiting.sums.are_on:
-                return (None, *waiting.keep(grads))
-            together = waiting.with_kept(grads)
-        return Broadcast.backward(ctx, *together)
+        of_slots: Sequence[Tensor | None] = grads[:-1]
+        if not torch.is_grad_enabled() and _writes_grad(ctx):
+            with current(ctx.streams):
+                if not waiting.sums.are_on:
+                    return (None, *waiting.keep(of_slots), None)
+                of_slots = waiting.with_kept(of_slots)
+        return (*Broadcast.backward(ctx, *of_slots), None)
 
 
 def _writes_grad(node: Any) -> bool:

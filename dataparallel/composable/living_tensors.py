@@ -136,10 +136,12 @@ class _Made:
         tensors = self.plan.tensors
         self.recorded_groups = fill_buckets(tensors, order or self.recorded[::-1], first_bytes, cap_bytes)
         beside = BesideBackward(self._streams) if _is_apart(self.slots, self._streams, self._settings) else None
-        for position, group in enumerate(self.recorded_groups):
-            self._make_recorded(
-                group, WaitingBucket(sums, position, [tensors[i] for i in group], self._streams), beside
-            )
+        token = first_token = torch.empty(0, requires_grad=True)
+        for position, group in reversed([*enumerate(self.recorded_groups)]):
+            waiting = WaitingBucket(sums, position, [tensors[i] for i in group], self._streams)
+            token = self._make_recorded(group, waiting, beside, token)
+            if order is None:  # to be learnt, so none is to be kept
+                token = first_token
         recorded = {*self.recorded}
         constant = [i for i in self.plan.parameters if i not in recorded]
         buffers = [i for i in range(len(tensors)) if i not in recorded and i not in self._parameters]
@@ -153,18 +155,27 @@ class _Made:
             make_parameters(self.plan, on_slot, ReplicaParameter)
         self._versions = [_version(tensor) for tensor in tensors]
 
-    def _make_recorded(self, group: list[int], waiting: WaitingBucket, beside: BesideBackward | None) -> None:
+    def _make_recorded(
+        self, group: list[int], waiting: WaitingBucket, beside: BesideBackward | None, token: Tensor
+    ) -> Tensor:
+        """Puts a bucket's copies into `copies`; the token for the bucket that is to be summed before this one."""
+
+        def broadcast(slots: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
+            return LivingBroadcast.apply(slots, *tensors, token)
+
         tensors = [self.plan.tensors[i] for i in group]
         if beside is None:
-            outputs = LivingBroadcast.apply(self.slots, *tensors)
+            *outputs, token_of_this = broadcast(self.slots, *tensors)
         else:
-            outputs = broadcast_summed_beside(self.slots, beside, tensors, LivingBroadcast)
-        outputs[0].grad_fn.waiting = waiting
+            *outputs, token_of_this = broadcast_summed_beside(self.slots, beside, tensors, broadcast)
+        node: Any = outputs[0].grad_fn
+        node.waiting = waiting
         waiting.sums.buckets.append(waiting)
         for place, output in enumerate(outputs):
             slot, position = divmod(place, len(group))
             self.copies[slot][group[position]] = output
         self._note(group, 2**62, self._flat, False)
+        return token_of_this
 
     def _note(self, indices: list[int], cap_bytes: int, flat: list[tuple[Bucket, list[Tensor]]], own: bool) -> None:
         """Notes the memory of copies that were just made, in the way in which `comm` has made them."""

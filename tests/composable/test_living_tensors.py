@@ -262,6 +262,33 @@ def test_buckets_follow_the_order_in_which_gradients_came(net: Net, slots: list,
     assert len(made.recorded_groups) > 2
 
 
+def test_sums_are_launched_in_the_order_of_buckets(slots: list, root: torch.device, x: Tensor) -> None:
+    """Whatever order gradients come in, which may change from step to step, and whatever is not used."""
+
+    class EitherWay(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+        def forward(self, x: Tensor, order: list[int]) -> Tensor:
+            for k in order:
+                x = torch.tanh(self.layers[k](x))
+            return x
+
+    net = EitherWay().double().to(root)
+    wrapped = living(net, slots)
+    for _ in range(2):
+        loss(wrapped(x, [0, 1, 2, 3, 4])).backward()
+    kept = wrapped._kept
+    assert len(kept._living._made.recorded_groups) > 3
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4], [3, 1]):
+        kept.sums.arrivals = []
+        loss(wrapped(x, order)).backward()
+        launched, kept.sums.arrivals = kept.sums.arrivals, None
+        assert launched == sorted(launched)
+        assert len(launched) >= len(order) - 1
+
+
 def test_buffers_are_slot_0s(slots: list, root: torch.device) -> None:
     net = nn.BatchNorm1d(4, momentum=0.5).double().to(root)
     wrapped = living(net, slots)
