@@ -8,6 +8,7 @@ from living import Net, assert_same, build, gradients, living, loss, numbers
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
+from dataparallel.side_streams import current
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -68,6 +69,56 @@ def test_until_then_the_source_has_slot_0s(
     assert waiting(wrapped) > 0
     for ours, theirs in zip(gradients(net), gradients(twin), strict=True):
         torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs, rtol=0, atol=1e-9)
+
+
+def test_a_parameter_that_slot_0_does_not_use(
+    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device
+) -> None:
+    """What other slots keep shows in the source, as zeros, so that it counts."""
+    x = numbers(root, 2 * len(slots), positive=True)
+    y = x.clone()
+    y[2:, 0] *= -1
+    sums_are(wrapped, False)
+    for call, module in ((wrapped, net), (twin, twin)):
+        loss(call(y)).backward()
+        assert module.branch.weight.grad is not None
+        sums_are(wrapped, True)
+        loss(call(x)).backward()
+    assert_same(gradients(net), gradients(twin))
+
+
+@pytest.mark.parametrize("are_on", [False, True])
+def test_gradients_thrown_away_between_a_forward_and_its_backward(
+    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, are_on: bool
+) -> None:
+    one, two, three = batches(root, slots)
+    loss(wrapped(one)).backward()
+    sums_are(wrapped, False)
+    loss(wrapped(one)).backward()
+    for call, module in ((wrapped, net), (twin, twin)):
+        value = loss(call(two))
+        module.zero_grad()
+        sums_are(wrapped, are_on)
+        value.backward()
+        sums_are(wrapped, True)
+        loss(call(three)).backward()
+    assert_same(gradients(net), gradients(twin))
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_on_streams_of_the_callers(wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device) -> None:
+    devices = [*dict.fromkeys(torch.device(slot) for slot in slots)]
+    streams = {device: torch.Stream(device) for device in devices}
+    for device, stream in streams.items():
+        stream.wait_stream(torch.accelerator.current_stream(device))
+    with current(streams):
+        for are_on, x in zip((True, False, False, True) * 2, batches(root, slots) * 3, strict=False):
+            sums_are(wrapped, are_on)
+            loss(wrapped(x)).backward()
+            loss(twin(x)).backward()
+        assert_same(gradients(net), gradients(twin))
+    for device in devices:
+        torch.accelerator.synchronize(device)
 
 
 def test_nothing_is_sent_until_then(
