@@ -10,21 +10,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
-from dataparallel.devices import DeviceLike, device_id, on, resolve, resolve_output, resolve_slots
+from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.kept_replicas import KeptReplicas
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.permits import PermitChooser
-from dataparallel.ranges import stage
-from dataparallel.replica_cycles import CycleBreaker
+from dataparallel.pipeline import run_stages
+from dataparallel.placement import check_placement
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, replicate
-from dataparallel.scatter_gather import gather, moved, scatter_kwargs
-from dataparallel.thread_state import refuse_what_cannot_be_shared
+from dataparallel.scatter_gather import gather, scatter_kwargs
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -118,34 +116,17 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
 
     def _run(self, *inputs: Any, **kwargs: Any) -> Any:
         slots = [resolve(device) for device in self.device_ids]
-        _check_placement(self.module, slots[0])
-        if len(slots) > 1:
-            refuse_what_cannot_be_shared()
-        with stage("scatter"):
-            split_inputs, split_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-        if not split_inputs and not split_kwargs:
-            split_inputs, split_kwargs = ((),), ({},)
-        if len(slots) == 1:
-            with on(slots[0]):
-                output = self.module(*split_inputs[0], **split_kwargs[0])
-            target = resolve_output(self.output_device, slots)
-            return output if target == slots[0] else moved(output, target)
-        with stage("replicate"):
-            replicas = self.replicate(self.module, self.device_ids[: len(split_inputs)])
-        breaker = CycleBreaker([] if self._kept.is_frozen else replicas)
-        try:
-            with stage("parallel_apply"):
-                outputs = self.parallel_apply(replicas, split_inputs, split_kwargs)
-            with stage("gather"):
-                gathered = self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
-        except BaseException:
-            # Only its frames hold what the failed call has used then.
-            self._kept.forget_last_call()
-            raise
-        del replicas, outputs
-        breaker.take_apart()
-        self._kept.end_call()
-        return gathered
+        check_placement(self.module, slots[0])
+        return run_stages(
+            slots,
+            resolve_output(self.output_device, slots),
+            self.module,
+            scatter=lambda: self.scatter(inputs, kwargs, self.device_ids),
+            replicate=lambda count: self.replicate(self.module, self.device_ids[:count]),
+            parallel_apply=self.parallel_apply,
+            gather=lambda outputs: self.gather(outputs, slots[0] if self.output_device is None else self.output_device),
+            keeper=self._kept,
+        )
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way.
@@ -232,7 +213,7 @@ def data_parallel(
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     _check_module(module)
-    _check_placement(module, slots[0])
+    check_placement(module, slots[0])
     return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))
 
 
@@ -244,24 +225,3 @@ def _check_module(module: Any) -> None:
             f"the module is wrapped already, in a {type(module).__name__}; wrap its .module instead: "
             "wrappers do not nest"
         )
-
-
-def _check_placement(module: nn.Module, root: torch.device) -> None:
-    """Every parameter and buffer is on the first slot."""
-    for submodule in module.modules():
-        for registry in (submodule._parameters, submodule._buffers):
-            for tensor in registry.values():
-                if tensor is not None and tensor.device != root:
-                    raise _misplaced(module, root)
-
-
-def _misplaced(module: nn.Module, root: torch.device) -> RuntimeError:
-    tensors = chain(
-        (("parameter", name, tensor) for name, tensor in module.named_parameters()),
-        (("buffer", name, tensor) for name, tensor in module.named_buffers()),
-    )
-    kind, name, device = next((kind, name, tensor.device) for kind, name, tensor in tensors if tensor.device != root)
-    return RuntimeError(
-        f"{kind} {name!r} is on {device}, but the first slot is {root}, where the module has to be; "
-        f"call module.to({str(root)!r}) before the forward"
-    )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from dataparallel.buckets import PLAIN_TYPES
 from dataparallel.module_references import ATOMIC, behind_proxy, compiled_over, reached
 
-__all__ = ["ModuleEntry", "ModulePlan", "check_replicatable", "dotted"]
+__all__ = ["STANDS_FOR", "ModuleEntry", "ModulePlan", "StandsFor", "check_replicatable", "dotted", "instance_slots"]
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -31,6 +32,9 @@ NOTHING = -1
 MADE = "_dataparallel_made"
 """Attribute of a replica's root: objects made for its attributes. It belongs to that replica only."""
 
+STANDS_FOR = "_dataparallel_stands_for"
+"""Attribute of a root that stands for another module: a `StandsFor`. Replicas do not have it."""
+
 OWN_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Hooks by number: a ``forward`` may register one, so every replica has tables of its own."""
 
@@ -41,10 +45,24 @@ HOOK_TABLES = (*OWN_HOOK_TABLES, *HOOK_FLAGS)
 """What ``register_*_hook`` writes to."""
 
 
+@dataclass(frozen=True, eq=False)
+class StandsFor:
+    """What has to be known of a root that stands for a module, with the same children and tensors.
+
+    ``source`` is that module's id: what refers to it refers to the replica. Modules in ``ignored_modules`` below the
+    root and parameters whose ids are in ``ignored_parameters`` are handed to every replica as they are.
+    """
+
+    source: int
+    ignored_modules: frozenset[nn.Module] = frozenset()
+    ignored_parameters: frozenset[int] = frozenset()
+
+
 class ModuleEntry:
     """One module: positions of its tensors and children in the plan, and attributes that refer to the tree.
 
-    A name that is registered for ``None`` has the position `NOTHING`. ``attributes`` is a copy of its ``__dict__``,
+    A name that is registered for ``None`` has the position `NOTHING`; positions below count from the end of
+    ``[*plan.as_they_are, None]``. ``attributes`` is a copy of its ``__dict__``,
     registries included; ``proxied`` names children that are weak proxies of a module.
     """
 
@@ -85,12 +103,17 @@ class ModuleEntry:
 class ModulePlan:
     """A tree: each module and each tensor once, however often it is used. Position 0 is the root.
 
-    ``parameters`` has the positions of those tensors that are parameters; the others are buffers.
+    ``parameters`` has the positions of those tensors that are parameters; the others are buffers. ``as_they_are`` are
+    the modules and parameters that are handed to every replica by reference, ``source`` is the id of the module that
+    the root stands for: its own, unless it has a `StandsFor`.
     """
 
     entries: list[ModuleEntry]
     tensors: list[Tensor]
     parameters: list[int]
+    source: int
+    ignored_parameters: frozenset[int] = frozenset()
+    as_they_are: list[Any] = field(default_factory=list)
     has_references: bool = False
     may_hold_cycles: bool = False
 
@@ -101,10 +124,13 @@ class ModulePlan:
         Raises:
             RuntimeError: the tree cannot be replicated; the message names the module or parameter.
         """
-        entries = [ModuleEntry(module, name) for name, module in network.named_modules()]
+        stands_for: StandsFor = vars(network).get(STANDS_FOR) or StandsFor(id(network))
+        ignored = stands_for.ignored_modules
+        entries = [ModuleEntry(module, name) for name, module in network.named_modules(memo={*ignored})]
         check_replicatable(entries)
         position = {id(entry.module): i for i, entry in enumerate(entries)}
-        plan = cls(entries, [], [])
+        plan = cls(entries, [], [], stands_for.source, stands_for.ignored_parameters)
+        position.update((id(module), plan._handed_over(module)) for module in ignored)
         found: dict[int, int] = {}
         # Parameters first: a tensor that is both a parameter and a buffer is a parameter.
         for entry in entries:
@@ -119,13 +145,14 @@ class ModulePlan:
                     at = position[id(behind_proxy(child))]
                     entry.proxied.append(key)
                 entry.children[key] = at
-        plan._find_references(position.keys(), found.keys())
+        modules = {id(entry.module) for entry in entries} | {plan.source}
+        plan._find_references(modules, found.keys() - plan.ignored_parameters)
         return plan
 
     @property
     def is_plain(self) -> bool:
         """Whether replicas differ from the source in nothing but tensors and children, so that no rule is needed."""
-        return not self.has_references and not any(
+        return not (self.has_references or self.as_they_are) and not any(
             entry.slots or entry.has_own_rule or entry.proxied or entry.has_hooks for entry in self.entries
         )
 
@@ -134,7 +161,11 @@ class ModulePlan:
     ) -> int:
         if tensor is None:
             return NOTHING
-        if id(tensor) not in found:
+        if id(tensor) in found:
+            return found[id(tensor)]
+        if id(tensor) in self.ignored_parameters:
+            found[id(tensor)] = self._handed_over(tensor)
+        else:
             if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
                 raise RuntimeError(
                     f"{dotted(entry.name, key)} is not initialised yet; run the module once on a sample batch "
@@ -146,6 +177,11 @@ class ModulePlan:
             self.tensors.append(tensor)
         return found[id(tensor)]
 
+    def _handed_over(self, item: nn.Module | Tensor) -> int:
+        """The position of what every replica gets as it is."""
+        self.as_they_are.insert(0, item)
+        return NOTHING - len(self.as_they_are)
+
     def _find_references(self, modules: Set[int], tensors: Set[int]) -> None:
         known = modules | tensors
         rules: dict[type, tuple[tuple[str, ...], bool]] = {}
@@ -153,7 +189,7 @@ class ModulePlan:
             cls = entry.cls
             if cls not in rules:
                 has_own_rule = cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
-                rules[cls] = _slot_names(cls), has_own_rule
+                rules[cls] = instance_slots(cls), has_own_rule
             entry.slots, entry.has_own_rule = rules[cls]
             # Most of what a module holds is atomic or an empty table; this line is run for every attribute there is.
             held = [
@@ -175,7 +211,7 @@ class ModulePlan:
                     self.may_hold_cycles |= not ids.isdisjoint(modules)
 
 
-def _slot_names(cls: type) -> tuple[str, ...]:
+def instance_slots(cls: type) -> tuple[str, ...]:
     """Attributes that instances keep in ``__slots__`` and not in their ``__dict__``."""
     names = []
     for base in cls.__mro__:

@@ -25,6 +25,7 @@ class TreeSnapshot:
     def __init__(self, plan: ModulePlan) -> None:
         self._root = plan.entries[0].module
         self._known = {id(entry.module) for entry in plan.entries} | {id(tensor) for tensor in plan.tensors}
+        self._known.add(plan.source)
         self._modules = [_ModuleSnapshot.of(entry) for entry in plan.entries]
 
     def still_holds(self, network: nn.Module) -> bool:

@@ -73,10 +73,12 @@ def run_replicas(
     workers: int | None,
     serial: bool | None,
     chooser: PermitChooser | None,
+    method: str | None = None,
 ) -> list[Any]:
     """`parallel_apply`, with a memory of earlier calls: ``chooser`` chooses how many replicas run at the same time.
 
-    It is not asked where ``workers`` says so, or where only one replica can run at a time.
+    It is not asked where ``workers`` says so, or where only one replica can run at a time. ``method`` is what is run
+    of each module, where that is not its call.
     """
     if not modules:
         raise ValueError("parallel_apply needs at least one module; got none")
@@ -92,7 +94,7 @@ def run_replicas(
     for slot, own in state.slot_streams.items():
         own.lend(modules[slot], arguments[slot], keywords[slot])
     try:
-        values = _values(_outcomes(modules, arguments, keywords, slots, state, workers, serial, chooser), slots)
+        values = _values(_outcomes(modules, arguments, keywords, slots, state, workers, serial, chooser, method), slots)
     finally:
         for own in state.slot_streams.values():
             own.join()
@@ -110,10 +112,12 @@ def _outcomes(
     workers: int | None,
     serial: bool | None,
     chooser: PermitChooser | None,
+    method: str | None,
 ) -> Sequence[Outcome]:
     """What has become of each replica's call; none is running any more."""
     calls: list[Callable[[], Any]] = [
-        partial(module, *args, **kwargs) for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
+        partial(module if method is None else getattr(module, method), *args, **kwargs)
+        for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
     here = _tasks(state.run_here, calls)
     if serial if serial is not None else os.environ.get(SERIAL_VARIABLE, "").lower() not in _NO:

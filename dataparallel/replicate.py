@@ -31,6 +31,7 @@ from dataparallel.module_plan import (
     NOTHING,
     OWN_HOOK_TABLES,
     REGISTRIES,
+    STANDS_FOR,
     ModuleEntry,
     ModulePlan,
     dotted,
@@ -218,15 +219,16 @@ def _make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:
 def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
     """One replica of the plan's tree around ``tensors``, which become its parameters and buffers."""
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
-    held = [*tensors, None]  # None at `NOTHING`
+    held = [*tensors, *plan.as_they_are, None]  # None at `NOTHING`
     flags = hook_flags()
     modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
+    placed = [*modules, *plan.as_they_are, None]
     for entry, module in zip(plan.entries, modules, strict=True):
         if entry.is_script:
-            _fill_script(entry, module, modules, held)
+            _fill_script(entry, module, placed, held)
         else:
             own = own_attributes(entry, vars(module) if entry.has_own_rule else entry.attributes.copy(), flags)
-            _fill_registries(entry, own, modules, held)
+            _fill_registries(entry, own, placed, held)
             # Past `Module.__setattr__`, which would look for parameters in it.
             object.__setattr__(module, "__dict__", own)
             for name in entry.slots:
@@ -248,6 +250,7 @@ def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) 
 def _point_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor]) -> None:
     """Points what attributes outside of the registries hold at the replica."""
     table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
+    table[plan.source] = modules[0]
     table.update({id(source): tensor for source, tensor in zip(plan.tensors, tensors, strict=True)})
     rebinding = Rebinding(table)
     for entry, module in zip(plan.entries, modules, strict=True):
@@ -298,6 +301,7 @@ def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any
     """
     attributes = entry.attributes
     own["_is_replica"] = True
+    own.pop(STANDS_FOR, None)
     for name in REGISTRIES:
         own[name] = {}
     own["_non_persistent_buffers_set"] = attributes["_non_persistent_buffers_set"].copy()
@@ -311,10 +315,8 @@ def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any
     return own
 
 
-def _fill_registries(
-    entry: ModuleEntry, own: dict[str, Any], modules: list[nn.Module], held: list[Tensor | None]
-) -> None:
-    """Puts tensors and children of the replica where the source has its own. ``held``: tensors and, last, ``None``."""
+def _fill_registries(entry: ModuleEntry, own: dict[str, Any], modules: list[Any], held: list[Any]) -> None:
+    """Puts tensors and children of the replica where the source has its own. Both lists end with ``None``."""
     if entry.parameters:
         registry = own["_parameters"]
         for key, i in entry.parameters.items():
@@ -326,15 +328,15 @@ def _fill_registries(
     if entry.children:
         registry = own["_modules"]
         for key, i in entry.children.items():
-            registry[key] = None if i == NOTHING else modules[i]
+            registry[key] = modules[i]
         for key in entry.proxied:
             registry[key] = weakref.proxy(registry[key])
 
 
-def _fill_script(entry: ModuleEntry, replica: nn.Module, modules: list[nn.Module], held: list[Tensor | None]) -> None:
+def _fill_script(entry: ModuleEntry, replica: nn.Module, modules: list[Any], held: list[Any]) -> None:
     """The registries of a ScriptModule are views of a C++ object, which is written through attributes."""
     for key, i in (*entry.parameters.items(), *entry.buffers.items()):
         if i != NOTHING:
             setattr(replica, key, held[i])
     for key, i in entry.children.items():
-        replica._modules[key] = None if i == NOTHING else modules[i]
+        replica._modules[key] = modules[i]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dataparallel import replicate
-from dataparallel.module_plan import NOTHING, ModulePlan
+from dataparallel.module_plan import NOTHING, STANDS_FOR, ModulePlan, StandsFor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
@@ -232,3 +232,30 @@ def test_a_refusal_leaves_the_tree_alone() -> None:
     with pytest.raises(RuntimeError, match="compiled"):
         replicate(tree, ["cpu", "cpu"])
     assert [dict(vars(module)) for module in tree.modules()] == before
+
+
+class TestARootThatStandsForAnotherModule:
+    def test_what_refers_to_that_module_refers_into_the_tree(self) -> None:
+        source, root = nn.Sequential(nn.Linear(2, 2)), nn.Sequential()
+        source[0].above = [source]
+        root.append(source[0])
+        assert ModulePlan.of(root).is_plain
+        vars(root)[STANDS_FOR] = StandsFor(id(source))
+        plan = ModulePlan.of(root)
+        assert plan.entries[1].references == ["above"]
+        assert plan.source == id(source)
+
+    def test_what_is_ignored_is_no_part_of_it(self) -> None:
+        root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+        root[0].weight = root[2].weight
+        root[0].again = [root[1], root[2].weight]
+        ignored = frozenset({root[1]}), frozenset({id(root[2].weight)})
+        vars(root)[STANDS_FOR] = StandsFor(id(root), *ignored)
+        plan = ModulePlan.of(root)
+        assert [entry.name for entry in plan.entries] == ["", "0", "2"]
+        assert list(map(id, plan.tensors)) == [id(root[0].bias), id(root[2].bias)]
+        held = [*plan.as_they_are, None]
+        assert held[plan.entries[0].children["1"]] is root[1]
+        assert all(held[plan.entries[i].parameters["weight"]] is root[2].weight for i in (1, 2))
+        assert not plan.has_references
+        assert not plan.is_plain

@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dataparallel.composable.living_replicas import LivingReplicas
 from dataparallel.data_parallel import DataParallel
+from dataparallel.module_plan import ModulePlan
+from dataparallel.replicate import ReplicaParameter, make_parameters
 from dataparallel.testing.cases import Batch, Build, adamw
 from dataparallel.testing.steps import (
     Loss,
@@ -95,7 +98,8 @@ def perturbed_slots(source: nn.Module, perturbation: Perturbation) -> Iterator[N
 
     The noise is added to what the broadcast returns, before replicas are built from it, so
     gradients flow through the addition. Not for several threads at once: it replaces what
-    `dataparallel.replicate` calls, `Broadcast` and `broadcast_summed_beside`.
+    `dataparallel.replicate` calls, `Broadcast` and `broadcast_summed_beside`, and the tensors of
+    `LivingReplicas`.
     """
     # The package has a function of that name, which hides the module.
     room: Any = importlib.import_module("dataparallel.replicate")
@@ -120,11 +124,25 @@ def perturbed_slots(source: nn.Module, perturbation: Perturbation) -> Iterator[N
     def perturbed(devices: Sequence[Any], beside: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return noisy(tensors, summed_beside(devices, beside, tensors))
 
+    living = LivingReplicas._tensors
+
+    def perturbed_living(self: LivingReplicas, plan: ModulePlan, *arguments: Any) -> list[list[Tensor]]:
+        copies = []
+        for slot, on_slot in enumerate(living(self, plan, *arguments)):
+            copies.append([*on_slot])
+            for place, (tensor, copy) in enumerate(zip(plan.tensors, on_slot, strict=True)):
+                if id(tensor) in indices:
+                    copies[slot][place] = copy + perturbation.noise(copy, slot, indices[id(tensor)])
+            make_parameters(plan, copies[slot], ReplicaParameter)
+        return copies
+
     room.Broadcast, room.broadcast_summed_beside = Perturbed, perturbed
+    LivingReplicas._tensors = perturbed_living  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         room.Broadcast, room.broadcast_summed_beside = broadcast, summed_beside
+        LivingReplicas._tensors = living  # type: ignore[method-assign]
 
 
 def assert_same_step(

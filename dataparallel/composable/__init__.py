@@ -1,0 +1,8 @@
+"""The library's second form, without a wrapper: `replicate` changes a module in place, so that it runs on all slots.
+
+The public names, nothing else. Importing this touches no device.
+"""
+
+from dataparallel.composable.replicate import ReplicatedModule, register_forward_method, replicate
+
+__all__ = ["ReplicatedModule", "register_forward_method", "replicate"]

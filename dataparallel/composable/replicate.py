@@ -1,0 +1,211 @@
+"""``replicate(module)``: the module itself runs on all slots, without a wrapper around it.
+
+The class of the module becomes a subclass whose ``forward`` scatters inputs, runs replicas and gathers outputs, so that
+whoever calls the module, hooks included, sees one call on the whole batch. This file is what a user touches: arguments,
+the class, methods that run on replicas. What a call does is ``replicate_state``'s business, what holds for all forms
+``contract``'s.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel.composable.contract import Form, ManagedModule, held_by, original_class
+from dataparallel.composable.replicate_state import ReplicateState
+from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
+from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes
+
+__all__ = ["ReplicatedModule", "register_forward_method", "replicate"]
+
+
+def _on_slots(name: str) -> property:
+    """A method that runs on the slots.
+
+    It is a property, which Python finds before what the instance has: ``m.forward = f`` stays in the instance's
+    ``__dict__``, where the replicas find it, and the call is split all the same.
+    """
+
+    def get(module: Any) -> Any:
+        held = held_by(module, name)
+        if name not in _state_of(module).methods:
+            return held
+
+        @functools.wraps(held)
+        def on_slots(*args: Any, **kwargs: Any) -> Any:
+            # In a replica that holds this function, around which the user has put one of his own, `module` and `held`
+            # are the replica's.
+            state = replicate.state(module)
+            return held(*args, **kwargs) if state is None else state.run(name, args, kwargs)
+
+        return on_slots
+
+    def assign(module: Any, value: Any) -> None:
+        vars(module)[name] = value
+
+    def delete(module: Any) -> None:
+        if name not in vars(module):
+            raise AttributeError(name)
+        del vars(module)[name]
+
+    return property(get, assign, delete)
+
+
+def _state_of(module: Any) -> ReplicateState:
+    state = replicate.state(module)
+    if state is None:
+        raise RuntimeError(f"this {type(module).__name__} was not made by `replicate`, but copied from one that was")
+    return state
+
+
+class ReplicatedModule(ManagedModule):
+    """What a module is after `replicate`, beside what it was."""
+
+    forward = _on_slots("forward")
+
+    def set_requires_gradient_sync(self, flag: bool) -> None:
+        """Whether each ``backward()`` from here on sums gradients into the module's parameters.
+
+        With ``False`` they stay on the slots: the parameters' ``.grad`` is what slot 0 has found, and the next
+        ``backward()`` with ``True`` adds all others. Setting a ``.grad`` to ``None``, to another tensor or to zeros
+        (``zero_grad()``) throws away what waits for it.
+        """
+        _state_of(self).requires_gradient_sync = flag
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, each ``backward()`` leaves gradients on the slots. See `set_requires_gradient_sync`."""
+        state = _state_of(self)
+        before = state.requires_gradient_sync
+        state.requires_gradient_sync = False
+        try:
+            yield
+        finally:
+            state.requires_gradient_sync = before
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Makes the method ``name`` run as ``forward`` does: its arguments are scattered, what replicas return is gathered.
+
+    Raises:
+        TypeError: ``module`` is not replicated, or what it has under this name cannot be called.
+        AttributeError: it has no method of this name.
+    """
+    if not isinstance(module, ReplicatedModule):
+        raise TypeError(f"this {type(module).__name__} is not replicated; call replicate(module) before")
+    own = original_class(type(module)).__name__
+    try:
+        held = held_by(module, name)
+    except AttributeError:
+        raise AttributeError(f"a {own} has no method {name!r}") from None
+    if not callable(held):
+        raise TypeError(f"{name!r} of this {own} is no method")
+    cls = type(module)
+    if name != "forward" and name not in vars(cls):
+        setattr(cls, name, _on_slots(name))
+    _state_of(module).methods.add(name)
+
+
+def _prepare(
+    module: nn.Module,
+    *,
+    devices: Sequence[DeviceLike] | None = None,
+    ignored_modules: Sequence[nn.Module] | None = None,
+    ignored_params: Sequence[Tensor] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    first_bucket_mb: float = 1,
+    broadcast_buffers: bool = True,
+) -> ReplicateState:
+    """Makes ``module`` run on all devices, in place: splits the batch, runs a replica on each slot, joins the outputs.
+
+    The module stays the same object with the same parameters, so optimizers, ``state_dict`` and the training loop are
+    those of one device. Its class becomes a subclass of `ReplicatedModule` and its own. Devices of its parameters are
+    looked at when it is called, so it may be moved, loaded or materialised before. Hooks on the module itself run once
+    per call, on the whole batch; those on submodules run in each replica. ``replicate.state(module)`` is its state.
+
+    Args:
+        module: a module with a ``forward`` that is not managed yet; at its calls on the first slot.
+        devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
+            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs.
+        ignored_modules: modules below it that replicas use as they are, with all their parameters: these are neither
+            copied nor their gradients summed. That several threads can use them at the same time, with tensors of each
+            slot's device, is up to you.
+        ignored_params: the same for single parameters.
+        output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
+        dim: the batch dimension of inputs and outputs.
+        bucket_cap_mb: size in MiB of the buckets in which parameters travel, and their gradients back.
+        first_bucket_mb: size in MiB of the bucket whose gradients come first.
+        broadcast_buffers: whether replicas get the module's buffers at each call.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: no module, one without ``forward``, a wrapper, a ScriptModule; ``dim`` is no int.
+        ValueError: devices as for `dataparallel.DataParallel`; a bucket size not above 0; something to ignore that is
+            no part of the module.
+        RuntimeError: the module, a parent, a child or one of its parameters is managed already.
+    """
+    _check_kind(module)
+    slots = resolve_slots(devices)
+    if slots:
+        resolve_output(output_device, slots)
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim={dim!r}: the batch dimension is an int")
+    for name, size in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
+        if not size > 0:
+            raise ValueError(f"{name}={size}: a bucket holds more than 0 MiB")
+    modules, parameters = _check_ignored(module, ignored_modules or (), ignored_params or ())
+    return ReplicateState(
+        module,
+        slots,
+        output_device=output_device,
+        dim=dim,
+        cap_bytes=cap_in_bytes(bucket_cap_mb),
+        first_bytes=cap_in_bytes(first_bucket_mb),
+        broadcast_buffers=broadcast_buffers,
+        ignored_modules=modules,
+        ignored_parameters=parameters,
+    )
+
+
+_prepare.__name__ = _prepare.__qualname__ = "replicate"
+replicate = Form(_prepare, ReplicatedModule)
+
+
+def _check_kind(module: nn.Module) -> None:
+    name = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"cannot replicate a {name} in place: the class of a ScriptModule belongs to TorchScript and cannot be "
+            "changed. Replicate the module that is not scripted, or wrap this one in dataparallel.DataParallel"
+        )
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(f"the module is wrapped already, in a {name}; replicate its .module instead: forms do not nest")
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        raise TypeError(
+            f"a {name} has no forward of its own, so there is no call that could be split; replicate the module that "
+            "holds it"
+        )
+
+
+def _check_ignored(
+    module: nn.Module, modules: Sequence[nn.Module], parameters: Sequence[Tensor]
+) -> tuple[list[nn.Module], list[Tensor]]:
+    """What is ignored, with the parameters of ignored modules."""
+    below = {id(child) for child in module.modules()} - {id(module)}
+    own = {id(parameter) for parameter in module.parameters()}
+    for i, child in enumerate(modules):
+        if id(child) not in below:
+            raise ValueError(f"ignored_modules[{i}], a {type(child).__name__}, is not below the module to replicate")
+    for i, parameter in enumerate(parameters):
+        if id(parameter) not in own:
+            raise ValueError(f"ignored_params[{i}] is no parameter of the module to replicate")
+    return [*modules], [*parameters, *(parameter for child in modules for parameter in child.parameters())]

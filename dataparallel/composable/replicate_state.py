@@ -1,0 +1,156 @@
+"""What `replicate` keeps for one module: where it runs, its replicas, and how a call of it runs on them.
+
+A call of the module arrives here with the name of the method that was called. It goes through the four stages of
+``pipeline``; replicas are made from a twin, an object of the original class with everything that the module has. Only
+``replicate`` makes states.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel.composable.contract import KEY, held_by
+from dataparallel.composable.living_replicas import LivingReplicas
+from dataparallel.devices import DeviceLike, resolve, resolve_output
+from dataparallel.module_plan import HOOK_TABLES, STANDS_FOR, StandsFor, instance_slots
+from dataparallel.parallel_apply import run_replicas
+from dataparallel.permits import PermitChooser
+from dataparallel.pipeline import run_stages
+from dataparallel.placement import check_placement
+from dataparallel.replicate import bare_module
+from dataparallel.scatter_gather import gather, scatter_kwargs
+
+__all__ = ["ReplicateState"]
+
+
+class ReplicateState:
+    """The state of one module. It holds the module weakly, what it ignores strongly.
+
+    Args:
+        module: not replicated yet; its class is the one that replicas get.
+        slots: where replicas run; empty where there is no accelerator.
+        cap_bytes, first_bytes: sizes of the buckets, and of the one whose gradients come first.
+
+    Attributes:
+        methods: names of methods that run on replicas.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        slots: Sequence[torch.device],
+        *,
+        output_device: DeviceLike | None,
+        dim: int,
+        cap_bytes: int,
+        first_bytes: int,
+        broadcast_buffers: bool,
+        ignored_modules: Sequence[nn.Module] = (),
+        ignored_parameters: Sequence[Tensor] = (),
+    ) -> None:
+        self.slots, self.output_device, self.dim = list(slots), output_device, dim
+        self.cap_bytes, self.first_bytes = cap_bytes, first_bytes
+        self.broadcast_buffers = broadcast_buffers
+        self.methods = {"forward"}
+        self._module = weakref.ref(module)
+        self._ignored = (*ignored_modules, *ignored_parameters)  # their ids stay taken
+        self._stands_for = StandsFor(
+            id(module), frozenset(ignored_modules), frozenset(id(parameter) for parameter in ignored_parameters)
+        )
+        # The same objects at each call, so that a tree that is as before is recognised.
+        self._twin = bare_module(type(module))
+        self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in HOOK_TABLES}
+        self._permits = PermitChooser()
+        self._living = LivingReplicas(self.slots, first_bytes, cap_bytes, broadcast_buffers)
+
+    @property
+    def requires_gradient_sync(self) -> bool:
+        """Whether backward sums gradients; see ``ReplicatedModule.set_requires_gradient_sync``."""
+        return self._living.sums.are_on
+
+    @requires_gradient_sync.setter
+    def requires_gradient_sync(self, flag: bool) -> None:
+        self._living.sums.are_on = flag
+
+    def manages(self, parameter: Tensor) -> bool:
+        """Whether replicas have their own."""
+        return id(parameter) not in self._stands_for.ignored_parameters
+
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of ``method`` for the whole batch, on the output device.
+
+        Raises:
+            RuntimeError: a parameter or buffer is not on the first slot; a replica cannot be made or run here.
+            ValueError: inputs that cannot be split or outputs that cannot be joined; the message names the place.
+            Exception: what a replica raised.
+        """
+        if not self.slots:
+            return self._alone(method, *args, **kwargs)
+        # torch.compile around the call: the stages run between its graphs. Without dynamo there is no such call.
+        run = _run_between_graphs if "torch._dynamo" in sys.modules else ReplicateState._run
+        return run(self, method, args, kwargs)
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots = [resolve(device) for device in self.slots]
+        output_device = resolve_output(self.output_device, slots)
+        check_placement(self._source, slots[0], self._stands_for.ignored_modules, self._stands_for.ignored_parameters)
+        return run_stages(
+            slots,
+            output_device,
+            partial(self._alone, method),
+            scatter=lambda: scatter_kwargs(args, kwargs, slots, self.dim),
+            replicate=lambda count: self._replicas(self._make_twin(method), slots[:count]),
+            parallel_apply=lambda replicas, inputs, keywords: run_replicas(
+                replicas, inputs, keywords, slots[: len(replicas)], None, None, self._permits, method
+            ),
+            gather=lambda outputs: gather(outputs, output_device, self.dim),
+            keeper=self._living,
+        )
+
+    def _replicas(self, twin: nn.Module, slots: list[torch.device]) -> list[Any]:
+        """The replicas of this call, around tensors through which gradients reach the module."""
+        return self._living.replicas(twin, slots, self.cap_bytes)
+
+    @property
+    def _source(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module of this state is gone")
+        return module
+
+    def _alone(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """The method of the module itself, without replicas."""
+        return held_by(self._source, method)(*args, **kwargs)
+
+    def _make_twin(self, method: str) -> nn.Module:
+        """The twin with what the module has now.
+
+        Hooks on the module have their call around ``forward`` already; another method may make that call in a replica.
+        """
+        source = self._source
+        if type(source).__bases__[1:] != (type(self._twin),):
+            raise RuntimeError(
+                f"the class of this {type(self._twin).__name__} is another one than `replicate` gave to it, "
+                f"{type(source).__name__}. What changes a module's class, as torch.nn.utils.parametrize does, has to "
+                "come before `replicate`; on its children it may come at any time"
+            )
+        hooks = self._no_hooks if method == "forward" else {}
+        own = {**vars(source), **hooks, STANDS_FOR: self._stands_for}
+        del own[KEY]
+        # Past `Module.__setattr__`, which would look for parameters in it.
+        object.__setattr__(self._twin, "__dict__", own)
+        for name in instance_slots(type(self._twin)):
+            if hasattr(source, name):
+                setattr(self._twin, name, getattr(source, name))
+        return self._twin
+
+
+_run_between_graphs: Callable[..., Any] = torch._disable_dynamo(ReplicateState._run)  # type: ignore[attr-defined]

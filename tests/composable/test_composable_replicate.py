@@ -1,0 +1,273 @@
+"""`replicate`: the module stays what it was for everyone but who calls it.
+
+How a call runs on slots is in test_replicate_state.
+"""
+
+import copy
+import inspect
+import io
+import pickle
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import dataparallel.composable
+from dataparallel import DataParallel
+from dataparallel.composable import ReplicatedModule, register_forward_method, replicate
+
+
+class Affine(nn.Module):
+    """A module with a parameter, a buffer and a second method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.sizes: list[int] = []
+
+    def forward(self, x, *, scale=1.0):
+        self.calls += 1
+        self.sizes.append(len(x))
+        return self.linear(x) * scale
+
+    def generate(self, x, offset: float):
+        """Adds."""
+        self.sizes.append(len(x))
+        return self(x) + offset
+
+
+@pytest.fixture
+def affine(root):
+    torch.manual_seed(0)
+    return Affine().double().to(root)
+
+
+@pytest.fixture
+def layers(root):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(root)
+
+
+@pytest.fixture
+def batch(root):
+    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
+
+
+class TestTheModuleIsWhatItWas:
+    def test_same_object_of_a_subclass(self, layers, slots):
+        assert replicate(layers, devices=slots) is layers
+        assert isinstance(layers, nn.Sequential)
+        assert isinstance(layers, ReplicatedModule)
+        assert type(layers).__name__ == "ReplicateSequential"
+
+    def test_parameters_are_the_same_under_the_same_names(self, layers, slots):
+        before = dict(layers.named_parameters())
+        replicate(layers, devices=slots)
+        after = dict(layers.named_parameters())
+        assert list(after) == list(before)
+        assert all(after[name] is before[name] for name in before)
+
+    def test_its_state_dict_goes_to_and_from_the_plain_module(self, layers, slots, batch):
+        other = copy.deepcopy(layers)
+        keys = list(layers.state_dict())
+        replicate(layers, devices=slots)
+        assert list(layers.state_dict()) == keys
+        with torch.no_grad():
+            other[0].weight.mul_(2)
+        layers.load_state_dict(other.state_dict())
+        torch.testing.assert_close(layers(batch), other(batch))
+
+    @pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
+    def test_optimizers_made_before_or_after(self, layers, slots, batch, early):
+        reference = copy.deepcopy(layers)
+        ours = torch.optim.SGD(layers.parameters(), lr=0.1) if early else None
+        replicate(layers, devices=slots)
+        ours = ours or torch.optim.SGD(layers.parameters(), lr=0.1)
+        theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for net, optimizer in ((layers, ours), (reference, theirs)):
+            for _ in range(2):
+                optimizer.zero_grad()
+                net(batch).square().mean().backward()
+                optimizer.step()
+        torch.testing.assert_close(layers.state_dict(), reference.state_dict(), atol=1e-9, rtol=0)
+
+    def test_containers_give_plain_modules(self, layers, slots):
+        first, last = layers[0], layers[2]
+        replicate(layers, devices=slots)
+        assert layers[0] is first
+        assert list(layers) == [first, layers[1], last]
+        assert len(layers) == 3
+        assert type(layers[1:]) is nn.Sequential
+        assert layers[1:][1] is last
+
+    def test_its_repr_is_that_of_the_class_it_has(self, layers, slots):
+        before = repr(layers)
+        replicate(layers, devices=slots)
+        assert repr(layers) == f"Replicate{before}"
+
+    def test_modes_and_conversions_are_as_before(self, layers, slots, batch):
+        replicate(layers, devices=slots)
+        assert not layers.eval().training
+        assert not layers[0].training
+        assert layers.float()(batch.float()).dtype == torch.float32
+        layers.requires_grad_(False)
+        assert not layers(batch.float()).requires_grad
+
+    def test_its_forward_has_the_signature_it_had(self, affine, slots):
+        before = inspect.signature(affine.forward)
+        replicate(affine, devices=slots)
+        assert inspect.signature(affine.forward) == before
+
+    @pytest.mark.parametrize(
+        ("what", "copied"),
+        [
+            ("copy", copy.copy),
+            ("deepcopy", copy.deepcopy),
+            ("pickle", pickle.dumps),
+            ("pickle", lambda module: torch.save(module, io.BytesIO())),
+            ("deepcopy", lambda module: copy.deepcopy(nn.Sequential(module))),
+        ],
+        ids=["copy", "deepcopy", "pickle", "save", "deepcopy of a parent"],
+    )
+    def test_copies_are_refused(self, layers, slots, batch, what, copied):
+        replicate(layers, devices=slots)
+        layers(batch)
+        with pytest.raises(TypeError, match=rf"cannot {what} a module .* by `replicate`.*state_dict\(\)"):
+            copied(layers)
+
+    def test_its_state_is_reachable(self, layers, slots):
+        assert replicate.state(layers) is None
+        replicate(layers, devices=slots, bucket_cap_mb=2, first_bucket_mb=0.5, broadcast_buffers=False)
+        state = replicate.state(layers)
+        assert (state.cap_bytes, state.first_bytes, state.broadcast_buffers) == (2 * 2**20, 2**19, False)
+
+    def test_its_class_may_be_set_methods_on(self, affine, slots, batch):
+        replicate(affine, devices=slots)
+        plain = nn.Linear.forward
+
+        def forward(self, x):
+            return plain(self.linear, x) - 1
+
+        affine.forward = types.MethodType(forward, affine)
+        torch.testing.assert_close(affine(batch), affine.linear(batch) - 1)
+        del affine.forward
+        torch.testing.assert_close(affine(batch), affine.linear(batch))
+        with pytest.raises(AttributeError):
+            del affine.forward
+
+
+class TestForwardMethods:
+    def test_one_more_method_runs_on_the_slots(self, affine, slots, batch):
+        replicate(affine, devices=slots)
+        register_forward_method(affine, "generate")
+        torch.testing.assert_close(affine.generate(batch, 0.5), affine.linear(batch) + 0.5)
+        assert sorted(affine.sizes) == [1, 1, 3, 3, 3, 3]  # once each in generate and in the forward that it calls
+        assert affine.generate.__doc__ == "Adds."
+        assert list(inspect.signature(affine.generate).parameters) == ["x", "offset"]
+
+    def test_a_method_that_is_not_registered_runs_where_it_is(self, affine, slots, batch, root):
+        other = replicate(Affine().double().to(root), devices=slots)
+        register_forward_method(replicate(affine, devices=slots), "generate")
+        torch.testing.assert_close(other.generate(batch, 0.5), other.linear(batch) + 0.5)
+        assert sorted(other.sizes) == [1, 3, 3, 7]
+
+    def test_a_method_of_the_instance(self, affine, slots, batch):
+        replicate(affine, devices=slots)
+        affine.encode = types.MethodType(lambda self, x: self.linear(x) * len(x), affine)
+        register_forward_method(affine, "encode")
+        sizes = torch.tensor([3, 3, 3, 3, 3, 3, 1], device=batch.device)[:, None]
+        torch.testing.assert_close(affine.encode(batch), affine.linear(batch) * sizes)
+
+    def test_what_cannot_be_registered(self, affine, slots):
+        with pytest.raises(TypeError, match=r"this Affine is not replicated; call replicate\(module\) before"):
+            register_forward_method(affine, "generate")
+        replicate(affine, devices=slots)
+        with pytest.raises(AttributeError, match="a Affine has no method 'nothing'"):
+            register_forward_method(affine, "nothing")
+        with pytest.raises(TypeError, match="'sizes' of this Affine is no method"):
+            register_forward_method(affine, "sizes")
+
+
+class TestGradientSync:
+    def test_the_flag(self, layers, slots):
+        state = replicate.state(replicate(layers, devices=slots))
+        assert state.requires_gradient_sync
+        layers.set_requires_gradient_sync(False)
+        assert not state.requires_gradient_sync
+
+    def test_no_sync_ends_with_what_was_before(self, layers, slots):
+        state = replicate.state(replicate(layers, devices=slots))
+        for before in (True, False):
+            layers.set_requires_gradient_sync(before)
+            with layers.no_sync():
+                assert not state.requires_gradient_sync
+            assert state.requires_gradient_sync is before
+            with pytest.raises(KeyError), layers.no_sync():
+                raise KeyError
+            assert state.requires_gradient_sync is before
+
+
+class TestRefusedAtApplication:
+    @pytest.mark.parametrize("what", [3, [nn.Linear(1, 1)], nn.Linear], ids=["int", "list", "class"])
+    def test_no_module(self, what):
+        with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+            replicate(what)
+
+    @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict])
+    def test_a_container_without_forward(self, container, slots):
+        with pytest.raises(TypeError, match=f"a {container.__name__} has no forward of its own"):
+            replicate(container(), devices=slots)
+
+    @pytest.mark.parametrize("wrapper", [DataParallel, nn.DataParallel])
+    def test_a_wrapper(self, layers, slots, wrapper):
+        wrapped = wrapper(layers, slots) if wrapper is DataParallel else wrapper(layers)
+        with pytest.raises(TypeError, match=r"replicate its \.module instead"):
+            replicate(wrapped, devices=slots)
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit")
+    def test_a_script_module(self, layers, slots):
+        with pytest.raises(TypeError, match="ScriptModule belongs to TorchScript and cannot be changed"):
+            replicate(torch.jit.script(layers), devices=slots)
+
+    def test_twice_a_parent_and_a_child(self, layers, slots):
+        parent = nn.Sequential(replicate(layers, devices=slots))
+        for module in (layers, parent, layers[0]):
+            with pytest.raises(RuntimeError, match="managed by `replicate` already"):
+                replicate(module, devices=slots)
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"devices": []}, ValueError, "empty"),
+            ({"devices": ["cpu", "meta"]}, ValueError, "meta"),
+            ({"devices": ["nonsense"]}, ValueError, "nonsense"),
+            ({"output_device": "meta"}, ValueError, "meta"),
+            ({"dim": "0"}, TypeError, "dim='0': the batch dimension is an int"),
+            ({"dim": True}, TypeError, "dim=True"),
+            ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0: a bucket holds more than 0 MiB"),
+            ({"first_bucket_mb": -1}, ValueError, "first_bucket_mb=-1"),
+            ({"ignored_modules": [nn.Linear(1, 1)]}, ValueError, r"ignored_modules\[0\], a Linear, is not below"),
+            ({"ignored_params": [nn.Parameter(torch.zeros(1))]}, ValueError, r"ignored_params\[0\] is no parameter"),
+        ],
+    )
+    def test_arguments(self, layers, slots, arguments, error, message):
+        with pytest.raises(error, match=message):
+            replicate(layers, **{"devices": slots, **arguments})
+        assert type(layers) is nn.Sequential
+        replicate(layers, devices=slots)
+
+    def test_the_module_itself_cannot_be_ignored(self, layers, slots):
+        with pytest.raises(ValueError, match=r"ignored_modules\[0\]"):
+            replicate(layers, devices=slots, ignored_modules=[layers])
+
+
+def test_the_room_exports_its_names_and_the_package_does_not():
+    assert set(dataparallel.composable.__all__) == {"replicate", "ReplicatedModule", "register_forward_method"}
+    assert dataparallel.replicate is not replicate
+    names = ["devices", "ignored_modules", "ignored_params", "output_device", "dim", "bucket_cap_mb"]
+    names += ["first_bucket_mb", "broadcast_buffers"]
+    signature = inspect.signature(replicate)
+    assert list(signature.parameters) == ["module", *names]
+    assert all(signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names)

@@ -1,0 +1,267 @@
+"""A call of a replicated module runs on its slots, and equals one device.
+
+That nothing else about the module changes is in test_composable_replicate.
+"""
+
+import copy
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel import DataParallel, kept_replicas
+from dataparallel.composable import register_forward_method, replicate
+
+
+class Counts(nn.Module):
+    """Notes the sizes of what it gets; an own class, so that tests may change it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.sizes: list[int] = []
+        self.ran: list[int] = []  # ids of the modules
+
+    def forward(self, x, *, scale=1.0):
+        self.ran.append(id(self))
+        self.calls += 1
+        self.sizes.append(len(x))
+        return self.linear(x) * scale
+
+
+class Failing(Counts):
+    fails = True
+
+    def forward(self, x):
+        if self.fails and len(x) == 1:
+            raise KeyError("odd")
+        return super().forward(x)
+
+
+@pytest.fixture
+def counts(root):
+    torch.manual_seed(0)
+    return Counts().double().to(root)
+
+
+@pytest.fixture
+def batch(root):
+    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
+
+
+class TestCall:
+    def test_inputs_are_scattered_and_outputs_gathered(self, counts, slots, batch):
+        expected = counts(batch, scale=2.0)
+        counts.sizes.clear()
+        replicate(counts, devices=slots)
+        torch.testing.assert_close(counts(batch, scale=2.0), expected)
+        assert sorted(counts.sizes) == [1, 3, 3]
+
+    def test_output_device_cpu(self, counts, slots, batch):
+        assert replicate(counts, devices=slots, output_device="cpu")(batch).device.type == "cpu"
+
+    def test_dim_one(self, root, slots):
+        module = nn.Linear(4, 3).double().to(root)
+        x = torch.randn(5, 7, 4, dtype=torch.float64, device=root)
+        expected = module(x)
+        torch.testing.assert_close(replicate(module, devices=slots, dim=1)(x), expected)
+
+    def test_attributes_that_instances_keep_in_slots(self, slots, root, batch):
+        class Slotted(nn.Linear):
+            __slots__ = ("factor", "unset")
+
+            def forward(self, x):
+                return super().forward(x) * self.factor
+
+        module = Slotted(4, 3).double().to(root)
+        module.factor = 2.0
+        expected = module(batch)
+        torch.testing.assert_close(replicate(module, devices=slots)(batch), expected)
+
+    def test_no_arguments_run_one_replica(self, slots, root):
+        class Constant(nn.Module):
+            def forward(self):
+                return torch.ones(2, device=root)
+
+        assert replicate(Constant(), devices=slots)().shape == (2,)
+
+    def test_a_single_slot_runs_the_module_itself(self, counts, root, batch):
+        replicate(counts, devices=[root], output_device="cpu")
+        seen = []
+        counts.linear.register_forward_hook(lambda module, args, output: seen.append(module))
+        assert counts(batch).device.type == "cpu"
+        assert seen == [counts.linear]
+
+    def test_without_accelerator_the_module_is_just_called(self, counts, batch, monkeypatch):
+        monkeypatch.setattr("dataparallel.devices.all_devices", list)
+        replicate(counts)
+        counts(batch)
+        assert counts.sizes == [7]
+
+    def test_what_the_module_is_at_the_call_counts(self, counts, slots, batch):
+        replicate(counts, devices=slots)
+        counts(batch)
+        counts.linear = nn.Linear(4, 2).double().to(batch.device)
+        counts.eval()
+        assert counts(batch).shape == (7, 2)
+        counts.linear.weight = nn.Parameter(torch.ones_like(counts.linear.weight))
+        counts.linear.bias.requires_grad_(False)
+        output = counts(batch)
+        torch.testing.assert_close(output, counts.linear(batch))
+        output.sum().backward()
+        assert counts.linear.bias.grad is None
+        torch.testing.assert_close(counts.linear.weight.grad, batch.sum(0).expand(2, 4))
+
+    def test_buffers_changed_in_place_on_slot_0_stay(self, counts, slots, batch):
+        replicate(counts, devices=slots)
+        counts(batch)
+        counts(batch)
+        assert counts.calls == 2
+
+    def test_it_may_be_materialised_between(self, slots, root):
+        module = replicate(nn.Linear(4, 3, device="meta"), devices=slots)
+        module.to_empty(device=root)
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+        torch.testing.assert_close(module(torch.ones(7, 4, device=root)), torch.full((7, 3), 4.0, device=root))
+
+    def test_the_tree_is_recognised_at_the_next_call(self, counts, slots, batch, monkeypatch):
+        replicate(counts, devices=slots)
+        counts(batch)
+        made = []
+        of = kept_replicas.ModulePlan.of
+        monkeypatch.setattr(kept_replicas.ModulePlan, "of", lambda network: made.append(network) or of(network))
+        counts(batch)
+        assert not made
+        counts.new = 1
+        counts(batch)
+        assert len(made) == 1
+
+    def test_nothing_is_left_when_the_module_is_gone(self, counts, slots, batch):
+        module = replicate(nn.Sequential(counts), devices=slots)
+        module(batch).sum().backward()
+        gc.collect()
+        gc.disable()
+        try:
+            gone = weakref.ref(module)
+            del module
+            assert gone() is None
+        finally:
+            gc.enable()
+
+    def test_torch_compile_around_the_call_runs_the_same_numbers(self, counts, slots, batch):
+        expected = counts(batch * 2) + 1
+        replicate(counts, devices=slots)
+        compiled = torch.compile(lambda x: counts(x * 2) + 1, backend="eager")
+        torch.testing.assert_close(compiled(batch), expected)
+        torch.testing.assert_close(torch.compile(counts, backend="eager")(batch * 2) + 1, expected)
+        assert sorted(counts.sizes) == [1, 1, 3, 3, 3, 3, 7]
+
+
+class TestHooks:
+    def test_those_on_the_module_run_once_on_the_whole_batch(self, counts, slots, batch):
+        replicate(counts, devices=slots)
+        seen = []
+        counts.register_forward_pre_hook(lambda module, args: seen.append(("pre", module, len(args[0]))))
+        counts.register_forward_hook(lambda module, args, output: seen.append(("forward", module, len(output))))
+        counts.register_full_backward_hook(lambda module, ins, outs: seen.append(("backward", module, len(outs[0]))))
+        counts(batch.requires_grad_()).sum().backward()
+        assert seen == [("pre", counts, 7), ("forward", counts, 7), ("backward", counts, 7)]
+
+    def test_what_they_return_is_used(self, counts, slots, batch):
+        expected = counts(batch * 2) + 1
+        counts.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        replicate(counts, devices=slots)
+        counts.register_forward_hook(lambda module, args, output: output + 1)
+        torch.testing.assert_close(counts(batch), expected)
+
+    def test_those_on_children_run_in_each_replica(self, counts, slots, batch):
+        seen = []
+        counts.linear.register_forward_hook(lambda module, args, output: seen.append((module, len(output))))
+        replicate(counts, devices=slots)
+        counts(batch)
+        assert sorted(size for _, size in seen) == [1, 3, 3]
+        assert all(module is not counts.linear for module, _ in seen)
+
+    def test_a_method_that_calls_the_module_runs_them_in_each_replica(self, counts, slots, batch):
+        counts.register_forward_hook(lambda module, args, output: output + 1)
+        counts.twice = types.MethodType(lambda self, x: 2 * self(x), counts)
+        expected = counts.twice(batch)
+        register_forward_method(replicate(counts, devices=slots), "twice")
+        for _ in range(2):
+            torch.testing.assert_close(counts.twice(batch), expected)
+            torch.testing.assert_close(2 * counts(batch), expected)
+
+    def test_replicas_of_a_module_with_hooks_are_plain(self, counts, slots, batch):
+        counts.register_forward_hook(lambda module, args, output: output + 1)
+        replicate(counts, devices=slots)(batch)
+        assert replicate.state(counts)._living._plan.is_plain
+
+    def test_a_call_that_the_class_overrides_runs_once(self, slots, root, batch):
+        class Doubles(Counts):
+            def __call__(self, x):
+                return 2 * super().__call__(x)
+
+        module = Doubles().double().to(root)
+        expected = module(batch)
+        torch.testing.assert_close(replicate(module, devices=slots)(batch), expected)
+
+
+class TestErrors:
+    def test_parameter_on_meta(self, counts, slots, batch, root):
+        counts.linear.bias = nn.Parameter(torch.empty(3, device="meta"))
+        replicate(counts, devices=slots)
+        with pytest.raises(RuntimeError, match=r"parameter 'linear\.bias' is on meta.* materialise it first") as caught:
+            counts(batch)
+        assert f"module.to_empty(device='{root}')" in str(caught.value)
+
+    def test_a_tree_that_cannot_be_replicated(self, counts, slots, batch):
+        replicate(counts, devices=slots)
+        counts.linear.compile(backend="eager")
+        with pytest.raises(RuntimeError, match=r"cannot replicate 'linear': it was compiled"):
+            counts(batch)
+
+    def test_a_replicated_module_inside_another_or_a_wrapper(self, slots, root, batch):
+        inner = replicate(nn.Linear(4, 4).double().to(root), devices=slots)
+        outer = replicate(nn.Sequential(nn.Identity()), devices=slots)
+        outer.append(inner)
+        for module in (outer, DataParallel(inner, slots)):
+            with pytest.raises(RuntimeError, match="Linear: it is managed by `replicate` already"):
+                module(batch)
+
+    def test_a_functorch_transform_around_the_call(self, counts, slots, batch):
+        expected = counts(batch)
+        replicate(counts, devices=slots)
+        with pytest.raises(RuntimeError, match=r"torch\.func transform"):
+            torch.func.vmap(counts)(batch.unsqueeze(1))
+        torch.testing.assert_close(counts(batch), expected)
+
+    def test_a_class_that_has_changed_since(self, slots, root, batch):
+        module = replicate(nn.Linear(4, 3).double().to(root), devices=slots)
+        nn.utils.parametrizations.weight_norm(module)
+        with pytest.raises(RuntimeError, match="the class of this Linear is another one than `replicate` gave to it"):
+            module(batch)
+
+    def test_a_replica_that_raises_leaves_the_module_as_it_was(self, slots, root, batch):
+        torch.manual_seed(0)
+        module = replicate(Failing().double().to(root), devices=slots)
+        before = copy.deepcopy(module.linear.state_dict())
+        with pytest.raises(KeyError, match="odd"):
+            module(batch)
+        assert all(torch.equal(value, before[key]) for key, value in module.linear.state_dict().items())
+        module.fails = False
+        torch.testing.assert_close(module(batch), module.linear(batch))
+
+    def test_a_method_that_raises(self, counts, slots, batch):
+        def odd(self, x):
+            raise IndexError(len(x))
+
+        replicate(counts, devices=slots)
+        counts.odd = types.MethodType(odd, counts)
+        register_forward_method(counts, "odd")
+        with pytest.raises(IndexError, match="3"):
+            counts.odd(batch)
