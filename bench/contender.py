@@ -1,7 +1,8 @@
-"""A process of its own that makes training steps of a GPT when it is told to, in one of four ways.
+"""A process of its own that makes training steps of a GPT when it is told to, in one of five ways.
 
 ``python contender.py THREADS`` is one process that can make a step by ``DataParallel`` on two CPU slots, or one by the
-same module with the whole batch, or with its halves one after the other. ``python contender.py THREADS RANK FILE`` is
+same module with the whole batch, or with its halves one after the other; or, from its first such step on, by
+``composable.replicate``, which changes the module for good. ``python contender.py THREADS RANK FILE`` is
 one of two processes of ``DistributedDataParallel``, which meet by FILE. `cpu_slots` starts them and talks to them: a
 command is a line on stdin, and so is the answer on stdout. Between commands a process waits for its stdin and takes no
 time from the others.
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from by_hand import ByHand
 from dataparallel import DataParallel
+from dataparallel.composable import ReplicatedModule, replicate
 from shapes import GPT, VOCABULARY
 
 SLOTS = 2
@@ -62,7 +64,20 @@ def steps_of_one_process(module: nn.Module) -> dict[str, Step]:
         "slots": step(DataParallel(module, ["cpu"] * SLOTS), tokens, targets),
         "module": step(module, tokens, targets),
         "chunks": step(ByHand(module, SLOTS), tokens, targets),
+        "replicate": replicated(module, tokens, targets),
     }
+
+
+def replicated(module: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+    """A step of the module itself, which is replicated when it is first told to."""
+    run = step(module, tokens, targets)
+
+    def replicate_and_run() -> None:
+        if not isinstance(module, ReplicatedModule):
+            replicate(module, devices=["cpu"] * SLOTS)
+        run()
+
+    return replicate_and_run
 
 
 def steps_of_a_rank(module: nn.Module, rank: int, file: str) -> dict[str, Step]:

@@ -1,0 +1,104 @@
+"""What the times of the library's forms mean, beside each other and beside torch's: rows of a table.
+
+Knows nothing of how the times came about, and measures nothing itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pairs import Comparison, Verdict
+from shapes import NARROW_GPT, RESNET, WIDE_GPT
+
+CAPTION = """\
+A training step, forward, loss and backward, by composable.replicate and by others. ratio is the median over the rounds
+of the quotient that the row names, and its bootstrap 95 % interval; for memory it is proportional set sizes, measured
+once. The bar is what it should be; "not decided" where the interval straddles it. Simulated devices are no
+accelerators: all of them compute on the CPU's cores. Their clocks were off."""
+
+BESIDE_TORCH = "nn.DataParallel/replicate"
+BESIDE_WRAPPER = "DataParallel/replicate"
+OVER_IN_A_ROW = "replicate/in a row"
+BESIDE_DDP = "DDP/replicate"
+MEMORY_OVER_DDP = "memory replicate/DDP"
+
+AT_MOST = {OVER_IN_A_ROW, MEMORY_OVER_DDP}
+BAR_DEVICES = 8
+BARS: dict[tuple[str, str], float] = {
+    (BESIDE_TORCH, RESNET.name): 1.5,
+    (BESIDE_TORCH, NARROW_GPT.name): 1.5,
+    (BESIDE_TORCH, WIDE_GPT.name): 1.3,
+    **{(BESIDE_WRAPPER, shape.name): 1.0 for shape in (RESNET, NARROW_GPT, WIDE_GPT)},
+    **{(OVER_IN_A_ROW, shape.name): 1.0 for shape in (RESNET, NARROW_GPT)},
+}
+DDP_BAR = 1.0
+MEMORY_BAR = 0.7
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quotient of one model on a number of slots. Milliseconds, or mebibytes."""
+
+    model: str
+    slots: str
+    quotient: str
+    replicate: float
+    other: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    pairs: int
+    bar: float | None
+    at_most: bool
+    verdict: Verdict | None
+    load_before: float
+    load_after: float
+
+    def cells(self) -> dict[str, str]:
+        """The row of the table."""
+        interval = f"{self.ratio_low:.2f} to {self.ratio_high:.2f}" if self.pairs > 1 else ""
+        return {
+            "model": self.model,
+            "slots": self.slots,
+            "quotient": self.quotient,
+            "replicate": f"{self.replicate:.1f}",
+            "the other": f"{self.other:.1f}",
+            "ratio": f"{self.ratio:.2f}",
+            "95 % interval": interval,
+            "pairs": str(self.pairs),
+            "bar": "" if self.bar is None else f"{'at most' if self.at_most else 'at least'} {self.bar:g}",
+            "reached": self.verdict or "",
+            "load": f"{self.load_before:.1f} to {self.load_after:.1f}",
+        }
+
+
+def timed(model: str, slots: str, quotient: str, comparison: Comparison, bar: float | None) -> Row:
+    """A row of times, those of ``replicate`` being the comparison's ``ours``."""
+    at_most = quotient in AT_MOST
+    judged = comparison.swapped if at_most else comparison
+    return Row(
+        model=model,
+        slots=slots,
+        quotient=quotient,
+        replicate=1e3 * statistics.median(comparison.ours),
+        other=1e3 * statistics.median(comparison.theirs),
+        ratio=judged.ratio,
+        ratio_low=judged.low,
+        ratio_high=judged.high,
+        pairs=judged.pairs,
+        bar=bar,
+        at_most=at_most,
+        verdict=None if bar is None else judged.verdict(bar, not at_most),
+        load_before=comparison.load_before,
+        load_after=comparison.load_after,
+    )
+
+
+def held(model: str, slots: str, replicate: int, other: int, load: Sequence[float]) -> Row:
+    """A row of memory, from bytes."""
+    ratio = replicate / other
+    verdict: Verdict = "yes" if ratio <= MEMORY_BAR else "no"
+    sizes = replicate / 2**20, other / 2**20
+    return Row(model, slots, MEMORY_OVER_DDP, *sizes, ratio, ratio, ratio, 1, MEMORY_BAR, True, verdict, *load)

@@ -1,0 +1,136 @@
+"""A training step by ``composable.replicate`` beside the wrapper, ``torch.nn.DataParallel``, single steps and DDP.
+
+What is asserted is that all do the same work. The bars of the report say what its ratios should be, and fail nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from beside_torch import BesideTorch
+from contender import SLOTS
+from cpu_slots import Contender
+from dataparallel.composable import replicate
+from forms_report import (
+    BAR_DEVICES,
+    BARS,
+    BESIDE_DDP,
+    BESIDE_TORCH,
+    BESIDE_WRAPPER,
+    CAPTION,
+    DDP_BAR,
+    OVER_IN_A_ROW,
+    held,
+    timed,
+)
+from pairs import PAIRS, Comparison, alternate, load, take_turns
+from places import Places
+from reporting import Report
+from shapes import NARROW_GPT, RESNET, WIDE_GPT, Shape
+from simulator import simulator_notes
+from stages import mean_square
+
+SETTLE, SHORT_SETTLE = 32, 3  # calls in which the library finds out how many replicas to run at a time
+STEPS_BEFORE_MEMORY, SHORT_STEPS_BEFORE_MEMORY = 10, 1
+
+
+@pytest.fixture(scope="module")
+def report(reports: list[Report], places: Places) -> Report:
+    reports.append(Report("forms", CAPTION, notes=simulator_notes(places)))
+    return reports[-1]
+
+
+class Forms(BesideTorch):
+    """One model in both wrappers, and a copy of it that is replicated in place."""
+
+    def __init__(self, shape: Shape, devices: list[torch.device], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(shape, devices, dtype)
+        self.replicated = replicate(copy.deepcopy(self.module), devices=devices)
+
+    def train_replicated(self) -> None:
+        mean_square(self.replicated(self.batch)).backward()
+        self.replicated.zero_grad()
+
+    def check_replicated(self) -> None:
+        """Raises `AssertionError` unless its gradients are the wrapper's."""
+        for call, module in ((self.ours, self.module), (self.replicated, self.replicated)):
+            module.zero_grad()
+            mean_square(call(self.batch)).backward()
+        for ours, theirs in zip(self.replicated.parameters(), self.module.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * float(theirs.grad.abs().max()))
+            ours.grad = theirs.grad = None
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL support")
+@pytest.mark.parametrize("shape", [RESNET, NARROW_GPT, WIDE_GPT], ids=lambda shape: shape.name)
+def test_on_devices(shape: Shape, benchmark: BenchmarkFixture, places: Places, report: Report, short: bool) -> None:
+    """All take turns, in rounds."""
+    found = places.simulated or [device for device in places.real if device.type != "cpu"]
+    if len(found) < BAR_DEVICES or (short and shape is not NARROW_GPT):
+        pytest.skip(f"takes {BAR_DEVICES} devices" if len(found) < BAR_DEVICES else "short")
+    devices = found[:BAR_DEVICES]
+    forms = Forms(shape, devices)
+    calls = [forms.train_replicated, forms.train, forms.torch_train, forms.train_in_a_row]
+
+    def compare() -> tuple[list[list[float]], tuple[float, float]]:
+        before = load()
+        with forms.stand_ins.installed():
+            for _ in range(SHORT_SETTLE if short else SETTLE):
+                forms.train_replicated()
+                forms.train()
+            return take_turns(calls, 2 * PAIRS, short=short), (before, load())
+
+    forms.check_replicated()
+    with places.clocks_off():
+        (ours, *others), loads = benchmark.pedantic(compare, rounds=1)
+    forms.check_replicated()
+    if benchmark.enabled:
+        for quotient, theirs in zip((BESIDE_WRAPPER, BESIDE_TORCH, OVER_IN_A_ROW), others, strict=True):
+            bar = BARS.get((quotient, shape.name))
+            comparison = Comparison(ours, theirs, *loads)
+            report.rows.append(timed(shape.name, f"{len(devices)} devices", quotient, comparison, bar))
+
+
+def test_on_cpu_slots(benchmark: BenchmarkFixture, report: Report, tmp_path: Path, short: bool) -> None:
+    """In processes of their own, beside as many processes of DDP as there are slots."""
+    if short or not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("short" if short else "torch without gloo")
+    ranks = [["1", str(rank), str(tmp_path / "rendezvous")] for rank in range(SLOTS)]
+    model, slots = "GPT of 6 blocks, width 256", f"{SLOTS} CPU slots"
+    with (
+        Contender("replicate", [[str(SLOTS)]], tmp_path) as ours,
+        Contender("slots", [[str(SLOTS)]], tmp_path) as wrapper,
+        Contender("ddp", ranks, tmp_path) as ddp,
+    ):
+        memory = []
+        for contender, command in ((ours, "replicate"), (ddp, "ddp")):
+            for _ in range(STEPS_BEFORE_MEMORY):
+                contender.tell(command)
+            memory.append(contender.memory())
+
+        def compared(theirs: Contender, command: str) -> Comparison:
+            def collect_garbage() -> None:
+                ours.collect_garbage()
+                theirs.collect_garbage()
+
+            return alternate(
+                lambda: ours.tell("replicate"), lambda: theirs.tell(command), between=collect_garbage, bar=DDP_BAR
+            )
+
+        def compare() -> list[Comparison]:
+            return [compared(wrapper, "slots"), compared(ddp, "ddp")]
+
+        beside_wrapper, beside_ddp = benchmark.pedantic(compare, rounds=1)
+        for gradient, wanted in zip(ours.gradients(), ddp.gradients(), strict=True):
+            torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+    if benchmark.enabled:
+        report.rows.append(timed(model, slots, BESIDE_WRAPPER, beside_wrapper, 1.0))
+        report.rows.append(timed(model, slots, BESIDE_DDP, beside_ddp, DDP_BAR))
+        if memory[0] is not None and memory[1] is not None:
+            loads = beside_ddp.load_before, beside_ddp.load_after
+            report.rows.append(held(model, slots, memory[0], memory[1], loads))
