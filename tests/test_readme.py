@@ -48,6 +48,15 @@ def test_the_serving_example_answers_like_one_device():
     torch.testing.assert_close(answers, [model(batch) for batch in requests])
 
 
+def test_the_example_of_replicas_that_stay_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(example("composable import replicate"), names)
+    assert names["loss"] * 4 < 15
+    assert list(names["model"].state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
 @pytest.mark.slots(4)
 def test_the_example_of_routes_is_the_loss_of_one_device(slots, root):
     model, x = torch.nn.Linear(20, 1).double().to(root), torch.randn(64, 20, dtype=torch.float64, device=root)
@@ -83,7 +92,7 @@ def test_the_profiling_example_records_the_replicas(tmp_path, monkeypatch):
 
 
 def test_every_example_is_valid_python():
-    assert len(examples()) == 12
+    assert len(examples()) == 13
     for block in examples():
         compile(block, "README.rst", "exec")
 
