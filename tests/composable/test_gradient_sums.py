@@ -14,16 +14,6 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 @pytest.fixture
-def net(root: torch.device) -> Net:
-    return build(root)
-
-
-@pytest.fixture
-def twin(root: torch.device) -> Net:
-    return build(root)
-
-
-@pytest.fixture
 def wrapped(net: Net, slots: list) -> DataParallel:
     return living(net, slots)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from living import Net, assert_same, build, gradients, living, loss, numbers
+from living import Net, assert_same, gradients, living, loss, numbers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,16 +14,6 @@ from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import assert_same_step, assert_same_training
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-
-@pytest.fixture
-def net(root: torch.device) -> Net:
-    return build(root)
-
-
-@pytest.fixture
-def twin(root: torch.device) -> Net:
-    return build(root)
 
 
 @pytest.fixture

@@ -10,27 +10,11 @@ import weakref
 
 import pytest
 import torch
+from counting import Counts
 from torch import nn
 
 from dataparallel import DataParallel, kept_replicas
 from dataparallel.composable import register_forward_method, replicate
-
-
-class Counts(nn.Module):
-    """Notes the sizes of what it gets; an own class, so that tests may change it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.register_buffer("calls", torch.zeros(()))
-        self.sizes: list[int] = []
-        self.ran: list[int] = []  # ids of the modules
-
-    def forward(self, x, *, scale=1.0):
-        self.ran.append(id(self))
-        self.calls += 1
-        self.sizes.append(len(x))
-        return self.linear(x) * scale
 
 
 class Failing(Counts):
@@ -40,17 +24,6 @@ class Failing(Counts):
         if self.fails and len(x) == 1:
             raise KeyError("odd")
         return super().forward(x)
-
-
-@pytest.fixture
-def counts(root):
-    torch.manual_seed(0)
-    return Counts().double().to(root)
-
-
-@pytest.fixture
-def batch(root):
-    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
 
 
 class TestCall:

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from counting import Counts
 from torch import nn
 
 from dataparallel.composable import replicate
@@ -16,34 +17,6 @@ from dataparallel.testing.cases import numbers, seeded
 
 def in_place(module, slots, dim=0):
     return replicate(module, devices=slots, dim=dim)
-
-
-class Counts(nn.Module):
-    """Notes the sizes of what it gets; an own class, so that tests may change it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.register_buffer("calls", torch.zeros(()))
-        self.sizes: list[int] = []
-        self.ran: list[int] = []  # ids of the modules
-
-    def forward(self, x, *, scale=1.0):
-        self.ran.append(id(self))
-        self.calls += 1
-        self.sizes.append(len(x))
-        return self.linear(x) * scale
-
-
-@pytest.fixture
-def counts(root):
-    torch.manual_seed(0)
-    return Counts().double().to(root)
-
-
-@pytest.fixture
-def batch(root):
-    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
 
 
 class TestReferencesToTheModule:
