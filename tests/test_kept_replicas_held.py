@@ -251,7 +251,7 @@ def allocated() -> list[int]:
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.slots(3, 8)
+@pytest.mark.slots(8)
 def test_bytes(net, slots, x, without_graph) -> None:
     """Bounded by one copy, and none left by a call that records a graph, by a failed one, and by the wrapper."""
     before = allocated()

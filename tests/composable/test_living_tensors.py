@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel
 from dataparallel.testing.models import CASES
-from dataparallel.testing.parity import assert_same_step, assert_same_training
+from dataparallel.testing.parity import assert_same_training
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -34,14 +34,7 @@ def tensors_of(wrapped: DataParallel) -> list[list[Tensor]]:
     return wrapped._kept._living._made.copies
 
 
-@pytest.mark.slots(2, 3, 8)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_one_step_is_that_of_one_device(case, slots):
-    size = 3 * len(slots) + 1
-    assert_same_step(case.build, case.batch(size, size), slots, dim=case.dim, by_chunks=case.by_chunks, wrap=living)
-
-
-@pytest.mark.slots(2, 3)
+@pytest.mark.slots(2, 8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_training_is_that_of_one_device(case, slots):
     assert_same_training(
@@ -356,10 +349,10 @@ def test_several_threads_may_call(net: Net, twin: Net, slots: list, x: Tensor) -
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.slots(2, 8)
+@pytest.mark.slots(8)
 def test_a_forward_sends_the_values_in_a_few_launches(slots: list, root: torch.device) -> None:
     """At most three for each slot and bucket, whatever the number of tensors."""
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(500))).to(root)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100))).to(root)
     wrapped = living(model, slots)
     wrapped._kept._living._first_bytes = wrapped._kept._living._cap_bytes = 2**20
     x = torch.ones(len(slots), 2, device=root)
