@@ -26,6 +26,7 @@ from torch.autograd import Function
 from dataparallel import comm
 from dataparallel.comm import settings
 from dataparallel.devices import CPU, DeviceLike, resolve_each
+from dataparallel.hand_over import HandOver, sum_as_soon_as_ready
 from dataparallel.ranges import stage
 from dataparallel.side_streams import BesideBackward, current, side_stream
 from dataparallel.slot_streams import SlotStream, slot_streams
@@ -33,7 +34,6 @@ from dataparallel.slot_streams import SlotStream, slot_streams
 __all__ = [
     "Broadcast",
     "Gather",
-    "HandOver",
     "ReduceAdd",
     "ReduceAddCoalesced",
     "Scatter",
@@ -72,7 +72,7 @@ class Broadcast(Function):
         ctx.slot_streams = slot_streams(slots)
         ctx.settings = settings.current()  # backward may run in a thread that knows nothing of the caller's
         ctx.sources = [tensor.device for tensor in tensors]
-        _sum_as_soon_as_ready(ctx)
+        sum_as_soon_as_ready(ctx)
         outputs = comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER)
         already_there = set(ctx.sources)
         for slot, device in enumerate(slots):
@@ -119,42 +119,6 @@ class Broadcast(Function):
         return sums
 
 
-class HandOver(Function):
-    """``HandOver.apply(*tensors)``: views of them, whose node belongs to the stream that is current now.
-
-    The engine has that stream wait for what made a gradient, runs the node there, and orders what follows after it. A
-    parameter's ``AccumulateGrad`` belongs to that stream too, where it is new.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        _sum_as_soon_as_ready(ctx)
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple([getattr(grad, "enveloped", grad) for grad in grads])
-
-    @staticmethod
-    def enveloped(totals: Sequence[Tensor], beside: BesideBackward) -> list[Tensor]:
-        """The tensors, whose memory ``beside`` holds, as Python attributes of others that have next to no memory.
-
-        To gradients that go from one stream to another the engine applies ``record_stream``, which would keep their
-        memory from being used again until the host looks.
-        """
-        if any(total.layout is not torch.strided for total in totals):
-            return [*totals]
-        beside.hold(totals)
-        blank = torch.empty((), dtype=totals[0].dtype, device=totals[0].device)
-        envelopes = []
-        for total in totals:
-            envelope = blank.to(total.dtype).expand(total.shape)
-            envelope.enveloped = total  # type: ignore[attr-defined]
-            envelopes.append(envelope)
-        return envelopes
-
-
 def broadcast_summed_beside(
     devices: Sequence[torch.device],
     beside: BesideBackward,
@@ -172,16 +136,6 @@ def broadcast_summed_beside(
     node: Any = outputs[0].grad_fn
     node.beside = beside
     return outputs
-
-
-def _sum_as_soon_as_ready(node: Any) -> None:
-    """Has the engine run the node as soon as its gradients are there, before other nodes that are ready too.
-
-    Of these the engine takes the one with the highest number, and numbers fall from the last layer to the first; only
-    ``AccumulateGrad`` has a higher one than this. Without such numbers only the order changes: sums come last.
-    """
-    if hasattr(node, "_set_sequence_nr"):
-        node._set_sequence_nr(2**62)
 
 
 def _reduce(

@@ -9,7 +9,7 @@ neither buckets nor routes. What orders them:
 - Flat buffers belong to the streams that compute. They are held until those have waited for what reads them, when the
   bucket after the next one travels, by which time that costs nothing, or when backward ends. ``record_stream`` would
   hold them until the host looks again, and by then it may have launched the whole step.
-- What takes a sum runs on the root's side stream, because its node was made there (`dataparallel.functions.HandOver`),
+- What takes a sum runs on the root's side stream, because its node was made there (`dataparallel.hand_over.HandOver`),
   and the engine has the caller's stream wait for that one when backward ends. An accumulation into ``.grad`` drops the
   sum, so its memory is held too: until nobody else has it and the root has waited, or until backward ends.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.functions import Broadcast, HandOver
+from dataparallel.functions import Broadcast
 from dataparallel.side_streams import BesideBackward, current, side_stream
 
 pytestmark = [pytest.mark.devices("sim", "cuda"), pytest.mark.usefixtures("distinct")]
@@ -267,15 +267,3 @@ def test_what_is_held_is_two_buckets_and_the_sums_that_somebody_has(slots: list,
     Step.apply(torch.ones(2, device=root, requires_grad=True), beside).sum().backward()
     assert held == [(1, 1), (2, 2), (2, 3), (3, 3), (3, 3), (3, 3), (2, 4)]
     assert beside._passes == {}
-
-
-def test_what_is_handed_over_belongs_to_the_side_stream(slots: list, root: torch.device) -> None:
-    x = torch.ones(3, device=root, requires_grad=True)
-    seen = []
-    with side_stream(root):
-        (view,) = HandOver.apply(x)
-    assert view.data_ptr() == x.data_ptr()
-    view.grad_fn.register_prehook(lambda _: seen.append(torch.accelerator.current_stream(root)))
-    (view * 2).sum().backward()
-    assert seen == [side_stream(root)]
-    assert x.grad.tolist() == [2, 2, 2]

@@ -19,7 +19,8 @@ from torch.autograd import Variable
 
 from dataparallel import comm
 from dataparallel.devices import DeviceLike
-from dataparallel.functions import Broadcast, HandOver
+from dataparallel.functions import Broadcast
+from dataparallel.hand_over import HandOver
 from dataparallel.side_streams import current
 
 __all__ = ["GradientSums", "LivingBroadcast", "WaitingBucket"]
