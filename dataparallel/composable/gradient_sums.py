@@ -83,7 +83,17 @@ class GradientSums:
     def __init__(self) -> None:
         self.are_on = True
         self.arrivals: list[int] | None = None
-        self.buckets: list[WaitingBucket] = []
+        # Weakly: they know this object, and belong to their nodes.
+        self._buckets: list[weakref.ref[WaitingBucket]] = []
+
+    @property
+    def buckets(self) -> list[WaitingBucket]:
+        """Those whose nodes still exist."""
+        return [bucket for found in self._buckets if (bucket := found()) is not None]
+
+    def use(self, buckets: Sequence[WaitingBucket]) -> None:
+        """From here on these are the buckets."""
+        self._buckets = [*map(weakref.ref, buckets)]
 
     def add_what_is_kept(self) -> None:
         """Adds gradients that no pass has summed to the source's ``.grad``, where they are not void."""

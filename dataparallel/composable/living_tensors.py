@@ -67,7 +67,7 @@ class LivingTensors:
     def clear(self) -> None:
         """Lets go of all tensors; gradients that wait on slots go where they belong."""
         self._sums.add_what_is_kept()
-        self._sums.buckets = []
+        self._sums.use([])
         self._made = None
 
     def _make(self, plan: ModulePlan, slots: list[torch.device]) -> _Made:
@@ -136,12 +136,15 @@ class _Made:
         tensors = self.plan.tensors
         self.recorded_groups = fill_buckets(tensors, order or self.recorded[::-1], first_bytes, cap_bytes)
         beside = BesideBackward(self._streams) if _is_apart(self.slots, self._streams, self._settings) else None
+        buckets: list[WaitingBucket] = []
         token = first_token = torch.empty(0, requires_grad=True)
         for position, group in reversed([*enumerate(self.recorded_groups)]):
             waiting = WaitingBucket(sums, position, [tensors[i] for i in group], self._streams)
             token = self._make_recorded(group, waiting, beside, token)
+            buckets.append(waiting)
             if order is None:  # to be learnt, so none is to be kept
                 token = first_token
+        sums.use(buckets)
         recorded = {*self.recorded}
         constant = [i for i in self.plan.parameters if i not in recorded]
         buffers = [i for i in range(len(tensors)) if i not in recorded and i not in self._parameters]
@@ -170,7 +173,6 @@ class _Made:
             *outputs, token_of_this = broadcast_summed_beside(self.slots, beside, tensors, broadcast)
         node: Any = outputs[0].grad_fn
         node.waiting = waiting
-        waiting.sums.buckets.append(waiting)
         for place, output in enumerate(outputs):
             slot, position = divmod(place, len(group))
             self.copies[slot][group[position]] = output

@@ -1,5 +1,7 @@
 """Gradients that wait on slots: nothing is lost, nothing counts twice, and what the user throws away is gone."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -296,3 +298,18 @@ def test_a_step_that_a_scaler_skips_leaks_nothing(
     loss(wrapped(three)).backward()
     loss(twin(three)).backward()
     assert_same(gradients(net), gradients(twin))
+
+
+def test_what_is_dropped_is_freed_without_a_collection(slots: list, root: torch.device) -> None:
+    net = build(root)
+    wrapped = living(net, slots)
+    for are_on in (True, True, False):
+        sums_are(wrapped, are_on)
+        loss(wrapped(numbers(root, 2 * len(slots)))).backward()
+    parameter, bucket = weakref.ref(net.first.weight), weakref.ref(wrapped._kept.sums.buckets[0])
+    gc.disable()
+    try:
+        del net, wrapped
+        assert (parameter(), bucket()) == (None, None)
+    finally:
+        gc.enable()
