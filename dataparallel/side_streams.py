@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from itertools import compress
 from operator import not_
 
@@ -104,16 +104,22 @@ class BesideBackward:
         number = torch._C._current_graph_task_id()
         if number not in self._passes:
             self._passes[number] = _Pass(self.computing, self._sides)
-            Variable._execution_engine.queue_callback(partial(self._end, number))
+            Variable._execution_engine.queue_callback(_End(self._passes, number))
         return self._passes[number]
 
-    def _end(self, number: int) -> None:
-        self._passes.pop(number).end()
 
-    def __del__(self) -> None:
-        # A pass that fails calls nothing at its end, but its graph is dropped in the end.
-        for this in self._passes.values():
+class _End:
+    """Ends a pass when the engine calls it; or when the engine, which alone has it, drops it, since the pass fails."""
+
+    def __init__(self, passes: dict[int, _Pass], number: int) -> None:
+        self._passes, self._number = passes, number
+
+    def __call__(self) -> None:
+        this = self._passes.pop(self._number, None)
+        if this is not None:
             this.end()
+
+    __del__ = __call__
 
 
 class _Pass:

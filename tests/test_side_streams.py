@@ -5,6 +5,7 @@ The simulated devices' clocks show a missing order whatever the timing. The rest
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -72,6 +73,19 @@ def keep_in_step(model: nn.Module, layer: int, slots: list) -> None:
 def on_gradient(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
     """Calls the hook with the gradient of each replica's output."""
     module.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
+
+
+def besides(output: Tensor) -> list[BesideBackward]:
+    """Those of the graph, which share one."""
+    found: dict[BesideBackward, None] = {}
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            if isinstance(node, Broadcast._backward_cls):
+                found[node.beside] = None
+            waiting += [following for following, _ in node.next_functions]
+    return [*found]
 
 
 def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
@@ -209,9 +223,14 @@ def test_a_backward_that_fails_leaves_nothing_behind(slots: list, root: torch.de
 
     keep_in_step(model, 4, slots)
     on_gradient(model[0], fail)
+    output = wrapped(x)
     with pytest.raises(ArithmeticError, match="from a hook"):
-        wrapped(x).square().sum().backward()
+        output.square().sum().backward()
     gc.collect()
+    until = time.monotonic() + 5  # a thread of the engine may be late to drop the pass
+    while any(each._passes for each in besides(output)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [each._passes for each in besides(output)] == [{}], "though its graph is there still"
     if root.type == "sim":
         torch.sim.check_clocks()
     is_to_fail = False
@@ -222,19 +241,11 @@ def test_a_backward_that_fails_leaves_nothing_behind(slots: list, root: torch.de
 
 def test_a_graph_that_is_kept_holds_no_buffers(slots: list, root: torch.device, x: Tensor) -> None:
     model = build(root)
-    beside = []
     output = wrap(model, slots)(x)
-    waiting = [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None:
-            beside += [node.beside] if isinstance(node, Broadcast._backward_cls) else []
-            waiting += [following for following, _ in node.next_functions]
     loss = output.square().sum()
     for _ in range(2):
         loss.backward(retain_graph=True)
-        assert [each._passes for each in beside] == [{}] * len(beside)
-    assert len({*beside}) == 1
+        assert [each._passes for each in besides(output)] == [{}]
 
 
 def test_what_is_held_is_two_buckets_and_the_sums_that_somebody_has(slots: list, root: torch.device) -> None:

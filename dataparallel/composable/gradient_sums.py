@@ -109,15 +109,25 @@ class GradientSums:
 class _Mark:
     """What a source's ``.grad`` was when gradients that belong to it were kept elsewhere."""
 
-    def __init__(self, grad: Tensor) -> None:
-        self._grad = weakref.ref(grad)
-        self._version = grad._version
+    def __init__(self, grad: Tensor | None) -> None:
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = 0 if grad is None else grad._version
 
     def is_void(self, grad: Tensor | None) -> bool:
         """Whether ``grad`` has been thrown away or set to zero since. Other passes may have added to it."""
-        if grad is None or self._grad() is not grad:
+        if grad is None or self._grad is None or self._grad() is not grad:
             return True
         return grad._version != self._version and not bool(grad.any())
+
+
+class _EndOfPass:
+    """Called when a pass that keeps gradients ends. The engine alone holds it: one that has failed drops it."""
+
+    def __init__(self, bucket: WaitingBucket) -> None:
+        self._bucket = bucket
+
+    def __call__(self) -> None:
+        self._bucket.end_pass(self)
 
 
 class WaitingBucket:
@@ -130,6 +140,8 @@ class WaitingBucket:
         self._streams = streams
         self._kept: dict[tuple[int, int], Tensor] = {}  # by slot and source
         self._marks: dict[int, _Mark] = {}  # by source
+        # Several at a time where reentrant checkpoints nest them, one for each slot.
+        self._under_way: weakref.WeakSet[_EndOfPass] = weakref.WeakSet()
 
     def note_arrival(self) -> None:
         """In a first pass: this bucket's gradients are complete."""
@@ -150,9 +162,14 @@ class WaitingBucket:
             slot, source = divmod(place, count)
             kept = self._kept.get((slot, source))
             self._kept[slot, source] = grad if kept is None else kept + grad
+            # What was there before, until the pass ends: if it fails, a former gradient decides, and without one these
+            # are void.
+            self._marks.setdefault(source, _Mark(self.sources[source].grad))
             if first[source] is None:
                 first[source] = torch.zeros_like(self.sources[source])
-        Variable._execution_engine.queue_callback(self._mark)
+        end = _EndOfPass(self)
+        self._under_way.add(end)
+        Variable._execution_engine.queue_callback(end)
         return first
 
     def with_kept(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -171,7 +188,9 @@ class WaitingBucket:
         return together
 
     def drop_what_is_void(self) -> None:
-        """See `GradientSums`."""
+        """See `GradientSums`. Not while a pass adds to ``.grad``, on the root's side stream, which is no sign then."""
+        if self._under_way:
+            return
         void = {source for source, mark in self._marks.items() if mark.is_void(self.sources[source].grad)}
         if void:
             self._kept = {key: kept for key, kept in self._kept.items() if key[1] not in void}
@@ -188,12 +207,14 @@ class WaitingBucket:
             for source in {source for _, source in self._kept}:
                 terms = [kept for (_, of), kept in sorted(self._kept.items(), key=lambda item: item[0]) if of == source]
                 parameter = self.sources[source]
-                assert parameter.grad is not None  # or it would be void
+                if parameter.grad is None:  # void, after a pass that has failed and that the engine has yet to drop
+                    continue
                 parameter.grad.add_(comm.reduce_add(terms, parameter.device))
         self._forget()
 
-    def _mark(self) -> None:
-        """At the end of a pass: ``.grad`` is what belongs to the kept gradients."""
+    def end_pass(self, end: _EndOfPass) -> None:
+        """From here on ``.grad`` is what belongs to the kept gradients."""
+        self._under_way.discard(end)
         for _, source in self._kept:
             grad = self.sources[source].grad
             if grad is not None:

@@ -1,0 +1,56 @@
+"""What tests of whole training loops share: one loop for replicated modules and for plain ones, compared at the end."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel.composable import ReplicatedModule, replicate
+from dataparallel.testing.steps import assert_equal, detached
+
+SMALL = {"first_bucket_mb": 64 / 2**20, "bucket_cap_mb": 600 / 2**20}
+"""Sizes of buckets that hold a few parameters of the tests' small models."""
+
+
+def assert_same_loop(loop: Callable[..., Any], slots: Sequence[Any], *builds: Callable[[], nn.Module]) -> None:
+    """Asserts that ``loop``, called with a module for each builder, leaves replicated ones as it leaves plain ones.
+
+    Compared are what the loop returns, the state dicts, and the gradients that are there at its end.
+    """
+    both = []
+    for is_replicated in (True, False):
+        modules = [build().to(torch.device(slots[0])) for build in builds]
+        if is_replicated:
+            modules = [replicate(module, devices=slots, **SMALL) for module in modules]
+        returned = loop(*modules)
+        both.append([detached(returned), [left_behind(module) for module in modules]])
+    assert_equal(*both, "loop", atol=1e-9)
+
+
+def left_behind(module: nn.Module) -> list[Any]:
+    """Values and gradients."""
+    gradients = {name: detached(parameter.grad) for name, parameter in module.named_parameters()}
+    return [detached(dict(module.state_dict())), gradients]
+
+
+def waits(module: nn.Module) -> AbstractContextManager[Any]:
+    """``no_sync()`` of a replicated module; nothing for a plain one, whose gradients have nowhere to wait."""
+    return module.no_sync() if isinstance(module, ReplicatedModule) else nullcontext()
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """One that tells zeros from ``None``, by its weight decay."""
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def mean_square(output: Tensor) -> Tensor:
+    """A loss."""
+    return output.square().mean()
+
+
+def kept_on_slots(module: nn.Module) -> int:
+    """How many gradients wait on the slots of a replicated module."""
+    state: Any = replicate.state(module)
+    return sum(len(bucket._kept) for bucket in state._living.sums.buckets)

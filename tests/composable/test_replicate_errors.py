@@ -1,0 +1,236 @@
+"""Errors of a replicated module: who raises what, and that the step after it is that of one device.
+
+What is refused when `replicate` is applied is in test_composable_replicate.
+"""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from living import Net, assert_same, gradients, numbers
+from loops import SMALL, kept_on_slots, left_behind, mean_square, waits
+from torch import Tensor, nn
+
+from dataparallel.composable import replicate
+from dataparallel.testing.cases import seeded
+from dataparallel.testing.steps import assert_equal
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+TIMEOUT = 20.0
+
+
+class Failing(Net):
+    """Raises where the sample with the number ``at`` in its first column is; others call ``meanwhile``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails, self.at = "", 0.0
+        self.meanwhile: Callable[[bool], None] = lambda raises: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        raises = bool((x[:, 0] == self.at).any())
+        if self.fails == "backward":
+
+            def run(gradient: Tensor) -> None:
+                self.meanwhile(raises)
+                if raises:
+                    raise ArithmeticError("in backward")
+
+            x = x.detach().requires_grad_()  # it comes last: some gradients have been summed or kept by then
+            x.register_hook(run)
+        y = super().forward(x)
+        if self.fails == "forward" and raises:
+            raise ArithmeticError("in forward")
+        return y
+
+
+@pytest.fixture
+def twin(root):
+    return seeded(Failing)().to(root)
+
+
+@pytest.fixture
+def net(root, slots):
+    return replicate(seeded(Failing)().to(root), devices=slots, **SMALL)
+
+
+def batch(root, slots, seed=0) -> Tensor:
+    """Two samples for each slot, whose number is in the first column of one of them."""
+    x = numbers(root, 2 * len(slots), seed=seed)
+    x[::2, 0] = torch.arange(1, len(slots) + 1, dtype=x.dtype)
+    return x
+
+
+def wait_for_all_streams(slots) -> None:
+    """As the README's limits ask for: threads of the engine may be late to drop a backward that has failed."""
+    for device in {torch.device(slot) for slot in slots} - {torch.device("cpu")}:
+        torch.accelerator.synchronize(device)
+
+
+def step(module, x: Tensor, quietly: Tensor | None = None) -> list[Tensor | None]:
+    """The gradients of one step, after one micro-batch that waits if there is one."""
+    module.zero_grad()
+    if quietly is not None:
+        with waits(module):
+            mean_square(module(quietly)).backward()
+    mean_square(module(x)).backward()
+    return gradients(module)
+
+
+@pytest.mark.slots(2, 3, 8)
+@pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first step"])
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+@pytest.mark.parametrize("quietly", [True, False], ids=["in no_sync", "synchronised"])
+def test_a_slot_that_raises_leaves_nothing_behind(net, twin, slots, root, quietly, fails, which, settled):
+    """Also of gradients that waited on the slots, once the caller has thrown away what there is."""
+    x, y = batch(root, slots), batch(root, slots, seed=1)
+    if settled:
+        for _ in range(2):
+            assert_same(step(net, x, y), step(twin, x, y))
+        net.zero_grad()
+        twin.zero_grad()
+    before = left_behind(net)[0]
+    net.fails, net.at = fails, 1.0 if which == "first" else float(len(slots))
+    with pytest.raises(ArithmeticError, match=f"in {fails}"), waits(net) if quietly else torch.enable_grad():
+        mean_square(net(x)).backward()
+    net.fails = ""
+    wait_for_all_streams(slots)
+    if fails == "forward":
+        assert all(parameter.grad is None for parameter in net.parameters())
+        assert kept_on_slots(net) == 0
+    assert_equal(left_behind(net)[0], before, "values", atol=0)
+    for _ in range(3):
+        assert_same(step(net, x, y), step(twin, x, y))
+        assert kept_on_slots(net) == 0
+
+
+@pytest.mark.slots(2, 3)
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["None", "zeros"])
+def test_what_waited_before_the_error_is_thrown_away_with_it(net, twin, slots, root, set_to_none):
+    x, y = batch(root, slots), batch(root, slots, seed=1)
+    for _ in range(2):
+        step(net, x)
+    net.zero_grad()
+    with waits(net):
+        mean_square(net(y)).backward()
+        net.fails, net.at = "backward", 1.0
+        with pytest.raises(ArithmeticError):
+            mean_square(net(x)).backward()
+    net.fails = ""
+    wait_for_all_streams(slots)
+    net.zero_grad(set_to_none=set_to_none)
+    mean_square(net(x)).backward()
+    step(twin, x)
+    if not set_to_none:  # what nobody uses has zeros then
+        for parameter in twin.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    assert_same(gradients(net), gradients(twin))
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.slots(2, 8)
+def test_a_slot_raises_in_backward_while_others_run(net, twin, slots, root):
+    """The engine has a thread for each device: one waits inside its node until the other is about to raise."""
+    if len({*slots}) < len(slots):
+        pytest.skip("slots on one device run one after the other")
+    x = batch(root, slots)
+    for _ in range(2):
+        assert_same(step(net, x), step(twin, x))
+    running, raising, ended = threading.Semaphore(0), threading.Event(), threading.Semaphore(0)
+
+    def meanwhile(raises: bool) -> None:
+        if raises:
+            for _ in slots[1:]:
+                assert running.acquire(timeout=TIMEOUT)
+            raising.set()
+        else:
+            running.release()
+            assert raising.wait(TIMEOUT)
+            ended.release()
+
+    net.fails, net.at, net.meanwhile = "backward", 2.0, meanwhile
+    net.zero_grad()
+    with pytest.raises(ArithmeticError, match="in backward"):
+        mean_square(net(x)).backward()
+    for _ in slots[1:]:
+        assert ended.acquire(timeout=TIMEOUT)
+    net.fails = ""
+    wait_for_all_streams(slots)
+    for _ in range(3):
+        assert_same(step(net, x), step(twin, x))
+
+
+def test_backward_twice_raises_as_torch_does_and_the_next_step_is_right(net, twin, slots, root):
+    x = batch(root, slots)
+    for quietly in (False, True, False):
+        net.zero_grad()
+        with waits(net) if quietly else torch.enable_grad():
+            value = mean_square(net(x))
+            value.backward()
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                value.backward()
+        assert_same(step(net, x, x), step(twin, x, x))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
+@pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first forward"])
+def test_a_functorch_transform_is_refused(net, twin, slots, root, transform, settled):
+    x = batch(root, slots)
+    if settled:
+        step(net, x)
+    net.zero_grad()
+    calls = {
+        "grad": lambda: torch.func.grad(lambda x: mean_square(net(x)))(x),
+        "vjp": lambda: torch.func.vjp(net, x),
+        "vmap": lambda: torch.func.vmap(net)(x.unsqueeze(1)),
+        "jacrev": lambda: torch.func.jacrev(net)(x),
+    }
+    with pytest.raises(RuntimeError, match=r"torch\.func transform"):
+        calls[transform]()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert_same(step(net, x), step(twin, x))
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first forward"])
+def test_a_parameter_on_another_device(net, twin, slots, root, settled):
+    x = batch(root, slots)
+    if settled:
+        step(net, x)
+    for other in {torch.device("cpu"), torch.device(slots[1])} - {root}:
+        there = net.second.bias.data
+        net.second.bias.data = there.to(other)
+        net.zero_grad()
+        with pytest.raises(
+            RuntimeError, match=rf"parameter 'second\.bias' is on {other}, but the first slot is {root}"
+        ):
+            net(x)
+        net.second.bias.data = there
+        assert_same(step(net, x), step(twin, x))
+
+
+def test_a_whole_module_on_meta_at_the_first_forward(slots, root, twin):
+    x = batch(root, slots)
+    with torch.device("meta"):
+        late = replicate(Failing().double(), devices=slots, **SMALL)
+    with pytest.raises(RuntimeError, match=r"parameter 'first\.weight' is on meta.*materialise it first"):
+        late(x)
+    late.to_empty(device=root)
+    late.load_state_dict(twin.state_dict())
+    assert_same(step(late, x), step(twin, x))
+
+
+@pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first forward"])
+def test_a_tree_that_cannot_be_replicated(net, twin, slots, root, settled):
+    """It is named; without it the module works as before."""
+    x = batch(root, slots)
+    if settled:
+        step(net, x)
+    net.odd = replicate(nn.Linear(4, 4).double().to(root), devices=slots)
+    with pytest.raises(RuntimeError, match=r"cannot replicate the Linear: it is managed by `replicate` already"):
+        net(x)
+    del net.odd
+    assert_same(step(net, x), step(twin, x))

@@ -1,0 +1,87 @@
+"""What a replicated module costs on each simulated device, to the byte."""
+
+import gc
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel.composable import replicate
+
+pytestmark = [pytest.mark.devices("sim"), pytest.mark.not_isolated("slots on one device have copies of their own")]
+
+WIDTH, LAYERS = 64, 4
+LAYER = WIDTH * WIDTH * 4
+"""Bytes of a layer's weight, which fills a bucket."""
+BUCKET_MB = LAYER / 2**20
+ARRANGEMENTS = [[0, 1], [0, 1, 2], [*range(8)], [0, 0, 1, 1], [0, 0, 0]]
+on_devices = pytest.mark.parametrize("indices", ARRANGEMENTS, ids=str)
+
+
+def nbytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def allocated(devices, settled=None) -> list[int]:
+    """Bytes on each device, when they are ``settled``: an engine's thread may be late to drop its part of a graph."""
+    gc.collect()
+    for device in devices:
+        torch.sim.synchronize(device)
+    if settled is None:
+        time.sleep(0.1)
+    for _ in range(100):
+        found = [torch.sim.memory_allocated(device) for device in devices]
+        if settled is None or found == settled:
+            break
+        time.sleep(0.01)
+    return found
+
+
+@on_devices
+@pytest.mark.parametrize("with_buffers", [False, True])
+def test_each_other_device_holds_one_copy_and_all_is_given_back(indices, with_buffers):
+    slots = [torch.device("sim", index) for index in indices]
+    devices = [torch.device("sim", index) for index in sorted({*indices})]
+    torch.manual_seed(0)
+    before = allocated(devices)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    model = nn.Sequential(*layers, *([nn.BatchNorm1d(WIDTH)] if with_buffers else [])).to(slots[0])
+    parameters, buffers = nbytes(model.parameters()), nbytes(model.buffers())
+    x = torch.ones(2 * len(slots), WIDTH, device=slots[0])
+    root = allocated(devices)[0]
+    replicate(model, devices=slots, bucket_cap_mb=BUCKET_MB, first_bucket_mb=BUCKET_MB)
+    for _ in range(4):
+        model(x).sum().backward()
+        model.zero_grad()
+    # Parameters once for each device but the source's; buffers once for each slot but the first.
+    expected = [root + buffers * (indices.count(0) - 1)]
+    expected += [
+        old + parameters + buffers * indices.count(device.index)
+        for device, old in zip(devices[1:], before[1:], strict=True)
+    ]
+    assert allocated(devices, expected) == expected
+    del model, layers, x
+    assert allocated(devices, before) == before
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_the_peak_of_a_step_is_gradients_and_the_buckets_under_way(count):
+    """Beside what stays. The layers are wide, so that activations are gone when the last gradients are there."""
+    slots = [torch.device("sim", index) for index in range(count)]
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(slots[0])
+    replicate(model, devices=slots, bucket_cap_mb=BUCKET_MB, first_bucket_mb=BUCKET_MB)
+    parameters = nbytes(model.parameters())
+    x = torch.ones(2 * count, WIDTH, device=slots[0])
+    for measured in (False, False, False, True):
+        if measured:
+            before = allocated(slots)
+            for device in slots:
+                torch.sim.reset_peak_memory_stats(device)
+        model(x).sum().backward()
+        model.zero_grad()
+    assert allocated(slots, before) == before
+    peaks = [torch.sim.max_memory_allocated(device) - old for device, old in zip(slots, before, strict=True)]
+    activations = 20 * x.nbytes
+    assert peaks[0] <= parameters + 4 * LAYER + activations
+    assert max(peaks[1:]) <= parameters + activations
