@@ -51,7 +51,7 @@ class LivingBroadcast(Broadcast):
         of_slots: Sequence[Tensor | None] = grads[:-1]
         if not torch.is_grad_enabled() and _writes_grad(ctx):
             with current(ctx.streams):
-                if not waiting.sums.are_on:
+                if waiting.is_in_use and not waiting.sums.are_on:
                     return (None, *waiting.keep(of_slots), None)
                 of_slots = waiting.with_kept(of_slots)
         return (*Broadcast.backward(ctx, *of_slots), None)
@@ -77,12 +77,10 @@ class GradientSums:
 
     Attributes:
         are_on: whether a pass sums gradients, or keeps them on the slots.
-        arrivals: positions of buckets in the order in which their gradients were complete; ``None`` if nobody asks.
     """
 
     def __init__(self) -> None:
         self.are_on = True
-        self.arrivals: list[int] | None = None
         # Weakly: they know this object, and belong to their nodes.
         self._buckets: list[weakref.ref[WaitingBucket]] = []
 
@@ -92,7 +90,11 @@ class GradientSums:
         return [bucket for found in self._buckets if (bucket := found()) is not None]
 
     def use(self, buckets: Sequence[WaitingBucket]) -> None:
-        """From here on these are the buckets."""
+        """From here on these are the buckets. Graphs over others may still be waiting for their backward."""
+        for former in self.buckets:
+            former.is_in_use = False
+        for bucket in buckets:
+            bucket.is_in_use = True
         self._buckets = [*map(weakref.ref, buckets)]
 
     def add_what_is_kept(self) -> None:
@@ -131,11 +133,18 @@ class _EndOfPass:
 
 
 class WaitingBucket:
-    """The gradients of one bucket's parameters that wait on the slots."""
+    """The gradients of one bucket's parameters that wait on the slots.
+
+    Attributes:
+        is_in_use: whether the next forward has this bucket; of others nothing is kept, since nobody would ask for it.
+        arrivals: where the bucket notes its position when its gradients are complete; ``None`` if nobody asks.
+    """
 
     def __init__(self, sums: GradientSums, position: int, sources: Sequence[Tensor], streams: Any) -> None:
         self.sums = sums
         self.sources = list(sources)
+        self.is_in_use = False
+        self.arrivals: list[int] | None = None
         self._position = position
         self._streams = streams
         self._kept: dict[tuple[int, int], Tensor] = {}  # by slot and source
@@ -144,9 +153,9 @@ class WaitingBucket:
         self._under_way: weakref.WeakSet[_EndOfPass] = weakref.WeakSet()
 
     def note_arrival(self) -> None:
-        """In a first pass: this bucket's gradients are complete."""
-        if self.sums.arrivals is not None:
-            self.sums.arrivals.append(self._position)
+        """This bucket's gradients are complete."""
+        if self.arrivals is not None:
+            self.arrivals.append(self._position)
 
     def keep(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Keeps the gradients of all slots but the first; returns the first one's, for the source.

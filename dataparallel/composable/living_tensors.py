@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import comm
-from dataparallel.buckets import Bucket, fill_buckets, flatten, plan_buckets
+from dataparallel.buckets import Bucket, fill_buckets, flatten, plan_buckets, unflatten
 from dataparallel.comm import settings
 from dataparallel.composable.gradient_sums import GradientSums, LivingBroadcast, WaitingBucket
 from dataparallel.functions import alias, broadcast_summed_beside, current_streams
@@ -78,7 +78,6 @@ class LivingTensors:
         made = _Made(plan, slots)
         # Without an order each parameter is a bucket, for one pass, so that each has a time of arrival.
         first, cap = (1, 1) if self._order is None else (self._first_bytes, self._cap_bytes)
-        self._sums.arrivals = [] if self._order is None else None
         with torch.enable_grad():
             made.make(first, cap, self._order, self._sums)
         self._made = made
@@ -86,9 +85,9 @@ class LivingTensors:
 
     def _learn_order(self, made: _Made) -> bool:
         """After a first pass: buckets are to follow the order in which gradients arrived."""
-        if not self._sums.arrivals:
+        if self._order is not None or not made.arrivals:
             return False
-        arrived = [made.recorded_groups[position][0] for position in dict.fromkeys(self._sums.arrivals)]
+        arrived = [made.recorded_groups[position][0] for position in dict.fromkeys(made.arrivals)]
         known = {*arrived}
         self._order = [*arrived, *(i for i in reversed(made.recorded) if i not in known)]
         return True
@@ -102,6 +101,7 @@ class _Made:
         self.copies: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
         self.recorded = [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad]
         self.recorded_groups: list[list[int]] = []
+        self.arrivals: list[int] = []
         self._kinds = _kinds(plan.tensors)
         self._streams = current_streams(slots)
         self._settings = settings.current()
@@ -143,7 +143,7 @@ class _Made:
             token = self._make_recorded(group, waiting, beside, token)
             buckets.append(waiting)
             if order is None:  # to be learnt, so none is to be kept
-                token = first_token
+                token, waiting.arrivals = first_token, self.arrivals
         sums.use(buckets)
         recorded = {*self.recorded}
         constant = [i for i in self.plan.parameters if i not in recorded]
@@ -180,27 +180,30 @@ class _Made:
         return token_of_this
 
     def _note(self, indices: list[int], cap_bytes: int, flat: list[tuple[Bucket, list[Tensor]]], own: bool) -> None:
-        """Notes the memory of copies that were just made, in the way in which `comm` has made them."""
-        tensors = [self.plan.tensors[i] for i in indices]
-        buckets, singles = plan_buckets(tensors, cap_bytes)
-        for bucket in buckets:
-            members = [indices[k] for k in bucket.indices]
-            memory = self._memory_of(members[0], own)
-            if memory:
-                flat.append((Bucket.of(list(zip(members, bucket.layouts, strict=True))), [*map(_whole, memory)]))
-        for k in singles:
-            memory = self._memory_of(indices[k], own)
-            if memory:
-                (self._single_buffers if own else self._singles).append((indices[k], [copy.data for copy in memory]))
+        """Notes the memory of copies that were just made, to be filled again as one where it is in one piece."""
+        slots = self._slots_with_memory(self.plan.tensors[indices[0]].device, own) if indices else []
+        if not slots:
+            return
+        buckets, singles = plan_buckets([self.plan.tensors[i] for i in indices], cap_bytes)
+        alone = [indices[k] for k in singles]
+        for planned in buckets:
+            members = [indices[k] for k in planned.indices]
+            bucket = Bucket.of(list(zip(members, planned.layouts, strict=True)))
+            whole = [_whole(self.copies[slot][members[0]]) for slot in slots]
+            if all(_lies_in(memory, bucket, self.copies[slot]) for slot, memory in zip(slots, whole, strict=True)):
+                flat.append((bucket, whole))
+            else:  # made by a transport that has an order of its own
+                alone += members
+        for i in alone:
+            (self._single_buffers if own else self._singles).append((i, [self.copies[slot][i].data for slot in slots]))
 
-    def _memory_of(self, i: int, own: bool) -> list[Tensor]:
-        """The copies of one tensor that have memory of their own, one for each such memory."""
-        source = self.plan.tensors[i]
+    def _slots_with_memory(self, source: torch.device, own: bool) -> list[int]:
+        """A slot for each copy that has memory of its own, where tensors come from ``source``."""
         own = own or self._settings.isolated
-        found: dict[Any, Tensor] = {}
-        for slot, on_slot in enumerate(self.copies):
-            if slot > 0 and (own or self.slots[slot] != source.device):
-                found.setdefault(slot if own else self.slots[slot], on_slot[i])
+        found: dict[Any, int] = {}
+        for slot, device in enumerate(self.slots):
+            if slot > 0 and (own or device != source):
+                found.setdefault(slot if own else device, slot)
         return list(found.values())
 
     @torch.no_grad()
@@ -249,3 +252,11 @@ def _whole(part: Tensor) -> Tensor:
     storage = part.untyped_storage()
     flat = torch.empty(0, dtype=part.dtype, device=part.device)
     return flat.set_(storage, 0, (storage.nbytes() // part.itemsize,), (1,))
+
+
+def _lies_in(flat: Tensor, bucket: Bucket, tensors: Sequence[Tensor]) -> bool:
+    """Whether the bucket's tensors are the parts of ``flat``, in the bucket's order."""
+    if flat.numel() != sum(layout.numel for layout in bucket.layouts):
+        return False
+    parts = unflatten(bucket, flat)
+    return all(part.data_ptr() == tensors[i].data_ptr() for i, part in zip(bucket.indices, parts, strict=True))

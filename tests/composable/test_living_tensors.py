@@ -9,7 +9,7 @@ from living import Net, assert_same, gradients, living, loss, numbers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel
+from dataparallel import DataParallel, comm
 from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import assert_same_training
 
@@ -265,11 +265,48 @@ def test_sums_are_launched_in_the_order_of_buckets(slots: list, root: torch.devi
     kept = wrapped._kept
     assert len(kept._living._made.recorded_groups) > 3
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4], [3, 1]):
-        kept.sums.arrivals = []
+        launched: list[int] = []
+        for bucket in kept.sums.buckets:
+            bucket.arrivals = launched
         loss(wrapped(x, order)).backward()
-        launched, kept.sums.arrivals = kept.sums.arrivals, None
         assert launched == sorted(launched)
         assert len(launched) >= len(order) - 1
+
+
+def test_graphs_over_former_tensors_still_count(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+    """Their gradients are summed at once: nobody would ask their buckets for what is kept."""
+    wrapped = settled(net, slots, x)
+    for call, module in ((wrapped, net), (twin, twin)):
+        before = loss(call(x))
+        module.first.weight.requires_grad_(False)
+        after = loss(call(x))
+        wrapped._kept.sums.are_on = False
+        before.backward()
+        wrapped._kept.sums.are_on = True
+        after.backward()
+        module.first.weight.requires_grad_(True)
+        loss(call(x)).backward()
+        loss(call(x)).backward()
+    assert_same(gradients(net), gradients(twin))
+
+
+@pytest.mark.not_isolated("slots on one device share the pieces here")
+def test_copies_that_are_in_several_pieces_are_filled_one_by_one(
+    net: Net, twin: Net, slots: list, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another transport may put them elsewhere."""
+
+    def in_pieces(tensors: list[Tensor], devices: list, *args: object, **kwargs: object) -> list[list[Tensor]]:
+        pieces = {device: [tensor.to(device) for tensor in tensors] for device in devices}
+        return [list(pieces[device]) for device in devices]
+
+    monkeypatch.setattr(comm, "broadcast_coalesced", in_pieces)
+    wrapped = settled(net, slots, x)
+    monkeypatch.undo()
+    for module in (net, twin):
+        with torch.no_grad():
+            module.second.weight.mul_(2)
+    torch.testing.assert_close(wrapped(x), twin(x), rtol=0, atol=1e-9)
 
 
 def test_buffers_are_slot_0s(slots: list, root: torch.device) -> None:
