@@ -16,7 +16,7 @@ from dataparallel.testing.cases import seeded
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
-STEPS = 1_000
+STEPS = 400
 
 
 class Fails(Net):
