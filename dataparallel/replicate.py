@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.buckets import PLAIN_TYPES, fill_buckets
-from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.functions import Broadcast, alias, broadcast_summed_beside, current_streams
 from dataparallel.module_plan import (
@@ -38,7 +37,7 @@ from dataparallel.module_plan import (
 )
 from dataparallel.module_references import Rebinding
 from dataparallel.replica_cycles import note_circles
-from dataparallel.side_streams import BesideBackward
+from dataparallel.side_streams import beside_backward
 
 __all__ = [
     "BUCKET_CAP_MB",
@@ -193,10 +192,8 @@ def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_
     overlap with the sum of the last one, which in a model of a few MiB would else be nearly all of it.
     """
     results: list[list[Any]] = [[None] * len(tensors) for _ in slots]
-    streams = current_streams(slots)
     is_at_root = all(tensor.device == slots[0] for tensor in tensors)
-    is_apart = len(streams) > 1 or (streams and len(slots) > 1 and are_slots_isolated())
-    beside = BesideBackward(streams) if is_apart and is_at_root else None
+    beside = beside_backward(slots, current_streams(slots)) if is_at_root else None
     last_to_first = range(len(tensors) - 1, -1, -1)
     for indices in fill_buckets(tensors, last_to_first, FIRST_BUCKET_BYTES, cap_bytes):
         bucket = [tensors[i] for i in indices]

@@ -30,7 +30,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-__all__ = ["BesideBackward", "current", "side_stream"]
+from dataparallel.comm.settings import are_slots_isolated
+
+__all__ = ["BesideBackward", "beside_backward", "current", "side_stream"]
 
 _UNDER_WAY = 2
 """Buckets whose buffers are held: one that is being summed, and one that travels."""
@@ -67,6 +69,14 @@ def _set(streams: Iterable[torch.Stream]) -> None:
     for stream in streams:
         torch.accelerator.set_stream(stream)  # makes its device the current one
     torch.accelerator.set_device_index(here)
+
+
+def beside_backward(
+    slots: Sequence[torch.device], computing: dict[torch.device, torch.Stream]
+) -> BesideBackward | None:
+    """For a forward on ``slots``; ``None`` where gradients do not leave the stream that computes."""
+    is_apart = len(computing) > 1 or (computing and len(slots) > 1 and are_slots_isolated())
+    return BesideBackward(computing) if is_apart else None
 
 
 class BesideBackward:

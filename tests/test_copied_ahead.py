@@ -32,6 +32,20 @@ def settled(slots: list) -> None:
 
 
 @pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[torch.Stream]:
+    """The streams on which copies have run."""
+    used: list[torch.Stream] = []
+    real = CopiedTensor.copy_to
+
+    def copy_to(self: CopiedTensor, device: torch.device) -> None:
+        used.append(torch.accelerator.current_stream(device))
+        real(self, device)
+
+    monkeypatch.setattr(CopiedTensor, "copy_to", copy_to)
+    return used
+
+
+@pytest.fixture
 def elsewhere(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
     """On every device a stream of the caller's that is not current."""
     streams, device = {slot: torch.Stream(slot) for slot in slots}, torch.accelerator.current_device_index()
@@ -48,15 +62,7 @@ def test_the_call_waits_for_the_copies(slots: list) -> None:
     settled(slots)
 
 
-def test_copies_run_on_streams_of_their_own(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    used = []
-    real = CopiedTensor.copy_to
-
-    def copy_to(self: CopiedTensor, device: torch.device) -> None:
-        used.append(torch.accelerator.current_stream(device))
-        real(self, device)
-
-    monkeypatch.setattr(CopiedTensor, "copy_to", copy_to)
+def test_copies_run_on_streams_of_their_own(slots: list, used: list[torch.Stream]) -> None:
     before = [torch.accelerator.current_stream(slot) for slot in slots]
     here = torch.accelerator.current_device_index()
     for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
@@ -193,16 +199,8 @@ def test_what_a_plain_copy_carries(slots: list) -> None:
     assert not any(map(can_be_sent, others))
 
 
-def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, used: list[torch.Stream]) -> None:
     """Pinned and pageable memory, on side streams; when it has been scattered the batch is the caller's again."""
-    used = []
-    real = CopiedTensor.copy_to
-
-    def copy_to(self: CopiedTensor, device: torch.device) -> None:
-        used.append(torch.accelerator.current_stream(device))
-        real(self, device)
-
-    monkeypatch.setattr(CopiedTensor, "copy_to", copy_to)
     before = {torch.accelerator.current_stream(slot) for slot in slots}
     for pin_memory in (False, True):
         x = torch.arange(12.0, pin_memory=pin_memory).reshape(6, 2)

@@ -29,7 +29,7 @@ from dataparallel.composable.gradient_sums import GradientSums, LivingBroadcast,
 from dataparallel.functions import alias, broadcast_summed_beside, current_streams
 from dataparallel.module_plan import ModulePlan
 from dataparallel.replicate import ReplicaParameter, make_parameters
-from dataparallel.side_streams import BesideBackward
+from dataparallel.side_streams import BesideBackward, beside_backward
 
 __all__ = ["LivingTensors"]
 
@@ -135,7 +135,7 @@ class _Made:
         """Fills `copies`."""
         tensors = self.plan.tensors
         self.recorded_groups = fill_buckets(tensors, order or self.recorded[::-1], first_bytes, cap_bytes)
-        beside = BesideBackward(self._streams) if _is_apart(self.slots, self._streams, self._settings) else None
+        beside = beside_backward(self.slots, self._streams)
         buckets: list[WaitingBucket] = []
         token = first_token = torch.empty(0, requires_grad=True)
         for position, group in reversed([*enumerate(self.recorded_groups)]):
@@ -222,10 +222,6 @@ class _Made:
             # Slot 0's share the source's versions.
             torch.autograd.graph.increment_version([on_slot[i] for on_slot in self.copies[1:] for i in changed])
             self._versions = versions
-
-
-def _is_apart(slots: list[torch.device], streams: dict[Any, Any], asked: settings.Settings) -> bool:
-    return len(streams) > 1 or bool(streams and len(slots) > 1 and asked.isolated)
 
 
 _KIND = attrgetter("shape", "dtype", "device")
