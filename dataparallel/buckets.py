@@ -48,6 +48,7 @@ class Bucket:
     indices: list[int]
     layouts: list[Layout]
     runs: list[tuple[Layout, int]]
+    row_major: bool
 
     @classmethod
     def of(cls, members: Sequence[tuple[int, Layout]]) -> Bucket:
@@ -61,6 +62,7 @@ class Bucket:
             indices=[index for _, indices in runs for index in indices],
             layouts=[layout for layout, indices in runs for _ in indices],
             runs=[(layout, len(indices)) for layout, indices in runs],
+            row_major=all(layout.row_major for layout in by_layout),
         )
 
 
@@ -201,6 +203,8 @@ def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
     """
     if len(bucket.indices) == 1:
         return _flat_view(tensors[bucket.indices[0]], bucket.layouts[0]).clone()
+    if bucket.row_major:
+        return _flatten_dense_tensors([*map(tensors.__getitem__, bucket.indices)])
     return _flatten_dense_tensors(
         [
             tensors[index] if layout.row_major else _flat_view(tensors[index], layout)

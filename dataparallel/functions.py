@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -25,10 +25,10 @@ from torch.autograd import Function
 
 from dataparallel import comm
 from dataparallel.comm import settings
+from dataparallel.comm.routes import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve_each
-from dataparallel.hand_over import HandOver, sum_as_soon_as_ready
 from dataparallel.ranges import stage
-from dataparallel.side_streams import BesideBackward, current, side_stream
+from dataparallel.side_streams import current
 from dataparallel.slot_streams import SlotStream, slot_streams
 
 __all__ = [
@@ -38,8 +38,11 @@ __all__ = [
     "ReduceAddCoalesced",
     "Scatter",
     "alias",
-    "broadcast_summed_beside",
+    "copies_for_slots",
     "current_streams",
+    "sum_as_soon_as_ready",
+    "sums_over_slots",
+    "wait_for_streams",
 ]
 
 _ONE_BUFFER = sys.maxsize
@@ -55,6 +58,16 @@ def alias(tensor: Tensor, slot: int) -> Tensor:
     return comm.copies.same_kind(tensor.data if slot else tensor.detach(), tensor)
 
 
+def sum_as_soon_as_ready(node: Any) -> None:
+    """Has the engine run the node as soon as its gradients are there, before other nodes that are ready too.
+
+    Of these the engine takes the one with the highest number, and numbers fall from the last layer to the first; only
+    ``AccumulateGrad`` has a higher one than this. Without such numbers only the order changes: sums come last.
+    """
+    if hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(2**62)
+
+
 class Broadcast(Function):
     """``Broadcast.apply(devices, *tensors)``: the tensors on every slot, as one flat tuple, slot by slot.
 
@@ -68,83 +81,70 @@ class Broadcast(Function):
         ctx.set_materialize_grads(False)
         ctx.slots = slots
         ctx.streams = current_streams(slots)
-        ctx.beside = None
         ctx.slot_streams = slot_streams(slots)
         ctx.settings = settings.current()  # backward may run in a thread that knows nothing of the caller's
         ctx.sources = [tensor.device for tensor in tensors]
         sum_as_soon_as_ready(ctx)
-        outputs = comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER)
-        already_there = set(ctx.sources)
-        for slot, device in enumerate(slots):
-            if device in slots[:slot]:
-                outputs[slot] = [alias(output, slot) for output in outputs[slot]]
-            elif device in already_there:
-                outputs[slot] = [
-                    alias(output, slot) if output is tensor else output
-                    for output, tensor in zip(outputs[slot], tensors, strict=True)
-                ]
-        constant = [i for i, needed in enumerate(ctx.needs_input_grad[1 : 1 + len(tensors)]) if not needed]
+        outputs = copies_for_slots(tensors, slots)
+        constant = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
         ctx.mark_non_differentiable(*(on_slot[i] for on_slot in outputs for i in constant))
         return tuple(chain.from_iterable(outputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        count = len(ctx.sources)
         # On the streams of the forward, which gradients were made on; this thread's own know nothing of them.
         with current(ctx.streams):
-            return (None, *Broadcast._sums(ctx, grads))
-
-    @staticmethod
-    def _sums(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        count = len(ctx.sources)
-        _wait_for_slot_streams(ctx.slot_streams, ctx.sources, grads)
-        of_slots = [grads[k : k + count] for k in range(0, len(grads), count)]
-        # Tensors whose gradients are present on the same slots, and whose sums go to one device, travel together.
-        groups: dict[tuple[torch.device, tuple[bool, ...]], list[int]] = defaultdict(list)
-        needed = ctx.needs_input_grad[1:]
-        for i, (source, *of_tensor) in enumerate(zip(ctx.sources, *of_slots, strict=True)):
-            if needed[i]:
-                groups[source, tuple([grad is not None for grad in of_tensor])].append(i)
-        sums: list[Tensor | None] = [None] * count
-        for (source, present), indices in groups.items():
-            inputs = [[of_slot[i] for i in indices] for of_slot in compress(of_slots, present)]
-            if not inputs:
-                continue
+            _wait_for_slot_streams(ctx.slot_streams, ctx.sources, grads)
+            of_slots = [grads[k : k + count] for k in range(0, len(grads), count)]
+            sums: list[Tensor | None] = [None] * count
             with stage("reduce_add"), settings.held(ctx.settings):
-                totals = _reduce(source, inputs, ctx.beside)
-            # One slot's gradient alone is no sum: it may be the slot's own memory.
-            if ctx.beside is not None and len(inputs) > 1 and not torch.is_grad_enabled():
-                totals = HandOver.enveloped(totals, ctx.beside)
-            for i, total in zip(indices, totals, strict=True):
-                sums[i] = total
-        return sums
+                for source in dict.fromkeys(ctx.sources):
+                    indices = [i for i in range(count) if ctx.needs_input_grad[1 + i] and ctx.sources[i] == source]
+                    totals = sums_over_slots([[of_slot[i] for i in indices] for of_slot in of_slots], source)
+                    for i, total in zip(indices, totals, strict=True):
+                        sums[i] = total
+            return (None, *sums)
 
 
-def broadcast_summed_beside(
-    devices: Sequence[torch.device],
-    beside: BesideBackward,
-    tensors: Sequence[Tensor],
-    broadcast: Callable[..., tuple[Tensor, ...]] | None = None,
-) -> tuple[Tensor, ...]:
-    """`Broadcast` of tensors that are on one accelerator, whose gradients travel on side streams.
+@torch.no_grad()
+def copies_for_slots(tensors: Sequence[Tensor], slots: Sequence[torch.device]) -> list[list[Tensor]]:
+    """The tensors on every slot, as outputs for a node; none is the same object as a source or as another slot's."""
+    copies = comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER)
+    already_there = {tensor.device for tensor in tensors}
+    for slot, device in enumerate(slots):
+        if device in slots[:slot]:
+            copies[slot] = [alias(copy, slot) for copy in copies[slot]]
+        elif device in already_there:
+            copies[slot] = [
+                alias(copy, slot) if copy is tensor else copy
+                for copy, tensor in zip(copies[slot], tensors, strict=True)
+            ]
+    return copies
 
-    In a backward that is itself recorded they travel on the streams of the forward. ``broadcast`` applies another kind
-    of `Broadcast`.
+
+def sums_over_slots(
+    of_slots: Sequence[Sequence[Tensor | None]], destination: torch.device, travelling: Travelling | None = None
+) -> list[Tensor | None]:
+    """For each position the sum over slots, ``None`` where every slot has ``None``; recorded if gradients are.
+
+    Those that are present on the same slots travel together. ``travelling``: see `comm.reduce_add_coalesced`.
     """
-    with side_stream(tensors[0].device):
-        views = HandOver.apply(*tensors)
-    outputs = (broadcast or Broadcast.apply)(devices, *map(comm.copies.same_kind, views, tensors))
-    node: Any = outputs[0].grad_fn
-    node.beside = beside
-    return outputs
-
-
-def _reduce(
-    destination: torch.device, inputs: list[list[Tensor | None]], beside: BesideBackward | None
-) -> Sequence[Tensor]:
-    if torch.is_grad_enabled():
-        return ReduceAddCoalesced.apply(destination, len(inputs[0]), *chain.from_iterable(inputs))
-    travelling = None if beside is None else beside.travelling
-    return comm.reduce_add_coalesced(inputs, destination, _ONE_BUFFER, travelling=travelling)  # type: ignore[arg-type]
+    groups: dict[tuple[bool, ...], list[int]] = defaultdict(list)
+    for i, of_tensor in enumerate(zip(*of_slots, strict=True)):
+        groups[tuple([grad is not None for grad in of_tensor])].append(i)
+    sums: list[Tensor | None] = [None] * len(of_slots[0])
+    for present, indices in groups.items():
+        inputs: Any = [[of_slot[i] for i in indices] for of_slot in compress(of_slots, present)]
+        if not inputs:
+            continue
+        if torch.is_grad_enabled():
+            totals = ReduceAddCoalesced.apply(destination, len(indices), *chain.from_iterable(inputs))
+        else:
+            totals = comm.reduce_add_coalesced(inputs, destination, _ONE_BUFFER, travelling=travelling)
+        for i, total in zip(indices, totals, strict=True):
+            sums[i] = total
+    return sums
 
 
 class ReduceAddCoalesced(Function):
@@ -227,7 +227,7 @@ class Scatter(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if all(grad is None for grad in grads):
             return None, None, None, None
-        _wait_for_streams(ctx.streams, grads)
+        wait_for_streams(ctx.streams, grads)
         _wait_for_slot_streams(ctx.slot_streams, [ctx.source], grads)
         whole = [
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
@@ -305,7 +305,7 @@ def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch
     return {device: torch.accelerator.current_stream(device) for device in {*devices} if device != CPU}
 
 
-def _wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[Tensor | None]) -> None:
+def wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[Tensor | None]) -> None:
     """Orders what follows after the gradients that replicas made on ``streams``, those of the caller's forward.
 
     One engine thread sums the gradients of all devices. It has waited for the stream that wrote those of its own
@@ -324,13 +324,13 @@ def _wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence
 def _wait_for_slot_streams(
     slots: dict[int, SlotStream], destinations: Sequence[torch.device], grads: Sequence[Tensor | None]
 ) -> None:
-    """As `_wait_for_streams`, after gradients of isolated slots that go to another device.
+    """As `wait_for_streams`, after gradients of isolated slots that go to another device.
 
     On the device where they are summed the engine has waited for all streams that wrote them.
     """
     for own in slots.values():
         if own.stream.device not in destinations:
-            _wait_for_streams({own.stream.device: own.stream}, grads)
+            wait_for_streams({own.stream.device: own.stream}, grads)
 
 
 def _restore_cpu_generator_after_backward() -> None:

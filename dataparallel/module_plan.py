@@ -19,7 +19,16 @@ from torch.nn.parameter import is_lazy
 from dataparallel.buckets import PLAIN_TYPES
 from dataparallel.module_references import ATOMIC, behind_proxy, compiled_over, reached
 
-__all__ = ["STANDS_FOR", "ModuleEntry", "ModulePlan", "StandsFor", "check_replicatable", "dotted", "instance_slots"]
+__all__ = [
+    "REFUSAL",
+    "STANDS_FOR",
+    "ModuleEntry",
+    "ModulePlan",
+    "StandsFor",
+    "check_replicatable",
+    "dotted",
+    "instance_slots",
+]
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -34,6 +43,9 @@ MADE = "_dataparallel_made"
 
 STANDS_FOR = "_dataparallel_stands_for"
 """Attribute of a root that stands for another module: a `StandsFor`. Replicas do not have it."""
+
+REFUSAL = "_dataparallel_refusal"
+"""Method of modules of which there can be no replicas: called with the name in the tree, it returns a sentence."""
 
 OWN_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Hooks by number: a ``forward`` may register one, so every replica has tables of its own."""
@@ -151,8 +163,11 @@ class ModulePlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether replicas differ from the source in nothing but tensors and children, so that no rule is needed."""
-        return not (self.has_references or self.as_they_are) and not any(
+        """Whether replicas differ from the source in nothing but tensors and children, so that no rule is needed.
+
+        What they get as it is makes no difference.
+        """
+        return not self.has_references and not any(
             entry.slots or entry.has_own_rule or entry.proxied or entry.has_hooks for entry in self.entries
         )
 
@@ -232,12 +247,15 @@ def check_replicatable(entries: list[ModuleEntry]) -> None:
     """Refuses trees whose replicas would not be copies.
 
     Raises:
-        RuntimeError: a ScriptModule holds a Python module, whose code TorchScript keeps; or a module is compiled,
-            and its compiled code holds the source's weights. The message names them.
+        RuntimeError: a ScriptModule holds a Python module, whose code TorchScript keeps; a module is compiled, and its
+            compiled code holds the source's weights; or its class says that there can be none. The message names it.
     """
     known = {id(entry.module) for entry in entries}
     for entry in entries:
         module = entry.module
+        refusal = getattr(entry.cls, REFUSAL, None)
+        if refusal is not None:
+            raise RuntimeError(refusal(module, entry.name))
         if entry.is_script:
             for name, child in module.named_modules():
                 if not isinstance(child, torch.jit.ScriptModule):

@@ -2,7 +2,8 @@
 
 Seen here are the tree and the attributes of its modules: names, and which objects they stand for. Objects that change
 without becoming others are looked into: registries, hooks, containers, functions. What tensors are made of (shape,
-dtype, device, values) is not looked at: whoever copies them looks then. Only ``kept_replicas`` uses this.
+dtype, device, values) is not looked at: whoever copies them looks then. Nor is the inside of modules that replicas get
+as they are, which no plan knows. Only ``kept_replicas`` uses this.
 """
 
 from __future__ import annotations

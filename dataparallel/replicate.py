@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import comm
+from dataparallel.bucket_nodes import broadcast_bucket
 from dataparallel.buckets import PLAIN_TYPES, fill_buckets
 from dataparallel.devices import DeviceLike, resolve_slots
-from dataparallel.functions import Broadcast, alias, broadcast_summed_beside, current_streams
+from dataparallel.functions import alias, current_streams
 from dataparallel.module_plan import (
     HOOK_FLAGS,
     HOOK_TABLES,
@@ -117,7 +118,7 @@ def replicate(
         bucket_cap_mb: size in MiB of the buckets in which parameters travel, and their gradients back; above 0.
 
     Returns:
-        The replicas, in slot order. Parameters that need gradients are outputs of a `Broadcast` for each bucket; where
+        The replicas, in slot order. Parameters that need gradients are outputs of nodes for each bucket; where
         gradients are not being recorded they are leaves that need them too, for a ``forward`` that turns recording on
         again.
 
@@ -184,7 +185,7 @@ def cap_in_bytes(bucket_cap_mb: float) -> int:
 
 
 def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_bytes: int) -> list[list[Any]]:
-    """The tensors on every slot, by one `Broadcast` for each bucket.
+    """The tensors on every slot, by nodes for each bucket.
 
     Buckets are filled from the last tensor to the first, because gradients of the last layers come first, and the first
     one is small, so that sums start early: so does DistributedDataParallel (Li et al., "PyTorch Distributed:
@@ -197,9 +198,7 @@ def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_
     last_to_first = range(len(tensors) - 1, -1, -1)
     for indices in fill_buckets(tensors, last_to_first, FIRST_BUCKET_BYTES, cap_bytes):
         bucket = [tensors[i] for i in indices]
-        outputs = Broadcast.apply(slots, *bucket) if beside is None else broadcast_summed_beside(slots, beside, bucket)
-        for slot, result in enumerate(results):
-            of_slot = outputs[slot * len(indices) : (slot + 1) * len(indices)]
+        for result, of_slot in zip(results, broadcast_bucket(slots, bucket, beside), strict=True):
             for i, output in zip(indices, of_slot, strict=True):
                 result[i] = output
     return results

@@ -1,17 +1,17 @@
 """The streams on which gradients travel beside backward, and what orders them against it.
 
 A sum waits for the slowest slot. On the streams that compute it would hold up every device until then, once for each
-bucket; on side streams only what uses the sum waits. ``functions`` flattens gradients and makes the root's memory for
-the sum on the streams that compute, `BesideBackward.travelling` has the rest run on side streams; this room knows
-neither buckets nor routes. What orders them:
+bucket; on side streams only what uses the sum waits. ``bucket_nodes`` flattens gradients on the streams that compute,
+where the root's memory for the sum is made too; `BesideBackward.travelling` has the rest run on side streams. This room
+knows neither buckets nor routes. What orders them:
 
 - A side stream waits for the stream that computes before it reads what was flattened there.
 - Flat buffers belong to the streams that compute. They are held until those have waited for what reads them, when the
   bucket after the next one travels, by which time that costs nothing, or when backward ends. ``record_stream`` would
   hold them until the host looks again, and by then it may have launched the whole step.
-- What takes a sum runs on the root's side stream, because its node was made there (`dataparallel.hand_over.HandOver`),
-  and the engine has the caller's stream wait for that one when backward ends. An accumulation into ``.grad`` drops the
-  sum, so its memory is held too: until nobody else has it and the root has waited, or until backward ends.
+- What takes a sum runs on the root's side stream, because its node was made there (`bucket_nodes.FromSource`), and the
+  engine has the caller's stream wait for that one when backward ends. An accumulation into ``.grad`` drops the sum, so
+  its memory is held too: until nobody else has it and the root has waited, or until backward ends.
 
 Copies of parameters travel on the streams that compute: the first layer waits for the last slot's copy in any case, and
 memory that a side stream fills would have to be recorded for every replica.
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from dataparallel.comm.settings import are_slots_isolated
+from dataparallel.slot_streams import memory_of
 
 __all__ = ["BesideBackward", "beside_backward", "current", "side_stream"]
 
@@ -107,8 +108,15 @@ class BesideBackward:
             this.add(buffers)
 
     def hold(self, sums: Sequence[Tensor]) -> None:
-        """Holds their memory as long as it may be read on side streams."""
-        self._this_pass().sums += {total.untyped_storage()._cdata: total.detach() for total in sums}.values()
+        """Holds their memory as long as it may be read on side streams; of tensors with parts it is recorded there."""
+        by_memory: dict[int, Tensor] = {}
+        for total in sums:
+            if type(total) is Tensor and total.layout is torch.strided:
+                by_memory[total.untyped_storage()._cdata] = total.detach()
+            else:
+                for memory in memory_of(total):
+                    memory.record_stream(self._sides[memory.device])
+        self._this_pass().sums += by_memory.values()
 
     def _this_pass(self) -> _Pass:
         number = torch._C._current_graph_task_id()

@@ -30,7 +30,7 @@ from dataparallel.batch_types import batch_of, container_of
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
 
-__all__ = ["SlotStream", "slot_streams"]
+__all__ = ["SlotStream", "memory_of", "slot_streams"]
 
 _made: dict[torch.device, list[torch.Stream]] = {}
 
@@ -97,7 +97,7 @@ class SlotStream:
 
 def _record(obj: Any, stream: torch.Stream) -> None:
     for tensor in _tensors(obj, {}):
-        for memory in _memory(tensor):
+        for memory in memory_of(tensor):
             if memory.device == stream.device:
                 memory.record_stream(stream)
 
@@ -121,7 +121,7 @@ def _tensors(obj: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
         yield from _tensors(part, seen)
 
 
-def _memory(tensor: Tensor) -> list[Tensor]:
+def memory_of(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold the data of one that has no memory itself; else the tensor."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
@@ -131,5 +131,5 @@ def _memory(tensor: Tensor) -> list[Tensor]:
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass around others
         names, _ = tensor.__tensor_flatten__()
-        return [memory for name in names for memory in _memory(getattr(tensor, name))]
+        return [memory for name in names for memory in memory_of(getattr(tensor, name))]
     return [tensor]

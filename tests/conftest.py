@@ -10,8 +10,10 @@ With `--arrangement=isolated` all slots are on one device, and every test runs i
 """
 
 import faulthandler
+import gc
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -24,6 +26,7 @@ from dataparallel import DataParallel
 from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
+from processes import Ahead
 
 WATCHDOG_SECONDS = 120.0
 
@@ -76,6 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"watchdog(seconds): end a run that hangs (default: {WATCHDOG_SECONDS:g} s)")
     config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
     config.addinivalue_line("markers", "not_isolated(why): not with --arrangement=isolated")
+    config.addinivalue_line("markers", "ahead(...): what the test's own process is to do, see processes.Ahead")
     kind = config.getoption("--devices")
     if kind == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError(f"--devices=cuda: torch {torch.__version__} sees no CUDA device on this machine")
@@ -119,6 +123,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"for {SIMULATED} simulated devices"))
 
 
+def pytest_collection_finish() -> None:
+    """What is there before the first test is no garbage: a test that collects need not walk through all of torch."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_freed_too_early(request: pytest.FixtureRequest) -> Iterator[None]:
     """What the clocks find when memory is freed belongs to the test that caused it."""
@@ -143,6 +153,26 @@ def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def done(request: pytest.FixtureRequest, processes: Ahead) -> subprocess.CompletedProcess:
+    """How the process of a test has ended that is marked `ahead`, in a file with the fixture `processes`."""
+    return processes.done(request.node)
+
+
+@pytest.fixture
+def printed(done: subprocess.CompletedProcess) -> str:
+    """What that process has printed, which has ended well."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def result(done: subprocess.CompletedProcess) -> pytest.RunResult:
+    """Of a run of pytest in that process, shown where the test fails."""
+    print(done.stdout, done.stderr, sep="\n")
+    return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
 
 
 @pytest.fixture

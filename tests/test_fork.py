@@ -1,10 +1,11 @@
 """A fork after the threads of a gang were used: nothing hangs in the child, nothing changes in the parent."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
-from processes import run_script
+from processes import Ahead, Job
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork"),
@@ -62,12 +63,13 @@ def same(left, right):
 """
 
 
-def run(script: str) -> str:
-    return run_script(PRELUDE + script)
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
+    with Ahead(request, tmp_path_factory.mktemp("ahead"), lambda script: Job(PRELUDE + script)) as ahead:
+        yield ahead
 
 
-def test_forward_and_backward_in_the_child_and_the_parent() -> None:
-    run("""
+@pytest.mark.ahead("""
 torch.set_num_threads(4)
 output, gradients = step()
 
@@ -92,10 +94,11 @@ for _ in range(3):
     assert torch.get_num_threads() == 4
     same(step()[1], gradients)
 """)
+def test_forward_and_backward_in_the_child_and_the_parent(printed: str) -> None:
+    assert printed == ""
 
 
-def test_gangs_in_a_child() -> None:
-    run("""
+@pytest.mark.ahead("""
 torch.set_num_threads(3)
 assert in_child(torch.get_num_threads) == 3, "nothing was used yet, so nothing changes"
 four()
@@ -124,10 +127,11 @@ inside_a_task = lambda: in_child(four_again)
 assert [outcome.value for outcome in Gang([inside_a_task] * 2, 1).run()] == [0, 0]
 assert [outcome.value for outcome in Gang([inside_a_task] * 2, 2).run()] == [0, 0]
 """)
+def test_gangs_in_a_child(printed: str) -> None:
+    assert printed == ""
 
 
-def test_a_fork_while_gangs_run() -> None:
-    run("""
+@pytest.mark.ahead("""
 over = threading.Event()
 
 
@@ -146,10 +150,11 @@ for thread in users:
     thread.join(10)
     assert not thread.is_alive()
 """)
+def test_a_fork_while_gangs_run(printed: str) -> None:
+    assert printed == ""
 
 
-def test_data_loader_workers_are_forked_as_ever() -> None:
-    run("""
+@pytest.mark.ahead("""
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_num_threads(4)
@@ -161,10 +166,11 @@ for _ in range(2):
     same(step(), (output, gradients))
     same(torch.cat([model(batch) for (batch,) in loader]).detach(), output)
 """)
+def test_data_loader_workers_are_forked_as_ever(printed: str) -> None:
+    assert printed == ""
 
 
-def test_a_fork_while_another_thread_is_about_to_make_replicas() -> None:
-    run("""
+@pytest.mark.ahead("""
 step()
 locked, forked = threading.Event(), threading.Event()
 
@@ -186,11 +192,11 @@ forked.set()
 thread.join()
 step()
 """)
+def test_a_fork_while_another_thread_is_about_to_make_replicas(printed: str) -> None:
+    assert printed == ""
 
 
-def test_torchs_engine_is_rebuilt_in_a_child_before_workers_ask_for_it() -> None:
-    """They would do so at once, and torch's rebuilding is not made for that: seen to end a child, once in hundreds."""
-    run("""
+@pytest.mark.ahead("""
 asked = []
 
 
@@ -212,3 +218,6 @@ def child():
 four()
 assert in_child(child) == 0
 """)
+def test_torchs_engine_is_rebuilt_in_a_child_before_workers_ask_for_it(printed: str) -> None:
+    """They would do so at once, and torch's rebuilding is not made for that: seen to end a child, once in hundreds."""
+    assert printed == ""

@@ -11,8 +11,8 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import dataparallel as dp
-from dataparallel import DataParallel, comm
-from dataparallel.functions import Broadcast
+from dataparallel import DataParallel
+from dataparallel.bucket_nodes import ToSlots, broadcast_bucket
 from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import assert_same_training
 
@@ -42,15 +42,15 @@ class Layers(nn.Module):
         return x
 
 
-def broadcasts(output) -> list:
-    """The distinct `Broadcast` nodes of a graph."""
+def sums_of(output) -> list:
+    """The distinct `ToSlots` nodes of a graph."""
     found, waiting = {}, [output.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in found:
             found[node] = None
             waiting += [following for following, _ in node.next_functions]
-    return [node for node in found if node.name() == "BroadcastBackward"]
+    return [node for node in found if node.name() == "ToSlotsBackward"]
 
 
 @pytest.mark.slots(2, 8)
@@ -68,14 +68,14 @@ def test_a_bucket_is_summed_before_the_slowest_slot_has_the_gradient_of_its_firs
         with lock:
             events.append(event)
 
-    reduce = comm.reduce_add_coalesced
+    summed = ToSlots.summed
 
-    def noted_reduce(inputs, *args, **kwargs):
-        totals = reduce(inputs, *args, **kwargs)
+    def noted(*arguments):
+        envelope = summed(*arguments)
         note("sum")
-        return totals
+        return envelope
 
-    monkeypatch.setattr(comm, "reduce_add_coalesced", noted_reduce)
+    monkeypatch.setattr(ToSlots, "summed", noted)
     model = Layers(20, width, lambda grad_inputs, grad_outputs: note("first layer")).double().to(root)
     wrapped = DataParallel(model, slots, bucket_cap_mb=(width * width + width) * 8 / 2**20)
     x = torch.randn(128 * len(slots), width, dtype=torch.float64, device=root)
@@ -95,12 +95,13 @@ def test_a_bucket_is_summed_before_the_slowest_slot_has_the_gradient_of_its_firs
 def test_buckets_are_filled_from_the_last_layer_and_grow(make_slots, monkeypatch):
     slots = make_slots(2)
     # The package has a function of that name, which hides the module.
-    half_a_layer = int(LAYER_MB * 2**20 / 2)
-    monkeypatch.setattr(importlib.import_module("dataparallel.replicate"), "FIRST_BUCKET_BYTES", half_a_layer)
+    room = importlib.import_module("dataparallel.replicate")
+    monkeypatch.setattr(room, "FIRST_BUCKET_BYTES", int(LAYER_MB * 2**20 / 2))
     model = Layers(5).double().to(slots[0])
     sent = []
-    apply = Broadcast.apply
-    monkeypatch.setattr(Broadcast, "apply", lambda devices, *tensors: sent.append(tensors) or apply(devices, *tensors))
+    monkeypatch.setattr(
+        room, "broadcast_bucket", lambda *arguments: sent.append(arguments[1]) or broadcast_bucket(*arguments)
+    )
     dp.replicate(model, slots, bucket_cap_mb=2 * LAYER_MB)
     position = {parameter.data_ptr(): i for i, parameter in enumerate(model.parameters())}
     buckets = [sorted((position[tensor.data_ptr()] for tensor in tensors), reverse=True) for tensors in sent]
@@ -117,7 +118,7 @@ def test_a_node_for_each_bucket_and_the_same_bits(slots, root, bucket_cap_mb):
     x = torch.randn(7, WIDTH, dtype=torch.float64, device=root)
     reference = torch.autograd.grad(DataParallel(model, slots)(x).square().sum(), list(model.parameters()))
     output = DataParallel(model, slots, bucket_cap_mb=bucket_cap_mb)(x)
-    assert len(broadcasts(output)) == {1e-9: 8, LAYER_MB: 4, 25: 1}[bucket_cap_mb]
+    assert len(sums_of(output)) == {1e-9: 8, LAYER_MB: 4, 25: 1}[bucket_cap_mb]
     gradients = torch.autograd.grad(output.square().sum(), list(model.parameters()))
     for gradient, expected in zip(gradients, reference, strict=True):
         assert torch.equal(gradient, expected)
@@ -169,7 +170,7 @@ def test_training_is_the_same_with_a_bucket_for_each_parameter(case, slots):
 
 @pytest.mark.slots(2)
 def test_without_sequence_numbers_only_the_order_goes(slots, root, monkeypatch):
-    for room in ("functions", "hand_over"):
+    for room in ("functions", "bucket_nodes"):
         monkeypatch.setattr(f"dataparallel.{room}.sum_as_soon_as_ready", lambda node: None)
     model = Layers(4).double().to(root)
     x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)

@@ -83,6 +83,23 @@ def test_modules_are_used_again(wrapped, call) -> None:
     assert all(a is b for a, b in zip(before, shells(wrapped), strict=True))
 
 
+def test_attributes_are_used_again_until_a_forward_leaves_something(wrapped, call) -> None:
+    def attributes() -> list[int]:
+        return [id(vars(module)) for shell in shells(wrapped) for module in shell._modules]
+
+    call()
+    before = attributes()
+    call()
+    assert attributes() == before
+    DOES.append(lambda replica: setattr(replica, "left", 1))
+    call()
+    kept = shells(wrapped)
+    DOES.clear()
+    assert not any("left" in vars(module) for shell in kept for module in shell._modules)
+    call()
+    assert all(a is b for a, b in zip(kept, shells(wrapped), strict=True))
+
+
 def constant_layer(net: Net) -> nn.Linear:
     layer = nn.Linear(4, 4).to(net.shift)
     for parameter in layer.parameters():
@@ -166,9 +183,18 @@ def swap_persistence(replica: nn.Module) -> None:
     replica.register_buffer("shift", replica.shift.clone(), persistent=False)
 
 
+def rename(attributes: dict[str, Any], name: str, other: str) -> None:
+    """Everything else stays, the order too."""
+    items = [*attributes.items()]
+    attributes.clear()
+    attributes.update({other if key == name else key: value for key, value in items})
+
+
 LEAVES: dict[str, Callable[[Any], Any]] = {
     "an attribute": lambda replica: setattr(replica, "left", 1),
     "a changed attribute": lambda replica: setattr(replica, "scale", 0.0),
+    "an attribute of the last module": lambda replica: setattr(replica.second[1], "left", 1),
+    "another name": lambda replica: rename(vars(replica), "scale", "left"),
     "no attribute": lambda replica: delattr(replica, "scale"),
     "a buffer": lambda replica: replica.first.register_buffer("left", torch.ones(1)),
     "another buffer": lambda replica: setattr(replica, "scratch", replica.shift * 0),

@@ -86,6 +86,12 @@ def other_children(replica: Any) -> Any:
     return children
 
 
+def other_attributes(replica: Any) -> Any:
+    attributes = vars(replica.linear)
+    replica.linear.__dict__ = {name: copy.copy(value) for name, value in attributes.items()}
+    return attributes
+
+
 # For each thing that can be held, how to get a parameter's value from it.
 WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
     "a parameter": (lambda r: r.linear.weight, lambda held: held),
@@ -107,6 +113,7 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
     "a registry of children": (lambda r: r._modules, lambda held: held["linear"].weight),
     "a registry of children that left its module": (other_children, lambda held: held["linear"].weight),
     "all attributes": (lambda r: vars(r.linear), lambda held: held["_parameters"]["weight"]),
+    "all attributes that left their module": (other_attributes, lambda held: held["_parameters"]["weight"]),
     "a shallow copy": (lambda r: copy.copy(r.linear), lambda held: held.weight),
     "an iterator": (lambda r: iter(r.linear._parameters.values()), lambda held: held.__reduce__()[1][0][0]),
     "a state dict": (lambda r: r.state_dict(), lambda held: held["linear.weight"]),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dataparallel import replicate
-from dataparallel.module_plan import NOTHING, STANDS_FOR, ModulePlan, StandsFor
+from dataparallel.module_plan import NOTHING, REFUSAL, STANDS_FOR, ModulePlan, StandsFor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
@@ -189,6 +189,17 @@ def test_lazy_modules_are_refused_by_name(build: Callable[[], nn.Module], name: 
     assert len(replicate(module, ["cpu", "cpu"])) == 2
 
 
+def test_a_class_may_say_that_there_can_be_no_replicas() -> None:
+    class Single(nn.Linear):
+        def _dataparallel_refusal(self, path: str) -> str:
+            return f"there is one {self.in_features} wide at {path!r}"
+
+    assert hasattr(Single, REFUSAL)
+    for tree, path in ((nn.ModuleDict({"a": nn.Sequential(nn.Tanh(), Single(3, 2))}), "a.1"), (Single(3, 2), "")):
+        with pytest.raises(RuntimeError, match=f"^there is one 3 wide at '{path}'$"):
+            replicate(tree, ["cpu", "cpu"])
+
+
 def scripted() -> nn.Module:
     return torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
 
@@ -258,4 +269,4 @@ class TestARootThatStandsForAnotherModule:
         assert held[plan.entries[0].children["1"]] is root[1]
         assert all(held[plan.entries[i].parameters["weight"]] is root[2].weight for i in (1, 2))
         assert not plan.has_references
-        assert not plan.is_plain
+        assert plan.is_plain

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.module_plan import ModulePlan
+from dataparallel.module_plan import STANDS_FOR, ModulePlan, StandsFor
 from dataparallel.module_snapshot import TreeSnapshot
 
 
@@ -142,6 +142,48 @@ def test_does_not_hold_when_a_list_comes_to_hold_what_was_compiled_before(tree: 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_does_not_hold(change, tree: Tree) -> None:
     taken = snapshot(tree)
+    change(tree)
+    assert not taken.still_holds(tree)
+
+
+def ignoring(tree: Tree) -> tuple[TreeSnapshot, nn.Module]:
+    """A snapshot where replicas get a module below and a parameter as they are, and that module."""
+    ignored = tree.child[0]
+    vars(tree)[STANDS_FOR] = StandsFor(id(tree), frozenset({ignored}), frozenset({id(tree.weight)}))
+    return snapshot(tree), ignored
+
+
+INSIDE: dict[str, Callable[[Any], Any]] = {
+    "another parameter": lambda ignored: setattr(ignored, "weight", nn.Parameter(torch.ones(2, 2))),
+    "a child more": lambda ignored: ignored.add_module("more", nn.ReLU()),
+    "an attribute": lambda ignored: setattr(ignored, "more", 1),
+    "a hook": lambda ignored: ignored.register_forward_hook(print),
+    "another mode": lambda ignored: ignored.eval(),
+}
+
+
+@pytest.mark.parametrize("change", INSIDE.values(), ids=INSIDE.keys())
+def test_holds_when_what_is_ignored_changes_inside(change, tree: Tree) -> None:
+    taken, ignored = ignoring(tree)
+    change(ignored)
+    assert taken.still_holds(tree)
+
+
+AROUND: dict[str, Callable[[Tree], Any]] = {
+    "another module in its place": lambda tree: tree.child.__setitem__(0, nn.Linear(2, 2)),
+    "another parameter in its place": lambda tree: setattr(tree, "weight", nn.Parameter(torch.ones(2))),
+    "it has gone": lambda tree: tree.child.__delitem__(0),
+    "a parameter has gone": lambda tree: delattr(tree, "weight"),
+    "a second place for it": lambda tree: setattr(tree, "second", tree.child[0]),
+    "a part of it in the tree": lambda tree: setattr(tree, "bias", tree.child[0].bias),
+    "a child more": lambda tree: tree.child.append(nn.Linear(2, 2)),
+    "it and another change places": lambda tree: tree.child._modules.update({"0": tree.child[1], "1": tree.child[0]}),
+}
+
+
+@pytest.mark.parametrize("change", AROUND.values(), ids=AROUND.keys())
+def test_does_not_hold_when_the_place_of_what_is_ignored_changes(change, tree: Tree) -> None:
+    taken, _ = ignoring(tree)
     change(tree)
     assert not taken.still_holds(tree)
 

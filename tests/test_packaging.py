@@ -54,6 +54,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built)
 
 
+@pytest.mark.devices("cpu")  # its process is its own: once is enough
 def test_wheel_carries_every_file(wheel):
     made_up = {f"dataparallel/kernel.{suffix}" for suffix in ("cpp", "h", "cu")}
     inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -61,6 +62,7 @@ def test_wheel_carries_every_file(wheel):
     assert "dataparallel/py.typed" in inside
 
 
+@pytest.mark.devices("cpu")  # its process is its own: once is enough
 def test_wheel_metadata(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = wheel.read(name).decode()
@@ -76,6 +78,7 @@ def test_wheel_metadata(wheel):
     assert any(n.endswith("/LICENSE") for n in wheel.namelist())
 
 
+@pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 def test_import_is_free_of_side_effects():
     code = """
 import os, sys, threading

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from processes import environment, skip_without_tools
+from processes import Ahead, run_pytest, skip_without_tools
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
-
-pytest_plugins = ["pytester"]
 
 README = Path(__file__).parents[1] / "README.rst"
 
@@ -30,16 +28,6 @@ def files() -> dict[str, str]:
     return {name: textwrap.dedent(block) for block, name in blocks}
 
 
-@pytest.fixture
-def project(pytester, monkeypatch):
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    for name, text in files().items():
-        (pytester.path / name).write_text(text)
-    return pytester
-
-
 def failures(report: Path) -> dict[str, str]:
     """What each test that failed says at its end, by the names of its file and its function."""
     return {
@@ -49,29 +37,44 @@ def failures(report: Path) -> dict[str, str]:
     }
 
 
-def test_the_example_passes(project, available):
-    assert sorted(files()) == ["conftest.py", "pipeline.py", "test_training.py"]
-    project.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=2)
-
-
-def test_each_mistake_that_it_tells_of_fails(project, available):
+def mistaken() -> dict[str, str]:
+    """Files with the example's tests, each of which makes one of the mistakes that the README tells of."""
     one_file = files()["pipeline.py"] + files()["test_training.py"].replace("from pipeline import Pipeline\n", "")
 
     def with_(mistake: str, instead: str = "") -> str:
         assert one_file.count(mistake) == 1
         return one_file.replace(mistake, instead)
 
-    mistakes = {
+    return {
         "test_short.py": with_("+ 20_000", "+ 10_000"),
         "test_devices.py": with_(".to(output.device)"),
         "test_order.py": with_("        stream.wait_stream(self.copies)\n"),
         "test_growth.py": with_("return loss.item()", "kept.append(loss)\n\n\nkept = []"),
     }
-    for name, text in mistakes.items():
-        (project.path / name).write_text(text)
-    done = project.runpytest_subprocess("-p", "no:cacheprovider", "--junitxml=report.xml", *mistakes)
-    done.assert_outcomes(passed=4, failed=4)
-    found = failures(project.path / "report.xml")
+
+
+@pytest.fixture(scope="module")
+def processes(request, available, tmp_path_factory):
+    def project(change=dict):
+        folder = tmp_path_factory.mktemp("project")
+        for name, text in {**files(), **change()}.items():
+            (folder / name).write_text(text)
+        return run_pytest(folder, "--junitxml=report.xml", *change(), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+
+    with Ahead(request, tmp_path_factory.mktemp("ahead"), project) as ahead:
+        yield ahead
+
+
+@pytest.mark.ahead
+def test_the_example_passes(result):
+    assert sorted(files()) == ["conftest.py", "pipeline.py", "test_training.py"]
+    result.assert_outcomes(passed=2)
+
+
+@pytest.mark.ahead(change=mistaken)
+def test_each_mistake_that_it_tells_of_fails(result, done):
+    result.assert_outcomes(passed=4, failed=4)
+    found = failures(done.args.folder / "report.xml")
     told = {
         "test_devices.test_pipeline_": "Expected all tensors to be on the same device",
         "test_order.test_pipeline_": "RuntimeError: race: ",

@@ -256,12 +256,14 @@ def run_python(*arguments):
     return done.stdout
 
 
+@pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 def test_python_dash_m():
     text = run_python("-m", "dataparallel")
     for line in ("dataparallel ", "torch ", "CPU ", "accelerator ", "NCCL ", "CuPy ", "transport "):
         assert f"\n{line}" in "\n" + text
 
 
+@pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 def test_report_initialises_nothing():
     run_python(
         "-c",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.functions import Broadcast
+from dataparallel.bucket_nodes import ToSlots
 from dataparallel.side_streams import BesideBackward, current, side_stream
 
 pytestmark = [pytest.mark.devices("sim", "cuda"), pytest.mark.usefixtures("distinct")]
@@ -82,7 +82,7 @@ def besides(output: Tensor) -> list[BesideBackward]:
     while waiting:
         node = waiting.pop()
         if node is not None:
-            if isinstance(node, Broadcast._backward_cls):
+            if isinstance(node, ToSlots._backward_cls):
                 found[node.beside] = None
             waiting += [following for following, _ in node.next_functions]
     return [*found]

@@ -20,7 +20,7 @@ from torch.utils import cpp_extension
 
 from dataparallel.testing import SimulationUnavailable, ToolsMissing
 from dataparallel.testing.simulated import build
-from processes import environment
+from processes import Ahead, Job, environment, run_pytest
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
@@ -350,44 +350,43 @@ def test_of_two_processes_one_compiles(load, cache, tmp_path):
 
 
 def test_a_process_that_is_killed_while_it_compiles_leaves_no_lock(load, tmp_path):
-    first = load()
-    wait_until(lambda: list(tmp_path.glob("compiling.*")))
-    second = load()
-    wait_until(lambda: second.says(WAITING))
+    both = [load(), load()]
+    wait_until(lambda: list(tmp_path.glob("compiling.*")) and any(loading.says(WAITING) for loading in both))
+    first, second = sorted(both, key=lambda loading: loading.says(WAITING))
     first.process.kill()
     wait_until(lambda: second.says(COMPILING))
     (tmp_path / "go").touch()
     assert second.answers()
 
 
-def suite(**changes: str) -> subprocess.CompletedProcess:
-    """A file of this suite on simulated devices."""
-    file = Path(__file__).with_name("test_simulated_slots.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--devices=sim", str(file)]
-    return subprocess.run(
-        command,
-        env=environment(**changes),
-        cwd=file.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def processes(request, tmp_path_factory):
+    """Runs of a file of this suite on simulated devices; the compiler is a name, or the text of a script."""
+
+    def suite(compiler: str) -> Job:
+        folder = tmp_path_factory.mktemp("suite")
+        if compiler.startswith("#!"):
+            script = folder / "g++"
+            script.write_text(compiler)
+            script.chmod(0o755)
+            compiler = str(script)
+        file = Path(__file__).with_name("test_simulated_lists.py")
+        changes = {"TORCH_EXTENSIONS_DIR": str(folder / "cache"), "CXX": compiler}
+        return run_pytest(file.parents[1], "-q", "--devices=sim", str(file), **changes)
+
+    with Ahead(request, tmp_path_factory.mktemp("ahead"), suite) as ahead:
+        yield ahead
 
 
-def test_a_compiler_that_refuses_ends_the_suite_with_an_error(cache, compiler, tmp_path):
-    script = tmp_path / "refusing-g++"
-    script.write_text(REFUSING_COMPILER.format(compiler))
-    script.chmod(0o755)
-    done = suite(TORCH_EXTENSIONS_DIR=str(cache), CXX=str(script))
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
-    assert "ERROR: --devices=sim: compiling the simulated accelerators failed" in done.stderr
-    assert "I refuse" in done.stderr
+@pytest.mark.ahead(REFUSING_COMPILER.format(cpp_extension.get_cxx_compiler()))
+def test_a_compiler_that_refuses_ends_the_suite_with_an_error(compiler, result):
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --devices=sim: compiling the simulated accelerators failed*"])
+    result.stderr.fnmatch_lines(["*I refuse*"])
 
 
-def test_without_a_compiler_the_suite_is_skipped_and_says_why(cache):
-    done = suite(TORCH_EXTENSIONS_DIR=str(cache), CXX="nonexistent-compiler")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"this machine lacks a C\+\+ compiler", done.stdout)
-    assert re.search(r"\n\d+ skipped", done.stdout)
-    assert "passed" not in done.stdout
+@pytest.mark.ahead("nonexistent-compiler")
+def test_without_a_compiler_the_suite_is_skipped_and_says_why(result):
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["*this machine lacks a C++ compiler*"])
+    assert result.parseoutcomes().keys() == {"skipped"}

@@ -85,7 +85,6 @@ dist.barrier()
 objects = [None, None]
 dist.all_gather_object(objects, {"rank": rank})
 assert [found["rank"] for found in objects] == [0, 1]
-dist.destroy_process_group()
 """
 
 DATA_PARALLEL = """
@@ -122,9 +121,5 @@ def run_pair(script: str, folder: Path) -> None:
     assert second.returncode == 0, output
 
 
-def test_collectives(tmp_path: Path) -> None:
-    run_pair(COLLECTIVES, tmp_path)
-
-
-def test_distributed_data_parallel(tmp_path: Path) -> None:
-    run_pair(DATA_PARALLEL, tmp_path)
+def test_collectives_and_distributed_data_parallel(tmp_path: Path) -> None:
+    run_pair(COLLECTIVES + DATA_PARALLEL, tmp_path)

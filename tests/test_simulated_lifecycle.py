@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dataparallel.testing import simulate
-from processes import environment, run_script, skip_without_tools
+from processes import Ahead, attempt, environment, skip_without_tools
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
@@ -18,8 +18,14 @@ def available() -> None:
     skip_without_tools()
 
 
-def test_more_devices_may_be_asked_for_later_and_fewer_may_not(available):
-    run_script("""
+@pytest.fixture(scope="module")
+def processes(request, tmp_path_factory):
+    attempt()
+    with Ahead(request, tmp_path_factory.mktemp("ahead")) as ahead:
+        yield ahead
+
+
+@pytest.mark.ahead("""
 import pytest, torch
 from dataparallel.testing import simulate
 
@@ -49,6 +55,8 @@ assert simulate(64)[-1] == torch.device("sim:63")
 backward(torch.device("sim:63"))
 backward(first[0])
 """)
+def test_more_devices_may_be_asked_for_later_and_fewer_may_not(available, printed):
+    assert printed == ""
 
 
 @pytest.mark.parametrize("number", [0, -1, 65])
@@ -63,35 +71,34 @@ def test_what_is_no_number_is_refused(number):
         simulate(number)
 
 
-AFTER_A_BACKWARD = """
+@pytest.mark.ahead("""
 import pytest, torch
 from dataparallel.testing.simulated import SimulationTooLate, simulate
 
 torch.ones(1, requires_grad=True).sum().backward()
 with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate.*call simulate first"):
     simulate(2)
-"""
-
-
-def test_a_backward_before_is_told(available):
-    run_script(f"""{AFTER_A_BACKWARD}
 x = torch.ones(1, requires_grad=True)
 x.sum().backward()  # the CPU's is as it was
 assert x.grad.item() == 1
-""")
-
-
-def test_a_backward_before_is_told_each_time(available):
-    run_script(f"""{AFTER_A_BACKWARD}
 with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate"):
     simulate(2)
 """)
+def test_a_backward_before_is_told_each_time(available, printed):
+    assert printed == ""
 
 
-def test_other_accelerators_of_the_process_are_told_before_anything_is_compiled(tmp_path):
-    run_script(
-        """
-import os, sys, types
+IN_AN_EMPTY_FOLDER = """
+import os, tempfile
+folder = tempfile.TemporaryDirectory()
+os.environ["TORCH_EXTENSIONS_DIR"] = folder.name
+"""
+
+
+@pytest.mark.ahead(
+    IN_AN_EMPTY_FOLDER
+    + """
+import sys, types
 from unittest import mock
 import pytest, torch
 from dataparallel.testing.simulated import SimulationTooLate, SimulationUnavailable, simulate
@@ -104,17 +111,18 @@ torch.utils.rename_privateuse1_backend("other")
 torch._register_device_module("other", types.ModuleType("other"))
 with pytest.raises(SimulationUnavailable, match="another backend, 'other', has torch's PrivateUse1 slot"):
     simulate(2)
-assert os.listdir(os.environ["TORCH_EXTENSIONS_DIR"]) == []
+assert os.listdir(folder.name) == []
 assert not hasattr(torch, "sim")
-""",
-        TORCH_EXTENSIONS_DIR=str(tmp_path),
-    )
+"""
+)
+def test_other_accelerators_of_the_process_are_told_before_anything_is_compiled(printed):
+    assert printed == ""
 
 
-def test_import_simulates_and_compiles_nothing(tmp_path):
-    run_script(
-        """
-import os, sys, threading
+@pytest.mark.ahead(
+    IN_AN_EMPTY_FOLDER
+    + """
+import sys, threading
 import torch
 start, switches = threading.Thread.start, torch._has_compatible_shallow_copy_type
 import dataparallel, dataparallel.testing
@@ -124,10 +132,11 @@ assert torch._C._get_privateuse1_backend_name() == "privateuseone"
 assert "torch.utils.cpp_extension" not in sys.modules
 assert threading.Thread.start is start and torch._has_compatible_shallow_copy_type is switches
 assert threading.enumerate() == [threading.main_thread()]
-assert os.listdir(os.environ["TORCH_EXTENSIONS_DIR"]) == []
-""",
-        TORCH_EXTENSIONS_DIR=str(tmp_path),
-    )
+assert os.listdir(folder.name) == []
+"""
+)
+def test_import_simulates_and_compiles_nothing(printed):
+    assert printed == ""
 
 
 ENDS_AFTER_A_BACKWARD = """
@@ -141,7 +150,10 @@ sum((x.to(device) @ x.to(device)).sin().sum().to("sim:0") for device in devices)
 
 
 def test_a_script_that_ends_right_after_a_backward_ends_well(available):
-    """Threads of the autograd engine may still be dropping graphs then."""
+    """Threads of the autograd engine may still be dropping graphs then.
+
+    Interpreters of their own: forked from one that had imported torch, none of 80 ended badly without the wait at exit.
+    """
     command = [sys.executable, "-c", ENDS_AFTER_A_BACKWARD]
     ending = [
         subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -153,8 +165,7 @@ def test_a_script_that_ends_right_after_a_backward_ends_well(available):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_forked_child_runs_forward(available):
-    run_script("""
+@pytest.mark.ahead("""
 import os, signal, traceback, warnings
 import torch
 from torch import nn
@@ -192,11 +203,11 @@ if pid == 0:
 status = os.waitpid(pid, 0)[1]
 assert os.waitstatus_to_exitcode(status) == 0, status
 """)
+def test_a_forked_child_runs_forward(available, printed):
+    assert printed == ""
 
 
-def test_a_module_that_moves_keeps_its_parameters(available):
-    """As on CUDA: the same objects, so ties, optimizers, hooks and gradients stay."""
-    run_script("""
+@pytest.mark.ahead("""
 import torch
 from torch import nn
 from dataparallel.testing import simulate
@@ -243,10 +254,12 @@ model(torch.randn(4, 7, device="sim:0")).sum().backward()
 assert {p.device.type for p in model.parameters()} == {"sim"}
 assert {p.grad.device.type for p in model.parameters()} == {"sim"}
 """)
+def test_a_module_that_moves_keeps_its_parameters(available, printed):
+    """As on CUDA: the same objects, so ties, optimizers, hooks and gradients stay."""
+    assert printed == ""
 
 
-def test_a_start_that_failed_half_way_is_told_each_time(available):
-    run_script("""
+@pytest.mark.ahead("""
 from unittest import mock
 import pytest, torch
 from dataparallel.testing import SimulationUnavailable, ToolsMissing, simulate
@@ -261,13 +274,12 @@ for _ in range(2):
     assert isinstance(again.value.__cause__, KeyError)
 assert torch.sim.device_count() == 0
 """)
+def test_a_start_that_failed_half_way_is_told_each_time(available, printed):
+    assert printed == ""
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_forked_child_frees_while_threads_of_its_parent_launch(available):
-    """No lock of a thread that the child does not have stays locked in it."""
-    run_script(
-        """
+@pytest.mark.ahead("""
 import os, signal, threading, warnings
 import torch
 from dataparallel.testing import simulate
@@ -307,13 +319,13 @@ over.set()
 for thread in threads:
     thread.join()
 assert ended == [0] * 100, ended
-""",
-        timeout=30,
-    )
+""")
+def test_a_forked_child_frees_while_threads_of_its_parent_launch(available, printed):
+    """No lock of a thread that the child does not have stays locked in it."""
+    assert printed == ""
 
 
-def test_a_thread_that_could_not_start_can_be_started_again(available):
-    run_script("""
+@pytest.mark.ahead("""
 import threading
 from unittest import mock
 import pytest, torch
@@ -337,10 +349,11 @@ thread.start()
 thread.join()
 assert results == [[3, 3, 3]]
 """)
+def test_a_thread_that_could_not_start_can_be_started_again(available, printed):
+    assert printed == ""
 
 
-def test_threads_are_freed_when_they_have_run_without_a_collection(available):
-    run_script("""
+@pytest.mark.ahead("""
 import gc, threading, weakref
 import torch
 from dataparallel.testing import simulate
@@ -372,10 +385,11 @@ for make in (lambda: threading.Thread(target=work), Worker):
     del never_started
     assert gone() is None
 """)
+def test_threads_are_freed_when_they_have_run_without_a_collection(available, printed):
+    assert printed == ""
 
 
-def test_a_thread_whose_instance_has_its_own_run_hands_its_knowledge_on(available):
-    run_script("""
+@pytest.mark.ahead("""
 import threading
 import torch
 from dataparallel.testing import simulate
@@ -404,3 +418,5 @@ worker.join()
 x.add_(1)  # and this thread for the worker, which has waited
 assert x.tolist() == [2, 2, 2]
 """)
+def test_a_thread_whose_instance_has_its_own_run_hands_its_knowledge_on(available, printed):
+    assert printed == ""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel, functions, parallel_apply
+from dataparallel import DataParallel, bucket_nodes, parallel_apply
 from dataparallel.batch_types import register_batch
 from dataparallel.comm.settings import Settings, held
 from dataparallel.slot_streams import SlotStream, slot_streams
@@ -148,7 +148,7 @@ def test_gradients_that_leave_their_device_are_kept_until_then(
     if guarded:
         loss.backward()
         return
-    monkeypatch.setattr(functions, "_wait_for_slot_streams", lambda *arguments: None)
+    monkeypatch.setattr(bucket_nodes, "_take_over", lambda *arguments: None)
     try:
         with pytest.raises(RuntimeError, match="freed too early"):
             loss.backward()

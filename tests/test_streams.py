@@ -154,5 +154,5 @@ def test_gradients_that_are_summed_elsewhere_are_kept_until_then(slots: list, ro
         def record_stream(self, stream: torch.Stream) -> None:
             recorded.append((self.device, stream))
 
-    functions._wait_for_streams(streams, [grad.as_subclass(Recording) for grad in grads])
+    functions.wait_for_streams(streams, [grad.as_subclass(Recording) for grad in grads])
     assert {*recorded} == {(grad.device, torch.accelerator.current_stream(grad.device)) for grad in grads}

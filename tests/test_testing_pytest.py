@@ -4,12 +4,10 @@ import textwrap
 
 import pytest
 
-from processes import environment, skip_without_tools
+from processes import Ahead, Job, attempt, run_pytest, skip_without_tools
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
-
-pytest_plugins = ["pytester"]
 
 CONFTEST = 'pytest_plugins = ["dataparallel.testing.pytest"]\n'
 
@@ -19,25 +17,23 @@ def available() -> None:
     skip_without_tools()
 
 
-@pytest.fixture
-def user(pytester, monkeypatch):
-    """Runs pytest in a project: a conftest.py with the plugin, and one test file."""
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+@pytest.fixture(scope="module")
+def processes(request, tmp_path_factory):
+    """Runs of pytest in projects: a conftest.py with the plugin, and one test file."""
 
-    def run(tests: str, *arguments: str, conftest: str = "", ini: str = "") -> pytest.RunResult:
-        pytester.makeconftest(CONFTEST + conftest)
-        pytester.makeini(f"[pytest]\n{ini}")
-        pytester.makepyfile(test_user="import pytest, torch\n" + textwrap.dedent(tests))
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rs", *arguments)
+    def project(tests: str, *arguments: str, conftest: str = "", ini: str = "", **changes: str) -> Job:
+        folder = tmp_path_factory.mktemp("project")
+        (folder / "conftest.py").write_text(CONFTEST + conftest)
+        (folder / "pytest.ini").write_text(f"[pytest]\n{ini}")
+        (folder / "test_user.py").write_text("import pytest, torch\n" + textwrap.dedent(tests))
+        return run_pytest(folder, "-rs", *arguments, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **changes)
 
-    return run
+    attempt()
+    with Ahead(request, tmp_path_factory.mktemp("ahead"), project) as ahead:
+        yield ahead
 
 
-def test_the_devices_work_in_forward_and_backward_and_the_errors_are_the_tests(user, available):
-    done = user("""
+@pytest.mark.ahead("""
         @pytest.fixture(scope="module")
         def model(sim_devices):
             return torch.nn.Linear(3, 3).to(sim_devices[1])
@@ -87,9 +83,10 @@ def test_the_devices_work_in_forward_and_backward_and_the_errors_are_the_tests(u
         def test_last(sim_devices):
             assert torch.ones(3, device=sim_devices[0]).sum().item() == 3
     """, "-v")  # fmt: skip
-    done.assert_outcomes(passed=6, failed=3)
-    done.stdout.fnmatch_lines(["simulated accelerators: 8, for 9 of 9 tests"])
-    done.stdout.fnmatch_lines(
+def test_the_devices_work_in_forward_and_backward_and_the_errors_are_the_tests(available, result):
+    result.assert_outcomes(passed=6, failed=3)
+    result.stdout.fnmatch_lines(["simulated accelerators: 8, for 9 of 9 tests"])
+    result.stdout.fnmatch_lines(
         [
             "*::test_race FAILED*",
             "*::test_freed_too_early FAILED*",
@@ -112,36 +109,47 @@ def test_count(sim_devices):
 """
 
 
-def test_the_ini_file_says_how_many_and_on_a_machine_with_cuda_the_run_says_whose_they_are(user, available):
-    conftest = "import torch\ntorch.cuda.is_available = lambda: True\n"
-    done = user(COUNT.format(2), conftest=conftest, ini="sim_devices = 2")
-    done.assert_outcomes(passed=1)
-    done.stdout.fnmatch_lines(
+@pytest.mark.ahead(
+    COUNT.format(2), conftest="import torch\ntorch.cuda.is_available = lambda: True\n", ini="sim_devices = 2"
+)
+def test_the_ini_file_says_how_many_and_on_a_machine_with_cuda_the_run_says_whose_they_are(available, result):
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
         ["simulated accelerators: 2, for 1 of 1 tests; torch.accelerator means them in this run*"]
     )
 
 
-def test_the_command_line_says_how_many_of_those_that_a_conftest_has_made(user, available):
-    conftest = """
+MAKES_SIXTEEN = """
 import torch
 from dataparallel.testing import simulate
 simulate(16)
 torch.ones(1, device="sim:15", requires_grad=True).sum().backward()
 """
-    user(COUNT.format(3), "--sim-devices=3", conftest=conftest, ini="sim_devices = 2").assert_outcomes(passed=1)
+
+
+@pytest.mark.ahead(COUNT.format(3), "--sim-devices=3", conftest=MAKES_SIXTEEN, ini="sim_devices = 2")
+def test_the_command_line_says_how_many_of_those_that_a_conftest_has_made(available, result):
+    result.assert_outcomes(passed=1)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "ini", "words"),
+    "words",
     [
-        (["--sim-devices=0"], "", "*1 to 64 devices can be simulated; got 0*"),
-        ([], "sim_devices = many", "*the ini file's sim_devices is a number; got 'many'*"),
+        pytest.param(
+            "*1 to 64 devices can be simulated; got 0*",
+            marks=pytest.mark.ahead(COUNT.format(0), "--sim-devices=0"),
+            id="none",
+        ),
+        pytest.param(
+            "*the ini file's sim_devices is a number; got 'many'*",
+            marks=pytest.mark.ahead(COUNT.format(0), ini="sim_devices = many"),
+            id="a word",
+        ),
     ],
 )
-def test_what_is_no_number_of_devices_is_a_usage_error(user, arguments, ini, words):
-    done = user(COUNT.format(0), *arguments, ini=ini)
-    assert done.ret == pytest.ExitCode.USAGE_ERROR
-    done.stderr.fnmatch_lines([words])
+def test_what_is_no_number_of_devices_is_a_usage_error(result, words):
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([words])
 
 
 NEEDS_NONE = """
@@ -154,33 +162,33 @@ def test_on_devices(sim_devices):
 """
 
 
-@pytest.mark.parametrize("arguments", [["--deselect=test_user.py::test_on_devices"], ["--collect-only"]])
-def test_a_run_that_needs_no_devices_makes_none(user, tmp_path, monkeypatch, arguments):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
-    done = user(NEEDS_NONE, *arguments)
-    assert done.ret == 0
-    assert not (tmp_path / "none").exists()
+@pytest.mark.parametrize(
+    "argument",
+    [
+        pytest.param(argument, marks=pytest.mark.ahead(NEEDS_NONE, argument, TORCH_EXTENSIONS_DIR="none"))
+        for argument in ("--deselect=test_user.py::test_on_devices", "--collect-only")
+    ],
+)
+def test_a_run_that_needs_no_devices_makes_none(result, done, argument):
+    assert result.ret == 0
+    assert not (done.args.folder / "none").exists()
 
 
-def test_without_a_compiler_tests_are_skipped_and_told_why(user, tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
-    done = user(NEEDS_NONE)
-    done.assert_outcomes(passed=1, skipped=1)
-    done.stdout.fnmatch_lines(["SKIPPED*simulated accelerators are compiled on first use*lacks a C++ compiler*"])
+@pytest.mark.ahead(NEEDS_NONE, PATH="nowhere", CXX="", TORCH_EXTENSIONS_DIR="none")
+def test_without_a_compiler_tests_are_skipped_and_told_why(result):
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*simulated accelerators are compiled on first use*lacks a C++ compiler*"])
 
 
-def test_what_is_no_missing_tool_fails_the_tests(user):
-    conftest = "import torch\ntorch.utils.rename_privateuse1_backend('other')\ntorch.other = None\n"
-    done = user(NEEDS_NONE, conftest=conftest)
-    done.assert_outcomes(passed=1, errors=1)
-    done.stdout.fnmatch_lines(["another backend, 'other', has torch's PrivateUse1 slot*"])
+@pytest.mark.ahead(
+    NEEDS_NONE, conftest="import torch\ntorch.utils.rename_privateuse1_backend('other')\ntorch.other = None\n"
+)
+def test_what_is_no_missing_tool_fails_the_tests(result):
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["another backend, 'other', has torch's PrivateUse1 slot*"])
 
 
-def test_freed_too_early_fails_a_test_that_skips_or_expects_to_fail(user, available):
-    done = user("""
+@pytest.mark.ahead("""
         import unittest
 
         def free_too_early(device):
@@ -206,14 +214,14 @@ def test_freed_too_early_fails_a_test_that_skips_or_expects_to_fail(user, availa
         def test_after_that(sim_devices):
             assert torch.ones(3, device=sim_devices[0]).sum().item() == 3
     """)
-    done.assert_outcomes(passed=1, failed=3, skipped=2, xfailed=1)
-    done.stdout.fnmatch_lines(["E *RuntimeError: freed too early*"] * 3)
+def test_freed_too_early_fails_a_test_that_skips_or_expects_to_fail(available, result):
+    result.assert_outcomes(passed=1, failed=3, skipped=2, xfailed=1)
+    result.stdout.fnmatch_lines(["E *RuntimeError: freed too early*"] * 3)
 
 
-def test_a_backward_at_import_fails_the_tests_with_a_sentence(user, available):
-    conftest = "import torch\ntorch.ones(1, requires_grad=True).sum().backward()\n"
-    done = user(COUNT.format(8), conftest=conftest)
-    done.assert_outcomes(errors=1)
-    done.stdout.fnmatch_lines(
+@pytest.mark.ahead(COUNT.format(8), conftest="import torch\ntorch.ones(1, requires_grad=True).sum().backward()\n")
+def test_a_backward_at_import_fails_the_tests_with_a_sentence(available, result):
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
         ["a backward has run in this process before simulate*dataparallel.testing.simulate at the top of conftest*"]
     )

@@ -28,6 +28,7 @@ from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
 __all__ = [
     "Choice",
+    "add_flat",
     "broadcast",
     "broadcast_coalesced",
     "choose_transport",
@@ -36,6 +37,7 @@ __all__ = [
     "reduce_add",
     "reduce_add_coalesced",
     "scatter",
+    "sums_travel_flat",
     "using",
 ]
 
@@ -176,6 +178,29 @@ def reduce_add_coalesced(
         return tuple(one_launch.reduce_add_coalesced(inputs, target))
     isolated = are_slots_isolated()
     return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size, carrier, travelling, isolated=isolated))
+
+
+def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> bool:
+    """Whether gradients of ``tensors``, on each of ``slots``, travel in flat buffers to where the tensors are.
+
+    They do not where all are on one device already, and where kernels read them where they are.
+    """
+    source = tensors[0].device
+    if all(slot == source for slot in slots) and not are_slots_isolated():
+        return False
+    return carrier_for("reduce_add", _places([source], slots), tensors) is not KERNELS
+
+
+@torch.no_grad()
+def add_flat(flats: Sequence[Tensor], destination: torch.device, *, travelling: Travelling | None = None) -> Tensor:
+    """The sum of flat buffers of one size and dtype, in the order given. They are the caller's to give away.
+
+    ``travelling``: see `reduce_add_coalesced`.
+    """
+    carrier = carrier_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
+    if carrier is KERNELS:
+        return one_launch.reduce_add_coalesced([[flat] for flat in flats], destination)[0]
+    return copies.add_flat(flats, destination, carrier, travelling, isolated=are_slots_isolated())
 
 
 @torch.no_grad()

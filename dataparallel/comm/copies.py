@@ -195,21 +195,35 @@ def _sum_bucket(
             torch._foreach_add_(totals, term)
         return list(totals)
 
+    flats = (flatten(bucket, tensors) for tensors in inputs)
+    return unflatten(bucket, add_flat(flats, destination, carrier, travelling, isolated=isolated))
+
+
+def add_flat(
+    flats: Iterable[Tensor],
+    destination: torch.device,
+    carrier: Carrier,
+    travelling: Travelling | None,
+    *,
+    isolated: bool,
+) -> Tensor:
+    """The sum, in the order given, on ``destination``. The buffers are the caller's to give away."""
+
     def brought(flats: Iterable[Tensor]) -> Iterator[Tensor]:
-        for slot, flat in enumerate(flats):
+        for place, flat in enumerate(flats):
             # The first slot's is at home on the destination; what isolated slots have there travels all the same.
-            yield carrier.send(flat, destination) if isolated and slot > 0 and is_there[slot] else flat
+            yield carrier.send(flat, destination) if isolated and place and flat.device == destination else flat
 
     if travelling is None:
-        return unflatten(bucket, carrier.add_up(brought(flatten(bucket, tensors) for tensors in inputs), destination))
-    flats = [flatten(bucket, tensors) for tensors in inputs]
+        return carrier.add_up(brought(flats), destination)
+    flats = [*flats]
     # Memory of the sum is made outside, so that it belongs to the stream that was current there.
     total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
     with travelling([*flats, total]):
         added = carrier.add_up(brought(flats), destination)
         if added.data_ptr() != total.data_ptr():
             total.copy_(added)
-    return unflatten(bucket, total)
+    return total
 
 
 def scatter(

@@ -58,12 +58,18 @@ class ManagedModule:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._refuse("pickle")
 
-    def _replicate_for_data_parallel(self) -> NoReturn:
-        name = _name_of(self)
-        raise RuntimeError(
-            f"cannot replicate the {original_class(type(self)).__name__}: it is managed by `{name}` already. "
-            f"Put no wrapper around it; `{name}` is for the module as a whole"
+    def _dataparallel_refusal(self, path: str) -> str:
+        """Why a tree that has this module at ``path`` (``""``: as its root) cannot be replicated: for plans of it."""
+        name, own = _name_of(self), original_class(type(self)).__name__
+        what = f"{path!r}, a {own}" if path else f"the {own}"
+        return (
+            f"cannot replicate {what}: it is managed by `{name}` already, which runs replicas of it. Put no wrapper "
+            "around it or its parents; apply one form, once, to the outermost module only"
         )
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        # Called by other libraries, who know no path.
+        raise RuntimeError(self._dataparallel_refusal(""))
 
     def _refuse(self, what: str) -> NoReturn:
         raise TypeError(

@@ -1,6 +1,6 @@
 """Gradients of living replicas: summed into the source during backward, or kept on the slots until they are.
 
-A bucket of parameters is one kept `LivingBroadcast` node, whose backward runs once in each pass, when the last slot has
+A bucket of parameters is one kept `LivingToSlots` node, whose backward runs once in each pass, when the last slot has
 the bucket's gradients. Where gradients are not to be summed it hands slot 0's on, so that the source's ``.grad`` is
 what that slot has found so far, and keeps those of the others. The next sum includes them, unless the source's
 ``.grad`` says that they are void: it is ``None``, another tensor, or has been set to zero. ``living_tensors`` makes the
@@ -18,18 +18,16 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from dataparallel import comm
-from dataparallel.devices import DeviceLike
-from dataparallel.functions import Broadcast
-from dataparallel.hand_over import HandOver
-from dataparallel.side_streams import current
+from dataparallel.bucket_nodes import SlotGradients, ToSlots
+from dataparallel.side_streams import BesideBackward, current
 
-__all__ = ["GradientSums", "LivingBroadcast", "WaitingBucket"]
+__all__ = ["GradientSums", "LivingToSlots", "WaitingBucket"]
 
 
-class LivingBroadcast(Broadcast):
-    """A `Broadcast` whose outputs and node serve many passes. ``node.waiting`` is its `WaitingBucket`.
+class LivingToSlots(ToSlots):
+    """The node of a bucket that serves many passes. ``node.waiting`` is its `WaitingBucket`.
 
-    The last tensor is a token, and so is the last output: the next bucket's is this one's output, so that in every pass
+    It takes a token too, and its last output is one: the next bucket's is this one's output, so that in every pass
     a bucket's sum is launched before those of the buckets that have its token. What is to follow the sums, on other
     machines, is in the same order everywhere then, whatever order gradients come in.
 
@@ -38,32 +36,31 @@ class LivingBroadcast(Broadcast):
     """
 
     @staticmethod
-    def forward(ctx: Any, devices: Sequence[DeviceLike], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """As `Broadcast`'s, and the token."""
-        *parameters, token = tensors
-        return (*Broadcast.forward(ctx, devices, *parameters), token.detach())
+    def forward(  # type: ignore[override]
+        ctx: Any, slots: Sequence[torch.device], beside: BesideBackward | None, handle: Tensor, token: Tensor
+    ) -> tuple[Tensor, ...]:
+        """As `ToSlots`'s, and the token."""
+        return (*ToSlots.forward(ctx, slots, beside, handle), token.detach())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
         """Sums over the slots, or slot 0's gradients."""
         waiting: WaitingBucket = ctx.waiting
         waiting.note_arrival()
-        of_slots: Sequence[Tensor | None] = grads[:-1]
-        if not torch.is_grad_enabled() and _writes_grad(ctx):
-            with current(ctx.streams):
+        with current(ctx.streams):
+            brought = ToSlots.brought(ctx, envelopes[:-1])
+            if not torch.is_grad_enabled() and _writes_grad(ctx):
                 if waiting.is_in_use and not waiting.sums.are_on:
-                    return (None, *waiting.keep(of_slots), None)
-                of_slots = waiting.with_kept(of_slots)
-        return (*Broadcast.backward(ctx, *of_slots), None)
+                    return None, None, ToSlots.handed_on(ctx, waiting.keep(brought)), None
+                brought = [*waiting.with_kept(brought)]
+            return None, None, ToSlots.summed(ctx, brought), None
 
 
 def _writes_grad(node: Any) -> bool:
     """Whether the running pass accumulates into ``.grad``; in others torch has no answer for such nodes."""
-    following = _first_after(node)
-    if isinstance(following, HandOver._backward_cls):
-        following = _first_after(following)
+    accumulation = _first_after(_first_after(node))
     try:
-        return bool(torch._C._will_engine_execute_node(following))
+        return bool(torch._C._will_engine_execute_node(accumulation))
     except RuntimeError:
         return False
 
@@ -157,44 +154,45 @@ class WaitingBucket:
         if self.arrivals is not None:
             self.arrivals.append(self._position)
 
-    def keep(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def keep(self, brought: Sequence[SlotGradients | None]) -> list[Tensor | None]:
         """Keeps the gradients of all slots but the first; returns the first one's, for the source.
 
         Where only other slots have one the source gets zeros, so that its ``.grad`` shows that there is something.
         """
         self.drop_what_is_void()
-        count = len(self.sources)
-        first = list(grads[:count])
-        for place, grad in enumerate(grads[count:], start=count):
-            if grad is None:
-                continue
-            slot, source = divmod(place, count)
-            kept = self._kept.get((slot, source))
-            self._kept[slot, source] = grad if kept is None else kept + grad
-            # What was there before, until the pass ends: if it fails, a former gradient decides, and without one these
-            # are void.
-            self._marks.setdefault(source, _Mark(self.sources[source].grad))
-            if first[source] is None:
-                first[source] = torch.zeros_like(self.sources[source])
+        first, *others = self._listed(brought)
+        for slot, grads in enumerate(others, start=1):
+            for source, grad in enumerate(grads):
+                if grad is None:
+                    continue
+                kept = self._kept.get((slot, source))
+                self._kept[slot, source] = grad if kept is None else kept + grad
+                # What was there before, until the pass ends: if it fails, a former gradient decides, and without one
+                # these are void.
+                self._marks.setdefault(source, _Mark(self.sources[source].grad))
+                if first[source] is None:
+                    first[source] = torch.zeros_like(self.sources[source])
         end = _EndOfPass(self)
         self._under_way.add(end)
         Variable._execution_engine.queue_callback(end)
         return first
 
-    def with_kept(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def with_kept(self, brought: Sequence[SlotGradients | None]) -> Sequence[SlotGradients | None]:
         """The gradients of this pass and what is kept, which is so no longer."""
         # What other buckets keep that this pass does not reach belongs to the sum all the same.
         Variable._execution_engine.queue_callback(self.sums.add_what_is_kept)
         if not self._kept:
-            return grads
+            return brought
         self.drop_what_is_void()
-        count = len(self.sources)
-        together = list(grads)
+        together = self._listed(brought)
         for (slot, source), kept in self._kept.items():
-            grad = together[slot * count + source]
-            together[slot * count + source] = kept if grad is None else kept + grad
+            grad = together[slot][source]
+            together[slot][source] = kept if grad is None else kept + grad
         self._forget()
-        return together
+        return [*map(SlotGradients, together)]
+
+    def _listed(self, brought: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
+        return [[None] * len(self.sources) if of_slot is None else of_slot.each() for of_slot in brought]
 
     def drop_what_is_void(self) -> None:
         """See `GradientSums`. Not while a pass adds to ``.grad``, on the root's side stream, which is no sign then."""

@@ -2,9 +2,9 @@
 
 There are three ways to keep replicas for training. Leaf parameters with hooks on their accumulation: then
 ``torch.autograd.grad`` for the source's parameters finds no way to them, the hooks fire several times under reentrant
-checkpoints, and double backward has to be refused. Outputs of a new `Broadcast` at each forward, in modules that are
-kept: all promises hold, but thousands of tensors are made each time, which is most of what replicas cost. This room
-keeps the outputs of one `Broadcast` and its nodes: they are part of every graph that is recorded, so that all of
+checkpoints, and double backward has to be refused. Outputs of new nodes at each forward, in modules that are kept: all
+promises hold, but thousands of tensors are made each time, which is most of what replicas cost. This room keeps the
+outputs of one broadcast and its nodes (``bucket_nodes``): they are part of every graph that is recorded, so that all of
 autograd works as with new ones, and a forward costs one copy for each bucket and device.
 
 Values are written below autograd's sight: a graph that still waits for its backward stays valid, since what is written
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from dataparallel import comm
+from dataparallel.bucket_nodes import broadcast_bucket
 from dataparallel.buckets import Bucket, fill_buckets, flatten, plan_buckets, unflatten
 from dataparallel.comm import settings
-from dataparallel.composable.gradient_sums import GradientSums, LivingBroadcast, WaitingBucket
-from dataparallel.functions import alias, broadcast_summed_beside, current_streams
+from dataparallel.composable.gradient_sums import GradientSums, LivingToSlots, WaitingBucket
+from dataparallel.functions import alias, current_streams
 from dataparallel.module_plan import ModulePlan
 from dataparallel.replicate import ReplicaParameter, make_parameters
 from dataparallel.side_streams import BesideBackward, beside_backward
@@ -156,28 +157,28 @@ class _Made:
             self._note(indices, cap_bytes, self._flat_buffers if own else self._flat, own)
         for on_slot in self.copies:
             make_parameters(self.plan, on_slot, ReplicaParameter)
-        self._versions = [_version(tensor) for tensor in tensors]
+        self._versions = _versions(tensors)
 
     def _make_recorded(
         self, group: list[int], waiting: WaitingBucket, beside: BesideBackward | None, token: Tensor
     ) -> Tensor:
         """Puts a bucket's copies into `copies`; the token for the bucket that is to be summed before this one."""
 
-        def broadcast(slots: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
-            return LivingBroadcast.apply(slots, *tensors, token)
+        token_of_this: list[Tensor] = []
+
+        def to_slots(slots: Sequence[torch.device], beside: BesideBackward | None, handle: Tensor) -> Sequence[Tensor]:
+            *handles, next_token = LivingToSlots.apply(slots, beside, handle, token)
+            next_token.grad_fn.waiting = waiting
+            token_of_this.append(next_token)
+            return handles
 
         tensors = [self.plan.tensors[i] for i in group]
-        if beside is None:
-            *outputs, token_of_this = broadcast(self.slots, *tensors)
-        else:
-            *outputs, token_of_this = broadcast_summed_beside(self.slots, beside, tensors, broadcast)
-        node: Any = outputs[0].grad_fn
-        node.waiting = waiting
-        for place, output in enumerate(outputs):
-            slot, position = divmod(place, len(group))
-            self.copies[slot][group[position]] = output
+        outputs = broadcast_bucket(self.slots, tensors, beside, to_slots, lambda: waiting.sums.are_on)
+        for on_slot, of_slot in zip(self.copies, outputs, strict=True):
+            for i, output in zip(group, of_slot, strict=True):
+                on_slot[i] = output
         self._note(group, 2**62, self._flat, False)
-        return token_of_this
+        return token_of_this[0]
 
     def _note(self, indices: list[int], cap_bytes: int, flat: list[tuple[Bucket, list[Tensor]]], own: bool) -> None:
         """Notes the memory of copies that were just made, to be filled again as one where it is in one piece."""
@@ -216,7 +217,7 @@ class _Made:
         for i, copies in (*self._singles, *(self._single_buffers if broadcast_buffers else ())):
             for copy in copies:
                 copy.copy_(tensors[i])
-        versions = [_version(tensor) for tensor in tensors]
+        versions = _versions(tensors)
         if versions != self._versions:
             changed = [i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new]
             # Slot 0's share the source's versions.
@@ -239,8 +240,11 @@ def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
     ]
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors made in inference mode have none
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _whole(part: Tensor) -> Tensor:

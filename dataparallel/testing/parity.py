@@ -98,31 +98,21 @@ def perturbed_slots(source: nn.Module, perturbation: Perturbation) -> Iterator[N
 
     The noise is added to what the broadcast returns, before replicas are built from it, so
     gradients flow through the addition. Not for several threads at once: it replaces what
-    `dataparallel.replicate` calls, `Broadcast` and `broadcast_summed_beside`, and the tensors of
-    `LivingReplicas`.
+    `dataparallel.replicate` calls, `broadcast_bucket`, and the tensors of `LivingReplicas`.
     """
     # The package has a function of that name, which hides the module.
     room: Any = importlib.import_module("dataparallel.replicate")
-    broadcast, summed_beside = room.Broadcast, room.broadcast_summed_beside
+    broadcast_bucket = room.broadcast_bucket
     indices = {id(tensor): index for index, tensor in enumerate(_trainable(source))}
 
-    def noisy(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        result = []
-        for place, copy in enumerate(copies):
-            slot, position = divmod(place, len(tensors))
-            index = indices.get(id(tensors[position]))
-            if index is None:
-                raise AssertionError("broadcast of a tensor that is not one of the source's")
-            result.append(copy + perturbation.noise(copy, slot, index))
-        return tuple(result)
-
-    class Perturbed:
-        @staticmethod
-        def apply(devices: Sequence[Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-            return noisy(tensors, broadcast.apply(devices, *tensors))
-
-    def perturbed(devices: Sequence[Any], beside: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return noisy(tensors, summed_beside(devices, beside, tensors))
+    def perturbed(slots: Any, tensors: Sequence[Tensor], *arguments: Any) -> list[tuple[Tensor, ...]]:
+        places = [indices[id(tensor)] for tensor in tensors if id(tensor) in indices]
+        if len(places) < len(tensors):
+            raise AssertionError("broadcast of a tensor that is not one of the source's")
+        return [
+            tuple(copy + perturbation.noise(copy, slot, place) for place, copy in zip(places, copies, strict=True))
+            for slot, copies in enumerate(broadcast_bucket(slots, tensors, *arguments))
+        ]
 
     living = LivingReplicas._tensors
 
@@ -136,12 +126,12 @@ def perturbed_slots(source: nn.Module, perturbation: Perturbation) -> Iterator[N
             make_parameters(plan, copies[slot], ReplicaParameter)
         return copies
 
-    room.Broadcast, room.broadcast_summed_beside = Perturbed, perturbed
+    room.broadcast_bucket = perturbed
     LivingReplicas._tensors = perturbed_living  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        room.Broadcast, room.broadcast_summed_beside = broadcast, summed_beside
+        room.broadcast_bucket = broadcast_bucket
         LivingReplicas._tensors = living  # type: ignore[method-assign]
 
 

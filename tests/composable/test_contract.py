@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dataparallel.composable.contract import KEY, Form, ManagedModule, original_class
+from dataparallel.module_plan import ModulePlan
 
 
 class State:
@@ -176,8 +177,15 @@ class TestRefused:
 
     def test_a_replica_by_a_wrapper(self, net):
         twist(net)
-        with pytest.raises(RuntimeError, match="Sequential: it is managed by `twist` already"):
+        with pytest.raises(RuntimeError, match=r"^cannot replicate the Sequential: it is managed by `twist` already"):
             net._replicate_for_data_parallel()
+
+    @pytest.mark.parametrize(("path", "what"), [("", "the Sequential"), ("a.0", "'a.0', a Sequential")])
+    def test_a_plan_of_a_tree_that_holds_it(self, net, path, what):
+        twist(net)
+        tree = nn.ModuleDict({"a": nn.ModuleList([net])}) if path else net
+        with pytest.raises(RuntimeError, match=f"^cannot replicate {what}: it is managed by `twist` already"):
+            ModulePlan.of(tree)
 
 
 def test_metaclasses_and_init_subclass_are_called_as_python_does():

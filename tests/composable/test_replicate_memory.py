@@ -1,10 +1,8 @@
 """What a replicated module costs on each simulated device, to the byte."""
 
-import gc
-import time
-
 import pytest
 import torch
+from memory import allocated
 from torch import nn
 
 from dataparallel.composable import replicate
@@ -21,21 +19,6 @@ on_devices = pytest.mark.parametrize("indices", ARRANGEMENTS, ids=str)
 
 def nbytes(tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def allocated(devices, settled=None) -> list[int]:
-    """Bytes on each device, when they are ``settled``: an engine's thread may be late to drop its part of a graph."""
-    gc.collect()
-    for device in devices:
-        torch.sim.synchronize(device)
-    if settled is None:
-        time.sleep(0.1)
-    for _ in range(100):
-        found = [torch.sim.memory_allocated(device) for device in devices]
-        if settled is None or found == settled:
-            break
-        time.sleep(0.01)
-    return found
 
 
 @on_devices

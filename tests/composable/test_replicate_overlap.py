@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel import comm
+from dataparallel.bucket_nodes import ToSlots
 from dataparallel.composable import replicate
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -46,14 +46,14 @@ def test_most_buckets_are_summed_before_the_slowest_slot_has_its_first_layers_gr
         with lock:
             events.append(event)
 
-    reduce = comm.reduce_add_coalesced
+    summed = ToSlots.summed
 
-    def noted_reduce(inputs, *args, **kwargs):
-        totals = reduce(inputs, *args, **kwargs)
+    def noted(*arguments):
+        envelope = summed(*arguments)
         note("sum")
-        return totals
+        return envelope
 
-    monkeypatch.setattr(comm, "reduce_add_coalesced", noted_reduce)
+    monkeypatch.setattr(ToSlots, "summed", noted)
     model = Layers(lambda grad_inputs, grad_outputs: note("first layer")).double().to(root)
     replicate(model, devices=slots, bucket_cap_mb=LAYER_MB, first_bucket_mb=LAYER_MB)
     x = torch.randn(128 * len(slots), WIDTH, dtype=torch.float64, device=root)

@@ -13,8 +13,38 @@ import torch
 from counting import Counts
 from torch import nn
 
-from dataparallel import DataParallel, kept_replicas
+import dataparallel
+from dataparallel import DataParallel, data_parallel, kept_replicas
 from dataparallel.composable import register_forward_method, replicate
+
+
+def frozen(module, slots):
+    """A wrapper that keeps replicas inside `frozen`."""
+    wrapped = DataParallel(module, slots)
+
+    def run(x):
+        with wrapped.frozen(), torch.no_grad():
+            return wrapped(x)
+
+    return run
+
+
+def without_graph(module, slots):
+    """A wrapper that keeps replicas between calls."""
+    wrapped = DataParallel(module, slots)
+    return torch.no_grad()(lambda x: wrapped(x))
+
+
+WAYS_TO_REPLICATE = {
+    "composable": lambda module, slots: replicate(module, devices=slots),
+    "DataParallel": DataParallel,
+    "without a graph": without_graph,
+    "frozen": frozen,
+    "data_parallel": lambda module, slots: lambda x: data_parallel(module, x, slots),
+    "replicate": lambda module, slots: lambda x: dataparallel.replicate(module, slots),
+    "detached": lambda module, slots: lambda x: dataparallel.replicate(module, slots, detach=True),
+}
+"""Each returns a function that has the module replicated."""
 
 
 class Failing(Counts):
@@ -198,13 +228,28 @@ class TestErrors:
         with pytest.raises(RuntimeError, match=r"cannot replicate 'linear': it was compiled"):
             counts(batch)
 
-    def test_a_replicated_module_inside_another_or_a_wrapper(self, slots, root, batch):
-        inner = replicate(nn.Linear(4, 4).double().to(root), devices=slots)
-        outer = replicate(nn.Sequential(nn.Identity()), devices=slots)
-        outer.append(inner)
-        for module in (outer, DataParallel(inner, slots)):
-            with pytest.raises(RuntimeError, match="Linear: it is managed by `replicate` already"):
-                module(batch)
+    @pytest.mark.parametrize("apply", WAYS_TO_REPLICATE.values(), ids=WAYS_TO_REPLICATE)
+    def test_a_replicated_module_inside_another_tree(self, slots, root, batch, apply):
+        """It is named by its path in that tree, and when it is gone the tree is replicated."""
+        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        outer = nn.ModuleDict({"encoder": nn.ModuleDict({"layers": layers})}).double().to(root)
+        outer.forward = types.MethodType(lambda self, x: self["encoder"]["layers"][0](x), outer)
+        run = apply(outer, slots)
+        run(batch)
+        layers.append(replicate(nn.Linear(4, 4).double().to(root), devices=slots))
+        refused = r"^cannot replicate 'encoder\.layers\.3', a Linear: it is managed by `replicate` already"
+        with pytest.raises(RuntimeError, match=refused):
+            run(batch)
+        del layers[3]
+        run(batch)
+
+    @pytest.mark.parametrize("apply", [*WAYS_TO_REPLICATE.values()][1:], ids=[*WAYS_TO_REPLICATE][1:])
+    def test_a_module_that_is_replicated_while_it_is_wrapped(self, counts, slots, batch, apply):
+        run = apply(counts, slots)
+        run(batch)
+        replicate(counts, devices=slots)
+        with pytest.raises(RuntimeError, match=r"^cannot replicate the Counts: it is managed by `replicate` already"):
+            run(batch)
 
     def test_a_functorch_transform_around_the_call(self, counts, slots, batch):
         expected = counts(batch)

@@ -34,11 +34,11 @@ def test_noise_depends_on_seed_slot_and_tensor() -> None:
 
 def test_broadcast_is_put_back_after_an_error() -> None:
     room = importlib.import_module("dataparallel.replicate")
-    before = room.Broadcast
+    before = room.broadcast_bucket
     with contextlib.suppress(ZeroDivisionError), parity.perturbed_slots(build(), PERTURBATION):
-        assert room.Broadcast is not before
+        assert room.broadcast_bucket is not before
         raise ZeroDivisionError
-    assert room.Broadcast is before
+    assert room.broadcast_bucket is before
 
 
 def test_another_module_is_not_perturbed_by_mistake(slots: list) -> None:

@@ -1,0 +1,275 @@
+"""A bucket of parameters in autograd's graph: the nodes over which its gradients go from the slots to the source.
+
+For each bucket there are ::
+
+    parameters <-- FromSource <-- ToSlots <-- OnSlot, one for each slot <-- its copies
+
+and between them one edge for the whole bucket, however many tensors it has. The engine runs each `OnSlot` in the thread
+of the slot's device, so gradients are flattened on all devices at a time, and as soon as a slot has its last one. What
+is left to the root's thread, where every device's backward ends, is to add a few flat buffers.
+
+An edge carries an *envelope*: an empty tensor, which autograd takes for the gradient, with what it stands for as a
+Python attribute. To gradients that go from one stream to another the engine applies ``record_stream``, which would keep
+their memory from being used again until the host looks; what is in an envelope is held by ``side_streams`` instead.
+That the engine orders streams for the envelope orders them for what is in it, which was made before.
+
+``replicate`` and the composable forms build graphs of these nodes. Single tensors go through ``functions.Broadcast``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from dataparallel import comm
+from dataparallel.buckets import Bucket, Layout, flatten, plan_buckets, unflatten
+from dataparallel.comm import settings
+from dataparallel.functions import (
+    copies_for_slots,
+    current_streams,
+    sum_as_soon_as_ready,
+    sums_over_slots,
+    wait_for_streams,
+)
+from dataparallel.ranges import stage
+from dataparallel.side_streams import BesideBackward, current, side_stream
+from dataparallel.slot_streams import slot_streams
+
+__all__ = ["FromSource", "OnSlot", "SlotGradients", "ToSlots", "broadcast_bucket", "contents_of"]
+
+
+def broadcast_bucket(
+    slots: Sequence[torch.device],
+    tensors: Sequence[Tensor],
+    beside: BesideBackward | None,
+    to_slots: Callable[..., Sequence[Tensor]] | None = None,
+    may_flatten: Callable[[], bool] | None = None,
+) -> list[tuple[Tensor, ...]]:
+    """The tensors on every slot, as outputs of the graph; their gradients are summed as soon as the last one is there.
+
+    Args:
+        slots: devices.
+        tensors: of one dtype, on one device; they need gradients.
+        beside: for gradients that travel on side streams, where the tensors are on the first slot's accelerator.
+        to_slots: applies another kind of `ToSlots`, with the same arguments.
+        may_flatten: asked in each backward whether a slot's gradients are going to travel.
+    """
+    packing = Packing(slots, tensors, may_flatten)
+    with nullcontext() if beside is None else side_stream(tensors[0].device):
+        handle = FromSource.apply(*tensors)
+    handles = (to_slots or ToSlots.apply)(slots, beside, handle)
+    streams = slot_streams(slots)
+    outputs = []
+    for slot, copies in enumerate(copies_for_slots(tensors, slots)):
+        with streams[slot].stream if slot in streams else nullcontext():
+            outputs.append(OnSlot.apply(handles[slot], copies, packing))
+    return outputs
+
+
+def _handle(device: torch.device) -> Tensor:
+    """What an envelope is the gradient of."""
+    return torch.empty(0, dtype=torch.float32, device=device)
+
+
+def _enveloped(contents: Any, device: torch.device) -> Tensor:
+    envelope = _handle(device)
+    envelope.contents = contents  # type: ignore[attr-defined]
+    return envelope
+
+
+class Packing:
+    """How the gradients of one bucket are flattened; the same on every slot."""
+
+    def __init__(
+        self, slots: Sequence[torch.device], tensors: Sequence[Tensor], may_flatten: Callable[[], bool] | None
+    ) -> None:
+        self._may_flatten = may_flatten
+        self._layouts: dict[int, Layout] = {}
+        self._buckets: dict[tuple[int, ...], Bucket] = {}
+        if comm.sums_travel_flat(slots, tensors):
+            planned, _ = plan_buckets(tensors, sys.maxsize, keep_repeats=False)
+            for bucket in planned:  # one, or none
+                self._layouts = dict(sorted(zip(bucket.indices, bucket.layouts, strict=True)))
+                self._all_of_them = self._buckets[tuple(self._layouts)] = bucket
+
+    def bucket_of(self, grads: Sequence[Tensor | None]) -> Bucket | None:
+        """Those that travel as one buffer, the same object for the same ones; ``None`` if there are none."""
+        if not self._layouts or torch.is_grad_enabled() or (self._may_flatten is not None and not self._may_flatten()):
+            return None
+        if {*map(type, grads)} == _PLAIN and {*map(_layout, grads)} == _STRIDED:
+            return self._all_of_them
+        positions = tuple([i for i in self._layouts if _is_plain(grads[i])])
+        if not positions:
+            return None
+        bucket = self._buckets.get(positions)
+        if bucket is None:
+            # Threads of several devices may come at the same time; all have to get the same one.
+            made = Bucket.of([(i, self._layouts[i]) for i in positions])
+            bucket = self._buckets.setdefault(positions, made)
+        return bucket
+
+
+_PLAIN, _STRIDED = {Tensor}, {torch.strided}
+_layout = attrgetter("layout")
+
+
+def _is_plain(grad: Tensor | None) -> bool:
+    return type(grad) is Tensor and grad.layout is torch.strided
+
+
+class SlotGradients:
+    """What one slot has for a bucket: ``flat``, those of ``bucket`` in one buffer, and ``others`` by position."""
+
+    __slots__ = ("bucket", "count", "flat", "others")
+
+    def __init__(self, grads: Sequence[Tensor | None], bucket: Bucket | None = None) -> None:
+        self.count = len(grads)
+        self.bucket = bucket
+        self.flat: Tensor | None = None
+        self.others: dict[int, Tensor] = {}
+        if bucket is not None:
+            self.flat = flatten(bucket, grads)  # type: ignore[arg-type]
+            if len(bucket.indices) == self.count:
+                return
+        in_bucket = () if bucket is None else {*bucket.indices}
+        self.others = {i: grad for i, grad in enumerate(grads) if grad is not None and i not in in_bucket}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no gradient."""
+        return self.flat is None and not self.others
+
+    def each(self) -> list[Tensor | None]:
+        """All of them, by position."""
+        grads: list[Tensor | None] = [None] * self.count
+        for i, grad in self.others.items():
+            grads[i] = grad
+        if self.bucket is not None and self.flat is not None:
+            for i, grad in zip(self.bucket.indices, unflatten(self.bucket, self.flat), strict=True):
+                grads[i] = grad
+        return grads
+
+
+class OnSlot(Function):
+    """``OnSlot.apply(handle, copies, packing)``: the copies, of which this slot's gradients come together here."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, copies: Sequence[Tensor], packing: Packing) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.device, ctx.packing = handle.device, packing
+        sum_as_soon_as_ready(ctx)
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        brought = SlotGradients(grads, ctx.packing.bucket_of(grads))
+        return (None if brought.is_empty else _enveloped(brought, ctx.device)), None, None
+
+
+class ToSlots(Function):
+    """``ToSlots.apply(slots, beside, handle)``: a handle for each slot. Backward sums over slots, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Sequence[torch.device], beside: BesideBackward | None, handle: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.beside, ctx.source = beside, handle.device
+        ctx.streams, ctx.slot_streams = current_streams(slots), slot_streams(slots)
+        ctx.settings = settings.current()  # backward may run in a thread that knows nothing of the caller's
+        sum_as_soon_as_ready(ctx)
+        return tuple([_handle(device) for device in slots])
+
+    @staticmethod
+    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
+        with current(ctx.streams):
+            return None, None, ToSlots.summed(ctx, ToSlots.brought(ctx, envelopes))
+
+    @staticmethod
+    def brought(ctx: Any, envelopes: Sequence[Tensor | None]) -> list[SlotGradients | None]:
+        """What each slot has. The streams of the forward are current: this thread's own know nothing of gradients."""
+        contents: list[SlotGradients | None] = [*map(contents_of, envelopes)]
+        for slot, own in ctx.slot_streams.items():
+            of_slot = contents[slot]
+            if of_slot is not None:
+                _take_over(of_slot, own.stream, ctx.beside is not None)
+        return contents
+
+    @staticmethod
+    def summed(ctx: Any, brought: Sequence[SlotGradients | None]) -> Tensor | None:
+        """An envelope with the sums, for the source."""
+        present = [of_slot for of_slot in brought if of_slot is not None and not of_slot.is_empty]
+        if not present:
+            return None
+        with stage("reduce_add"), settings.held(ctx.settings):
+            return _enveloped(_sums(present, ctx.source, ctx.beside), ctx.source)
+
+    @staticmethod
+    def handed_on(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
+        """An envelope with gradients that are on the source's device, for it."""
+        if ctx.beside is not None:
+            ctx.beside.hold([grad for grad in grads if grad is not None])
+        return _enveloped(grads, ctx.source)
+
+
+def _take_over(of_slot: SlotGradients, stream: torch.Stream, is_beside: bool) -> None:
+    """Gradients of an isolated slot, which has a ``stream`` of its own on its device: that gets their memory back."""
+    device = stream.device
+    wait_for_streams({device: stream}, [of_slot.flat, *of_slot.others.values()])
+    if is_beside and of_slot.flat is not None:
+        of_slot.flat.record_stream(side_stream(device))
+
+
+def contents_of(envelope: Tensor | None) -> Any:
+    """What an envelope stands for; the envelope does not hold it any longer."""
+    return None if envelope is None else envelope.__dict__.pop("contents")
+
+
+def _sums(
+    brought: Sequence[SlotGradients], destination: torch.device, beside: BesideBackward | None
+) -> list[Tensor | None]:
+    if torch.is_grad_enabled():
+        beside = None
+    travelling = None if beside is None else beside.travelling
+    bucket = brought[0].bucket
+    if any(of_slot.bucket is not bucket for of_slot in brought):
+        brought, bucket = [SlotGradients(of_slot.each()) for of_slot in brought], None
+    sums: list[Tensor | None] = [None] * brought[0].count
+    held: list[Tensor] = []
+    if any(of_slot.others for of_slot in brought):
+        others = [[*map(of_slot.others.get, range(of_slot.count))] for of_slot in brought]
+        sums = sums_over_slots(others, destination, travelling)
+        held += [total for total in sums if total is not None]
+    if bucket is not None:
+        flats = [of_slot.flat for of_slot in brought if of_slot.flat is not None]
+        total = comm.add_flat(flats, destination, travelling=travelling)
+        held.append(total)
+        for i, part in zip(bucket.indices, unflatten(bucket, total), strict=True):
+            sums[i] = part
+    if beside is not None:
+        beside.hold(held)
+    return sums
+
+
+class FromSource(Function):
+    """``FromSource.apply(*tensors)``: a handle for them, whose node belongs to the stream that is current now.
+
+    The engine has that stream wait for what made the gradients, runs the node there, and orders what follows after it.
+    A parameter's ``AccumulateGrad`` belongs to that stream too, where it is new.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.count = len(tensors)
+        sum_as_soon_as_ready(ctx)
+        return _handle(tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, envelope: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None,) * ctx.count if envelope is None else tuple(contents_of(envelope))
