@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from dataparallel import comm
-from dataparallel.buckets import Bucket, Layout, flatten, plan_buckets, unflatten
+from dataparallel.buckets import Bucket, Layout, Planned, flatten, plan_buckets, unflatten
 from dataparallel.comm import settings
 from dataparallel.functions import (
     copies_for_slots,
@@ -67,7 +67,7 @@ def broadcast_bucket(
     handles = (to_slots or ToSlots.apply)(slots, beside, handle)
     streams = slot_streams(slots)
     outputs = []
-    for slot, copies in enumerate(copies_for_slots(tensors, slots)):
+    for slot, copies in enumerate(copies_for_slots(tensors, slots, packing.planned)):
         with streams[slot].stream if slot in streams else nullcontext():
             outputs.append(OnSlot.apply(handles[slot], copies, packing))
     return outputs
@@ -85,7 +85,11 @@ def _enveloped(contents: Any, device: torch.device) -> Tensor:
 
 
 class Packing:
-    """How the gradients of one bucket are flattened; the same on every slot."""
+    """How the gradients of one bucket are flattened; the same on every slot.
+
+    Attributes:
+        planned: how the tensors themselves travel, if they do.
+    """
 
     def __init__(
         self, slots: Sequence[torch.device], tensors: Sequence[Tensor], may_flatten: Callable[[], bool] | None
@@ -93,9 +97,13 @@ class Packing:
         self._may_flatten = may_flatten
         self._layouts: dict[int, Layout] = {}
         self._buckets: dict[tuple[int, ...], Bucket] = {}
+        self.planned: Planned | None = None
         if comm.sums_travel_flat(slots, tensors):
-            planned, _ = plan_buckets(tensors, sys.maxsize, keep_repeats=False)
-            for bucket in planned:  # one, or none
+            self.planned = plan_buckets(tensors, sys.maxsize)
+            buckets, _ = self.planned
+            if any(bucket.keeps_repeats for bucket in buckets):  # gradients have none
+                buckets, _ = plan_buckets(tensors, sys.maxsize, keep_repeats=False)
+            for bucket in buckets:  # one, or none
                 self._layouts = dict(sorted(zip(bucket.indices, bucket.layouts, strict=True)))
                 self._all_of_them = self._buckets[tuple(self._layouts)] = bucket
 

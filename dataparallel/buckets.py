@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,6 +50,11 @@ class Bucket:
     runs: list[tuple[Layout, int]]
     row_major: bool
 
+    @property
+    def keeps_repeats(self) -> bool:
+        """Whether a tensor in it has dimensions that are stored once; see `layout_of`."""
+        return any(layout.core_shape != layout.shape for layout, _ in self.runs)
+
     @classmethod
     def of(cls, members: Sequence[tuple[int, Layout]]) -> Bucket:
         """A bucket of tensors given by position and layout, put in an order of its own."""
@@ -64,6 +69,10 @@ class Bucket:
             runs=[(layout, len(indices)) for layout, indices in runs],
             row_major=all(layout.row_major for layout in by_layout),
         )
+
+
+Planned: TypeAlias = tuple[list[Bucket], list[int]]
+"""What `plan_buckets` returns."""
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -132,7 +141,7 @@ def plan_buckets(
     *,
     candidates: Iterable[int] | None = None,
     keep_repeats: bool = True,
-) -> tuple[list[Bucket], list[int]]:
+) -> Planned:
     """Groups tensors into buckets of at most ``cap_bytes`` (or one tensor), in order, by device and dtype.
 
     Args:

@@ -24,6 +24,7 @@ from torch._C import _autograd
 from torch.autograd import Function
 
 from dataparallel import comm
+from dataparallel.buckets import Planned
 from dataparallel.comm import settings
 from dataparallel.comm.routes import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve_each
@@ -108,9 +109,14 @@ class Broadcast(Function):
 
 
 @torch.no_grad()
-def copies_for_slots(tensors: Sequence[Tensor], slots: Sequence[torch.device]) -> list[list[Tensor]]:
-    """The tensors on every slot, as outputs for a node; none is the same object as a source or as another slot's."""
-    copies = comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER)
+def copies_for_slots(
+    tensors: Sequence[Tensor], slots: Sequence[torch.device], planned: Planned | None = None
+) -> list[list[Tensor]]:
+    """The tensors on every slot, as outputs for a node; none is the same object as a source or as another slot's.
+
+    ``planned``: what `plan_buckets` has made of them as one bucket, where that is known.
+    """
+    copies = comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER, planned=planned)
     already_there = {tensor.device for tensor in tensors}
     for slot, device in enumerate(slots):
         if device in slots[:slot]:

@@ -100,6 +100,16 @@ def test_gradients_are_none_where_no_slot_has_one(slots: list, root: torch.devic
         check(sources, expected(sources, slots, uses))
 
 
+def test_a_source_with_repeats_has_a_whole_gradient(slots: list, root: torch.device, sources: list) -> None:
+    repeated = torch.arange(3.0, dtype=torch.float64).to(root).expand(2, 3).requires_grad_()
+    copies = broadcast(slots, [*sources, repeated])
+    assert all(of_slot[-1].stride() == (0, 1) for of_slot in copies)
+    factors = torch.arange(6.0, dtype=torch.float64).view(2, 3)
+    losses = [(of_slot[-1] * factors.to(of_slot[-1].device)).sum().to(root) for of_slot in copies]
+    (gradient,) = torch.autograd.grad(sum(losses) + loss_of([of_slot[:-1] for of_slot in copies], root), [repeated])
+    assert torch.equal(gradient.cpu(), factors * len(slots))
+
+
 def test_a_graph_can_be_gone_through_again(slots: list, root: torch.device, sources: list) -> None:
     loss = loss_of(broadcast(slots, sources), root)
     for times in (1, 2, 3):

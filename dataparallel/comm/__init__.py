@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from dataparallel.buckets import DEFAULT_CAP_BYTES, PLAIN_TYPES
+from dataparallel.buckets import DEFAULT_CAP_BYTES, PLAIN_TYPES, Planned
 from dataparallel.comm import copies, one_launch, topology
 from dataparallel.comm.carriers import KERNELS, carrier_for, choose_for
 from dataparallel.comm.choice import Choice
@@ -101,6 +101,7 @@ def broadcast_coalesced(
     buffer_size: int = DEFAULT_CAP_BYTES,
     *,
     own_storage: bool = False,
+    planned: Planned | None = None,
 ) -> list[list[Tensor]]:
     """A list of tensors for each of ``devices``; those that move travel in flat buffers of ``buffer_size`` bytes.
 
@@ -109,6 +110,7 @@ def broadcast_coalesced(
         devices: slots; several on one device share what was copied there.
         buffer_size: above 0.
         own_storage: every slot but the first gets storage that nothing else uses.
+        planned: what ``buckets.plan_buckets`` has made of these tensors with this size, where the caller has it.
 
     Raises:
         ValueError: a meta or lazy tensor, a device that does not exist.
@@ -119,7 +121,9 @@ def broadcast_coalesced(
     isolated = are_slots_isolated()
     if carrier is KERNELS:
         return one_launch.broadcast_coalesced(tensors, slots, own=own_storage or isolated)
-    return copies.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage, isolated=isolated, carrier=carrier)
+    return copies.broadcast_coalesced(
+        tensors, slots, buffer_size, own=own_storage, isolated=isolated, carrier=carrier, planned=planned
+    )
 
 
 @torch.no_grad()

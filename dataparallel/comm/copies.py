@@ -18,7 +18,16 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dataparallel.buckets import PLAIN_TYPES, Bucket, dense_stride, flatten, plan_buckets, travels_flat, unflatten
+from dataparallel.buckets import (
+    PLAIN_TYPES,
+    Bucket,
+    Planned,
+    dense_stride,
+    flatten,
+    plan_buckets,
+    travels_flat,
+    unflatten,
+)
 from dataparallel.comm.routes import STAR, Carrier, Travelling, summed_in
 
 
@@ -66,14 +75,20 @@ def broadcast_coalesced(
     own: bool,
     isolated: bool = False,
     carrier: Carrier = STAR,
+    planned: Planned | None = None,
 ) -> list[list[Tensor]]:
-    """The tensors for each slot; those that have to move, move in flat buckets. Isolated slots have their ``own``."""
+    """The tensors for each slot; those that have to move, move in flat buckets. Isolated slots have their ``own``.
+
+    ``planned``: what `plan_buckets` has made of all of the tensors, where that is known.
+    """
     own = own or isolated
     results = [list(tensors) for _ in devices]
     # Where all slots are on one device, what is there already stays, unless slots need their own.
     stays = devices[0] if len({*devices}) == 1 and not (own and len(devices) > 1) else None
     moving = [i for i, tensor in enumerate(tensors) if tensor.device != stays]
-    buckets, singles = plan_buckets(tensors, buffer_size, candidates=moving)
+    if planned is None or len(moving) < len(tensors):
+        planned = plan_buckets(tensors, buffer_size, candidates=moving)
+    buckets, singles = planned
     for index in singles:
         for result, copy in zip(results, _singly(tensors[index], devices, own, carrier), strict=True):
             result[index] = copy
