@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -40,7 +41,7 @@ from dataparallel.functions import (
 )
 from dataparallel.ranges import stage
 from dataparallel.side_streams import BesideBackward, current, side_stream
-from dataparallel.slot_streams import slot_streams
+from dataparallel.slot_streams import memory_of, slot_streams
 
 __all__ = ["FromSource", "OnSlot", "SlotGradients", "ToSlots", "broadcast_bucket", "contents_of"]
 
@@ -227,10 +228,11 @@ class ToSlots(Function):
 
 def _take_over(of_slot: SlotGradients, stream: torch.Stream, is_beside: bool) -> None:
     """Gradients of an isolated slot, which has a ``stream`` of its own on its device: that gets their memory back."""
-    device = stream.device
-    wait_for_streams({device: stream}, [of_slot.flat, *of_slot.others.values()])
-    if is_beside and of_slot.flat is not None:
-        of_slot.flat.record_stream(side_stream(device))
+    grads = [grad for grad in (of_slot.flat, *of_slot.others.values()) if grad is not None]
+    wait_for_streams({stream.device: stream}, grads)
+    if is_beside:
+        for memory in chain.from_iterable(map(memory_of, grads)):
+            memory.record_stream(side_stream(stream.device))
 
 
 def contents_of(envelope: Tensor | None) -> Any:

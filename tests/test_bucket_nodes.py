@@ -254,6 +254,15 @@ class TestOnAccelerators:
         assert beside._passes == {}
 
 
+def test_what_kernels_read_where_it_is_is_not_flattened(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = [torch.device(slot) for slot in make_slots(2)]
+    tensors = [torch.ones(3, device=slots[0])]
+    travels = len({*slots}) > 1 or comm.are_slots_isolated()
+    assert comm.sums_travel_flat(slots, tensors) == travels
+    monkeypatch.setattr(comm, "carrier_for", lambda *arguments: comm.KERNELS)
+    assert not comm.sums_travel_flat(slots, tensors)
+
+
 def test_a_bucket_is_planned_once_for_the_same_gradients(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = [torch.device(slot) for slot in make_slots(2)]
     tensors = [torch.ones(3, device=slots[0]), torch.ones(2, device=slots[0])]

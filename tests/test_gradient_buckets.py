@@ -92,6 +92,18 @@ def test_a_bucket_is_summed_before_the_slowest_slot_has_the_gradient_of_its_firs
     assert statistics.median(shares) >= 0.8
 
 
+@pytest.mark.devices("cpu")
+@pytest.mark.slots(2)
+def test_a_sum_is_accumulated_before_the_slowest_slot_has_the_gradient_of_its_first_layer(slots, root):
+    """So an optimizer step in backward frees it early. One thread runs all of it here: the order is certain."""
+    events = []
+    model = Layers(6, note=lambda grad_inputs, grad_outputs: events.append("first layer")).double().to(root)
+    model.layers[-1].weight.register_post_accumulate_grad_hook(lambda parameter: events.append("accumulated"))
+    x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
+    DataParallel(model, slots, bucket_cap_mb=LAYER_MB)(x).square().sum().backward()
+    assert events == ["first layer", "accumulated", "first layer"]
+
+
 def test_buckets_are_filled_from_the_last_layer_and_grow(make_slots, monkeypatch):
     slots = make_slots(2)
     # The package has a function of that name, which hides the module.

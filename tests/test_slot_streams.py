@@ -158,6 +158,26 @@ def test_gradients_that_leave_their_device_are_kept_until_then(
 
 
 @pytest.mark.devices("sim")
+@pytest.mark.parametrize("guarded", [True, False])
+def test_gradients_that_leave_their_device_one_by_one_are_kept_too(
+    guarded: bool, on_two_devices: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = on_two_devices[0]
+    monkeypatch.setattr(bucket_nodes.Packing, "bucket_of", lambda self, grads: None)
+    loss = DataParallel(Recomputes(root), on_two_devices)(torch.ones(8, 4, device=root).requires_grad_()).sum()
+    if guarded:
+        loss.backward()
+        return
+    monkeypatch.setattr(bucket_nodes, "wait_for_streams", lambda *arguments: None)
+    try:
+        with pytest.raises(RuntimeError, match="freed too early"):
+            loss.backward()
+    finally:
+        for device in on_two_devices:
+            torch.accelerator.synchronize(device)
+
+
+@pytest.mark.devices("sim")
 def test_a_checkpoint_around_the_wrapper_recomputes_on_the_same_streams(slots: list, root: torch.device) -> None:
     net = build(root).eval()
     model, x = DataParallel(net, slots), torch.ones(9, 4, dtype=torch.float64, device=root).requires_grad_()

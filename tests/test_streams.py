@@ -141,6 +141,27 @@ def test_what_the_caller_has_waited_for_the_replicas_know_on_any_stream(slots: l
         assert tensor.tolist() == [7, 7]
 
 
+def test_sparse_gradients_and_gradients_of_gradients(slots: list, root: torch.device, side_streams: dict) -> None:
+    """Their sums are on the caller's streams."""
+    torch.manual_seed(0)
+    table = nn.Embedding(5, 3, sparse=True).double().to(root)
+    rows = torch.arange(13).remainder(5).to(root)
+    wrapped = DataParallel(table, slots)
+    (expected,) = torch.autograd.grad(table(rows).square().sum(), [table.weight])
+    for times in (1, 2, 3):
+        wrapped(rows).square().sum().backward()
+        torch.testing.assert_close(table.weight.grad.to_dense(), times * expected.to_dense(), rtol=0, atol=1e-9)
+    layer = nn.Linear(3, 2).double().to(root)
+    x = torch.randn(13, 3, dtype=torch.float64).to(root)
+
+    def second(call: nn.Module) -> list[Tensor]:
+        first = torch.autograd.grad(call(x).pow(3).sum(), [*layer.parameters()], create_graph=True)
+        return list(torch.autograd.grad(sum(grad.square().sum() for grad in first), [*layer.parameters()]))
+
+    for ours, theirs in zip(second(DataParallel(layer, slots)), second(layer), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.devices("sim")
 def test_gradients_that_are_summed_elsewhere_are_kept_until_then(slots: list, root: torch.device) -> None:
     """They belong to the caller's streams, and are read on the default ones of the thread that sums."""
