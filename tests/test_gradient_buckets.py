@@ -2,8 +2,6 @@
 
 import functools
 import importlib
-import statistics
-import threading
 
 import pytest
 import torch
@@ -12,9 +10,10 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import dataparallel as dp
 from dataparallel import DataParallel
-from dataparallel.bucket_nodes import ToSlots, broadcast_bucket
+from dataparallel.bucket_nodes import broadcast_bucket
 from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import assert_same_training
+from overlap import Overlap
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -62,34 +61,14 @@ def test_a_bucket_is_summed_before_the_slowest_slot_has_the_gradient_of_its_firs
     Layers take about a millisecond each: the order is not up to which thread gets a core first.
     """
     width = 192
-    events, lock = [], threading.Lock()
-
-    def note(event):
-        with lock:
-            events.append(event)
-
-    summed = ToSlots.summed
-
-    def noted(*arguments):
-        envelope = summed(*arguments)
-        note("sum")
-        return envelope
-
-    monkeypatch.setattr(ToSlots, "summed", noted)
-    model = Layers(20, width, lambda grad_inputs, grad_outputs: note("first layer")).double().to(root)
+    overlap = Overlap(monkeypatch)
+    model = Layers(20, width, overlap.note_first_layer).double().to(root)
     wrapped = DataParallel(model, slots, bucket_cap_mb=(width * width + width) * 8 / 2**20)
     x = torch.randn(128 * len(slots), width, dtype=torch.float64, device=root)
-    shares = []
-    for _ in range(10):
-        events.clear()
-        wrapped(x).square().sum().backward()
-        assert events.count("first layer") == len(slots)
-        last_slot = max(i for i, event in enumerate(events) if event == "first layer")
-        assert events.count("sum") >= 10
-        shares.append(events[:last_slot].count("sum") / events.count("sum"))
+    share = overlap.median_share(lambda: wrapped(x).square().sum().backward(), len(slots))
     with capsys.disabled():
-        print(f" [{statistics.median(shares):.0%} of the buckets]", end="")
-    assert statistics.median(shares) >= 0.8
+        print(f" [{share:.0%} of the buckets]", end="")
+    assert share >= 0.8
 
 
 @pytest.mark.devices("cpu")

@@ -139,36 +139,21 @@ class Recomputes(nn.Module):
 
 @pytest.mark.devices("sim")
 @pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize(
+    ("flat", "guard"), [(True, "_take_over"), (False, "wait_for_streams")], ids=["in a buffer", "one by one"]
+)
 def test_gradients_that_leave_their_device_are_kept_until_then(
-    guarded: bool, on_two_devices: list, monkeypatch: pytest.MonkeyPatch
+    flat: bool, guard: str, guarded: bool, on_two_devices: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum reads them on the device's default stream, and the slot's stream gets their memory back."""
+    if not flat:
+        monkeypatch.setattr(bucket_nodes.Packing, "bucket_of", lambda self, grads: None)
     root = on_two_devices[0]
     loss = DataParallel(Recomputes(root), on_two_devices)(torch.ones(8, 4, device=root).requires_grad_()).sum()
     if guarded:
         loss.backward()
         return
-    monkeypatch.setattr(bucket_nodes, "_take_over", lambda *arguments: None)
-    try:
-        with pytest.raises(RuntimeError, match="freed too early"):
-            loss.backward()
-    finally:
-        for device in on_two_devices:
-            torch.accelerator.synchronize(device)
-
-
-@pytest.mark.devices("sim")
-@pytest.mark.parametrize("guarded", [True, False])
-def test_gradients_that_leave_their_device_one_by_one_are_kept_too(
-    guarded: bool, on_two_devices: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = on_two_devices[0]
-    monkeypatch.setattr(bucket_nodes.Packing, "bucket_of", lambda self, grads: None)
-    loss = DataParallel(Recomputes(root), on_two_devices)(torch.ones(8, 4, device=root).requires_grad_()).sum()
-    if guarded:
-        loss.backward()
-        return
-    monkeypatch.setattr(bucket_nodes, "wait_for_streams", lambda *arguments: None)
+    monkeypatch.setattr(bucket_nodes, guard, lambda *arguments: None)
     try:
         with pytest.raises(RuntimeError, match="freed too early"):
             loss.backward()

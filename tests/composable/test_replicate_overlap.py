@@ -1,14 +1,11 @@
 """Gradients of a replicated module are summed while backward still runs, by the recorded order of events."""
 
-import statistics
-import threading
-
 import pytest
 import torch
 from torch import nn
 
-from dataparallel.bucket_nodes import ToSlots
 from dataparallel.composable import replicate
+from overlap import Overlap
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -40,32 +37,11 @@ def test_most_buckets_are_summed_before_the_slowest_slot_has_its_first_layers_gr
     slots, root, monkeypatch, capsys
 ):
     """At least 80 % of them, in the median of ten steps, once the order of gradients is known."""
-    events, lock = [], threading.Lock()
-
-    def note(event):
-        with lock:
-            events.append(event)
-
-    summed = ToSlots.summed
-
-    def noted(*arguments):
-        envelope = summed(*arguments)
-        note("sum")
-        return envelope
-
-    monkeypatch.setattr(ToSlots, "summed", noted)
-    model = Layers(lambda grad_inputs, grad_outputs: note("first layer")).double().to(root)
+    overlap = Overlap(monkeypatch)
+    model = Layers(overlap.note_first_layer).double().to(root)
     replicate(model, devices=slots, bucket_cap_mb=LAYER_MB, first_bucket_mb=LAYER_MB)
     x = torch.randn(128 * len(slots), WIDTH, dtype=torch.float64, device=root)
-    shares = []
-    for step in range(12):
-        events.clear()
-        model(x).square().sum().backward()
-        assert events.count("first layer") == len(slots)
-        assert events.count("sum") >= 10
-        last_slot = max(i for i, event in enumerate(events) if event == "first layer")
-        if step >= 2:
-            shares.append(events[:last_slot].count("sum") / events.count("sum"))
+    share = overlap.median_share(lambda: model(x).square().sum().backward(), len(slots), first_steps=2)
     with capsys.disabled():
-        print(f" [{statistics.median(shares):.0%} of the buckets]", end="")
-    assert statistics.median(shares) >= 0.8
+        print(f" [{share:.0%} of the buckets]", end="")
+    assert share >= 0.8
