@@ -7,9 +7,10 @@ Compares and judges no times: that is for `beside_torch_report.py` and `test_bes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +18,28 @@ from torch import Tensor, nn
 import dataparallel
 from dataparallel import DataParallel
 from pairs import Call, Comparison, load, take_turns
+from ready_replicas import ReadyReplicas
 from shapes import Shape
 from stages import mean_square
 from torch_pipeline import StandIns
 
 SAMPLES_PER_DEVICE = 2
+THREADS_OF_READY_ONES = (1, 2)
 
 
 @dataclass(frozen=True)
 class Timed:
     """Seconds of one piece of work, taken in turns; ``stand_ins`` is the part of torch's spent in plain copies.
 
-    ``in_a_row`` is the same work on one device, chunk after chunk, where that is a comparison.
+    ``in_a_row`` is the same work on one device, chunk after chunk, where that is a comparison; ``ready`` that of
+    `ReadyReplicas`, by the number of threads.
     """
 
     ours: list[float]
     theirs: list[float]
     stand_ins: list[float]
     in_a_row: list[float] = field(default_factory=list)
+    ready: dict[int, list[float]] = field(default_factory=dict)
     load_before: float = 0.0
     load_after: float = 0.0
 
@@ -53,6 +58,10 @@ class Timed:
 
     def torch_over_in_a_row(self) -> Comparison:
         return self._comparison(self.in_a_row, self.theirs)
+
+    def torch_over_ready(self, threads: int) -> Comparison:
+        """How many times as long as ready replicas torch takes."""
+        return self._comparison(self.ready[threads], self.theirs)
 
     def _comparison(self, ours: list[float], theirs: list[float]) -> Comparison:
         return Comparison(ours, theirs, self.load_before, self.load_after)
@@ -130,6 +139,7 @@ class BesideTorch:
         short: bool,
         in_a_row: Call | None = None,
         between: Call | None = None,
+        ready: Mapping[int, Call] = MappingProxyType({}),
     ) -> Timed:
         """Lets the calls take turns, after ``settle`` of ours alone, in which the library finds out how to run it."""
         shares: list[float] = []
@@ -145,9 +155,17 @@ class BesideTorch:
                 ours()
                 if between is not None:
                     between()
-            calls = [ours, counted] if in_a_row is None else [ours, counted, in_a_row]
-            times = take_turns(calls, pairs, between=between, short=short)
-        return Timed(times[0], times[1], shares[-len(times[1]) :], *times[2:], load_before=before, load_after=load())
+            others = [*([] if in_a_row is None else [in_a_row]), *ready.values()]
+            mine, torchs, *rest = take_turns([ours, counted, *others], pairs, between=between, short=short)
+        row = [] if in_a_row is None else rest.pop(0)
+        by_threads = dict(zip(ready, rest, strict=True))
+        return Timed(mine, torchs, shares[-len(torchs) :], row, by_threads, before, load())
+
+    def ready_replicas(self) -> dict[int, ReadyReplicas]:
+        """By the number of threads that run them."""
+        return {
+            threads: ReadyReplicas(self.module, self.batch, self.devices, threads) for threads in THREADS_OF_READY_ONES
+        }
 
     # What is checked, outside of any timing.
 

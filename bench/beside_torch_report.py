@@ -34,6 +34,7 @@ FASTER = "torch/ours"
 FASTER_LESS_COPIES = "(torch - copies)/ours"
 OVER_IN_A_ROW = "ours/in a row"
 TORCH_OVER_IN_A_ROW = "torch/in a row"
+TORCH_OVER_READY = "torch/ready, threads: {}"
 
 BAR_DEVICES = 8
 AT_MOST = {OVER_IN_A_ROW}
@@ -104,6 +105,9 @@ def summarise(model: str, devices: Sequence[Any], work: str, timed: Timed) -> li
     if timed.in_a_row:
         quotients.append((OVER_IN_A_ROW, timed.over_in_a_row(), timed.ours, timed.in_a_row, None))
         quotients.append((TORCH_OVER_IN_A_ROW, timed.torch_over_in_a_row(), timed.theirs, timed.in_a_row, None))
+    for threads, ready in timed.ready.items():
+        comparison = timed.torch_over_ready(threads)
+        quotients.append((TORCH_OVER_READY.format(threads), comparison, ready, timed.theirs, None))
     rows = []
     for quotient, comparison, ours, other, copied in quotients:
         bar = BARS.get((work, quotient, model)) if len(devices) == BAR_DEVICES else None

@@ -5,7 +5,8 @@ What is asserted is that both do the same work. The bars of the report say what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from beside_torch_report import (
 )
 from pairs import PAIRS, Call
 from places import Places
+from ready_replicas import ReadyReplicas
 from reporting import Report
 from shapes import NARROW_BERT, NARROW_GPT, RESNET, WIDE_GPT, Shape
 from simulator import simulator_notes
@@ -75,11 +77,19 @@ def measure(
 ) -> Measure:
     """A function that times calls in turn, all of them as one round of pytest-benchmark's, and reports them."""
 
-    def run(work: str, ours: Call, theirs: Call, in_a_row: Call | None = None, between: Call | None = None) -> None:
+    def run(
+        work: str,
+        ours: Call,
+        theirs: Call,
+        in_a_row: Call | None = None,
+        between: Call | None = None,
+        ready: Mapping[int, Call] = MappingProxyType({}),
+    ) -> None:
         settle = SHORT_SETTLE if short else SETTLE
         pairs = 2 * PAIRS if len(beside.devices) == BAR_DEVICES else PAIRS
         with places.clocks_off():
-            timed = benchmark.pedantic(beside.time, (ours, theirs, pairs, settle, short, in_a_row, between), rounds=1)
+            arguments = (ours, theirs, pairs, settle, short, in_a_row, between, ready)
+            timed = benchmark.pedantic(beside.time, arguments, rounds=1)
         if benchmark.enabled:
             report.rows += summarise(shape.name, beside.devices, work, timed)
 
@@ -129,14 +139,25 @@ def test_replicate_frozen(beside: BesideTorch, measure: Measure) -> None:
         beside.check_replicas(sent=False)
 
 
-@torch.no_grad()
+def ready_replicas(beside: BesideTorch) -> dict[int, ReadyReplicas]:
+    """By the number of their threads; none where no bar is judged."""
+    found = beside.ready_replicas() if len(beside.devices) == BAR_DEVICES else {}
+    for replicas in found.values():
+        replicas.check(beside.module, beside.batch)
+    return found
+
+
 def test_inference(beside: BesideTorch, measure: Measure) -> None:
+    """Also by replicas that are there already, the least that it can take."""
     beside.module.eval()
-    measure(INFERENCE, beside.infer, beside.torch_infer)
-    beside.check_inference()
+    ready = {threads: replicas.infer for threads, replicas in ready_replicas(beside).items()}
+    with torch.no_grad():
+        measure(INFERENCE, beside.infer, beside.torch_infer, ready=ready)
+        beside.check_inference()
 
 
 def test_training_step(beside: BesideTorch, measure: Measure) -> None:
     """Without an optimizer, so that all steps are the same one; also beside the chunks in a row on one device."""
-    measure(TRAINING, beside.train, beside.torch_train, beside.train_in_a_row)
+    ready = {threads: replicas.train for threads, replicas in ready_replicas(beside).items()}
+    measure(TRAINING, beside.train, beside.torch_train, beside.train_in_a_row, ready=ready)
     beside.check_training()

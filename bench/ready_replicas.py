@@ -1,0 +1,72 @@
+"""What is left of a wrapper that costs nothing: copies that are on their devices already, and their chunks too.
+
+Nothing is scattered, replicated, gathered or summed, and no setting of the caller's is carried. No library that runs
+replicas in threads of one process can be much faster on the same machine, so torch's time over this one's is about the
+most that a comparison with torch can show there. It is no training: each copy keeps its gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from stages import mean_square
+
+R = TypeVar("R")
+
+
+class ReadyReplicas:
+    """Copies of ``module`` on ``devices``, run in slot order by ``threads`` threads, with one by the calling one."""
+
+    def __init__(self, module: nn.Module, batch: Tensor, devices: Sequence[torch.device], threads: int) -> None:
+        self._replicas = [copy.deepcopy(module).to(device) for device in devices]
+        self._chunks = [chunk.to(device) for chunk, device in zip(batch.chunk(len(devices)), devices, strict=True)]
+        self._devices = list(devices)
+        # In a new thread operators would use all cores at once.
+        intra_op, self._pool = torch.get_num_threads(), None
+        if threads > 1:
+            self._pool = ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(intra_op))
+
+    def infer(self) -> None:
+        self._on_each(self._outputs)
+
+    def train(self) -> None:
+        """A step on each device: the engine runs the backward of all of them at a time."""
+        torch.autograd.backward(self._on_each(self._losses))
+        for replica in self._replicas:
+            replica.zero_grad()
+
+    def check(self, module: nn.Module, batch: Tensor) -> None:
+        """Raises `AssertionError` unless outputs and sums of gradients are those of ``module``, chunk after chunk."""
+        for slot, chunk in enumerate(batch.chunk(len(self._devices))):
+            torch.testing.assert_close(self._outputs(slot).to(batch.device), module(chunk))
+        torch.autograd.backward(self._on_each(self._losses))
+        for chunk in batch.chunk(len(self._devices)):
+            (mean_square(module(chunk)) / len(self._devices)).backward()
+        for wanted, *found in zip(
+            module.parameters(), *(replica.parameters() for replica in self._replicas), strict=True
+        ):
+            total = torch.stack([parameter.grad.to(batch.device) for parameter in found]).sum(0)
+            torch.testing.assert_close(total, wanted.grad, rtol=1e-4, atol=1e-5 * float(wanted.grad.abs().max()))
+        for network in (module, *self._replicas):
+            network.zero_grad()
+
+    def _outputs(self, slot: int) -> Tensor:
+        return self._replicas[slot](self._chunks[slot])
+
+    def _losses(self, slot: int) -> Tensor:
+        return mean_square(self._outputs(slot)) / len(self._devices)
+
+    def _on_each(self, call: Callable[[int], R]) -> list[R]:
+        recording = torch.is_grad_enabled()
+
+        def run(slot: int) -> R:
+            with torch.set_grad_enabled(recording), torch.accelerator.device_index(self._devices[slot].index):
+                return call(slot)
+
+        return list((map if self._pool is None else self._pool.map)(run, range(len(self._devices))))
