@@ -268,7 +268,7 @@ def test_kernels_copy_what_is_dense_and_plain_copies_the_rest(name: str, launche
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("slot", [0, 2])
-@pytest.mark.parametrize("name", [*DENSE, *(NOT_FLAT.keys() - {"sparse rows"}), "bool", "misaligned"])
+@pytest.mark.parametrize("name", [*DENSE, *sorted(NOT_FLAT.keys() - {"sparse rows"}), "bool", "misaligned"])
 @pytest.mark.devices("cpu")
 def test_kernels_sum_what_is_dense_on_every_slot(name: str, slot: int, launches: Launches) -> None:
     make = {**DENSE, **COPIED_ONLY, **NOT_FLAT}[name]
