@@ -32,8 +32,25 @@ c10::OperatorHandle handle(const char* name) {
 
 // ---- everything else
 
+class OnCpu final : public c10::OperatorKernel {
+ public:
+  explicit OnCpu(c10::OperatorHandle op) : plan_(std::move(op)) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    run_on_cpu(plan_, stack, op.operator_name());
+  }
+
+ private:
+  const OperatorPlan plan_;
+};
+
+torch::CppFunction on_cpu(c10::OperatorHandle op) {
+  return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<OnCpu>(std::move(op)));
+}
+
+// What others define when the extension has been loaded. It may go away again, and another come in its place, so nothing
+// of it is kept.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  run_on_cpu(op, stack, op.operator_name());
+  run_on_cpu(OperatorPlan(op), stack, op.operator_name());
 }
 
 // ---- memory
@@ -218,12 +235,12 @@ c10::Scalar local_scalar_dense(const Tensor& self) {
 // ---- convolutions: torch asks backends of this kind for operators of their own
 
 void convolution(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  static const auto cpu = handle("aten::convolution");
+  static const OperatorPlan cpu(handle("aten::convolution"));
   run_on_cpu(cpu, stack, op.operator_name());
 }
 
 void convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  static const auto cpu = handle("aten::convolution_backward");
+  static const OperatorPlan cpu(handle("aten::convolution_backward"));
   // (grad_output, input, weight, stride, ...) becomes (grad_output, input, weight, bias_sizes, stride, ...).
   const auto arguments = stack->end() - static_cast<ptrdiff_t>(op.schema().arguments().size());
   const auto bias = arguments->toTensor().size(1);
@@ -334,9 +351,9 @@ void register_what_the_cpu_has(c10::DispatchKey cpu, c10::DispatchKey simulated)
   libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", simulated, __FILE__, __LINE__));
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(cpu)) {
-    const bool is_own = dispatcher.findOp(name)->hasKernelForDispatchKey(simulated);
-    if (name.name.rfind("aten::", 0) == 0 && !is_own) {
-      libraries.back()->impl(full_name(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    const auto op = *dispatcher.findOp(name);
+    if (name.name.rfind("aten::", 0) == 0 && !op.hasKernelForDispatchKey(simulated)) {
+      libraries.back()->impl(full_name(name).c_str(), on_cpu(op));
     }
   }
 }
@@ -347,9 +364,10 @@ void register_distributed() {
   static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   Silence silence; // that kernels are overridden is what is wanted
   const c10::WarningUtils::WarningHandlerGuard silent(&silence);
-  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("c10d::", 0) == 0) {
-      library.impl(full_name(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+      library.impl(full_name(name).c_str(), on_cpu(*dispatcher.findOp(name)));
     }
   }
 }

@@ -3,6 +3,7 @@
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
+#include <c10/core/CPUAllocator.h>
 
 namespace simulated::layouts {
 namespace {
@@ -46,6 +47,26 @@ at::Tensor strided(c10::Storage storage, c10::DispatchKey key, const at::Tensor&
     impl->_set_neg(true);
   }
   return tensor;
+}
+
+bool is_plain_and_unshared(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  const auto keys =
+      impl->key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::autocast_dispatch_keyset;
+  if (tensor.use_count() != 1 || keys != c10::DispatchKeySet(c10::DispatchKey::CPU) || impl->autograd_meta() ||
+      !impl->allow_tensor_metadata_change() || impl->is_wrapped_number()) {
+    return false;
+  }
+  const auto& storage = tensor.storage();
+  return storage.use_count() == 1 && storage.resizable() && storage.allocator() == c10::GetCPUAllocator() &&
+      storage.nbytes() > 0;
+}
+
+at::Tensor now_on(at::Tensor&& tensor, c10::Device device) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(tensor.storage()); // and so the device of the tensor
+  impl->_change_backend_component_keys(device);
+  return std::move(tensor);
 }
 
 Members members(const at::Tensor& tensor, const std::string& op) {

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <memory>
 
 #include "on_cpu.h"
 
@@ -37,16 +38,23 @@ class OneDevice {
 };
 
 // As torch's fused kernels do: one launch for a list on one device, and a loop where that does not go.
-void in_one_launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto count = op.schema().arguments().size();
-  const c10::ArrayRef<c10::IValue> arguments(stack->data() + (stack->size() - count), count);
-  if (OneDevice().holds(arguments)) {
-    run_on_cpu(op, stack, op.operator_name());
-  } else {
-    // What a backend gets that registers nothing: torch's loop.
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse2), stack);
+class InOneLaunch final : public c10::OperatorKernel {
+ public:
+  explicit InOneLaunch(c10::OperatorHandle op) : plan_(std::move(op)) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    const auto count = plan_.arguments;
+    const c10::ArrayRef<c10::IValue> arguments(stack->data() + (stack->size() - count), count);
+    if (OneDevice().holds(arguments)) {
+      run_on_cpu(plan_, stack, op.operator_name());
+    } else {
+      // What a backend gets that registers nothing: torch's loop.
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse2), stack);
+    }
   }
-}
+
+ private:
+  const OperatorPlan plan_;
+};
 
 bool is_fused_elsewhere(const std::string& op, const std::string& overload) {
   return op.rfind("aten::_foreach_", 0) == 0 || (op == "aten::split_with_sizes_copy" && overload == "out");
@@ -58,10 +66,13 @@ void register_list_operators() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
-    if (is_fused_elsewhere(name.name, name.overload_name) &&
-        !dispatcher.findOp(name)->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+    if (!is_fused_elsewhere(name.name, name.overload_name)) {
+      continue;
+    }
+    const auto op = *dispatcher.findOp(name);
+    if (!op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
       const auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-      library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&in_one_launch>());
+      library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<InOneLaunch>(op)));
     }
   }
 }

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +11,7 @@
 #include <mutex>
 #include <string>
 
+#include "account.h"
 #include "counts.h"
 #include "devices.h"
 #include "limits.h"
@@ -19,50 +21,39 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 
-struct Books {
+// Pinned blocks by the address of the first byte.
+struct Pinned {
   std::mutex mutex;
-  std::array<MemoryStats, kCeiling> devices;
-  std::map<const char*, Block*> pinned; // by the address of the first byte
+  std::map<const char*, Block*> blocks;
 };
 
-Books& books();
+Pinned& pinned();
 
 // A forked child has the mutex as it was: of all threads only the one that forks may hold it then.
 void keep_whole_over_fork() {
-  pthread_atfork([] { books().mutex.lock(); }, [] { books().mutex.unlock(); }, [] { books().mutex.unlock(); });
+  pthread_atfork([] { pinned().mutex.lock(); }, [] { pinned().mutex.unlock(); }, [] { pinned().mutex.unlock(); });
 }
 
 // Never destroyed: memory is freed by engine threads until the very end.
-Books& books() {
-  static Books* the = [] {
+Pinned& pinned() {
+  static Pinned* the = [] {
     keep_whole_over_fork();
-    return new Books();
+    return new Pinned();
   }();
   return *the;
 }
 
-void take(c10::DeviceIndex device, size_t bytes) {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  auto& stats = books().devices.at(static_cast<size_t>(device));
-  TORCH_CHECK_WITH(
-      OutOfMemoryError, !stats.capacity || stats.allocated + bytes <= *stats.capacity, "sim out of memory. Tried to allocate ",
-      bytes, " bytes. Simulated device ", static_cast<int>(device), " has a capacity of ", *stats.capacity,
-      " bytes (torch.sim.set_memory_capacity), of which ", stats.allocated, " are allocated.");
-  stats.allocated += bytes;
-  stats.peak = std::max(stats.peak, stats.allocated);
+Account& account(c10::DeviceIndex device) {
+  static auto* accounts = new std::array<Account, kCeiling>();
+  return accounts->at(static_cast<size_t>(device));
 }
 
-void give_back(c10::DeviceIndex device, size_t bytes) {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  books().devices.at(static_cast<size_t>(device)).allocated -= bytes;
-}
-
-void* raw_memory(size_t bytes) {
+c10::DataPtr raw_memory(size_t bytes) {
   void* data = nullptr;
   TORCH_CHECK_WITH(
       OutOfMemoryError, posix_memalign(&data, kAlignment, bytes) == 0, "this machine has no ", bytes,
       " bytes left for a simulated device");
-  return data;
+  return {data, data, &std::free, c10::Device(c10::kCPU)};
 }
 
 const char* label_of(c10::Device device) {
@@ -79,22 +70,28 @@ const char* label_of(c10::Device device) {
 void delete_block(void* context) {
   auto* block = static_cast<Block*>(context);
   clocks::freed(*block);
-  give_back(block->device, block->bytes);
-  if (!block->owner) {
-    std::free(block->data);
-  }
+  account(block->device).give_back(block->bytes);
   delete block;
 }
 
 void delete_pinned(void* context) {
   auto* block = static_cast<Block*>(context);
   {
-    std::lock_guard<std::mutex> lock(books().mutex);
-    books().pinned.erase(static_cast<const char*>(block->data));
+    std::lock_guard<std::mutex> lock(pinned().mutex);
+    pinned().blocks.erase(static_cast<const char*>(block->data));
   }
   // As CUDA's pinned allocator does, it waits for the copies that it knows of: nothing is reported here.
-  std::free(block->data);
   delete block;
+}
+
+std::unique_ptr<Block> new_block(c10::DataPtr memory, size_t bytes, c10::Device device) {
+  auto block = std::make_unique<Block>();
+  block->data = memory.get();
+  block->bytes = bytes;
+  block->device = device.index();
+  block->where = label_of(device);
+  block->owner = std::move(memory);
+  return block;
 }
 
 c10::DataPtr hand_out(Block* block) {
@@ -108,17 +105,15 @@ class DeviceMemory final : public c10::DeviceAllocator {
     if (bytes == 0) {
       return {nullptr, nullptr, &c10::detail::deleteNothing, device};
     }
-    take(device.index(), bytes);
-    auto block = std::make_unique<Block>();
+    account(device.index()).take(device.index(), bytes);
+    c10::DataPtr memory;
     try {
-      block->data = raw_memory(bytes);
+      memory = raw_memory(bytes);
     } catch (...) {
-      give_back(device.index(), bytes);
+      account(device.index()).give_back(bytes);
       throw;
     }
-    block->bytes = bytes;
-    block->device = device.index();
-    block->where = label_of(device);
+    auto block = new_block(std::move(memory), bytes, device);
     clocks::allocated(*block, bytes, current_stream(device));
     return hand_out(block.release());
   }
@@ -166,11 +161,12 @@ class PinnedMemory final : public c10::Allocator {
       return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(c10::kCPU)};
     }
     auto block = std::make_unique<Block>();
-    block->data = raw_memory(bytes);
+    block->owner = raw_memory(bytes);
+    block->data = block->owner.get();
     block->bytes = bytes;
     block->where = "pinned host memory";
-    std::lock_guard<std::mutex> lock(books().mutex);
-    books().pinned.emplace(static_cast<const char*>(block->data), block.get());
+    std::lock_guard<std::mutex> lock(pinned().mutex);
+    pinned().blocks.emplace(static_cast<const char*>(block->data), block.get());
     auto* raw = block.release();
     return {raw->data, raw, &delete_pinned, c10::Device(c10::kCPU)};
   }
@@ -194,18 +190,28 @@ c10::Allocator* pinned_allocator() {
   return the;
 }
 
-c10::DataPtr adopt(c10::Storage made, c10::Device device) {
+c10::DataPtr adopt(const c10::Storage& made, c10::Device device) {
   if (made.nbytes() == 0) {
     return {nullptr, nullptr, &c10::detail::deleteNothing, device};
   }
-  take(device.index(), made.nbytes());
-  auto* block = new Block();
-  block->data = made.mutable_data();
-  block->bytes = made.nbytes();
-  block->device = device.index();
-  block->where = label_of(device);
-  block->owner = std::move(made);
-  return hand_out(block);
+  made.mutable_data(); // its own, if it was to be copied when written
+  account(device.index()).take(device.index(), made.nbytes());
+  return hand_out(new_block(held_by(made), made.nbytes(), device).release());
+}
+
+void convert(c10::StorageImpl& made, c10::Device device) {
+  made.mutable_data(); // as above
+  account(device.index()).take(device.index(), made.nbytes());
+  auto memory = made.set_data_ptr({nullptr, nullptr, &c10::detail::deleteNothing, device});
+  made.set_data_ptr_noswap(hand_out(new_block(std::move(memory), made.nbytes(), device).release()));
+  made.set_allocator(device_allocator());
+}
+
+c10::DataPtr held_by(const c10::Storage& storage) {
+  auto* impl = storage.unsafeGetStorageImpl();
+  c10::raw::intrusive_ptr::incref(impl);
+  const auto release = [](void* held) { c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(held)); };
+  return {impl->mutable_data(), impl, release, c10::Device(c10::kCPU)};
 }
 
 Block* block_of(const c10::DataPtr& data) {
@@ -213,10 +219,10 @@ Block* block_of(const c10::DataPtr& data) {
 }
 
 Block* pinned_block_of(const void* pointer) {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  auto& pinned = books().pinned;
-  auto found = pinned.upper_bound(static_cast<const char*>(pointer));
-  if (found == pinned.begin()) {
+  std::lock_guard<std::mutex> lock(pinned().mutex);
+  auto& blocks = pinned().blocks;
+  auto found = blocks.upper_bound(static_cast<const char*>(pointer));
+  if (found == blocks.begin()) {
     return nullptr;
   }
   auto* block = std::prev(found)->second;
@@ -224,19 +230,15 @@ Block* pinned_block_of(const void* pointer) {
 }
 
 MemoryStats stats(c10::DeviceIndex device) {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  return books().devices.at(static_cast<size_t>(device));
+  return account(device).stats();
 }
 
 void reset_peak(c10::DeviceIndex device) {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  auto& stats = books().devices.at(static_cast<size_t>(device));
-  stats.peak = stats.allocated;
+  account(device).reset_peak();
 }
 
 void set_capacity(c10::DeviceIndex device, std::optional<size_t> bytes) {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  books().devices.at(static_cast<size_t>(device)).capacity = bytes;
+  account(device).set_capacity(bytes);
 }
 
 void move(c10::StorageImpl& storage, size_t bytes) {

@@ -14,7 +14,7 @@ struct Block : Tracked {
   void* data = nullptr;
   size_t bytes = 0;
   c10::DeviceIndex device = -1; // -1: pinned host memory
-  c10::Storage owner; // where an operator on the CPU has made the memory; otherwise it is ours
+  c10::DataPtr owner; // frees the memory
 };
 
 struct MemoryStats {
@@ -29,7 +29,12 @@ c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
 
 // Takes over what an operator has made on the CPU, as memory of `device`. Throws c10::OutOfMemoryError.
-c10::DataPtr adopt(c10::Storage made, c10::Device device);
+c10::DataPtr adopt(const c10::Storage& made, c10::Device device);
+// The same for a storage that nobody else knows, and has memory: it becomes one of `device`.
+void convert(c10::StorageImpl& made, c10::Device device);
+
+// The memory of a storage, for the CPU. Keeps the storage alive.
+c10::DataPtr held_by(const c10::Storage& storage);
 
 // The block behind a device tensor's memory, or null (empty tensors, memory of somebody else's).
 Block* block_of(const c10::DataPtr& data);

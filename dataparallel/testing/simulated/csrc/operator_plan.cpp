@@ -1,0 +1,123 @@
+#include "operator_plan.h"
+
+#include <ATen/core/enum_tag.h>
+#include <ATen/core/jit_type.h>
+
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace simulated {
+namespace {
+
+using Kind = c10::TypeKind;
+
+bool is_optional_generator(const c10::Type& type) {
+  return type.kind() == Kind::OptionalType &&
+      type.castRaw<c10::OptionalType>()->getElementType()->kind() == Kind::GeneratorType;
+}
+
+// Numbers, strings and the like, and lists of them: nothing of a device.
+bool is_plain(const c10::Type& type) {
+  switch (type.kind()) {
+    case Kind::OptionalType:
+    case Kind::ListType:
+      return is_plain(*type.containedType(0));
+    case Kind::IntType:
+    case Kind::FloatType:
+    case Kind::BoolType:
+    case Kind::ComplexType:
+    case Kind::NumberType:
+    case Kind::StringType:
+    case Kind::SymIntType:
+    case Kind::SymFloatType:
+    case Kind::SymBoolType:
+    case Kind::LayoutType:
+    case Kind::ScalarTypeType:
+    case Kind::MemoryFormatType:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// Arguments that may be on the CPU beside device tensors, on every accelerator.
+bool may_be_on_the_cpu(const std::string& op, const std::string& argument) {
+  static const std::unordered_map<std::string, std::string> arguments = {
+      {"aten::index", "indices"},
+      {"aten::index_put", "indices"},
+      {"aten::index_put_", "indices"},
+      {"aten::_index_put_impl_", "indices"},
+      {"aten::_pack_padded_sequence", "lengths"},
+  };
+  const auto found = arguments.find(op);
+  return found != arguments.end() && found->second == argument;
+}
+
+bool is_written_unsaid(const std::string& op, const std::string& argument) {
+  return op.rfind("c10d::", 0) == 0 &&
+      (argument == "tensor" || argument == "tensors" || argument.rfind("output", 0) == 0);
+}
+
+bool is_written_in_training(const std::string& op, const std::string& argument) {
+  return op == "aten::native_batch_norm" && argument.rfind("running_", 0) == 0;
+}
+
+bool waits_for_values(const c10::OperatorHandle& op) {
+  if (op.hasTag(at::Tag::data_dependent_output)) {
+    return true;
+  }
+  // Indexing has the tag too, but only masks make it so.
+  return op.hasTag(at::Tag::dynamic_output_shape) && op.operator_name().name != "aten::index";
+}
+
+bool leaves_elements_alone(const c10::OperatorHandle& op) {
+  static const std::unordered_set<std::string> names = {
+      "aten::empty",
+      "aten::empty_like",
+      "aten::_empty_affine_quantized",
+      "aten::_empty_per_channel_affine_quantized",
+      "aten::_coalesced_",
+      "aten::resize_as_sparse_",
+      "aten::sparse_resize_",
+      "aten::sparse_resize_and_clear_",
+      "aten::_sparse_coo_tensor_with_dims",
+      "aten::_sparse_coo_tensor_with_dims_and_tensors",
+  };
+  if (op.hasTag(at::Tag::inplace_view) || names.count(op.operator_name().name)) {
+    return true;
+  }
+  const auto& returns = op.schema().returns();
+  const bool returns_numbers = !returns.empty() && std::all_of(returns.begin(), returns.end(), [](const auto& result) {
+    const auto kind = result.type()->kind();
+    return kind != Kind::TensorType && kind != Kind::ListType;
+  });
+  return returns_numbers && !waits_for_values(op);
+}
+
+} // namespace
+
+OperatorPlan::OperatorPlan(c10::OperatorHandle handle)
+    : op(std::move(handle)),
+      arguments(op.schema().arguments().size()),
+      returns(op.schema().returns().size()),
+      waits_for_values(simulated::waits_for_values(op)),
+      leaves_elements_alone(simulated::leaves_elements_alone(op)) {
+  const auto& name = op.operator_name().name;
+  for (uint32_t i = 0; i < arguments; ++i) {
+    const auto& argument = op.schema().arguments()[i];
+    if (is_plain(*argument.type())) {
+      continue;
+    }
+    // The model of torch.cuda._sanitizer: an alias that is not written is the base of a view, not a read.
+    const auto* alias = argument.alias_info();
+    places.push_back({argument.name().c_str(), i, !alias, alias && alias->isWrite(),
+                      !alias && is_written_unsaid(name, argument.name()),
+                      !alias && is_written_in_training(name, argument.name()),
+                      simulated::may_be_on_the_cpu(name, argument.name()), is_optional_generator(*argument.type()),
+                      name == "aten::index" && argument.name() == "indices"});
+  }
+}
+
+} // namespace simulated

@@ -1,0 +1,205 @@
+"""What operators make on simulated devices: whose it is, who shares it, and that every byte of it counts."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from like_the_cpu import DEVICE as ONE
+
+pytestmark = pytest.mark.devices("sim")
+
+BYTES = 4 * 1024
+
+
+@pytest.fixture
+def allocated():
+    """How many more bytes than at the start are in use."""
+    gc.collect()
+    before = torch.sim.memory_allocated(ONE)
+    return lambda: torch.sim.memory_allocated(ONE) - before
+
+
+@pytest.fixture
+def define():
+    """A function that defines operators of the CPU, `results_test::NAME`, until the test ends or it is called again."""
+    made = []
+
+    def define(schema, kernel):
+        while made:
+            made.pop()._destroy()
+        made.append(torch.library.Library("results_test", "FRAGMENT"))
+        made[0].define(schema)
+        made[0].impl(schema.partition("(")[0], kernel, "CPU")
+        return getattr(torch.ops.results_test, schema.partition("(")[0])
+
+    yield define
+    while made:
+        made.pop()._destroy()
+
+
+def numbers():
+    return torch.ones(1024, device=ONE)
+
+
+def test_results_that_share_memory_still_do_and_count_once(define, allocated):
+    def both(x):
+        made = x + 1
+        return made, made[512:]
+
+    x = numbers()
+    whole, half = define("both(Tensor x) -> (Tensor, Tensor)", both)(x)
+    assert allocated() == 2 * BYTES
+    half.zero_()
+    assert whole.sum().item() == 2 * 512
+    assert half.device == whole.device == x.device
+    del whole, x
+    assert allocated() == BYTES
+    del half
+    assert allocated() == 0
+
+
+def test_a_result_twice_shares_its_memory(define, allocated):
+    def twice(x):
+        made = x + 1
+        return made, made
+
+    first, second = define("twice(Tensor x) -> (Tensor, Tensor)", twice)(numbers())
+    assert allocated() == BYTES
+    assert first.device == second.device == ONE
+    assert first.data_ptr() == second.data_ptr()
+
+
+@pytest.mark.parametrize("keep", [lambda made: made, lambda made: made.view(-1), lambda made: made.untyped_storage()])
+def test_what_an_operator_keeps_of_its_result_stays_the_cpus(define, allocated, keep):
+    kept = []
+
+    def keeping(x):
+        made = x + 1
+        kept.append(keep(made))
+        return made
+
+    result = define("keeping(Tensor x) -> Tensor", keeping)(numbers())
+    assert kept[0].device == torch.device("cpu")
+    assert result.device == ONE
+    assert kept[0].data_ptr() == result.data_ptr()
+    assert allocated() == BYTES
+    del result
+    assert allocated() == 0
+    assert len(kept[0].tolist()) > 0  # it is still there
+
+
+def overwrite(x, y):
+    x.copy_(y)
+
+
+def test_an_operator_defined_anew_is_another_one(define):
+    assert define("anew(Tensor x) -> Tensor", lambda x: x + 1)(numbers()).device == ONE
+    x = numbers()
+    define("anew(Tensor(a!) x, Tensor y) -> ()", overwrite)(x, x + 2)
+    assert x.sum().item() == 3 * 1024
+
+
+def test_a_result_is_a_tensor_like_any_other_of_its_device(allocated):
+    made = numbers() + 1
+    assert made._version == 0
+    assert made.is_leaf
+    assert not made.is_inference()
+    made.add_(1)
+    assert made._version == 1
+    made.resize_(2048)
+    assert allocated() == 2 * BYTES
+    made.untyped_storage().resize_(0)
+    assert allocated() == 0
+    with torch.inference_mode():
+        assert (numbers() + 1).is_inference()
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        assert ((numbers() + 1).view(32, 32) @ (numbers() + 1).view(32, 32)).dtype == torch.bfloat16
+    leaf = (numbers() + 1).requires_grad_()
+    (leaf * leaf).sum().backward()
+    assert leaf.grad.device == ONE
+
+
+def test_an_out_argument_that_is_itself_a_result_may_get_other_memory(allocated):
+    x = numbers()
+    out = x[:1] + 1
+    assert allocated() == BYTES + 4
+    torch.add(x, 1, out=out)
+    assert allocated() == 2 * BYTES
+    assert out.sum().item() == 2 * 1024
+
+
+def test_one_that_finds_no_memory_stays_what_it_was(allocated):
+    x = numbers()
+    out = x[:1] + 1
+    torch.sim.set_memory_capacity(torch.sim.memory_allocated(ONE) + BYTES - 1, ONE)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.add(x, 1, out=out)
+        with pytest.raises(torch.OutOfMemoryError):
+            x + 1
+    finally:
+        torch.sim.set_memory_capacity(None, ONE)
+    assert allocated() == BYTES + 4
+    assert out.tolist() == [2]
+    assert x.sum().item() == 1024
+
+
+def in_threads(count, work):
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_threads_that_make_and_drop_memory_at_once_leave_none_and_the_peak_has_seen_all(allocated):
+    everybody = threading.Barrier(4)
+    before = torch.sim.memory_allocated(ONE)
+    torch.sim.reset_peak_memory_stats(ONE)
+
+    def work():
+        held = numbers()
+        everybody.wait()
+        for _ in range(200):
+            held + 1
+        del held
+
+    in_threads(4, work)
+    assert allocated() == 0
+    assert 4 * BYTES <= torch.sim.max_memory_allocated(ONE) - before <= 8 * BYTES
+
+
+def test_threads_share_a_capacity_to_the_byte(allocated):
+    held, refused = [], []
+    everybody = threading.Barrier(8)
+    torch.sim.set_memory_capacity(torch.sim.memory_allocated(ONE) + 3 * BYTES, ONE)
+
+    def work():
+        everybody.wait()
+        try:
+            held.append(torch.empty(1024, device=ONE))
+        except torch.OutOfMemoryError:
+            refused.append(True)
+
+    try:
+        in_threads(8, work)
+    finally:
+        torch.sim.set_memory_capacity(None, ONE)
+    assert len(held) == 3
+    assert len(refused) == 5
+    assert allocated() == 3 * BYTES
+
+
+def test_operators_called_for_the_first_time_by_two_threads_at_once_are_right():
+    everybody = threading.Barrier(2)
+    results = []
+
+    def work():
+        x = numbers()
+        everybody.wait()
+        results.append(torch.special.bessel_y1(x).cpu())
+
+    in_threads(2, work)
+    assert torch.equal(results[0], results[1])
