@@ -79,6 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"watchdog(seconds): end a run that hangs (default: {WATCHDOG_SECONDS:g} s)")
     config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
     config.addinivalue_line("markers", "not_isolated(why): not with --arrangement=isolated")
+    config.addinivalue_line("markers", "alone: no test of another process of pytest-xdist runs at the same time")
     config.addinivalue_line("markers", "ahead(...): what the test's own process is to do, see processes.Ahead")
     kind = config.getoption("--devices")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -127,6 +128,23 @@ def pytest_collection_finish() -> None:
     """What is there before the first test is no garbage: a test that collects need not walk through all of torch."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where several processes share the tests, one that is marked `alone` has the room to itself."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    import fcntl
+
+    mode = fcntl.LOCK_SH if request.node.get_closest_marker("alone") is None else fcntl.LOCK_EX
+    of_all = tmp_path_factory.getbasetemp().parent
+    with (of_all / "door").open("w") as door, (of_all / "room").open("w") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)  # nobody enters while somebody waits until the room is empty
+        fcntl.flock(room, mode)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -52,6 +52,7 @@ def sums_of(output) -> list:
     return [node for node in found if node.name() == "ToSlotsBackward"]
 
 
+@pytest.mark.alone
 @pytest.mark.slots(2, 8)
 def test_a_bucket_is_summed_before_the_slowest_slot_has_the_gradient_of_its_first_layer(
     slots, root, monkeypatch, capsys

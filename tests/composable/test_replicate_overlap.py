@@ -32,6 +32,7 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.alone
 @pytest.mark.slots(2, 8)
 def test_most_buckets_are_summed_before_the_slowest_slot_has_its_first_layers_gradient(
     slots, root, monkeypatch, capsys
