@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -28,9 +29,8 @@ class ReadyReplicas:
         self._chunks = [chunk.to(device) for chunk, device in zip(batch.chunk(len(devices)), devices, strict=True)]
         self._devices = list(devices)
         # In a new thread operators would use all cores at once.
-        intra_op, self._pool = torch.get_num_threads(), None
-        if threads > 1:
-            self._pool = ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(intra_op))
+        initializer = partial(torch.set_num_threads, torch.get_num_threads())
+        self._pool = ThreadPoolExecutor(threads, initializer=initializer) if threads > 1 else None
 
     def infer(self) -> None:
         self._on_each(self._outputs)

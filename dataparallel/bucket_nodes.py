@@ -52,6 +52,7 @@ def broadcast_bucket(
     beside: BesideBackward | None,
     to_slots: Callable[..., Sequence[Tensor]] | None = None,
     may_flatten: Callable[[], bool] | None = None,
+    when_complete: Callable[[], None] | None = None,
 ) -> list[tuple[Tensor, ...]]:
     """The tensors on every slot, as outputs of the graph; their gradients are summed as soon as the last one is there.
 
@@ -61,8 +62,10 @@ def broadcast_bucket(
         beside: for gradients that travel on side streams, where the tensors are on the first slot's accelerator.
         to_slots: applies another kind of `ToSlots`, with the same arguments.
         may_flatten: asked in each backward whether a slot's gradients are going to travel.
+        when_complete: called in each backward when a slot has its last gradient, by the thread of the slot's device.
     """
     packing = Packing(slots, tensors, may_flatten)
+    packing.when_complete = when_complete
     with nullcontext() if beside is None else side_stream(tensors[0].device):
         handle = FromSource.apply(*tensors)
     handles = (to_slots or ToSlots.apply)(slots, beside, handle)
@@ -90,7 +93,10 @@ class Packing:
 
     Attributes:
         planned: how the tensors themselves travel, if they do.
+        when_complete: see `broadcast_bucket`.
     """
+
+    when_complete: Callable[[], None] | None = None
 
     def __init__(
         self, slots: Sequence[torch.device], tensors: Sequence[Tensor], may_flatten: Callable[[], bool] | None
@@ -178,7 +184,10 @@ class OnSlot(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        brought = SlotGradients(grads, ctx.packing.bucket_of(grads))
+        packing: Packing = ctx.packing
+        if packing.when_complete is not None:
+            packing.when_complete()
+        brought = SlotGradients(grads, packing.bucket_of(grads))
         return (None if brought.is_empty else _enveloped(brought, ctx.device)), None, None
 
 

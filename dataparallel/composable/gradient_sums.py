@@ -46,7 +46,6 @@ class LivingToSlots(ToSlots):
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
         """Sums over the slots, or slot 0's gradients."""
         waiting: WaitingBucket = ctx.waiting
-        waiting.note_arrival()
         with current(ctx.streams):
             brought = ToSlots.brought(ctx, envelopes[:-1])
             if not torch.is_grad_enabled() and _writes_grad(ctx):
@@ -134,25 +133,17 @@ class WaitingBucket:
 
     Attributes:
         is_in_use: whether the next forward has this bucket; of others nothing is kept, since nobody would ask for it.
-        arrivals: where the bucket notes its position when its gradients are complete; ``None`` if nobody asks.
     """
 
-    def __init__(self, sums: GradientSums, position: int, sources: Sequence[Tensor], streams: Any) -> None:
+    def __init__(self, sums: GradientSums, sources: Sequence[Tensor], streams: Any) -> None:
         self.sums = sums
         self.sources = list(sources)
         self.is_in_use = False
-        self.arrivals: list[int] | None = None
-        self._position = position
         self._streams = streams
         self._kept: dict[tuple[int, int], Tensor] = {}  # by slot and source
         self._marks: dict[int, _Mark] = {}  # by source
         # Several at a time where reentrant checkpoints nest them, one for each slot.
         self._under_way: weakref.WeakSet[_EndOfPass] = weakref.WeakSet()
-
-    def note_arrival(self) -> None:
-        """This bucket's gradients are complete."""
-        if self.arrivals is not None:
-            self.arrivals.append(self._position)
 
     def keep(self, brought: Sequence[SlotGradients | None]) -> list[Tensor | None]:
         """Keeps the gradients of all slots but the first; returns the first one's, for the source.

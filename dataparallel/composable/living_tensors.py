@@ -15,7 +15,8 @@ too, and such a backward raises the error that torch raises on one device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter, is_
 from typing import Any
 
@@ -140,11 +141,13 @@ class _Made:
         buckets: list[WaitingBucket] = []
         token = first_token = torch.empty(0, requires_grad=True)
         for position, group in reversed([*enumerate(self.recorded_groups)]):
-            waiting = WaitingBucket(sums, position, [tensors[i] for i in group], self._streams)
-            token = self._make_recorded(group, waiting, beside, token)
+            waiting = WaitingBucket(sums, [tensors[i] for i in group], self._streams)
+            # Noted on the slots: where the root's thread comes late, many buckets wait for it, and it takes any.
+            note = partial(self.arrivals.append, position) if order is None else None
+            token = self._make_recorded(group, waiting, beside, token, note)
             buckets.append(waiting)
             if order is None:  # to be learnt, so none is to be kept
-                token, waiting.arrivals = first_token, self.arrivals
+                token = first_token
         sums.use(buckets)
         recorded = {*self.recorded}
         constant = [i for i in self.plan.parameters if i not in recorded]
@@ -160,9 +163,17 @@ class _Made:
         self._versions = _versions(tensors)
 
     def _make_recorded(
-        self, group: list[int], waiting: WaitingBucket, beside: BesideBackward | None, token: Tensor
+        self,
+        group: list[int],
+        waiting: WaitingBucket,
+        beside: BesideBackward | None,
+        token: Tensor,
+        note: Callable[[], None] | None,
     ) -> Tensor:
-        """Puts a bucket's copies into `copies`; the token for the bucket that is to be summed before this one."""
+        """Puts a bucket's copies into `copies`; the token for the bucket that is to be summed before this one.
+
+        ``note`` is called when a slot has all of its gradients.
+        """
 
         token_of_this: list[Tensor] = []
 
@@ -173,7 +184,7 @@ class _Made:
             return handles
 
         tensors = [self.plan.tensors[i] for i in group]
-        outputs = broadcast_bucket(self.slots, tensors, beside, to_slots, lambda: waiting.sums.are_on)
+        outputs = broadcast_bucket(self.slots, tensors, beside, to_slots, lambda: waiting.sums.are_on, note)
         for on_slot, of_slot in zip(self.copies, outputs, strict=True):
             for i, output in zip(group, of_slot, strict=True):
                 on_slot[i] = output

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, comm
+from dataparallel.composable.gradient_sums import WaitingBucket
 from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import assert_same_training
 
@@ -245,7 +246,9 @@ def test_buckets_follow_the_order_in_which_gradients_came(net: Net, slots: list,
     assert len(made.recorded_groups) > 2
 
 
-def test_sums_are_launched_in_the_order_of_buckets(slots: list, root: torch.device, x: Tensor) -> None:
+def test_sums_are_launched_in_the_order_of_buckets(
+    slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever order gradients come in, which may change from step to step, and whatever is not used."""
 
     class EitherWay(nn.Module):
@@ -262,12 +265,18 @@ def test_sums_are_launched_in_the_order_of_buckets(slots: list, root: torch.devi
     wrapped = living(net, slots)
     for _ in range(2):
         loss(wrapped(x, [0, 1, 2, 3, 4])).backward()
+    with_kept = WaitingBucket.with_kept
     kept = wrapped._kept
     assert len(kept._living._made.recorded_groups) > 3
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4], [3, 1]):
         launched: list[int] = []
-        for bucket in kept.sums.buckets:
-            bucket.arrivals = launched
+        buckets = kept.sums.buckets[::-1]  # made from the last to the first
+
+        def noted(bucket: WaitingBucket, brought, launched=launched, buckets=buckets):
+            launched.append(buckets.index(bucket))
+            return with_kept(bucket, brought)
+
+        monkeypatch.setattr(WaitingBucket, "with_kept", noted)
         loss(wrapped(x, order)).backward()
         assert launched == sorted(launched)
         assert len(launched) >= len(order) - 1
