@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, comm
+from dataparallel.bucket_nodes import OnSlot, ToSlots
 from dataparallel.composable.gradient_sums import WaitingBucket
 from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import assert_same_training
@@ -280,6 +281,41 @@ def test_sums_are_launched_in_the_order_of_buckets(
         loss(wrapped(x, order)).backward()
         assert launched == sorted(launched)
         assert len(launched) >= len(order) - 1
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.not_isolated("one thread has all slots then")
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread takes buckets that are ready in any order: here all of them are, before it takes the second one."""
+    layers = 12
+    root, other = torch.device("sim", 0), torch.device("sim", 1)
+    left = {root: 2 * layers, other: 2 * layers}
+    done = {device: threading.Event() for device in left}
+    backward, brought = OnSlot.backward, ToSlots.brought
+
+    def noted(ctx, *grads):
+        if ctx.device == other:
+            assert done[root].wait(20)
+        found = backward(ctx, *grads)
+        left[ctx.device] -= 1
+        if left[ctx.device] == 0:
+            done[ctx.device].set()
+        return found
+
+    def late(*arguments):
+        assert done[other].wait(20)
+        return brought(*arguments)
+
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).double().to(root)
+    wrapped = living(net, [root, other])
+    with monkeypatch.context() as patch:
+        patch.setattr(OnSlot, "backward", noted)
+        patch.setattr(ToSlots, "brought", late)
+        loss(wrapped(numbers(root, 4))).backward()
+    loss(wrapped(numbers(root, 4))).backward()
+    order = [i // 2 for group in wrapped._kept._living._made.recorded_groups for i in group]
+    assert order == sorted(order, reverse=True)
 
 
 def test_graphs_over_former_tensors_still_count(net: Net, twin: Net, slots: list, x: Tensor) -> None:
