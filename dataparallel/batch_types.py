@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch.utils import _pytree as pytree
+
+from dataparallel._torch import pytree
 
 __all__ = ["Batch", "Container", "batch_of", "container_of", "register_batch", "register_container"]
 

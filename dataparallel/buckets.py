@@ -13,12 +13,11 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+
+from dataparallel import _torch
 
 DEFAULT_CAP_BYTES = 10 * 2**20
 """10 MiB, the size that ``torch.nn.parallel.comm`` has used since its beginning."""
-
-_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 PLAIN_TYPES: set[type] = {Tensor, torch.nn.Parameter}
 """Classes of tensors that are nothing but their data; others keep what they are by travelling singly."""
@@ -213,8 +212,8 @@ def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
     if len(bucket.indices) == 1:
         return _flat_view(tensors[bucket.indices[0]], bucket.layouts[0]).clone()
     if bucket.row_major:
-        return _flatten_dense_tensors([*map(tensors.__getitem__, bucket.indices)])
-    return _flatten_dense_tensors(
+        return _torch.flatten_dense_tensors([*map(tensors.__getitem__, bucket.indices)])
+    return _torch.flatten_dense_tensors(
         [
             tensors[index] if layout.row_major else _flat_view(tensors[index], layout)
             for index, layout in zip(bucket.indices, bucket.layouts, strict=True)
@@ -244,7 +243,7 @@ def unflatten(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     offset = flat.storage_offset()
     flat = flat.detach()
     # Below the dispatch key that makes views of what shares memory.
-    with torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING):
+    with _torch.without_view_tracking():
         for layout, count in bucket.runs:
             size, stride = layout.core_shape, layout.core_stride
             if count == 1:

@@ -25,6 +25,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel.buckets import PLAIN_TYPES, is_dense
 from dataparallel.comm import copies
 from dataparallel.comm.settings import are_slots_isolated
@@ -234,7 +235,7 @@ def _sender(slots: tuple[torch.device, ...]) -> Sender:
 
 def _version(tensor: Tensor) -> int | None:
     """Moves with every change in place, but for writes through ``.data`` and numpy; inference tensors have none."""
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else _torch.version_of(tensor)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ when there is nothing to parallelise, and keeps the attributes and the state dic
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
+from dataparallel import _torch
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.kept_replicas import KeptReplicas
 from dataparallel.parallel_apply import run_replicas
@@ -111,7 +111,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         if not self.device_ids:
             return self.module(*inputs, **kwargs)
         # torch.compile around the call: the stages run between its graphs. Without dynamo there is no such call.
-        run = _run_between_graphs if "torch._dynamo" in sys.modules else DataParallel._run
+        run = _run_between_graphs if _torch.is_compiler_loaded() else DataParallel._run
         return run(self, *inputs, **kwargs)
 
     def _run(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             raise
 
 
-_run_between_graphs: Callable[..., Any] = torch._disable_dynamo(DataParallel._run)  # type: ignore[attr-defined]
+_run_between_graphs = _torch.between_graphs(DataParallel._run)
 
 
 def data_parallel(

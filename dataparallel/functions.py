@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _autograd
 from torch.autograd import Function
 
-from dataparallel import comm
+from dataparallel import _torch, comm
 from dataparallel.buckets import Planned
 from dataparallel.comm import settings
 from dataparallel.comm.routes import Travelling
@@ -65,8 +64,7 @@ def sum_as_soon_as_ready(node: Any) -> None:
     Of these the engine takes the one with the highest number, and numbers fall from the last layer to the first; only
     ``AccumulateGrad`` has a higher one than this. Without such numbers only the order changes: sums come last.
     """
-    if hasattr(node, "_set_sequence_nr"):
-        node._set_sequence_nr(2**62)
+    _torch.set_sequence_nr(node, 2**62)
 
 
 class Broadcast(Function):
@@ -263,7 +261,7 @@ class Gather(Function):
         ctx.dim, ctx.settings = dim, settings.current()
         gathered = comm.gather(tensors, dim, destination)
         ctx.is_unpacked_here = False
-        if _compute_apart(ctx.slots, ctx.settings) and _autograd._top_saved_tensors_default_hooks(True) is not None:
+        if _compute_apart(ctx.slots, ctx.settings) and _torch.top_saved_tensors_hooks(True) is not None:
             ctx.save_for_backward(gathered.new_empty(0))
             ctx.is_unpacked_here = True
         ctx.sizes = [tensor.shape[dim] for tensor in tensors]
@@ -323,7 +321,7 @@ def wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[
             here.wait_stream(stream)
             for grad in grads:
                 if grad is not None and grad.device == device:
-                    for memory in (grad._indices(), grad._values()) if grad.is_sparse else (grad,):
+                    for memory in _torch.sparse_memory(grad) if grad.is_sparse else (grad,):
                         memory.record_stream(here)
 
 
@@ -349,11 +347,11 @@ def _restore_cpu_generator_after_backward() -> None:
     """
     if "torch.utils.checkpoint" not in sys.modules:
         return
-    task = torch._C._current_graph_task_id()
+    task = _torch.current_graph_task_id()
     with _generator_guards_lock:
         # The first gather of a backward pass sees the generator before any recomputation; later ones may not.
         if task in _generator_guards:
             return
         _generator_guards.append(task)
     state = torch.get_rng_state()
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: torch.set_rng_state(state))
+    _torch.queue_callback(lambda: torch.set_rng_state(state))

@@ -19,7 +19,7 @@ from weakref import getweakrefcount
 import torch
 from torch import Tensor, nn
 
-from dataparallel import comm
+from dataparallel import _torch, comm
 from dataparallel.buckets import Bucket, flatten, plan_buckets, unflatten
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.functions import alias, current_streams
@@ -168,7 +168,7 @@ class _Copy:
         alone, only_python = _holders_of_one()
         return (
             all(count == alone for count in map(sys.getrefcount, self.parts))
-            and all(count == only_python for count in map(_use_count, self.parts))
+            and all(count == only_python for count in map(_torch.use_count, self.parts))
             and not any(map(getweakrefcount, self.parts))
             and list(map(_holders_of_memory, self._flats)) == self._holders
         )
@@ -179,10 +179,9 @@ class _Copy:
 
     def _read(self) -> list[list[Any]]:
         found = [list(map(read, self.parts)) for read in self._reads]
-        return [*found, list(map(_STATE_OF_LEAVES, compress(self.parts, self._need_gradients)))]
+        leaves = [*compress(self.parts, self._need_gradients)]
+        return [*found, *(list(map(read, leaves)) for read in _STATE_OF_LEAVES)]
 
-
-_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 
 _STATE: tuple[Callable[[Tensor], Any], ...] = (
     type,
@@ -190,7 +189,7 @@ _STATE: tuple[Callable[[Tensor], Any], ...] = (
     Tensor.stride,
     attrgetter("shape", "dtype", "requires_grad", "grad"),
 )
-_STATE_OF_LEAVES = attrgetter("is_leaf", "_backward_hooks", "_post_accumulate_grad_hooks")
+_STATE_OF_LEAVES = (attrgetter("is_leaf"), _torch.hooks_of, _torch.hooks_after_accumulation_of)
 _ATTRIBUTES = attrgetter("__dict__")
 
 
@@ -216,11 +215,11 @@ def _as_parameter(copy: Tensor, source: Tensor) -> Tensor:
 def _holders_of_one() -> tuple[int, int]:
     """References to a tensor that is in one list, from Python and from elsewhere."""
     tensors = [torch.empty(1)]
-    (references,), (uses,) = map(sys.getrefcount, tensors), map(_use_count, tensors)
+    (references,), (uses,) = map(sys.getrefcount, tensors), map(_torch.use_count, tensors)
     return references, uses
 
 
 def _holders_of_memory(tensor: Tensor) -> tuple[int, int]:
     """How many tensors share the memory of ``tensor``, and how many references to it Python has."""
     storage = tensor.untyped_storage()  # the same object for all who ask
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+    return _torch.storage_use_count(_torch.storage_address(storage)), sys.getrefcount(storage)

@@ -24,10 +24,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from dataparallel._torch import HOOK_TABLES
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.functions import current_streams
 from dataparallel.kept_copies import KeptCopies
-from dataparallel.module_plan import HOOK_TABLES, ModulePlan
+from dataparallel.module_plan import ModulePlan
 from dataparallel.module_snapshot import TreeSnapshot
 from dataparallel.replica_cycles import CycleBreaker
 from dataparallel.replicate import (

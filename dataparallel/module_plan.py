@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.buckets import PLAIN_TYPES
 from dataparallel.module_references import ATOMIC, behind_proxy, compiled_over, reached
 
@@ -29,8 +30,6 @@ __all__ = [
     "dotted",
     "instance_slots",
 ]
-
-REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 TABLES = frozenset({dict, OrderedDict, list, tuple, set})
 """Types of containers that lead nowhere while they are empty."""
@@ -46,15 +45,6 @@ STANDS_FOR = "_dataparallel_stands_for"
 
 REFUSAL = "_dataparallel_refusal"
 """Method of modules of which there can be no replicas: called with the name in the tree, it returns a sentence."""
-
-OWN_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Hooks by number: a ``forward`` may register one, so every replica has tables of its own."""
-
-HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-"""Numbers of hooks, which no two hooks share: replicas without any may have one table together."""
-
-HOOK_TABLES = (*OWN_HOOK_TABLES, *HOOK_FLAGS)
-"""What ``register_*_hook`` writes to."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,8 @@ from typing import Any
 
 from torch import nn
 
+from dataparallel import _torch
+
 __all__ = ["ATOMIC", "Rebinding", "behind_proxy", "compiled_over", "reached"]
 
 ATOMIC = frozenset({type(None), bool, int, float, complex, str, bytes, type, types.ModuleType})
@@ -110,19 +112,9 @@ def _filled(function: types.FunctionType) -> Iterator[tuple[types.CellType, Any]
 
 def compiled_over(items: Collection[Any], known: Collection[int]) -> bool:
     """Whether among ``items`` is something that ``torch.compile`` made over an object whose id is in ``known``."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:  # importing it would cost seconds; where nobody has, nothing is compiled
+    if not _torch.is_compiler_loaded():  # nothing is compiled
         return False
-    for item in items:
-        if issubclass(type(item), dynamo.OptimizedModule):
-            originals: list[Any] = [vars(item).get("_modules", {}).get("_orig_mod")]
-        elif type(item) is types.FunctionType and not vars(item).get("_torchdynamo_disable", False):
-            originals = reached(vars(item).get("_torchdynamo_orig_callable"))
-        else:
-            continue
-        if any(id(original) in known for original in originals):
-            return True
-    return False
+    return any(id(original) in known for item in items for original in reached(_torch.compiled_original(item)))
 
 
 class Rebinding:

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from dataparallel.module_plan import HOOK_TABLES, REGISTRIES, TABLES, ModuleEntry, ModulePlan
+from dataparallel._torch import HOOK_TABLES, REGISTRIES
+from dataparallel.module_plan import TABLES, ModuleEntry, ModulePlan
 from dataparallel.module_references import ATOMIC, compiled_over, reached
 
 __all__ = ["TreeSnapshot"]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dataparallel import _torch
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.in_turn import InTurn
 from dataparallel.permits import PermitChooser, Trial, size_of
@@ -160,7 +161,7 @@ def _kind_of_call(module: Any, slots: Sequence[torch.device]) -> Hashable:
         getattr(module, "training", None),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch._C._is_any_autocast_enabled(),
+        _torch.is_any_autocast_enabled(),
         torch.get_num_threads() if slots[0] == CPU else None,
     )
 

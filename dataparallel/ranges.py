@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from torch.autograd import profiler
 
+from dataparallel import _torch
+
 __all__ = ["in_range", "is_recording", "stage"]
 
 T = TypeVar("T")
@@ -24,7 +26,7 @@ def is_recording() -> bool:
 
     Asked of the process: one that records all threads is no state of any of them.
     """
-    return profiler._is_profiler_enabled
+    return _torch.is_profiler_enabled()
 
 
 def stage(name: str) -> AbstractContextManager[Any]:

@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from dataparallel.module_plan import MADE, OWN_HOOK_TABLES, REGISTRIES
+from dataparallel._torch import OWN_HOOK_TABLES, REGISTRIES
+from dataparallel.module_plan import MADE
 
 __all__ = ["CycleBreaker", "note_circles"]
 

@@ -19,23 +19,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dataparallel import comm
+from dataparallel import _torch, comm
+from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
 from dataparallel.bucket_nodes import broadcast_bucket
 from dataparallel.buckets import PLAIN_TYPES, fill_buckets
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.functions import alias, current_streams
-from dataparallel.module_plan import (
-    HOOK_FLAGS,
-    HOOK_TABLES,
-    MADE,
-    NOTHING,
-    OWN_HOOK_TABLES,
-    REGISTRIES,
-    STANDS_FOR,
-    ModuleEntry,
-    ModulePlan,
-    dotted,
-)
+from dataparallel.module_plan import MADE, NOTHING, STANDS_FOR, ModuleEntry, ModulePlan, dotted
 from dataparallel.module_references import Rebinding
 from dataparallel.replica_cycles import note_circles
 from dataparallel.side_streams import beside_backward
@@ -56,9 +46,6 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module)
 
-_SCRIPT_METHOD = torch._C.ScriptMethod
-
-
 BUCKET_CAP_MB = 25.0
 """Size in MiB of the buckets in which parameters travel, and their gradients back, where the caller gives none."""
 
@@ -72,7 +59,7 @@ class ReplicaParameter(torch.Tensor):
     It is no leaf, so what is meant for a model's own parameters is refused on it with a sentence.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = _torch.disabled_torch_function
     _is_param = True
 
     def requires_grad_(self, requires_grad: bool = True) -> ReplicaParameter:
@@ -279,7 +266,7 @@ def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     # What its rule leaves out comes along, but for methods of a ScriptModule, which are bound to the source.
     left_out = entry.attributes.keys() - own.keys()
     own.update(
-        {key: entry.attributes[key] for key in left_out if not isinstance(entry.attributes[key], _SCRIPT_METHOD)}
+        {key: entry.attributes[key] for key in left_out if not isinstance(entry.attributes[key], _torch.ScriptMethod)}
     )
     own.pop(MADE, None)
     return replica

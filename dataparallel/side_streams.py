@@ -28,8 +28,8 @@ from operator import not_
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
+from dataparallel import _torch
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.slot_streams import memory_of
 
@@ -112,17 +112,17 @@ class BesideBackward:
         by_memory: dict[int, Tensor] = {}
         for total in sums:
             if type(total) is Tensor and total.layout is torch.strided:
-                by_memory[total.untyped_storage()._cdata] = total.detach()
+                by_memory[_torch.storage_address(total.untyped_storage())] = total.detach()
             else:
                 for memory in memory_of(total):
                     memory.record_stream(self._sides[memory.device])
         self._this_pass().sums += by_memory.values()
 
     def _this_pass(self) -> _Pass:
-        number = torch._C._current_graph_task_id()
+        number = _torch.current_graph_task_id()
         if number not in self._passes:
             self._passes[number] = _Pass(self.computing, self._sides)
-            Variable._execution_engine.queue_callback(_End(self._passes, number))
+            _torch.queue_callback(_End(self._passes, number))
         return self._passes[number]
 
 
@@ -188,7 +188,7 @@ class _Pass:
 def _holders(tensor: Tensor) -> int:
     """How many hold the memory of ``tensor``."""
     storage = tensor.untyped_storage()  # held while its holders are counted
-    return torch._C._storage_Use_Count(storage._cdata)
+    return _torch.storage_use_count(_torch.storage_address(storage))
 
 
 @cache

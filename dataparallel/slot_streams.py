@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dataparallel import _torch
 from dataparallel.batch_types import batch_of, container_of
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
@@ -124,7 +125,7 @@ def _tensors(obj: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
 def memory_of(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold the data of one that has no memory itself; else the tensor."""
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return [*_torch.sparse_memory(tensor)]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):

@@ -15,13 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch._C import _autograd
-from torch.overrides import _get_current_function_mode_stack
-from torch.overrides import _pop_mode as _pop_function_mode
-from torch.overrides import _push_mode as _push_function_mode
-from torch.utils import _python_dispatch
-from torch.utils._device import DeviceContext
 
+from dataparallel import _torch
 from dataparallel.devices import on
 from dataparallel.functions import current_streams
 from dataparallel.slot_streams import slot_streams
@@ -84,7 +79,7 @@ def _hold_inference_mode(value: bool, slots: Sequence[torch.device], device: tor
 def _read_autocast(slots: Sequence[torch.device]) -> tuple[bool, list[tuple[str, bool, torch.dtype]]]:
     return torch.is_autocast_cache_enabled(), [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in torch._C._autocast_supported_devices()
+        for kind in _torch.autocast_device_types()
     ]
 
 
@@ -119,33 +114,30 @@ def _hold_autocast(value: Any, slots: Sequence[torch.device], device: torch.devi
 
 def _hold_function_modes(modes: Sequence[Any], slots: Sequence[torch.device], device: torch.device) -> End:
     for mode in modes:
-        _push_function_mode(mode)
-    return lambda: [_pop_function_mode() for _ in modes]
+        _torch.push_function_mode(mode)
+    return lambda: [_torch.pop_function_mode() for _ in modes]
 
 
 def _hold_dispatch_modes(modes: Sequence[Any], slots: Sequence[torch.device], device: torch.device) -> End:
-    for mode in modes:
-        _python_dispatch._push_mode(mode)
-    keys = [getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None) for mode in reversed(modes)]
-    return lambda: [_python_dispatch._pop_mode(key) for key in keys]
+    return _torch.push_dispatch_modes(modes)
 
 
 def _read_torch_function(slots: Sequence[torch.device]) -> str:
-    if torch._C._is_torch_function_all_disabled():
+    if _torch.is_torch_function_all_disabled():
         return "disabled"
-    return "enabled" if torch._C._is_torch_function_enabled() else "disabled for subclasses"
+    return "enabled" if _torch.is_torch_function_enabled() else "disabled for subclasses"
 
 
 def _hold_torch_function(value: str, slots: Sequence[torch.device], device: torch.device) -> End:
     if value == _read_torch_function(slots):
         return None
-    return _entered(torch._C.DisableTorchFunction() if value == "disabled" else torch._C.DisableTorchFunctionSubclass())
+    return _entered(_torch.DisableTorchFunction() if value == "disabled" else _torch.DisableTorchFunctionSubclass())
 
 
 def _read_saved_tensor_hooks(slots: Sequence[torch.device]) -> tuple[Any, str | None]:
     return (
-        _autograd._top_saved_tensors_default_hooks(True),
-        _autograd._saved_tensors_hooks_get_disabled_error_message(),
+        _torch.top_saved_tensors_hooks(True),
+        _torch.why_saved_tensors_hooks_are_disabled(),
     )
 
 
@@ -153,15 +145,15 @@ def _hold_saved_tensor_hooks(value: Any, slots: Sequence[torch.device], device: 
     # Only the innermost pair is ever called, so it alone has to come along.
     hooks, why_disabled = value
     if hooks is not None:
-        _autograd._push_saved_tensors_default_hooks(*hooks)
+        _torch.push_saved_tensors_hooks(*hooks)
     if why_disabled is not None:
-        _autograd._saved_tensors_hooks_disable(why_disabled)
+        _torch.disable_saved_tensors_hooks(why_disabled)
 
     def end() -> None:
         if why_disabled is not None:
-            _autograd._saved_tensors_hooks_enable()
+            _torch.enable_saved_tensors_hooks()
         if hooks is not None:
-            _autograd._pop_saved_tensors_default_hooks()
+            _torch.pop_saved_tensors_hooks()
 
     return end
 
@@ -182,20 +174,20 @@ def _hold_intra_op_threads(value: int, slots: Sequence[torch.device], device: to
 CARRIED: tuple[Setting, ...] = (
     # Inference mode changes grad mode, so it comes first.
     Setting("inference mode", lambda slots: torch.is_inference_mode_enabled(), _hold_inference_mode),
-    _switch("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled),
-    _switch("forward-mode gradients", torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
-    _switch("multithreaded backward", torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
-    _switch("view replay", torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
+    _switch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    _switch("forward-mode gradients", _torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),
+    _switch("multithreaded backward", _torch.is_multithreading_enabled, _torch.set_multithreading_enabled),
+    _switch("view replay", _torch.is_view_replay_enabled, _torch.set_view_replay_enabled),
     Setting("autocast", _read_autocast, _hold_autocast, _restore_autocast),
     Setting("torch function", _read_torch_function, _hold_torch_function),
     Setting(
         "torch function modes",
-        lambda slots: [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)],
+        lambda slots: [mode for mode in _torch.function_modes() if not _torch.is_device_context(mode)],
         _hold_function_modes,
     ),
     Setting(
         "torch dispatch modes",
-        lambda slots: _python_dispatch._get_current_dispatch_mode_stack(),
+        lambda slots: _torch.dispatch_modes(),
         _hold_dispatch_modes,
     ),
     Setting("saved-tensor hooks", _read_saved_tensor_hooks, _hold_saved_tensor_hooks),
@@ -218,14 +210,14 @@ ORDERED = frozenset({"torch function modes", "torch dispatch modes", "saved-tens
 
 
 def _default_device(slots: Sequence[torch.device]) -> torch.device | None:
-    return next((m.device for m in reversed(_get_current_function_mode_stack()) if isinstance(m, DeviceContext)), None)
+    return next((m.device for m in reversed(_torch.function_modes()) if _torch.is_device_context(m)), None)
 
 
 def _hold_default_device(value: torch.device | None, slots: Sequence[torch.device], device: torch.device) -> End:
     if value is None:
         return None
     # A default without an index means the current device, which is the slot's already.
-    return _hold_function_modes([DeviceContext(device if value == slots[0] else value)], slots, device)
+    return _hold_function_modes([_torch.DeviceContext(device if value == slots[0] else value)], slots, device)
 
 
 _CURRENT_STREAM = "current stream"
@@ -268,7 +260,7 @@ def _capturing_cuda_graph() -> bool:
 REFUSED: tuple[tuple[str, Callable[[], bool], str], ...] = (
     (
         "functorch transform",
-        lambda: torch._C._functorch.peek_interpreter_stack() is not None,
+        _torch.is_inside_functorch_transform,
         "a torch.func transform (vmap, grad, jvp, functionalize) is running around the call, and exists in its thread "
         "only. Apply the transform inside the module's forward, or call the module that is not wrapped",
     ),
@@ -280,7 +272,7 @@ REFUSED: tuple[tuple[str, Callable[[], bool], str], ...] = (
     ),
     (
         "jit trace",
-        lambda: torch._C._get_tracing_state() is not None,
+        lambda: bool(torch.jit.is_tracing()),  # type: ignore[attr-defined]
         "torch.jit.trace is running around the call, and sees its own thread only. Trace the module without wrapper",
     ),
 )
@@ -296,14 +288,9 @@ def refuse_what_cannot_be_shared() -> None:
 
 def _clear_modes() -> None:
     """Takes off what a task has left entered in its thread (``torch.set_default_device``): the next has its own."""
-    for _ in _get_current_function_mode_stack():
-        _pop_function_mode()
-    torch._GLOBAL_DEVICE_CONTEXT.device_context = None
-
-
-def _default_set() -> Any:
-    """What ``torch.set_default_device`` has last set in this thread: a context, or ``None``."""
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    for _ in _torch.function_modes():
+        _torch.pop_function_mode()
+    _torch.forget_default_device_context()
 
 
 class CallerState:
@@ -359,16 +346,16 @@ class CallerState:
 
         What it leaves switched is switched back: the next replica sees the caller's settings, in whatever thread it is.
         """
-        default = _default_set()
+        default = _torch.default_device_context()
         try:
             return self._run(slot, task, self._translated)
         finally:
-            if _default_set() is not default:
+            if _torch.default_device_context() is not default:
                 torch.set_default_device(None if default is None else default.device)
             for setting, value in self._carried:
                 if setting.restore is not None:
                     setting.restore(value)
-            if torch._C._is_any_autocast_enabled():
+            if _torch.is_any_autocast_enabled():
                 # Casts of a replica's weights would be remembered until the caller's autocast ends.
                 torch.clear_autocast_cache()
 

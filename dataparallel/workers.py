@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from dataparallel import _torch
+
 __all__ = ["LOOK_UP", "Gang", "Interrupted", "Outcome", "Skipped", "note_use"]
 
 
@@ -392,7 +394,7 @@ class _Pool:
         if self.engine_is_stale:
             # In a forked child torch destroys and rebuilds its autograd engine when it is next asked for it, which any
             # forward that saves a tensor does; two workers at once would both destroy it.
-            torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+            _torch.rebuild_engine()
             self.engine_is_stale = False
         try:
             worker = self._idle.pop()

@@ -16,7 +16,7 @@ PRELUDE = """
 import os, signal, sys, threading, traceback, warnings
 import torch
 from torch import nn
-from dataparallel import DataParallel
+from dataparallel import DataParallel, _torch
 from dataparallel.workers import Gang
 
 warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads, which is what this is about
@@ -200,14 +200,12 @@ def test_a_fork_while_another_thread_is_about_to_make_replicas(printed: str) -> 
 asked = []
 
 
-class Engine:
-    def is_checkpoint_valid(self):
-        asked.append(threading.current_thread())
-        return True
+def rebuild():
+    asked.append(threading.current_thread())
 
 
 def child():
-    torch.autograd.Variable._execution_engine = Engine()
+    _torch.rebuild_engine = rebuild
     ran_before = []
     Gang([lambda: ran_before.append(list(asked))] * 4, 4).run()
     assert ran_before == [[threading.main_thread()]] * 4, ran_before

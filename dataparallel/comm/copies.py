@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel.buckets import (
     PLAIN_TYPES,
     Bucket,
@@ -205,9 +206,9 @@ def _sum_bucket(
     if summed_in(dtype) == dtype and all(is_there) and not isolated:
         # Nothing has to travel, so nothing has to be flattened.
         terms = [[tensors[i] for i in bucket.indices] for tensors in inputs]
-        totals = torch._foreach_add(terms[0], terms[1])
+        totals = _torch.foreach_add(terms[0], terms[1])
         for term in terms[2:]:
-            torch._foreach_add_(totals, term)
+            _torch.foreach_add_(totals, term)
         return list(totals)
 
     flats = (flatten(bucket, tensors) for tensors in inputs)

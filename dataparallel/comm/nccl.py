@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.cuda import nccl
 
+from dataparallel import _torch
 from dataparallel.comm.routes import STAR
 
 __all__ = ["Nccl", "why_not"]
@@ -31,7 +32,7 @@ def why_not(devices: Iterable[torch.device]) -> str | None:
         return f"NCCL moves data between CUDA devices, not {others[0]}"
     if len({*devices}) < len(devices):
         return "NCCL takes each device once"
-    if not hasattr(torch._C, "_nccl_broadcast"):
+    if not _torch.has_nccl():
         return "this build of torch has no NCCL"
     return None
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
-from dataparallel import comm
+from dataparallel import _torch, comm
 from dataparallel.bucket_nodes import SlotGradients, ToSlots
 from dataparallel.side_streams import BesideBackward, current
 
@@ -59,7 +58,7 @@ def _writes_grad(node: Any) -> bool:
     """Whether the running pass accumulates into ``.grad``; in others torch has no answer for such nodes."""
     accumulation = _first_after(_first_after(node))
     try:
-        return bool(torch._C._will_engine_execute_node(accumulation))
+        return bool(_torch.will_engine_execute_node(accumulation))
     except RuntimeError:
         return False
 
@@ -109,13 +108,13 @@ class _Mark:
 
     def __init__(self, grad: Tensor | None) -> None:
         self._grad = None if grad is None else weakref.ref(grad)
-        self._version = 0 if grad is None else grad._version
+        self._version = 0 if grad is None else _torch.version_of(grad)
 
     def is_void(self, grad: Tensor | None) -> bool:
         """Whether ``grad`` has been thrown away or set to zero since. Other passes may have added to it."""
         if grad is None or self._grad is None or self._grad() is not grad:
             return True
-        return grad._version != self._version and not bool(grad.any())
+        return _torch.version_of(grad) != self._version and not bool(grad.any())
 
 
 class _EndOfPass:
@@ -165,13 +164,13 @@ class WaitingBucket:
                     first[source] = torch.zeros_like(self.sources[source])
         end = _EndOfPass(self)
         self._under_way.add(end)
-        Variable._execution_engine.queue_callback(end)
+        _torch.queue_callback(end)
         return first
 
     def with_kept(self, brought: Sequence[SlotGradients | None]) -> Sequence[SlotGradients | None]:
         """The gradients of this pass and what is kept, which is so no longer."""
         # What other buckets keep that this pass does not reach belongs to the sum all the same.
-        Variable._execution_engine.queue_callback(self.sums.add_what_is_kept)
+        _torch.queue_callback(self.sums.add_what_is_kept)
         if not self._kept:
             return brought
         self.drop_what_is_void()

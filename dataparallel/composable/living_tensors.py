@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataparallel import comm
+from dataparallel import _torch, comm
 from dataparallel.bucket_nodes import broadcast_bucket
 from dataparallel.buckets import Bucket, fill_buckets, flatten, plan_buckets, unflatten
 from dataparallel.comm import settings
@@ -253,9 +253,9 @@ def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     try:
-        return [tensor._version for tensor in tensors]
+        return [*map(_torch.version_of, tensors)]
     except RuntimeError:  # tensors made in inference mode have none
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        return [0 if tensor.is_inference() else _torch.version_of(tensor) for tensor in tensors]
 
 
 def _whole(part: Tensor) -> Tensor:

@@ -7,20 +7,21 @@ A call of the module arrives here with the name of the method that was called. I
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dataparallel import _torch
+from dataparallel._torch import HOOK_TABLES
 from dataparallel.composable.contract import KEY, held_by
 from dataparallel.composable.living_replicas import LivingReplicas
 from dataparallel.devices import DeviceLike, resolve, resolve_output
-from dataparallel.module_plan import HOOK_TABLES, STANDS_FOR, StandsFor, instance_slots
+from dataparallel.module_plan import STANDS_FOR, StandsFor, instance_slots
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.permits import PermitChooser
 from dataparallel.pipeline import run_stages
@@ -95,7 +96,7 @@ class ReplicateState:
         if not self.slots:
             return self._alone(method, *args, **kwargs)
         # torch.compile around the call: the stages run between its graphs. Without dynamo there is no such call.
-        run = _run_between_graphs if "torch._dynamo" in sys.modules else ReplicateState._run
+        run = _run_between_graphs if _torch.is_compiler_loaded() else ReplicateState._run
         return run(self, method, args, kwargs)
 
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,4 +154,4 @@ class ReplicateState:
         return self._twin
 
 
-_run_between_graphs: Callable[..., Any] = torch._disable_dynamo(ReplicateState._run)  # type: ignore[attr-defined]
+_run_between_graphs = _torch.between_graphs(ReplicateState._run)

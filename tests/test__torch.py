@@ -1,0 +1,184 @@
+"""Private names of torch: all of them are in one room, torch has them, and without them there is a sentence."""
+
+import ast
+import importlib.util
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel import _torch
+
+PACKAGE = Path(_torch.__file__).parent
+PATHS = [name.path for name in _torch.NAMES]
+
+NAMEDTUPLE = {"_fields", "_make", "_replace", "_asdict"}
+PUBLISHED = {
+    # What torch asks of classes that stand for its own, by these names.
+    "_is_param",
+    "_is_replica",
+    "_replicate_for_data_parallel",
+    # What every module has, and torch's own subclasses of Module read and write.
+    *_torch.REGISTRIES,
+    *_torch.HOOK_TABLES,
+    "_non_persistent_buffers_set",
+    "_compiled_call_impl",
+}
+
+
+def without(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The room as it is imported beside a torch that lacks one name."""
+    resolve = pkgutil.resolve_name
+
+    def resolve_all_others(name: str) -> Any:
+        if name == path:
+            raise AttributeError(f"no {name}")
+        return resolve(name)
+
+    spec = importlib.util.spec_from_file_location("torch_without_a_name", _torch.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(pkgutil, "resolve_name", resolve_all_others)
+        patch.setitem(__import__("sys").modules, spec.name, module)  # dataclasses look it up there
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_torch_has_it(path: str) -> None:
+    pkgutil.resolve_name(path)
+
+
+def test_each_is_named_once() -> None:
+    assert len({*PATHS}) == len(PATHS)
+
+
+@pytest.mark.parametrize("name", [name for name in _torch.NAMES if not name.without], ids=lambda name: name.path)
+def test_without_it_what_needs_it_raises_a_sentence(name: _torch.PrivateName, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = without(name.path, monkeypatch)
+    missing = next(found for found in room.NAMES if found.path == name.path)
+    with pytest.raises(RuntimeError) as raised:
+        missing.value(torch.empty(0))
+    for words in (torch.__version__, name.path, name.purpose, "install"):
+        assert words in str(raised.value)
+    assert len([other for other in room.NAMES if other.value is not missing.value]) == len(PATHS) - 1
+
+
+@pytest.mark.parametrize("name", [name for name in _torch.NAMES if name.without], ids=lambda name: name.path)
+def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = without(name.path, monkeypatch)
+    if name.path == "torch._utils._flatten_dense_tensors":
+        a, b = torch.rand(2, 3).t(), torch.rand(4)
+        assert torch.equal(room.flatten_dense_tensors([a, b]), torch.cat([a.flatten(), b]))
+    elif name.path == "torch._C._FunctionBase._set_sequence_nr":
+        node = (torch.ones(1, requires_grad=True) * 2).grad_fn
+        before = node._sequence_nr()  # type: ignore[union-attr]
+        room.set_sequence_nr(node, 2**62)
+        assert node._sequence_nr() == before  # type: ignore[union-attr]
+    elif name.path == "torch.autograd.Variable._execution_engine.is_checkpoint_valid":
+        assert room.rebuild_engine() is None
+    elif name.path == "torch._C.ScriptMethod":
+        assert not isinstance(torch.jit.script(nn.Linear(1, 1)).forward, room.ScriptMethod)
+        assert isinstance(torch.jit.script(nn.Linear(1, 1)).forward, _torch.ScriptMethod)
+    elif name.path == "torch._disable_dynamo":
+        assert room.between_graphs(max)(1, 2) == 2
+    else:
+        pytest.fail(f"{name.path} has a fallback that no test takes")
+
+
+def test_the_room_says_of_each_what_it_is_for() -> None:
+    for name in _torch.NAMES:
+        assert name.purpose, name.path
+
+
+def test_modules_have_the_attributes_by_which_their_parts_are_found() -> None:
+    own = vars(nn.Module())
+    assert {*_torch.REGISTRIES, *_torch.HOOK_TABLES, "_non_persistent_buffers_set"} <= {*own}
+    module = nn.Module()
+    module.register_forward_hook(print, with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(print, with_kwargs=True)
+    module.register_full_backward_hook(print)
+    module.register_full_backward_pre_hook(print)
+    written = {name for name, value in vars(module).items() if "hook" in name and isinstance(value, dict) and value}
+    assert written == {*_torch.HOOK_TABLES}
+
+
+def test_versions_hooks_and_storages_are_what_they_are_taken_for() -> None:
+    tensor = torch.zeros(2, requires_grad=True)
+    before = _torch.version_of(tensor)
+    with torch.no_grad():
+        tensor.add_(1)
+    assert _torch.version_of(tensor) == before + 1
+    tensor.register_hook(print)
+    tensor.register_post_accumulate_grad_hook(print)
+    assert len(_torch.hooks_of(tensor)) == len(_torch.hooks_after_accumulation_of(tensor)) == 1
+    storage = tensor.untyped_storage()
+    held = _torch.storage_use_count(_torch.storage_address(storage))
+    view = tensor.detach()
+    assert _torch.storage_use_count(_torch.storage_address(storage)) == held + 1
+    assert _torch.storage_address(view.untyped_storage()) == _torch.storage_address(storage)
+
+
+def test_tensors_made_without_view_tracking_are_no_views() -> None:
+    base = torch.zeros(4)
+    with _torch.without_view_tracking():
+        part = base[:2]
+    assert not part._is_view()
+    assert part.data_ptr() == base.data_ptr()
+    part.add_(1)
+    assert base._version == 0
+    assert base.tolist() == [1, 1, 0, 0]
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Attributes of other objects than ``self`` that begin with one underscore, and such imports from torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            for part in [*(node.module or "").split("."), *(alias.name for alias in node.names)]:
+                if is_private(part):
+                    yield node.lineno, part
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def own_names(trees: list[ast.AST]) -> set[str]:
+    """Private names that the library itself defines: functions, classes, attributes and variables."""
+    own: set[str] = set()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
+            elif isinstance(node, ast.alias):
+                own.add((node.asname or node.name).rpartition(".")[2])
+    return own
+
+
+def test_no_other_room_spells_a_private_name_of_torch() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if "testing" not in path.parts and path.name != "_torch.py"]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    assert len(trees) > 40
+    # What the room has is asked of the room, also where the library has an attribute of that name.
+    own = own_names([*trees.values()]) - {path.rpartition(".")[2] for path in PATHS}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for path, tree in trees.items()
+        for line, name in private_names(tree)
+        if name not in own and name not in PUBLISHED | NAMEDTUPLE
+    ]
+    assert found == []
