@@ -3,7 +3,8 @@
 `--devices` picks the kind of slots for the whole process, `--sim-devices` how many devices are simulated, and
 `--arrangement` which of the devices the slots are on. A test asks for `slots` (a list of three, or of as many as its
 marker `slots(2, 8)` says, one run for each), for `root` (the device of the first slot) or for `make_slots` (a function
-of the number, for tests that draw it). A test marked `devices("sim")` runs on these kinds only.
+of the number, for tests that draw it). A test marked `devices("sim")` runs on these kinds only. With `--no-skips` a run
+fails in which a test is skipped, for what it lacks too.
 
 With `--arrangement=isolated` all slots are on one device, and every test runs inside `isolated_slots`, but those marked
 `not_isolated`, which say why.
@@ -72,6 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="distinct",
         help="which devices the slots are on (default: distinct)",
     )
+    parser.addoption("--no-skips", action="store_true", help="a run fails in which a test is skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -122,6 +124,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"for --devices={' or '.join(marker.args)}"))
         elif marker is not None and marker.args == ("sim",) and config.getoption("--sim-devices") < SIMULATED:
             item.add_marker(pytest.mark.skip(reason=f"for {SIMULATED} simulated devices"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What has been skipped must not pass for success where ``--no-skips`` says so."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # pytest-xdist's own processes have none
+    if session.config.getoption("--no-skips") and reporter is not None and reporter.stats.get("skipped"):
+        reporter.write_line("\n--no-skips: tests have been skipped, see below", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_finish() -> None:

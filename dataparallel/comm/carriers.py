@@ -18,9 +18,10 @@ from torch import Tensor
 from dataparallel.comm import cupy_kernels, nccl, peer_check, settings, topology
 from dataparallel.comm.choice import Choice, Work, choose
 from dataparallel.comm.host import ThroughHost
-from dataparallel.comm.kernel_tables import COPY_KERNEL
+from dataparallel.comm.kernel_tables import COPY_KERNEL, SUM_KERNELS
 from dataparallel.comm.routes import STAR, Along, Carrier
 from dataparallel.comm.settings import ROUTES, Settings, are_slots_isolated
+from dataparallel.comm.sum_check import AddUp, wrong_sums
 from dataparallel.comm.topology import Topology
 
 __all__ = ["KERNELS", "carrier_for", "choose_for"]
@@ -101,6 +102,8 @@ def _compared(name: str, spread: Spread, devices: tuple[torch.device, ...]) -> s
     key = name, devices
     if key not in _dropped:
         problem = _first_comparison(spread, devices)
+        if problem is None and name in _ADDING:
+            problem = wrong_sums(_ADDING[name], devices)
         _dropped[key] = problem
         if problem is not None:
             warnings.warn(
@@ -139,6 +142,18 @@ def _spread_by_kernels(source: Tensor, buffers: Sequence[Tensor]) -> None:
 
 _RIVALS: dict[str, Spread] = {"nccl": _spread_by_nccl, "cupy": _spread_by_kernels}
 """How transports other than torch's copies are tried before their first use."""
+
+
+def _add_up_by_kernels(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
+    total = torch.empty_like(flats[0], device=destination)
+    addresses = [[flat.data_ptr()] for flat in (total, *flats)]
+    devices = [flat.device for flat in flats]
+    cupy_kernels.launch(SUM_KERNELS[total.dtype], addresses, [total.numel()], destination, devices)
+    return total
+
+
+_ADDING: dict[str, AddUp] = {"cupy": _add_up_by_kernels}
+"""Those of them whose sums have to be plain copies', bit for bit. NCCL's are in an order of its own."""
 
 
 def _forget() -> None:

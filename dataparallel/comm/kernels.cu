@@ -2,7 +2,7 @@
 //
 // Plain CUDA C++ without a header, so that NVRTC compiles it as it is, and without shared memory or barriers, so that a
 // C++ compiler can run it thread by thread on the CPU. They see dense memory only: pointers and counts, in one table
-// that kernel_tables.py packs. They check nothing, and must not be compiled with fast-math options: subnormals count.
+// that kernel_tables.py packs. They check nothing. Subnormals count, also where a compiler is told to flush them.
 //
 // The table has `rows` rows of pointers, one entry for each of the `tensors`: row 0 belongs to the one source or to the
 // one result, the rows after it to the destinations or to the slots, in slot order. Then for each tensor its count
@@ -113,7 +113,22 @@ __device__ void copy_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 
   else copy_words<1>(table, tensor, begin, end);
 }
 
-// ---- how an element is stored, and what it is summed in --------------------------------------------------------------
+// ---- how an element is stored, what it is summed in, and how ---------------------------------------------------------
+//
+// CuPy compiles with -ftz=true, whatever options it is given: of `+`, `*` and casts of floats the compiler then makes
+// instructions that take subnormals for zeros. It leaves inline PTX as it is, where `add` and `cvt` keep subnormals unless
+// `.ftz` is written. So on a GPU all that computes with floats is inline PTX; the rest works on bits, or on doubles.
+
+template <typename Sum>
+__device__ Sum add(Sum left, Sum right) { return left + right; }
+
+#ifdef __CUDA_ARCH__
+__device__ float add(float left, float right) {
+  float sum;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(left), "f"(right));
+  return sum;
+}
+#endif
 
 __device__ float float_of(unsigned int bits) {
   union { unsigned int bits; float value; } both;
@@ -140,6 +155,20 @@ struct Float16 {
   typedef unsigned short Stored;
   typedef float Sum;
 
+#ifdef __CUDA_ARCH__
+  static __device__ Sum widen(Stored stored) {
+    Sum widened;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(widened) : "h"(stored));
+    return widened;
+  }
+
+  static __device__ Stored narrow(Sum sum) {
+    Stored rounded;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(sum));
+    return rounded;
+  }
+#else
+  // What these instructions do, for a C++ compiler.
   static __device__ Sum widen(Stored stored) {
     const unsigned int sign = (stored & 0x8000u) << 16;
     const unsigned int shifted = (stored & 0x7fffu) << 13;
@@ -161,6 +190,7 @@ struct Float16 {
     }
     return Stored(((bits_of(sum) >> 16) & 0x8000u) | rounded);
   }
+#endif
 };
 
 struct BFloat16 {
@@ -202,7 +232,7 @@ __device__ void sum_vectors(const Table& table, Int64 tensor, Int64 begin, Int64
 #pragma unroll
         for (int i = 0; i < size; ++i) {
           const typename Kind::Sum term = Kind::widen(held[k].values[i]);
-          sums[k][i] = row == 1 ? term : sums[k][i] + term;  // 0 + -0 would lose the sign
+          sums[k][i] = row == 1 ? term : add(sums[k][i], term);  // 0 + -0 would lose the sign
         }
       }
     }

@@ -14,6 +14,7 @@ from dataparallel import DataParallel, comm
 from dataparallel.comm import carriers, cupy_kernels, nccl, peer_check
 from dataparallel.comm.carriers import carrier_for
 from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.kernel_tables import SUM_KERNELS
 from dataparallel.comm.routes import STAR, Along
 from dataparallel.comm.settings import ROUTE_VARIABLE, TRANSPORT_VARIABLE
 
@@ -175,6 +176,33 @@ def test_others_than_copies_are_compared_where_they_are_asked_for(
     assert theirs.used == 0
     with pytest.warns(RuntimeWarning, match=f"'{name}' is not used"):
         assert "other data" in str(carriers.available(known, name)[name])
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.slots(3)
+def test_kernels_whose_copies_are_right_and_whose_sums_are_not_are_dropped(
+    slots: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flushing(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
+        small = [flat.abs() < torch.finfo(flat.dtype).smallest_normal for flat in flats]
+        return STAR.add_up([flat.masked_fill(where, 0) for flat, where in zip(flats, small, strict=True)], destination)
+
+    devices = tuple(on_all(slots))
+    monkeypatch.setitem(carriers._ADDING, "cupy", flushing)
+    with pytest.warns(RuntimeWarning, match=r"'cupy' is not used between .*: in torch.float32 it has made 0.0 of"):
+        assert carriers._compared("cupy", Faulty().spread, devices) is not None
+    carriers._forget()
+    monkeypatch.setitem(carriers._ADDING, "cupy", STAR.add_up)
+    assert carriers._compared("cupy", Faulty().spread, devices) is None
+
+
+def test_the_kernels_sums_are_compared_by_the_kernels_that_will_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple] = []
+    monkeypatch.setattr(cupy_kernels, "launch", lambda *arguments: launched.append(arguments))
+    flats = [torch.ones(5, dtype=torch.bfloat16) for _ in range(3)]
+    total = carriers._ADDING["cupy"](flats, torch.device("cpu"))
+    rows = [[tensor.data_ptr()] for tensor in (total, *flats)]
+    assert launched == [(SUM_KERNELS[torch.bfloat16], rows, [5], torch.device("cpu"), [torch.device("cpu")] * 3)]
 
 
 @pytest.mark.devices("sim")

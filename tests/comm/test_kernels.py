@@ -1,7 +1,5 @@
 """The CUDA kernels copy and sum as torch does, to the bit, and write nowhere else; run on the CPU, thread by thread."""
 
-import ctypes
-import ctypes.util
 import shutil
 import subprocess
 from pathlib import Path
@@ -232,25 +230,3 @@ def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
         [nvcc, *flags, str(SOURCE), "-o", str(tmp_path / "kernels.cubin")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-def nvrtc() -> ctypes.CDLL:
-    """NVIDIA's runtime compiler, from the system or from the packages that torch for CUDA brings."""
-    packages = Path(torch.__file__).parents[1] / "nvidia"
-    for name in [ctypes.util.find_library("nvrtc"), *map(str, packages.glob("*/lib/libnvrtc.so.*"))]:
-        if name:
-            return ctypes.CDLL(name)
-    pytest.skip("needs NVRTC")
-
-
-def test_nvrtc_compiles_the_kernels_which_need_no_header() -> None:
-    library, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    source = SOURCE.read_bytes()
-    assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
-    options = [option.encode() for option in cupy_kernels.OPTIONS]
-    failed = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-    assert library.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
-    log = ctypes.create_string_buffer(size.value)
-    assert library.nvrtcGetProgramLog(program, log) == 0
-    assert library.nvrtcDestroyProgram(ctypes.byref(program)) == 0
-    assert not failed, log.value.decode()

@@ -1,0 +1,69 @@
+"""Whether a transport's sums are those of plain copies, bit for bit: tried once, before it is trusted with gradients.
+
+A build that takes subnormals for zeros, or that rounds elsewhere, is not seen on ordinary numbers and copies nothing
+wrong. So numbers at the edges of each dtype are added to each other. ``carriers`` asks, before the first use; what
+becomes of the transport is its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dataparallel.comm.routes import STAR
+
+__all__ = ["AddUp", "wrong_sums"]
+
+AddUp: TypeAlias = "Callable[[Sequence[Tensor], torch.device], Tensor]"
+"""Adds flat buffers of one dtype, one on each device, in the order given; the sum is on the second argument."""
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@torch.no_grad()
+def wrong_sums(add_up: AddUp, devices: Sequence[torch.device]) -> str | None:
+    """What ``add_up`` adds otherwise than plain copies do, in words; ``None`` if nothing. The sums are on the first."""
+    for dtype in _DTYPES:
+        # Both may write to what they add.
+        expected = STAR.add_up(_terms(dtype, devices), devices[0]).cpu()
+        try:
+            found = add_up(_terms(dtype, devices), devices[0]).cpu()
+        except RuntimeError as error:
+            return f"it has failed to add: {error}"
+        wrong = _differ(found, expected).nonzero().flatten().tolist()
+        if wrong:
+            terms = [float(term[wrong[0]]) for term in _terms(dtype, devices)]
+            return (
+                f"in {dtype} it has made {float(found[wrong[0]])} of {' + '.join(map(str, terms))}, "
+                f"which are {float(expected[wrong[0]])}"
+            )
+    return None
+
+
+def _terms(dtype: torch.dtype, devices: Sequence[torch.device]) -> list[Tensor]:
+    """For each device numbers such that on the first two each number meets each.
+
+    In one half the others add nothing. In the other half they take away what the first two have added: that shows what
+    was rounded or has overflown in between.
+    """
+    info = torch.finfo(dtype)
+    normal, subnormal = info.smallest_normal, info.smallest_normal * info.eps
+    sizes = [0.0, subnormal, 3 * subnormal, normal - subnormal, normal, info.eps / 2, 1.0, 1 + info.eps, info.max]
+    edges = [sign * size for size in (*sizes, float("inf")) for sign in (1, -1)]
+    numbers = torch.tensor([*edges, float("nan")], dtype=torch.float64, device="cpu")
+    first, second = numbers.repeat(len(numbers)), numbers.repeat_interleave(len(numbers))
+    nothing = torch.full_like(first, -0.0)  # x + -0 is x, also where x is -0
+    meeting, returning = (first, second, nothing), (first, second, -first, -second)
+    return [
+        torch.cat([meeting[min(place, 2)], returning[place % 4]]).to(dtype).to(device)
+        for place, device in enumerate(devices)
+    ]
+
+
+def _differ(found: Tensor, expected: Tensor) -> Tensor:
+    """Where bits differ, but for those of NaNs: which of them comes out is up to the device."""
+    bits = torch.int32 if found.itemsize == 4 else torch.int16
+    return (found.view(bits) != expected.view(bits)) & ~(found.isnan() & expected.isnan())
