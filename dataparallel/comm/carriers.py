@@ -19,22 +19,21 @@ from dataparallel.comm import cupy_kernels, nccl, peer_check, settings, topology
 from dataparallel.comm.choice import Choice, Work, choose
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.kernel_tables import COPY_KERNEL
+from dataparallel.comm.one_launch import Kernels
 from dataparallel.comm.routes import STAR, Along, Carrier
 from dataparallel.comm.settings import ROUTES, Settings, are_slots_isolated
 from dataparallel.comm.topology import Topology
 
-__all__ = ["KERNELS", "carrier_for", "choose_for"]
+__all__ = ["carrier_for", "choose_for"]
 
 Spread: TypeAlias = "Callable[[Tensor, Sequence[Tensor]], None]"
 
 _COMPARED = 2**16 + 1
 """Elements of the buffers by which a transport is compared with plain copies; no round number."""
 
-KERNELS = Along("star")
-"""What kernels cannot do is done by plain copies; `comm` looks for this very object."""
-
 _BY_ROUTE = {route: Along(route) for route in ROUTES}
 _HOST = ThroughHost()
+_KERNELS = Kernels()
 
 _UNTRIED = "it has not been measured on GPUs yet, and is used only where it is asked for"
 
@@ -66,7 +65,7 @@ def _decided(
     if choice.transport == "nccl":
         return nccl.Nccl(sums=not asked.deterministic)
     if choice.transport == "cupy":
-        return KERNELS
+        return _KERNELS
     return _HOST if choice.transport == "host" else _BY_ROUTE[choice.route]
 
 
