@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from dataparallel.buckets import DEFAULT_CAP_BYTES, PLAIN_TYPES, Planned
 from dataparallel.comm import copies, one_launch, topology
 from dataparallel.comm.carriers import carrier_for, choose_for
-from dataparallel.comm.choice import Choice
+from dataparallel.comm.choice import Choice, Work
 from dataparallel.comm.one_launch import Kernels
 from dataparallel.comm.routes import Travelling
 from dataparallel.comm.settings import are_slots_isolated, using
@@ -46,12 +46,20 @@ _TYPICAL_BYTES, _TYPICAL_COUNT = 25 * 2**20, 100
 """A bucket of a model."""
 
 
-def choose_transport(devices: Sequence[torch.device], known: Topology | None = None) -> Choice:
-    """How a bucket of parameters would travel from the first of ``devices`` to the others, and the reason.
+def choose_transport(
+    devices: Sequence[torch.device], known: Topology | None = None, work: Work = "broadcast"
+) -> Choice:
+    """How a bucket of parameters would travel between the first of ``devices`` and the others, and the reason.
 
-    ``known``: what lies between them, where it must not be asked of the devices themselves.
+    Args:
+        devices: accelerators, or the CPU several times.
+        known: what lies between them, where it must not be asked of the devices themselves.
+        work: what is done.
+
+    Raises:
+        ValueError: a transport that was asked for can carry nothing between them, or is unknown.
     """
-    return choose_for(topology.of(devices) if known is None else known, _TYPICAL_BYTES, _TYPICAL_COUNT)
+    return choose_for(work, topology.of(devices) if known is None else known, _TYPICAL_BYTES, _TYPICAL_COUNT)
 
 
 def near_equal_sizes(total: int, slots: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TypeAlias
 
 import torch
@@ -58,10 +58,16 @@ def _decided(
     work: Work, devices: tuple[torch.device, ...], bits: int, count: int, asked: Settings, check_peers: bool
 ) -> Carrier:
     """Sizes count by powers of two, as thresholds do, so that a program has a few cases."""
-    known = topology.of(devices)
+    known, nbytes = topology.of(devices), 1 << max(0, bits - 1)
     checks = peer_check.check_all(known.distinct) if check_peers else {}
     untrusted = [pair for pair, is_trusted in checks.items() if not is_trusted]
-    choice = choose(work, known, 1 << max(0, bits - 1), count, asked, available(known, asked.transport), untrusted)
+    found = _available(asked.transport)
+    choice = choose(work, known, nbytes, count, asked, found, untrusted)
+    rival = _RIVALS.get(choice.transport)
+    if rival is not None:
+        problem = _compared(choice.transport, rival, known.distinct)
+        if problem is not None:
+            choice = choose(work, known, nbytes, count, asked, {**found, choice.transport: problem}, untrusted)
     if choice.transport == "nccl":
         return nccl.Nccl(sums=not asked.deterministic)
     if choice.transport == "cupy":
@@ -69,26 +75,24 @@ def _decided(
     return _HOST if choice.transport == "host" else _BY_ROUTE[choice.route]
 
 
-def choose_for(known: Topology, nbytes: int, count: int) -> Choice:
-    """The choice for a broadcast as things are, without any check of data."""
+def choose_for(work: Work, known: Topology, nbytes: int, count: int) -> Choice:
+    """The choice as things are, without any check of data and without an import of CuPy.
+
+    Raises:
+        ValueError: as `carrier_for`.
+    """
     asked = settings.current()
-    return choose("broadcast", known, nbytes, count, asked, _built_in(known.distinct, asked.transport), ())
+    return choose(work, known, nbytes, count, asked, _available(asked.transport, try_import=False), ())
 
 
-def available(known: Topology, asked: str | None) -> Mapping[str, str | None]:
-    """For each transport ``None``, or why it is not available between these devices; ``asked`` is asked for."""
-    found = _built_in(known.distinct, asked)
-    rival = _RIVALS.get(asked or "")
-    if asked is None or rival is None or found[asked] is not None:
-        return found
-    return {**found, asked: _compared(asked, rival, known.distinct)}
-
-
-@lru_cache(maxsize=256)
-def _built_in(devices: tuple[torch.device, ...], asked: str | None) -> dict[str, str | None]:
-    found: dict[str, str | None] = {"copy": None, "host": None}
-    for name, problem in (("nccl", nccl.why_not(devices)), ("cupy", cupy_kernels.why_not())):
-        found[name] = _UNTRIED if problem is None and asked != name else problem
+@cache
+def _available(asked: str | None, try_import: bool = True) -> Mapping[str, str | None]:
+    """For each transport ``None``, or why it is not available; nothing is asked of one that nobody has asked for."""
+    found: dict[str, str | None] = {"copy": None, "host": None, "nccl": _UNTRIED, "cupy": _UNTRIED}
+    if asked == "nccl":
+        found[asked] = nccl.why_not()
+    elif asked == "cupy":
+        found[asked] = cupy_kernels.why_not() if try_import else cupy_kernels.why_not_installed()
     return found
 
 
@@ -143,7 +147,7 @@ _RIVALS: dict[str, Spread] = {"nccl": _spread_by_nccl, "cupy": _spread_by_kernel
 def _forget() -> None:
     _dropped.clear()
     _decided.cache_clear()
-    _built_in.cache_clear()
+    _available.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
