@@ -74,13 +74,15 @@ class Traffic:
         return 2 * 4 * numbers * (len(self.devices) - 1)
 
     def _serves(self, way: str) -> bool:
-        if way == "tree" and self.case.work == SUM:
-            return False  # a sum along a tree is a star's
+        work = "reduce_add" if self.case.work == SUM else "broadcast"
         try:
+            with comm.using(**WAYS[way]):  # type: ignore[arg-type]
+                choice = comm.choose_transport(self.devices, work=work)
             self.run(way)
         except ValueError:
             return False
-        return True
+        # What a transport or a route does not carry goes another way: a sum along a tree is a star's.
+        return {"transport": choice.transport, "route": choice.route}.items() >= WAYS[way].items()
 
 
 def copy_between(one: torch.device, other: torch.device) -> tuple[Callable[[], object], int]:

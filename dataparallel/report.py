@@ -23,11 +23,16 @@ import torch
 import torch.cuda.nccl
 
 from dataparallel._version import __version__
-from dataparallel.comm import Choice, choose_transport
+from dataparallel.comm import choose_transport
+from dataparallel.comm.choice import Work
+from dataparallel.comm.settings import current
 from dataparallel.comm.topology import Link, Topology
 from dataparallel.devices import all_devices
 
 CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+
+# In the order of a step.
+_WORK: tuple[Work, ...] = ("scatter", "broadcast", "reduce_add", "gather")
 
 # Numbers, not pynvml's names: some releases define NVML_P2P_CAPS_INDEX_READ as a tuple by mistake.
 _P2P_READ, _P2P_WRITE = 0, 1
@@ -82,6 +87,18 @@ class Nvml:
 
 
 @dataclass(frozen=True)
+class Transport:
+    """How a bucket travels between the devices.
+
+    ``asked`` is what a user asks for, empty where that is nothing. ``ways`` has for each call, by its name in ``comm``,
+    the transport and the reason in words; only ``broadcast`` where nothing is asked for.
+    """
+
+    asked: str
+    ways: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that ``format_report`` prints."""
 
@@ -94,7 +111,7 @@ class Report:
     nvml: Nvml
     nccl: str
     cupy: str
-    transport: Choice
+    transport: Transport
 
 
 def collect(environ: Mapping[str, str] = os.environ) -> Report:
@@ -111,8 +128,27 @@ def collect(environ: Mapping[str, str] = os.environ) -> Report:
         nvml=nvml,
         nccl=look_for_nccl(),
         cupy=look_for_cupy(),
-        transport=choose_transport(devices or [torch.device("cpu")] * 2, _between(devices, nvml)),
+        transport=look_at_transport(devices or [torch.device("cpu")] * 2, _between(devices, nvml)),
     )
+
+
+def look_at_transport(devices: Sequence[torch.device], known: Topology | None) -> Transport:
+    """What carries calls between ``devices``; ``known`` is what lies between them, where they must not be asked."""
+
+    def way(work: Work) -> str:
+        try:
+            choice = choose_transport(devices, known, work)
+        except ValueError as error:
+            return f"refused: {error}"
+        return f"{choice.transport}: {choice.reason}"
+
+    try:
+        settings = current()
+    except ValueError as error:
+        return Transport("", {"broadcast": f"refused: {error}"})
+    named = {"": settings.transport, "route ": settings.route}
+    asked = ", ".join(f"{name}{value!r}" for name, value in named.items() if value is not None)
+    return Transport(asked, {work: way(work) for work in (_WORK if asked else ("broadcast",))})
 
 
 def _between(devices: Sequence[torch.device], nvml: Nvml) -> Topology | None:
@@ -155,7 +191,7 @@ def look_for_nccl() -> str:
 
 
 def look_for_cupy() -> str:
-    """The installed CuPy distributions, by their metadata."""
+    """The installed CuPy distributions, by their metadata: an import takes seconds and memory, and may fail."""
     found = []
     for name in CUPY_DISTRIBUTIONS:
         try:
@@ -164,6 +200,8 @@ def look_for_cupy() -> str:
             continue
     if len(found) > 1:
         return ", ".join(found) + " (they overwrite each other: keep one)"
+    if not found and importlib.util.find_spec("cupy") is not None:
+        return "installed, without metadata that says its version"
     return found[0] if found else "not installed"
 
 
@@ -267,9 +305,18 @@ def format_report(report: Report) -> str:
         *(f"NVML          {note}" for note in report.nvml.notes),
         f"NCCL          {report.nccl}",
         f"CuPy          {report.cupy}",
-        f"transport     {report.transport.transport}: {report.transport.reason}",
+        *_transport_lines(report.transport),
     ]
     return "\n".join(lines)
+
+
+def _transport_lines(transport: Transport) -> list[str]:
+    if len({*transport.ways.values()}) == 1:
+        return [f"transport     {way}" for way in {*transport.ways.values()}]
+    return [
+        f"transport     {transport.asked} is asked for; calls between these devices go by",
+        *(f"  {work:<12}{way}" for work, way in transport.ways.items()),
+    ]
 
 
 def _device_lines(report: Report) -> list[str]:

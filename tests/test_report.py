@@ -1,5 +1,6 @@
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dataparallel import report
-from dataparallel.comm import Choice
-from dataparallel.report import Cpu, Gpu, Memory, Nvml, Report, ask_nvml, format_report
+from dataparallel import comm, report
+from dataparallel.comm import cupy_kernels, nccl
+from dataparallel.comm.topology import Link, Topology
+from dataparallel.report import Cpu, Gpu, Memory, Nvml, Report, Transport, ask_nvml, format_report
 
 GIB = 2**30
 
@@ -101,7 +103,7 @@ def make_report(devices=(), nvml=None, **changes):
         nvml=nvml or Nvml(),
         nccl="2.27.5",
         cupy="not installed",
-        transport=Choice("copy", "star", "it works everywhere"),
+        transport=Transport("", {"broadcast": "copy: it works everywhere"}),
     )
     return replace(made, **changes)
 
@@ -250,10 +252,133 @@ def test_cupy_by_metadata(monkeypatch):
     assert "cupy-cuda13x 14.0.0 (they overwrite each other: keep one)" in report.look_for_cupy()
 
 
-def run_python(*arguments):
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
+def test_cupy_without_metadata(monkeypatch, tmp_path):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    (tmp_path / "cupy.py").write_text("raise SystemExit('imported')")
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert report.look_for_cupy().startswith("installed")
+
+
+GPUS = [torch.device("cuda", index) for index in range(2)]
+BY_PCIE = Topology(tuple(GPUS), {(0, 1): Link.PEER, (1, 0): Link.PEER})
+OUT_OF_REACH = Topology(tuple(GPUS), {(0, 1): Link.HOST, (1, 0): Link.HOST})
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """NCCL and CuPy, which must not be imported for a report."""
+
+    def imported():
+        raise AssertionError("CuPy was imported")
+
+    monkeypatch.setattr(nccl, "why_not", lambda: None)
+    monkeypatch.setattr(cupy_kernels, "why_not", imported)
+    monkeypatch.setattr(cupy_kernels, "why_not_installed", lambda: None)
+    comm.carriers._forget()
+    yield
+    comm.carriers._forget()
+
+
+def transport_lines(known):
+    return report._transport_lines(report.look_at_transport(GPUS, known))
+
+
+def test_where_nothing_is_asked_for_one_line_says_how_a_bucket_travels(installed):
+    (line,) = transport_lines(BY_PCIE)
+    assert line.startswith("transport     copy: plain tensor copies serve every backend")
+
+
+@pytest.mark.parametrize(
+    ("name", "ways", "words"),
+    [
+        ("nccl", ["copy", "nccl", "copy", "copy"], "deterministic=False"),
+        ("cupy", ["copy", "cupy", "cupy", "copy"], "does no gather"),
+    ],
+)
+def test_where_a_transport_is_asked_for_each_call_has_its_line(name, ways, words, installed, monkeypatch):
+    monkeypatch.setenv("DATAPARALLEL_TRANSPORT", name)
+    head, *lines = transport_lines(BY_PCIE)
+    assert head.startswith(f"transport     {name!r} is asked for")
+    assert [line.split()[0] for line in lines] == ["scatter", "broadcast", "reduce_add", "gather"]
+    assert [line.split()[1] for line in lines] == [f"{way}:" for way in ways]
+    assert words in "".join(lines)
+
+
+def test_where_all_calls_go_one_way_one_line_says_it(installed, monkeypatch):
+    monkeypatch.setenv("DATAPARALLEL_TRANSPORT", "host")
+    assert transport_lines(BY_PCIE) == ["transport     host: it was asked for"]
+
+
+def test_a_route_that_is_asked_for_is_said_of_each_call(installed):
+    with comm.using(route="tree"):
+        head, _, broadcast, reduce_add, _ = transport_lines(BY_PCIE)
+    assert head.startswith("transport     route 'tree' is asked for")
+    assert "tree: it was asked for" in broadcast
+    assert "star: a tree was asked for" in reduce_add
+
+
+def test_a_refusal_is_a_line_too(installed):
+    with comm.using(transport="cupy"):
+        _, _, broadcast, _, gather = transport_lines(OUT_OF_REACH)
+    assert "refused: transport 'cupy' was asked for" in broadcast
+    assert "cuda:0 and cuda:1 have none" in broadcast
+    assert "copy: 'cupy' was asked for and leaves this gather to plain copies" in gather
+
+
+def test_an_unknown_transport_is_a_line_too(monkeypatch):
+    monkeypatch.setenv("DATAPARALLEL_TRANSPORT", "pigeon")
+    (line,) = transport_lines(BY_PCIE)
+    assert line.startswith("transport     refused: the environment variable DATAPARALLEL_TRANSPORT")
+    assert "pigeon" in line
+
+
+def run_python(*arguments, **changes):
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **changes},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+UNASKED = """
+import sys
+import torch
+from dataparallel import comm
+from dataparallel.comm import carriers, cupy_kernels
+from dataparallel.report import collect, format_report
+
+torch.cuda.is_available, torch.version.hip = lambda: True, None
+print(format_report(collect()))
+places = [torch.device("cpu"), torch.device("cpu", 0)]  # two names, so that a carrier is chosen
+for said in ({"transport": "copy"}, {"transport": "host"}, {"transport": "nccl"}, *[{}] * (sys.argv[1] == "")):
+    with comm.using(**said):
+        carriers.carrier_for("gather", places, [torch.ones(3)])
+        carriers.carrier_for("reduce_add", places, [torch.ones(3)])
+assert "cupy" not in sys.modules
+print("now")
+print(cupy_kernels.why_not())
+"""
+
+
+@pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
+@pytest.mark.parametrize("asked", ["", "cupy"])
+def test_cupy_is_imported_where_it_is_asked_for_and_not_by_a_report(asked, tmp_path):
+    """Here torch says that there is CUDA, and CuPy says that it is imported, and then that it cannot be."""
+    (tmp_path / "cupy.py").write_text("print('imported')\nraise RuntimeError('numpy is too new')")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    printed = run_python("-c", UNASKED, asked, PYTHONPATH=paths, DATAPARALLEL_TRANSPORT=asked)
+    before, after = printed.split("now\n")
+    assert "imported" not in before
+    assert after == "imported\ncupy cannot be imported (RuntimeError: numpy is too new)\n"
 
 
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough

@@ -19,8 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from dataparallel.buckets import DEFAULT_CAP_BYTES, PLAIN_TYPES, Planned
 from dataparallel.comm import copies, one_launch, topology
-from dataparallel.comm.carriers import KERNELS, carrier_for, choose_for
-from dataparallel.comm.choice import Choice
+from dataparallel.comm.carriers import carrier_for, choose_for
+from dataparallel.comm.choice import Choice, Work
+from dataparallel.comm.one_launch import Kernels
 from dataparallel.comm.routes import Travelling
 from dataparallel.comm.settings import are_slots_isolated, using
 from dataparallel.comm.topology import Topology
@@ -45,12 +46,20 @@ _TYPICAL_BYTES, _TYPICAL_COUNT = 25 * 2**20, 100
 """A bucket of a model."""
 
 
-def choose_transport(devices: Sequence[torch.device], known: Topology | None = None) -> Choice:
-    """How a bucket of parameters would travel from the first of ``devices`` to the others, and the reason.
+def choose_transport(
+    devices: Sequence[torch.device], known: Topology | None = None, work: Work = "broadcast"
+) -> Choice:
+    """How a bucket of parameters would travel between the first of ``devices`` and the others, and the reason.
 
-    ``known``: what lies between them, where it must not be asked of the devices themselves.
+    Args:
+        devices: accelerators, or the CPU several times.
+        known: what lies between them, where it must not be asked of the devices themselves.
+        work: what is done.
+
+    Raises:
+        ValueError: a transport that was asked for can carry nothing between them, or is unknown.
     """
-    return choose_for(topology.of(devices) if known is None else known, _TYPICAL_BYTES, _TYPICAL_COUNT)
+    return choose_for(work, topology.of(devices) if known is None else known, _TYPICAL_BYTES, _TYPICAL_COUNT)
 
 
 def near_equal_sizes(total: int, slots: int) -> list[int]:
@@ -81,7 +90,10 @@ def broadcast(
     if devices is not None:
         slots = resolve_each(devices)
         carrier = carrier_for("broadcast", _places([tensor.device], slots), [tensor])
-        return tuple(copies.broadcast(tensor, slots, own=are_slots_isolated(), carrier=carrier))
+        own = are_slots_isolated()
+        if isinstance(carrier, Kernels):
+            return tuple(copy for (copy,) in one_launch.broadcast_coalesced([tensor], slots, own=own))
+        return tuple(copies.broadcast(tensor, slots, own=own, carrier=carrier))
     assert out is not None
     _check_movable(out)
     for index, target in enumerate(out):
@@ -90,7 +102,10 @@ def broadcast(
                 f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
             )
     carrier = carrier_for("broadcast", _places([tensor.device], [target.device for target in out]), [tensor])
-    copies.broadcast_into(out, tensor, carrier)
+    if isinstance(carrier, Kernels):
+        one_launch.broadcast_into(out, tensor)
+    else:
+        copies.broadcast_into(out, tensor, carrier)
     return tuple(out)
 
 
@@ -119,8 +134,8 @@ def broadcast_coalesced(
     slots = resolve_each(devices)
     carrier = carrier_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors)
     isolated = are_slots_isolated()
-    if carrier is KERNELS:
-        return one_launch.broadcast_coalesced(tensors, slots, own=own_storage or isolated)
+    if isinstance(carrier, Kernels):
+        return one_launch.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage or isolated)
     return copies.broadcast_coalesced(
         tensors, slots, buffer_size, own=own_storage, isolated=isolated, carrier=carrier, planned=planned
     )
@@ -139,6 +154,8 @@ def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) 
     _check_summable(inputs)
     target = inputs[0].device if destination is None else resolve(destination)
     carrier = carrier_for("reduce_add", _places([target], [tensor.device for tensor in inputs]), inputs[:1])
+    if isinstance(carrier, Kernels):
+        return one_launch.reduce_add_coalesced([[tensor] for tensor in inputs], target)[0]
     return copies.reduce_add(inputs, target, carrier, isolated=are_slots_isolated())
 
 
@@ -178,7 +195,7 @@ def reduce_add_coalesced(
             _check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
     carrier = carrier_for("reduce_add", _places([target], [tensors[0].device for tensors in inputs]), inputs[0])
-    if carrier is KERNELS:
+    if isinstance(carrier, Kernels):
         return tuple(one_launch.reduce_add_coalesced(inputs, target))
     isolated = are_slots_isolated()
     return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size, carrier, travelling, isolated=isolated))
@@ -192,7 +209,7 @@ def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -
     source = tensors[0].device
     if all(slot == source for slot in slots) and not are_slots_isolated():
         return False
-    return carrier_for("reduce_add", _places([source], slots), tensors) is not KERNELS
+    return not isinstance(carrier_for("reduce_add", _places([source], slots), tensors), Kernels)
 
 
 @torch.no_grad()
@@ -202,7 +219,7 @@ def add_flat(flats: Sequence[Tensor], destination: torch.device, *, travelling: 
     ``travelling``: see `reduce_add_coalesced`.
     """
     carrier = carrier_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
-    if carrier is KERNELS:
+    if isinstance(carrier, Kernels):
         return one_launch.reduce_add_coalesced([[flat] for flat in flats], destination)[0]
     return copies.add_flat(flats, destination, carrier, travelling, isolated=are_slots_isolated())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TypeAlias
 
 import torch
@@ -18,24 +18,22 @@ from torch import Tensor
 from dataparallel.comm import cupy_kernels, nccl, peer_check, settings, topology
 from dataparallel.comm.choice import Choice, Work, choose
 from dataparallel.comm.host import ThroughHost
-from dataparallel.comm.kernel_tables import COPY_KERNEL, SUM_KERNELS
+from dataparallel.comm.one_launch import Kernels
 from dataparallel.comm.routes import STAR, Along, Carrier
 from dataparallel.comm.settings import ROUTES, Settings, are_slots_isolated
 from dataparallel.comm.sum_check import AddUp, wrong_sums
 from dataparallel.comm.topology import Topology
 
-__all__ = ["KERNELS", "carrier_for", "choose_for"]
+__all__ = ["carrier_for", "choose_for"]
 
 Spread: TypeAlias = "Callable[[Tensor, Sequence[Tensor]], None]"
 
 _COMPARED = 2**16 + 1
 """Elements of the buffers by which a transport is compared with plain copies; no round number."""
 
-KERNELS = Along("star")
-"""What kernels cannot do is done by plain copies; `comm` looks for this very object."""
-
 _BY_ROUTE = {route: Along(route) for route in ROUTES}
 _HOST = ThroughHost()
+_KERNELS = Kernels()
 
 _UNTRIED = "it has not been measured on GPUs yet, and is used only where it is asked for"
 
@@ -60,37 +58,41 @@ def _decided(
     work: Work, devices: tuple[torch.device, ...], bits: int, count: int, asked: Settings, check_peers: bool
 ) -> Carrier:
     """Sizes count by powers of two, as thresholds do, so that a program has a few cases."""
-    known = topology.of(devices)
+    known, nbytes = topology.of(devices), 1 << max(0, bits - 1)
     checks = peer_check.check_all(known.distinct) if check_peers else {}
     untrusted = [pair for pair, is_trusted in checks.items() if not is_trusted]
-    choice = choose(work, known, 1 << max(0, bits - 1), count, asked, available(known, asked.transport), untrusted)
+    found = _available(asked.transport)
+    choice = choose(work, known, nbytes, count, asked, found, untrusted)
+    rival = _RIVALS.get(choice.transport)
+    if rival is not None:
+        problem = _compared(choice.transport, rival, known.distinct)
+        if problem is not None:
+            choice = choose(work, known, nbytes, count, asked, {**found, choice.transport: problem}, untrusted)
     if choice.transport == "nccl":
         return nccl.Nccl(sums=not asked.deterministic)
     if choice.transport == "cupy":
-        return KERNELS
+        return _KERNELS
     return _HOST if choice.transport == "host" else _BY_ROUTE[choice.route]
 
 
-def choose_for(known: Topology, nbytes: int, count: int) -> Choice:
-    """The choice for a broadcast as things are, without any check of data."""
+def choose_for(work: Work, known: Topology, nbytes: int, count: int) -> Choice:
+    """The choice as things are, without any check of data and without an import of CuPy.
+
+    Raises:
+        ValueError: as `carrier_for`.
+    """
     asked = settings.current()
-    return choose("broadcast", known, nbytes, count, asked, _built_in(known.distinct, asked.transport), ())
+    return choose(work, known, nbytes, count, asked, _available(asked.transport, try_import=False), ())
 
 
-def available(known: Topology, asked: str | None) -> Mapping[str, str | None]:
-    """For each transport ``None``, or why it is not available between these devices; ``asked`` is asked for."""
-    found = _built_in(known.distinct, asked)
-    rival = _RIVALS.get(asked or "")
-    if asked is None or rival is None or found[asked] is not None:
-        return found
-    return {**found, asked: _compared(asked, rival, known.distinct)}
-
-
-@lru_cache(maxsize=256)
-def _built_in(devices: tuple[torch.device, ...], asked: str | None) -> dict[str, str | None]:
-    found: dict[str, str | None] = {"copy": None, "host": None}
-    for name, problem in (("nccl", nccl.why_not(devices)), ("cupy", cupy_kernels.why_not())):
-        found[name] = _UNTRIED if problem is None and asked != name else problem
+@cache
+def _available(asked: str | None, try_import: bool = True) -> Mapping[str, str | None]:
+    """For each transport ``None``, or why it is not available; nothing is asked of one that nobody has asked for."""
+    found: dict[str, str | None] = {"copy": None, "host": None, "nccl": _UNTRIED, "cupy": _UNTRIED}
+    if asked == "nccl":
+        found[asked] = nccl.why_not()
+    elif asked == "cupy":
+        found[asked] = cupy_kernels.why_not() if try_import else cupy_kernels.why_not_installed()
     return found
 
 
@@ -130,36 +132,18 @@ def _first_comparison(spread: Spread, devices: tuple[torch.device, ...]) -> str 
     return None
 
 
-def _spread_by_nccl(source: Tensor, buffers: Sequence[Tensor]) -> None:
-    nccl.Nccl(sums=False).spread(source, buffers)
-
-
-def _spread_by_kernels(source: Tensor, buffers: Sequence[Tensor]) -> None:
-    addresses = [[flat.data_ptr()] for flat in (source, *buffers)]
-    devices = [buffer.device for buffer in buffers]
-    cupy_kernels.launch(COPY_KERNEL, addresses, [source.nbytes], source.device, devices)
-
-
-_RIVALS: dict[str, Spread] = {"nccl": _spread_by_nccl, "cupy": _spread_by_kernels}
+_RIVALS: dict[str, Spread] = {"nccl": nccl.Nccl(sums=False).spread, "cupy": _KERNELS.spread}
 """How transports other than torch's copies are tried before their first use."""
 
 
-def _add_up_by_kernels(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
-    total = torch.empty_like(flats[0], device=destination)
-    addresses = [[flat.data_ptr()] for flat in (total, *flats)]
-    devices = [flat.device for flat in flats]
-    cupy_kernels.launch(SUM_KERNELS[total.dtype], addresses, [total.numel()], destination, devices)
-    return total
-
-
-_ADDING: dict[str, AddUp] = {"cupy": _add_up_by_kernels}
+_ADDING: dict[str, AddUp] = {"cupy": _KERNELS.add_up}
 """Those of them whose sums have to be plain copies', bit for bit. NCCL's are in an order of its own."""
 
 
 def _forget() -> None:
     _dropped.clear()
     _decided.cache_clear()
-    _built_in.cache_clear()
+    _available.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -13,6 +13,21 @@ bandwidth b of a link, and a device that sends one copy at a time:
 - *chain*: each device passes chunk by chunk to the next: (n - 2 + k) * (a + s/(k*b)). In a sum each slot adds its own
   to what has come, so that terms are added in slot order, and the result has its way home to go.
 
+A transport that is asked for carries what it can. The rest goes by plain copies, and the reason says why:
+
+- *nccl* carries broadcasts, and sums where the caller has given up their order; *cupy* carries broadcasts and sums.
+  Batches are scattered and outputs gathered by plain copies.
+- Both carry between CUDA devices. Calls that begin or end on the CPU, or on an accelerator of another type, and calls
+  with fewer than two accelerators go by plain copies.
+- *nccl* takes each device once. Sums of two terms on one device, and isolated slots on one, go by plain copies.
+- Within a call, tensors that do not travel flat and dtypes that the transport cannot add are left to plain copies.
+
+A call that it would carry is refused (``ValueError``) where it can carry nothing between these devices at all: none of
+the accelerators is a CUDA device, the transport is not installed or has brought other data than plain copies, copies
+between two of the devices have failed `peer_check`, or (*cupy*) two of them cannot reach each other's memory.
+
+*host* carries everything.
+
 With few bytes a counts and the fewest copies in a row win; with many bytes s/b does, and a chain tends to one s/b
 whatever n is, since no link carries a byte twice.
 """
@@ -45,9 +60,9 @@ NCCL_FROM_BYTES = 4 * 2**20
 """NCCL sends rings and trees through all NVLinks at once, but a launch takes a lock and tens of microseconds; 4 MiB
 pass one NVLink direction (25 to 50 GB/s) in 80 to 160."""
 
-# What each transport does. Other work is done by plain copies even where the user asks for the transport.
+# What each transport does.
 _WORK: dict[str, tuple[Work, ...]] = {
-    "nccl": ("broadcast", "gather", "reduce_add"),
+    "nccl": ("broadcast", "reduce_add"),
     "cupy": ("broadcast", "reduce_add"),
     "host": ("broadcast", "gather", "reduce_add", "scatter"),
 }
@@ -83,20 +98,26 @@ def choose(
             goes through the host, in place of plain copies that were asked for too.
 
     Raises:
-        ValueError: the transport that is asked for cannot do it; the message says why.
+        ValueError: the transport that is asked for can carry nothing between these devices; the message says why.
     """
     if len(topology.distinct) < 2 and not (settings.isolated and len(topology.devices) > 1):
         return Choice("copy", "star", "fewer than two devices: within one device only sums and own copies are made")
     broken = _broken_pair(topology, untrusted)
     asked = settings.transport
-    if asked is not None and work in _WORK.get(asked, ()):
-        problem = _why_not(asked, work, topology, settings, available, broken)
-        if problem is not None:
-            raise ValueError(
-                f"transport {asked!r} was asked for and cannot carry this {work} "
-                f"between {', '.join(map(str, topology.distinct))}: {problem}"
-            )
-        return Choice(asked, "star", "it was asked for")
+    preface = "plain tensor copies serve every backend"
+    if asked == "copy":
+        preface = "plain tensor copies were asked for"
+    elif asked is not None:
+        left = _why_left(asked, work, topology, settings)
+        if left is None:
+            problem = _why_refused(asked, topology, available, broken)
+            if problem is not None:
+                raise ValueError(
+                    f"transport {asked!r} was asked for and cannot carry this {work} "
+                    f"between {', '.join(map(str, topology.distinct))}: {problem}"
+                )
+            return Choice(asked, "star", "it was asked for")
+        preface = f"{asked!r} was asked for and leaves this {work} to plain copies: {left}"
     if broken is not None:
         return Choice("host", "star", f"copies from {broken[0]} to {broken[1]} have failed their check")
     if asked is None and settings.route is None:
@@ -104,18 +125,15 @@ def choose(
         if faster is not None:
             return faster
     route, reason = _route(work, topology, nbytes, settings)
-    if asked == "copy":
-        return Choice("copy", route, f"plain tensor copies were asked for; {route}: {reason}")
-    if asked is not None:
-        return Choice("copy", route, f"{asked!r} was asked for and does no {work}; {route}: {reason}")
-    return Choice("copy", route, f"plain tensor copies serve every backend; {route}: {reason}")
+    return Choice("copy", route, f"{preface}; {route}: {reason}")
 
 
 def _faster_than_copies(
     work: Work, topology: Topology, nbytes: int, count: int, settings: Settings, available: Mapping[str, str | None]
 ) -> Choice | None:
     def may(transport: str) -> bool:
-        return work in _WORK[transport] and not _why_not(transport, work, topology, settings, available, None)
+        left = _why_left(transport, work, topology, settings)
+        return left is None and _why_refused(transport, topology, available, None) is None
 
     if count >= CUPY_FROM_TENSORS and may("cupy"):
         return Choice("cupy", "star", f"one kernel for {count} tensors between devices with peer access")
@@ -145,27 +163,38 @@ def _route(work: Work, topology: Topology, nbytes: int, settings: Settings) -> t
     return ("tree" if work == "broadcast" else "star"), size
 
 
-def _why_not(
-    transport: str,
-    work: Work,
-    topology: Topology,
-    settings: Settings,
-    available: Mapping[str, str | None],
-    broken: Pair | None,
+def _why_left(transport: str, work: Work, topology: Topology, settings: Settings) -> str | None:
+    """Why this call is none for the transport, and goes by plain copies; ``None`` if it is one."""
+    if work not in _WORK[transport]:
+        return f"it does no {work}"
+    if transport == "host":
+        return None
+    if transport == "nccl" and work == "reduce_add" and settings.deterministic:
+        return "it adds in an order of its own; say deterministic=False where the last bits may differ"
+    accelerators = [device for device in topology.devices if device.type != "cpu"]
+    if len({*accelerators}) < 2 and not (settings.isolated and len(accelerators) > 1):
+        return "it carries between accelerators, and there are fewer than two"
+    others = [device for device in topology.distinct if device.type != "cuda"]
+    if others and any(device.type == "cuda" for device in accelerators):
+        return f"it carries between CUDA devices, and {others[0]} is none"
+    twice = _listed_twice(topology.devices) if transport == "nccl" else None
+    if twice is not None and (work == "reduce_add" or settings.isolated):
+        return f"it takes each device once, and {twice} is listed more than once"
+    return None
+
+
+def _why_refused(
+    transport: str, topology: Topology, available: Mapping[str, str | None], broken: Pair | None
 ) -> str | None:
-    """What keeps the transport from doing its work between these devices; ``None`` if nothing does."""
-    unavailable = available.get(transport, "it is not built in")
-    if unavailable is not None or transport == "host":
-        return unavailable
+    """Why the transport can carry nothing between these devices; ``None`` if it can."""
+    if transport == "host":
+        return available.get(transport, "it is not built in")
     for device in topology.distinct:
-        if device.type != "cuda":
+        if device.type not in ("cuda", "cpu"):
             return f"it needs CUDA devices, and {device} is none"
-    if transport == "nccl":
-        twice = _listed_twice(topology.devices)
-        if twice is not None:
-            return f"it needs distinct CUDA devices, and {twice} is listed more than once"
-        if work == "reduce_add" and settings.deterministic:
-            return "it adds in an order of its own; say deterministic=False where the last bits may differ"
+    unavailable = available.get(transport, "it is not built in")
+    if unavailable is not None:
+        return unavailable
     if transport == "cupy" and topology.without_peer_access is not None:
         one, other = topology.without_peer_access
         return f"it needs peer access between all devices, and {one} and {other} have none"

@@ -119,9 +119,11 @@ def broadcast_coalesced(
 
 
 def broadcast_into(out: Sequence[Tensor], tensor: Tensor, carrier: Carrier) -> None:
-    """Copies ``tensor`` into each of ``out``."""
+    """Copies ``tensor`` into each of ``out``, whose dtypes may be others."""
     devices = [target.device for target in out]
-    if len({tensor.device, *devices}) == 1 + len(devices) and all(map(_is_flat, (tensor, *out))):
+    are_apart = len({tensor.device, *devices}) == 1 + len(devices)
+    # What is passed on from device to device must be what was sent.
+    if are_apart and all(target.dtype == tensor.dtype for target in out) and all(map(_is_flat, (tensor, *out))):
         carrier.spread(tensor, out)
     else:
         for target in out:

@@ -1,9 +1,9 @@
 """The kernels of the cupy transport, launched: many tensors copied, or summed over slots, in one launch.
 
 Not run on a GPU: what the kernels and their tables do is checked on the CPU, the launches here are not. This room
-compiles ``kernels.cu`` with CuPy and launches it on torch's current streams. It sees addresses, no tensors, and neither
-picks the transport nor makes memory reachable: a kernel runs on one device and reads and writes that of others, so peer
-access has to be enabled (through torch, whose allocator knows what to map) and checked before. Only ``comm`` calls it.
+compiles ``kernels.cu`` with CuPy and launches it on torch's current streams. It sees addresses, no tensors, and
+picks no transport: a kernel runs on one device and reads and writes the memory of others, which have to be peers. Only
+``comm`` calls it. CuPy is imported at the first question whether the kernels can be launched, never before.
 
 CuPy's current device is per thread, and is set around each launch, which names its stream. All memory comes from torch.
 Autograd does not see the writes: destinations are new, or their version counters are the caller's business.
@@ -12,6 +12,8 @@ Autograd does not see the writes: destinations are new, or their version counter
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -43,16 +45,31 @@ _held: list[tuple[torch.cuda.Event, list[Tensor]]] = []
 _held_lock = threading.Lock()
 
 
+# Pairs of devices whose memory torch has mapped for each other.
+_reachable: set[frozenset[torch.device]] = set()
+_reaching = threading.Lock()
+
+
 def why_not() -> str | None:
-    """Why the kernels cannot be launched here, in words; ``None`` if they can."""
+    """Why the kernels cannot be launched here, in words; ``None`` if they can. Imports CuPy."""
+    problem = why_not_installed()
+    if problem is not None:
+        return problem
+    try:
+        import cupy  # noqa: F401
+    except Exception as error:  # what a broken installation raises is anything
+        return f"cupy cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def why_not_installed() -> str | None:
+    """What is known of `why_not` without an import of CuPy."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if torch.version.hip is not None:
         return "torch is built for ROCm, where the kernels are not tried"
-    try:
-        import cupy  # noqa: F401
-    except ImportError as error:
-        return f"cupy cannot be imported ({error})"
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
     return None
 
 
@@ -77,6 +94,7 @@ def launch(
 
     Raises:
         ValueError: a device that is not on CUDA, rows of different lengths.
+        RuntimeError: CuPy cannot compile or launch the kernel.
     """
     others = [*others]
     for place in (device, *others):
@@ -91,7 +109,9 @@ def _launch(packed: Launch, device: torch.device, others: Iterable[torch.device]
         return
     import cupy
 
-    peers = [torch.cuda.current_stream(other) for other in {*others} if other != device]
+    others = [other for other in dict.fromkeys(others) if other != device]
+    _make_reachable(device, others)
+    peers = [torch.cuda.current_stream(other) for other in others]
     stream = torch.cuda.current_stream(device)
     for peer in peers:
         # What is read there must be written, and memory that is written there may still be read by its last owner.
@@ -110,6 +130,28 @@ def _launch(packed: Launch, device: torch.device, others: Iterable[torch.device]
     _hold_until(done, [pinned, table])
 
 
+def _make_reachable(device: torch.device, others: Sequence[torch.device]) -> None:
+    """Has torch map the memory of ``others`` for ``device``, and the reverse; once for each pair.
+
+    torch enables peer access within its own copies only, each copy for the device that it comes from, and a kernel that
+    reads what is not mapped ends the process's use of CUDA. The check of peers, which copies too, may be turned off.
+    """
+    if all(frozenset((device, other)) in _reachable for other in others):
+        return
+    with _reaching:
+        for other in others:
+            pair = frozenset((device, other))
+            if pair not in _reachable:
+                _copy(device, other)
+                _copy(other, device)
+                _reachable.add(pair)
+
+
+def _copy(source: torch.device, target: torch.device) -> None:
+    """torch's own copy of one byte."""
+    torch.empty(1, dtype=torch.uint8, device=target).copy_(torch.empty(1, dtype=torch.uint8, device=source))
+
+
 def _hold_until(done: torch.cuda.Event, tables: list[Tensor]) -> None:
     """Keeps tables until the event has passed; lets go of those of earlier launches that have run."""
     global _held
@@ -122,7 +164,10 @@ def _hold_until(done: torch.cuda.Event, tables: list[Tensor]) -> None:
 @functools.cache
 def _function(kernel: str, device_index: int) -> Any:
     """The kernel, loaded for the current device, which is the one with this index."""
-    return _module(device_index).get_function(kernel)
+    try:
+        return _module(device_index).get_function(kernel)
+    except Exception as error:  # CuPy's own for a compiler that fails, others for one that is not there
+        raise RuntimeError(f"CuPy cannot compile the kernels ({type(error).__name__}: {error})") from error
 
 
 @functools.cache
@@ -135,3 +180,14 @@ def _module(device_index: int) -> Any:
 @functools.cache
 def _max_blocks(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * _BLOCKS_PER_MULTIPROCESSOR
+
+
+def _forget() -> None:
+    """In a forked child: another thread may have held the lock, and what is mapped is mapped in the parent."""
+    global _reaching
+    _reaching = threading.Lock()
+    _reachable.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -11,25 +11,52 @@ than its address; results are parts of flat buffers, whose addresses follow from
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import or_
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from dataparallel.buckets import Bucket, Layout, plan_buckets, unflatten
+from dataparallel.buckets import Bucket, Layout, is_dense, plan_buckets, travels_flat, unflatten
 from dataparallel.comm import copies, cupy_kernels
 from dataparallel.comm.kernel_tables import COPY_KERNEL, SUM_KERNELS
+from dataparallel.comm.routes import STAR
 
-__all__ = ["broadcast_coalesced", "reduce_add_coalesced"]
+__all__ = ["Kernels", "broadcast_coalesced", "broadcast_into", "reduce_add_coalesced"]
 
 
-def broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[torch.device], *, own: bool) -> list[list[Tensor]]:
-    """As `copies.broadcast_coalesced`, by one launch for each dtype."""
+class Kernels:
+    """A `dataparallel.comm.routes.Carrier` whose flat buffers are copied and summed by kernels.
+
+    Kernels need no flat buffers: `comm`, which knows this class, calls the functions below with the tensors themselves.
+    """
+
+    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """One copy, by torch."""
+        return STAR.send(tensor, device)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """One copy, by torch."""
+        STAR.copy(target, source)
+
+    def spread(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
+        """One launch."""
+        broadcast_into(buffers, source)
+
+    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
+        """One launch; by torch's copies where the dtype has no kernel."""
+        return reduce_add_coalesced([[flat] for flat in flats], destination)[0]
+
+
+def broadcast_coalesced(
+    tensors: Sequence[Tensor], devices: Sequence[torch.device], buffer_size: int = sys.maxsize, *, own: bool
+) -> list[list[Tensor]]:
+    """As `copies.broadcast_coalesced`, by one launch for each bucket, whose copies lie in one buffer."""
     results = [list(tensors) for _ in devices]
-    buckets, left = plan_buckets(tensors, sys.maxsize, keep_repeats=False)
+    buckets, left = plan_buckets(tensors, buffer_size, keep_repeats=False)
     for bucket in buckets:
         left += _copied(bucket, tensors, devices, own, results)
     rest = copies.broadcast_coalesced([tensors[i] for i in left], devices, sys.maxsize, own=own)
@@ -67,6 +94,36 @@ def _copied(
     addresses += [_addresses(buffer, nbytes) for buffer in buffers]
     cupy_kernels.launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
     return left
+
+
+def broadcast_into(out: Sequence[Tensor], tensor: Tensor) -> None:
+    """As `copies.broadcast_into`, by one launch for all that lie in memory as ``tensor`` does."""
+    alike = [target for target in out if _lies_alike(target, tensor)]
+    if not alike or _overlap([tensor, *alike]):
+        copies.broadcast_into(out, tensor, STAR)
+        return
+    rows = [[each.data_ptr()] for each in (tensor, *alike)]
+    cupy_kernels.launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in alike])
+    # Autograd does not see what kernels write, and has to know that these tensors have changed.
+    increment_version(alike)
+    written = {*map(id, alike)}
+    if left := [target for target in out if id(target) not in written]:
+        copies.broadcast_into(left, tensor, STAR)
+
+
+def _lies_alike(target: Tensor, tensor: Tensor) -> bool:
+    """Whether the bytes of ``tensor``, in the order in which they lie in memory, are those that ``target`` needs."""
+    if target.dtype != tensor.dtype or not (travels_flat(target) and travels_flat(tensor)):
+        return False
+    if target.is_contiguous() and tensor.is_contiguous():
+        return True
+    return target.stride() == tensor.stride() and is_dense(tensor.shape, tensor.stride())
+
+
+def _overlap(tensors: Sequence[Tensor]) -> bool:
+    """Whether two dense tensors have memory in common; an address is one on all devices together."""
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
+    return any(start < end for (_, end), (start, _) in pairwise(spans))
 
 
 def reduce_add_coalesced(inputs: Sequence[Sequence[Tensor]], destination: torch.device) -> list[Tensor]:

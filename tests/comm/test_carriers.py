@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import DataParallel, comm
-from dataparallel.comm import carriers, cupy_kernels, nccl, peer_check
+from dataparallel.comm import carriers, cupy_kernels, peer_check
 from dataparallel.comm.carriers import carrier_for
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.kernel_tables import SUM_KERNELS
@@ -63,7 +63,7 @@ def test_the_context_counts_before_the_environment(slots: list, monkeypatch: pyt
         assert carrier_for("broadcast", devices, LARGE) == Along("star")
     monkeypatch.setenv(TRANSPORT_VARIABLE, "host")
     assert isinstance(carrier_for("broadcast", devices, LARGE), ThroughHost)
-    with comm.using(transport="nccl"), pytest.raises(ValueError, match=r"'nccl' was asked for.*CUDA"):
+    with comm.using(transport="cupy"), pytest.raises(ValueError, match=r"'cupy' was asked for.*CUDA"):
         comm.broadcast(torch.zeros(3, device=devices[0]), slots)
 
 
@@ -157,25 +157,6 @@ def test_one_that_does_not_stays(slots: list) -> None:
     state = torch.get_rng_state()
     assert carriers._compared("theirs", Faulty().spread, tuple(on_all(slots))) is None
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.not_isolated("distinct devices")
-@pytest.mark.devices("sim")
-@pytest.mark.slots(3)
-@pytest.mark.parametrize("name", ["nccl", "cupy"])
-def test_others_than_copies_are_compared_where_they_are_asked_for(
-    name: str, slots: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nccl, "why_not", lambda devices: None)
-    monkeypatch.setattr(cupy_kernels, "why_not", lambda: None)
-    theirs = Faulty("garbage")
-    monkeypatch.setitem(carriers._RIVALS, name, theirs.spread)
-    known = comm.topology.of(on_all(slots))
-    for asked in (None, "copy", "host"):
-        assert "only where it is asked for" in str(carriers.available(known, asked)[name])
-    assert theirs.used == 0
-    with pytest.warns(RuntimeWarning, match=f"'{name}' is not used"):
-        assert "other data" in str(carriers.available(known, name)[name])
 
 
 @pytest.mark.devices("sim", "cuda")

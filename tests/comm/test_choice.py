@@ -66,6 +66,7 @@ SIM_2 = machine(sim(0, 1), Link.PEER)
 SIM_8 = machine(sim(*range(8)), Link.PEER)
 SIM_PAIRS = machine(sim(0, 0, 1, 1), Link.PEER)
 MIXED = machine([CPU, *cuda(0, 1)], Link.NVLINK)
+CPU_AND_SIM = machine([CPU, *sim(0, 1)], Link.PEER)
 MIXED_ONE = machine([CPU, *sim(0)], Link.PEER)
 
 
@@ -103,7 +104,7 @@ TABLE = [
     (NVLINK_8, "broadcast", HUGE, FEW, PLAIN, "copy", "chain"),
     (NVLINK_8, "reduce_add", HUGE, FEW, ALL, "copy", "chain"),
     (NVLINK_2, "broadcast", HUGE, FEW, ALL, "copy", "star"),
-    (NVLINK_TWICE, "broadcast", HUGE, FEW, ALL, "copy", "chain"),
+    (NVLINK_TWICE, "broadcast", HUGE, FEW, ALL, "nccl", "star"),
     (ONE_BY_PCIE, "broadcast", HUGE, FEW, ALL, "copy", "chain"),
     (PCIE_4, "broadcast", HUGE, FEW, ALL, "copy", "chain"),
     # Peers that cannot reach each other: torch's copies find their way.
@@ -177,20 +178,69 @@ def test_a_transport_that_is_asked_for_is_used(transport: str) -> None:
 def test_nccl_adds_only_where_the_order_does_not_matter() -> None:
     settings = Settings("nccl", deterministic=False)
     assert decide("reduce_add", NVLINK_8, settings=settings, available=ALL).transport == "nccl"
-    with pytest.raises(ValueError, match="deterministic=False"):
-        decide("reduce_add", NVLINK_8, settings=Settings("nccl"), available=ALL)
+    in_order = decide("reduce_add", NVLINK_8, settings=Settings("nccl"), available=ALL)
+    assert in_order[:2] == ("copy", "chain")
+    assert "deterministic=False" in in_order.reason
 
 
 def test_nobody_adds_in_another_order_unasked() -> None:
     assert decide("reduce_add", NVLINK_8, HUGE, FEW, Settings(deterministic=False), ALL).transport == "copy"
 
 
-@pytest.mark.parametrize(("transport", "work"), [("cupy", "gather"), ("cupy", "scatter"), ("nccl", "scatter")])
-def test_work_that_a_transport_does_not_do_is_left_to_plain_copies(transport: str, work: str) -> None:
-    for where in (NVLINK_8, MIXED):
-        choice = decide(work, where, settings=Settings(transport), available=ALL)
-        assert choice[:2] == ("copy", "star")
-        assert repr(transport) in choice.reason
+ANY_ORDER = {"deterministic": False}
+ISOLATED = {"isolated": True, "deterministic": False}
+CPU_AND_ONE = machine([CPU, *cuda(0)], Link.NVLINK)
+TWO_KINDS = machine([*cuda(0, 1), *sim(0)], Link.NVLINK)
+
+# transport, work, machine, what else is asked for, words of the reason
+LEFT = [
+    *(("nccl", work, where, {}, "does no") for work in WORK[2:] for where in (NVLINK_8, MIXED, SIM_8, NO_PEERS)),
+    *(("cupy", work, where, {}, "does no") for work in WORK[2:] for where in (NVLINK_8, MIXED, SIM_8, NO_PEERS)),
+    *(("nccl", "reduce_add", where, {}, "an order of its own") for where in (NVLINK_8, NVLINK_TWICE, MIXED, SIM_8)),
+    *((name, work, MIXED, ANY_ORDER, "cpu is none") for name in ("nccl", "cupy") for work in WORK[:2]),
+    *((name, work, CPU_AND_ONE, ANY_ORDER, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),
+    *((name, work, MIXED_ONE, ANY_ORDER, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),
+    *((name, work, TWO_KINDS, ANY_ORDER, f"{OTHER}:0 is none") for name in ("nccl", "cupy") for work in WORK[:2]),
+    *((name, work, CPU_SLOTS, ISOLATED, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),
+    *(("nccl", work, ONE_TWICE, ISOLATED, "cuda:0 is listed more than once") for work in WORK[:2]),
+    *(("nccl", work, NVLINK_TWICE, ISOLATED, "cuda:1 is listed more than once") for work in WORK[:2]),
+    ("nccl", "reduce_add", NVLINK_TWICE, ANY_ORDER, "cuda:1 is listed more than once"),
+]
+
+
+@pytest.mark.parametrize("available", [ALL, PLAIN])
+@pytest.mark.parametrize(("transport", "work", "where", "also", "words"), LEFT)
+def test_what_a_transport_does_not_carry_goes_by_plain_copies(
+    transport: str, work: str, where: Topology, also: dict, words: str, available: dict
+) -> None:
+    choice = decide(work, where, settings=Settings(transport, **also), available=available)
+    assert choice[:2] == decide(work, where, settings=Settings("copy", **also), available=available)[:2]
+    assert f"{transport!r} was asked for and leaves this {work} to plain copies" in choice.reason
+    assert words in choice.reason
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_left_to_plain_copies_takes_the_route_that_is_asked_for(route: str) -> None:
+    assert decide("broadcast", MIXED, settings=Settings("nccl", route), available=ALL)[:2] == ("copy", route)
+
+
+def test_nccl_broadcasts_to_slots_that_share_a_device() -> None:
+    """A buffer goes to each device once."""
+    assert decide("broadcast", NVLINK_TWICE, settings=Settings("nccl"), available=ALL).transport == "nccl"
+
+
+@pytest.mark.parametrize("work", WORK[:2])
+def test_kernels_carry_between_isolated_slots_on_one_device(work: str) -> None:
+    settings = Settings("cupy", isolated=True)
+    for where in (ONE_TWICE, NVLINK_TWICE):
+        assert decide(work, where, settings=settings, available=ALL).transport == "cupy"
+
+
+@pytest.mark.parametrize("transport", ["nccl", "cupy"])
+def test_a_broken_pair_between_which_the_transport_carries_nothing_is_no_reason_to_refuse(transport: str) -> None:
+    with_cpu = machine([CPU, *cuda(0, 1, 2)], Link.NVLINK)
+    for work, where in (("gather", NVLINK_8), ("scatter", with_cpu), ("broadcast", with_cpu), ("reduce_add", with_cpu)):
+        assert decide(work, where, settings=Settings(transport), untrusted={BROKEN}).transport == "host"
 
 
 @pytest.mark.parametrize(
@@ -202,9 +252,8 @@ def test_work_that_a_transport_does_not_do_is_left_to_plain_copies(transport: st
         ("host", NVLINK_8, PLAIN | {"host": "no memory is left"}, ["no memory is left"]),
         ("nccl", SIM_8, ALL, ["CUDA", f"{OTHER}:0"]),
         ("cupy", SIM_8, ALL, ["CUDA", f"{OTHER}:0"]),
-        ("nccl", MIXED, ALL, ["CUDA", "cpu"]),
-        ("cupy", MIXED, ALL, ["CUDA", "cpu"]),
-        ("nccl", NVLINK_TWICE, ALL, ["distinct", "cuda:1 is listed more than once"]),
+        ("nccl", SIM_8, PLAIN, ["CUDA", f"{OTHER}:0"]),
+        ("cupy", CPU_AND_SIM, ALL, ["CUDA", f"{OTHER}:0 is none"]),
         ("cupy", NO_PEERS, ALL, ["peer access", "cuda:0 and cuda:1"]),
         ("cupy", ONE_WITHOUT, ALL, ["peer access", "cuda:1 and cuda:3"]),
     ],
@@ -256,7 +305,9 @@ def test_a_transport_that_needs_the_broken_pair_is_refused(transport: str) -> No
 # Whatever is asked, wherever
 
 DEVICES = st.sampled_from([cuda(0, 1, 2, 3), sim(0, 1, 2, 3), [CPU, *cuda(0, 1)], [CPU]])
-SETTINGS = st.builds(Settings, st.sampled_from([None, *TRANSPORTS]), st.sampled_from([None, *ROUTES]), st.booleans())
+SETTINGS = st.builds(
+    Settings, st.sampled_from([None, *TRANSPORTS]), st.sampled_from([None, *ROUTES]), st.booleans(), st.booleans()
+)
 AVAILABLE = st.fixed_dictionaries({name: st.sampled_from([None, "it is not here"]) for name in ("nccl", "cupy")})
 
 
@@ -279,9 +330,15 @@ def test_a_choice_can_always_be_carried_out(
         choice = choose(work, where, nbytes, count, settings, available | {"host": None}, untrusted)
     except ValueError:
         assert settings.transport in ("nccl", "cupy"), "only what is asked for is refused"
+        assert work in ("broadcast", "reduce_add")
+        assert len([device for device in where.devices if device.type != "cpu"]) > 1
+        kinds = {device.type for device in where.devices}
+        assert "cpu" not in kinds or "cuda" not in kinds, "what ends on the CPU goes by plain copies"
+        unreachable = settings.transport == "cupy" and Link.HOST in where.links.values()
+        assert "cuda" not in kinds or available[settings.transport] is not None or untrusted or unreachable
         return
     assert choice.reason
-    if len(where.distinct) < 2:
+    if len(where.distinct) < 2 and not (settings.isolated and len(where.devices) > 1):
         assert choice[:2] == ("copy", "star")
         return
     if untrusted:
@@ -290,8 +347,9 @@ def test_a_choice_can_always_be_carried_out(
         assert available[choice.transport] is None
         assert {device.type for device in where.devices} == {"cuda"}
     if choice.transport == "nccl":
-        assert len(set(where.devices)) == len(where.devices)
         assert work == "broadcast" or settings.transport == "nccl"
+        once = len(set(where.devices)) == len(where.devices)
+        assert once or (work == "broadcast" and not settings.isolated)
         assert work != "reduce_add" or not settings.deterministic
     if choice.transport == "cupy":
         assert Link.HOST not in where.links.values()

@@ -40,6 +40,18 @@ def test_broadcast_into_out(root: torch.device) -> None:
     assert all(torch.equal(target.to(root), tensor) for target in out)
 
 
+@pytest.mark.parametrize("route", ["star", "tree", "chain"])
+@pytest.mark.slots(4)
+def test_out_of_other_dtypes_is_converted_once(route: str, slots: list, root: torch.device) -> None:
+    """What one of them has rounded is not passed on to the next."""
+    tensor = torch.randn(5, device=root)
+    dtypes = [torch.float16, torch.float32, torch.float64]
+    out = [torch.zeros(5, dtype=dtype, device=slot) for dtype, slot in zip(dtypes, slots[1:], strict=True)]
+    with comm.using(route=route):
+        comm.broadcast(tensor, out=out)
+    assert all(torch.equal(target.to(root), tensor.to(target.dtype)) for target in out)
+
+
 def test_broadcasting_nothing_gives_every_slot_nothing(slots: list) -> None:
     assert comm.broadcast_coalesced([], slots) == [[] for _ in slots]
 

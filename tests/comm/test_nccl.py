@@ -1,45 +1,16 @@
 """What the transport asks NCCL for. Buffers are on the CPU here; on GPUs it has not been run."""
 
 import threading
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dataparallel.comm import copies, nccl
 from dataparallel.comm.nccl import Nccl, why_not
+from dataparallel.comm.routes import STAR
+from nccl_stand_in import AS_NUMBERS, Library
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-
-class Library:
-    """In the place of ``torch.cuda.nccl``; notes calls, and whether two threads are inside at the same time."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int, int]] = []
-        self.inside = 0
-        self.crowded = False
-
-    def __enter__(self) -> None:
-        self.inside += 1
-        self.crowded |= self.inside > 1
-        threading.Event().wait(0.001)  # others would come in now
-
-    def __exit__(self, *_: object) -> None:
-        self.inside -= 1
-
-    def broadcast(self, inputs: list[Tensor], root: int) -> None:
-        with self:
-            self.calls.append(("broadcast", len(inputs), root))
-            for target in inputs:
-                target.copy_(inputs[root])
-
-    def reduce(self, inputs: list[Tensor], output: Tensor, root: int) -> None:
-        with self:
-            self.calls.append(("reduce", len(inputs), root))
-            assert output.device == inputs[root].device
-            output.copy_(sum(tensor.to(output.device) for tensor in inputs))
 
 
 @pytest.fixture
@@ -73,6 +44,46 @@ def test_sums_are_its_own_only_where_their_order_does_not_matter(sums: bool, slo
     assert library.calls == ([("reduce", 3, 0)] if sums else [])
 
 
+DTYPES = [getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+ON_TENSORS = [dtype for dtype in {*DTYPES} if not str(dtype).startswith(("torch.q", "torch.bits"))]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf|BComplex32")
+@pytest.mark.parametrize("dtype", sorted(ON_TENSORS, key=str), ids=str)
+@pytest.mark.devices("cpu")
+def test_bytes_of_every_dtype_arrive(dtype: torch.dtype, library: Library) -> None:
+    data = torch.arange(3 * dtype.itemsize, dtype=torch.uint8)
+    buffers = [torch.zeros_like(data).view(dtype) for _ in range(2)]
+    Nccl(sums=False).spread(data.view(dtype), buffers)
+    assert all(torch.equal(buffer.view(torch.uint8), data) for buffer in buffers)
+    assert library.calls == [("broadcast", 3, 0)]
+
+
+SUMS = [
+    *AS_NUMBERS,
+    *(torch.int16, torch.bool),
+    *(torch.complex64, torch.complex128),
+]
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("dtype", sorted(SUMS, key=str), ids=str)
+def test_what_nccl_cannot_add_plain_copies_add(dtype: torch.dtype, library: Library) -> None:
+    flats = [torch.tensor([1, 0, 3]).to(dtype), torch.tensor([1, 0, 4]).to(dtype)]
+    total = Nccl(sums=True).add_up([flat.clone() for flat in flats], torch.device("cpu"))
+    assert total.dtype == dtype
+    assert torch.equal(total, STAR.add_up(flats, torch.device("cpu")))
+    assert library.calls == ([("reduce", 2, 0)] if dtype in AS_NUMBERS else [])
+
+
+def test_what_is_written_has_changed_for_autograd(library: Library) -> None:
+    target, weight = torch.zeros(3), torch.ones(3, requires_grad=True)
+    loss = (weight * target).sum()
+    Nccl(sums=False).spread(torch.ones(3), [target])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_nothing_to_send_is_no_call(library: Library) -> None:
     Nccl(sums=False).spread(torch.zeros(3), [])
     assert library.calls == []
@@ -93,11 +104,8 @@ def test_one_thread_launches_at_a_time(library: Library) -> None:
     assert not library.crowded
 
 
-def test_what_it_cannot_serve() -> None:
-    def cuda(*indices: int) -> list[Any]:
-        return [torch.device("cuda", index) for index in indices]
-
-    assert "not cpu" in str(why_not([*cuda(0), torch.device("cpu")]))
-    assert "each device once" in str(why_not(cuda(0, 1, 0)))
-    expected = None if hasattr(torch._C, "_nccl_broadcast") else "this build of torch has no NCCL"
-    assert why_not(cuda(0, 1)) == expected
+def test_without_nccl_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_nccl_broadcast", print, raising=False)
+    assert why_not() is None
+    monkeypatch.delattr(torch._C, "_nccl_broadcast")
+    assert why_not() == "this build of torch has no NCCL"

@@ -4,7 +4,7 @@ The real kernels run on the memory of CPU and simulated devices, compiled for th
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -12,90 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import kernel_runner
-from dataparallel import comm
-from dataparallel.comm import carriers, copies, cupy_kernels, one_launch
-from dataparallel.comm.kernel_tables import Kernel, pack
+from dataparallel.comm import carriers, copies, one_launch
+from dataparallel.comm.one_launch import Kernels
+from dataparallel.comm.routes import STAR
+from kernel_launches import Launches, assert_alike, made
 
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(3)]
 
 CPU = torch.device("cpu")
-
-
-class Launches:
-    """In the place of ``cupy_kernels``: notes each launch, and has ``launch`` do it."""
-
-    def __init__(self, launch: Callable) -> None:
-        self._launch = launch
-        self.noted: list[tuple[str, list[list[int]], list[int]]] = []
-
-    def launch(
-        self,
-        kernel: Kernel,
-        pointers: Sequence[Sequence[int]],
-        counts: Sequence[int],
-        device: torch.device,
-        others: Iterable[torch.device],
-    ) -> None:
-        self.noted.append((kernel.name, [[*row] for row in pointers], [*counts]))
-        self._launch(kernel, pointers, counts, device, others)
-
-    def kinds(self) -> Counter:
-        return Counter("sum" if name.startswith("sum") else name for name, *_ in self.noted)
-
-    def tensors(self) -> int:
-        return sum(len(counts) for *_, counts in self.noted)
-
-
-@pytest.fixture(scope="module")
-def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable:
-    if request.config.getoption("--devices") == "cuda":
-        if (why_not := cupy_kernels.why_not()) is not None:
-            pytest.skip(why_not)
-        return cupy_kernels.launch
-    compiled = kernel_runner.Kernels(tmp_path_factory.mktemp("kernels"))
-
-    def run(kernel: Kernel, pointers: Sequence, counts: Sequence[int], device: object, others: object) -> None:
-        compiled.run(pack(kernel, pointers, counts, max_blocks=7), threads=32)
-
-    return run
-
-
-@pytest.fixture
-def launches(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    replaced = Launches(launch)
-    monkeypatch.setattr(one_launch, "cupy_kernels", replaced)
-    return replaced
-
-
-def made(device: torch.device | str) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(4, 3, generator=generator) for _ in range(4)]
-    tensors += [torch.randn(5, 4, generator=generator).t()]
-    tensors += [torch.arange(7), torch.eye(3).to_sparse(), torch.randn(9, generator=generator).to(torch.bfloat16)]
-    tensors += [torch.randn(4, 3, generator=generator), torch.empty(0, 3), torch.tensor(3.0)]
-    tensors += [torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last)]
-    with_holes_and_repeats = [
-        torch.arange(10.0).to(device)[::2],
-        torch.randn(1, generator=generator).to(device).expand(6),
-    ]
-    return [tensor.to(device) for tensor in tensors] + with_holes_and_repeats
-
-
-def steps(tensor: Tensor) -> list[int]:
-    """The strides that mean something."""
-    if tensor.numel() == 0:
-        return []
-    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
-
-
-def assert_alike(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for mine, theirs in zip(results, expected, strict=True):
-        assert (mine.device, mine.dtype, mine.shape) == (theirs.device, theirs.dtype, theirs.shape)
-        assert mine.layout == theirs.layout
-        if mine.layout is torch.strided:
-            assert steps(mine) == steps(theirs)
-        assert torch.equal(mine.to_dense().cpu(), theirs.to_dense().cpu())
 
 
 def pointers(tensors: Iterable[Tensor]) -> list[int]:
@@ -168,13 +92,62 @@ def test_what_stays_where_it_is_is_no_launch(launches: Launches, root: torch.dev
     assert launches.noted == []
 
 
-@pytest.mark.devices("sim")
-def test_comm_uses_it_where_it_is_asked_for(launches: Launches, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carriers, "cupy_kernels", launches)
-    monkeypatch.setattr(comm, "carrier_for", lambda work, devices, tensors: carriers.KERNELS)
-    comm.broadcast_coalesced(made(slots[0]), slots)
-    comm.reduce_add_coalesced([made(slot) for slot in slots])
-    assert launches.kinds() == {"copy_many": 3, "sum": 3}
+def test_as_a_carrier_it_does_what_the_others_do(launches: Launches, slots: list, root: torch.device) -> None:
+    """Also where tensors are in flat buffers already."""
+    flats = [torch.arange(9.0).to(slot) for slot in slots]
+    buffers = [torch.zeros(9, device=slot) for slot in slots[1:]]
+    Kernels().spread(flats[0], buffers)
+    assert all(torch.equal(buffer.cpu(), torch.arange(9.0)) for buffer in buffers)
+    assert torch.equal(Kernels().add_up(iter(flats), root).cpu(), torch.arange(9.0) * len(slots))
+    assert launches.kinds() == {"copy_many": 1, "sum": 1}
+
+
+def test_what_is_written_has_changed_for_autograd(launches: Launches, slots: list) -> None:
+    """The writes of a kernel, which autograd does not see, are told it."""
+    targets = [torch.zeros(3, device=slot) for slot in slots]
+    weight = torch.ones(3, device=slots[-1], requires_grad=True)
+    loss = (weight * targets[-1]).sum()
+    one_launch.broadcast_into(targets, torch.ones(3, device=slots[0]))
+    assert launches.kinds() == {"copy_many": 1}
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def overlapping(tensor: Tensor) -> list[Tensor]:
+    memory = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return [memory[:-1].view(tensor.shape), memory[1:].view(tensor.shape)]
+
+
+# What `broadcast_into` is given, and how many of its targets kernels write.
+INTO: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], list[Tensor]], int]] = {
+    "contiguous": (lambda: torch.randn(4, 3), lambda t: [torch.zeros(4, 3), torch.zeros(4, 3)], 2),
+    "one of other strides": (lambda: torch.randn(4, 3), lambda t: [torch.zeros(4, 3), torch.zeros(3, 4).t()], 1),
+    "transposed": (lambda: torch.randn(3, 4).t(), lambda t: [torch.zeros(3, 4).t(), torch.zeros(4, 3)], 1),
+    "one of another dtype": (lambda: torch.randn(5), lambda t: [torch.zeros(5, dtype=torch.half), torch.zeros(5)], 1),
+    "holes": (lambda: torch.randn(8)[::2], lambda t: [torch.zeros(8)[::2], torch.zeros(4)], 0),
+    "repeated": (lambda: torch.randn(1).expand(4), lambda t: [torch.zeros(4)], 0),
+    "conjugate": (lambda: torch.ones(3, dtype=torch.cfloat).mul(1j).conj(), lambda t: [torch.zeros_like(t)], 0),
+    "sparse": (lambda: torch.eye(3).to_sparse(), lambda t: [torch.zeros(3, 3).to_sparse()], 0),
+    "itself": (lambda: torch.randn(4), lambda t: [t, torch.zeros(4)], 0),
+    "twice the same": (lambda: torch.randn(4), lambda t: [torch.zeros(4)] * 2, 0),
+    "overlapping": (lambda: torch.randn(4), overlapping, 0),
+    "misaligned": (lambda: misaligned(4), lambda t: [torch.zeros(4), misaligned(4).zero_()], 2),
+    "bytes of any dtype": (lambda: torch.tensor([True, False]), lambda t: [torch.zeros(2, dtype=torch.bool)], 1),
+    "empty": (lambda: torch.empty(0, 3), lambda t: [torch.empty(0, 3)], 1),
+    "nowhere": (lambda: torch.randn(3), lambda t: [], 0),
+}
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("name", INTO)
+def test_kernels_write_into_what_lies_alike_and_plain_copies_into_the_rest(name: str, launches: Launches) -> None:
+    make, room, count = INTO[name]
+    tensor = make()
+    out, expected = room(tensor), room(tensor)
+    one_launch.broadcast_into(out, tensor)
+    assert sum(len(rows) - 1 for _, rows, _ in launches.noted) == count
+    copies.broadcast_into(expected, tensor, STAR)
+    assert_alike(out, expected)
 
 
 def test_the_transport_is_tried_by_the_same_launch(
@@ -182,7 +155,7 @@ def test_the_transport_is_tried_by_the_same_launch(
 ) -> None:
     launches = Launches(launch)
     monkeypatch.setattr(carriers, "cupy_kernels", launches)
-    assert carriers._first_comparison(carriers._spread_by_kernels, tuple(map(torch.device, slots))) is None
+    assert carriers._first_comparison(carriers._RIVALS["cupy"], tuple(map(torch.device, slots))) is None
     ((name, rows, counts),) = launches.noted
     assert (name, [len(row) for row in rows]) == ("copy_many", [1] * len(slots))
     assert counts == [carriers._COMPARED]

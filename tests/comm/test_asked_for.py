@@ -1,0 +1,215 @@
+"""A transport that was asked for carries what it can, and the rest goes by plain copies, so that a whole step works.
+
+What carries a call is asked of CUDA devices of which only the names are there. For whole steps simulated devices are
+taken for CUDA's, with NCCL played by plain copies, and the kernels compiled for the CPU.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel import DataParallel, comm
+from dataparallel.comm import carriers, cupy_kernels, nccl, peer_check, topology
+from dataparallel.comm.carriers import carrier_for
+from dataparallel.comm.one_launch import Kernels
+from dataparallel.comm.routes import STAR, Along
+from dataparallel.comm.settings import TRANSPORT_VARIABLE
+from dataparallel.comm.topology import Link, Topology
+from dataparallel.testing import isolated_slots
+from kernel_launches import Launches
+from nccl_stand_in import Library
+
+LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
+CPU = torch.device("cpu")
+NAMES = {"nccl": nccl.Nccl, "cupy": Kernels}
+
+
+def pure(test: object) -> object:
+    """They know no slots: once is enough."""
+    return pytest.mark.devices("cpu")(pytest.mark.not_isolated("no slots")(test))
+
+
+@pytest.fixture(autouse=True)
+def forgetful() -> Iterator[None]:
+    """Nothing that one of these tests finds out is known to other tests."""
+    carriers._forget()
+    yield
+    carriers._forget()
+
+
+def linked(devices: Sequence[torch.device]) -> Topology:
+    """All by NVLink, but for the CPU."""
+    links = {}
+    for i, j in itertools.permutations(range(len(devices)), 2):
+        kinds = {devices[i].type, devices[j].type}
+        links[i, j] = Link.SAME if devices[i] == devices[j] else Link.HOST if len(kinds) > 1 else Link.NVLINK
+    return Topology(tuple(devices), links)
+
+
+class Machine:
+    """Eight CUDA devices linked by NVLink, where NCCL and CuPy are installed; none is touched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.devices = [torch.device("cuda", index) for index in range(8)]
+        self.problem: str | None = None
+        self.compared: list[tuple[torch.device, ...]] = []
+        self.asked: list[str] = []
+        monkeypatch.setenv(peer_check.VARIABLE, "0")
+        monkeypatch.setattr(topology, "of", linked)
+        monkeypatch.setattr(carriers, "_first_comparison", self.compare)
+        monkeypatch.setattr(nccl, "why_not", lambda: self.asked.append("nccl"))
+        monkeypatch.setattr(cupy_kernels, "why_not", lambda: self.asked.append("cupy"))
+        monkeypatch.setattr(cupy_kernels, "why_not_installed", lambda: self.asked.append("cupy's files"))
+
+    def compare(self, spread: object, devices: tuple[torch.device, ...]) -> str | None:
+        self.compared.append(devices)
+        return self.problem
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pure
+@pytest.mark.parametrize("name", NAMES)
+def test_a_transport_that_is_asked_for_is_compared_once_where_it_carries(name: str, machine: Machine) -> None:
+    with comm.using(transport=name, deterministic=False):
+        for tensors in (LARGE, SMALL):
+            assert isinstance(carrier_for("broadcast", machine.devices, tensors), NAMES[name])
+            assert isinstance(carrier_for("reduce_add", machine.devices, tensors), NAMES[name])
+    assert machine.compared == [tuple(machine.devices)]
+    assert machine.asked == [name]
+
+
+@pure
+@pytest.mark.parametrize("name", NAMES)
+def test_where_it_carries_nothing_it_is_not_tried(name: str, machine: Machine) -> None:
+    with_cpu = [CPU, *machine.devices]
+    with comm.using(transport=name):
+        assert carrier_for("gather", machine.devices, LARGE) == STAR
+        assert carrier_for("gather", with_cpu, LARGE) == STAR
+        assert carrier_for("scatter", with_cpu, LARGE) == STAR
+        assert carrier_for("reduce_add", with_cpu, LARGE) == STAR
+        assert carrier_for("broadcast", with_cpu, LARGE) == STAR
+        assert carrier_for("broadcast", with_cpu[:2], LARGE) == STAR
+    assert machine.compared == []
+
+
+@pure
+def test_sums_in_slot_order_are_made_by_plain_copies(machine: Machine) -> None:
+    with comm.using(transport="nccl"):
+        assert carrier_for("reduce_add", machine.devices, LARGE) == Along("chain")
+        assert carrier_for("reduce_add", machine.devices, SMALL) == STAR
+        assert not isinstance(carrier_for("broadcast", machine.devices, SMALL), Along)
+
+
+@pure
+@pytest.mark.parametrize("name", NAMES)
+def test_one_that_brings_other_data_is_refused(name: str, machine: Machine) -> None:
+    machine.problem = "it brought other data to cuda:1 than plain copies do"
+    with comm.using(transport=name):
+        with (
+            pytest.warns(RuntimeWarning, match=f"'{name}' is not used"),
+            pytest.raises(ValueError, match=f"'{name}' was asked for .* other data to cuda:1"),
+        ):
+            carrier_for("broadcast", machine.devices, LARGE)
+        assert carrier_for("gather", machine.devices, LARGE) == STAR
+    assert len(machine.compared) == 1
+
+
+@pure
+@pytest.mark.parametrize("asked", [{}, {"transport": "copy"}, {"transport": "host"}, {"route": "chain"}])
+def test_of_one_that_nobody_has_asked_for_nothing_is_asked(asked: dict, machine: Machine) -> None:
+    with comm.using(**asked):
+        for work in ("broadcast", "reduce_add", "gather", "scatter"):
+            carrier_for(work, machine.devices, LARGE)
+            comm.choose_transport(machine.devices, work=work)
+    assert (machine.asked, machine.compared) == ([], [])
+
+
+@pure
+@pytest.mark.parametrize(("name", "asked"), [("nccl", "nccl"), ("cupy", "cupy's files")])
+def test_what_would_carry_a_call_is_said_without_a_try(name: str, asked: str, machine: Machine) -> None:
+    with comm.using(transport=name):
+        assert comm.choose_transport(machine.devices).transport == name
+        assert comm.choose_transport(machine.devices, work="gather").transport == "copy"
+    assert (machine.asked, machine.compared) == ([asked], [])
+
+
+@pytest.fixture
+def taken_for_cuda(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Simulated devices are CUDA's for the choice, and NCCL and CuPy are installed."""
+
+    def of(devices: Sequence[torch.device]) -> Topology:
+        return linked([torch.device("cuda", device.index) if device.type != "cpu" else device for device in devices])
+
+    library = Library()
+    monkeypatch.setenv(peer_check.VARIABLE, "0")
+    monkeypatch.setattr(topology, "of", of)
+    monkeypatch.setattr(carriers, "_first_comparison", lambda spread, devices: None)
+    monkeypatch.setattr(nccl, "why_not", lambda: None)
+    monkeypatch.setattr(nccl, "nccl", library)
+    monkeypatch.setattr(cupy_kernels, "why_not", lambda: None)
+    return library
+
+
+def step(model: nn.Module, net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    net.zero_grad()
+    y = model(x)
+    y.abs().square().sum().backward()
+    return [y.detach().cpu(), *(parameter.grad.cpu() for parameter in net.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.not_isolated("distinct devices")
+@pytest.mark.devices("sim")
+@pytest.mark.slots(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_environment_alone_trains(
+    name: str,
+    deterministic: bool,
+    dtype: torch.dtype,
+    slots: list,
+    taken_for_cuda: Library,
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a batch on the CPU to outputs gathered there."""
+    if len({*slots}) < len(slots):
+        pytest.skip("slots share devices")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(slots[0], dtype)
+    net.register_buffer("counts", torch.arange(5, dtype=torch.int16, device=slots[0]))
+    x = torch.randn(6, 4, dtype=dtype)
+    model = DataParallel(net, slots, output_device=-1)
+    expected = step(model, net, x)
+    monkeypatch.setenv(TRANSPORT_VARIABLE, name)
+    with comm.using(deterministic=deterministic):
+        found = step(model, net, x)
+    assert all(map(torch.equal, found, expected))
+    kinds = {kind for kind, *_ in taken_for_cuda.calls} | {*launches.kinds()}
+    sums = {"reduce"} if not deterministic and dtype is torch.float32 else set()
+    assert kinds == ({"copy_many", "sum"} if name == "cupy" else {"broadcast", *sums})
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("arrangement", ["duplicates", "isolated"])
+@pytest.mark.parametrize("name", NAMES)
+def test_slots_on_one_device_train_too(
+    name: str, arrangement: str, slots: list, taken_for_cuda: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 3).to(slots[0]), torch.randn(6, 4)
+    places = [slots[0], slots[0], slots[-1]]
+    monkeypatch.setenv(TRANSPORT_VARIABLE, name)
+    with isolated_slots() if arrangement == "isolated" else nullcontext(), comm.using(deterministic=False):
+        found = step(DataParallel(net, places), net, x)
+    monkeypatch.delenv(TRANSPORT_VARIABLE)
+    assert all(map(torch.equal, found, step(DataParallel(net, places), net, x)))

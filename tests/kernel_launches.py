@@ -1,0 +1,69 @@
+"""What tests of the cupy transport share: launches that are noted, tensors of many kinds, and how results compare."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dataparallel.comm.kernel_tables import Kernel
+
+
+class Launches:
+    """In the place of ``cupy_kernels``: notes each launch, and has ``launch`` do it."""
+
+    def __init__(self, launch: Callable) -> None:
+        self._launch = launch
+        self.noted: list[tuple[str, list[list[int]], list[int]]] = []
+
+    def launch(
+        self,
+        kernel: Kernel,
+        pointers: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        device: torch.device,
+        others: Iterable[torch.device],
+    ) -> None:
+        self.noted.append((kernel.name, [[*row] for row in pointers], [*counts]))
+        self._launch(kernel, pointers, counts, device, others)
+
+    def why_not(self) -> str | None:
+        return None
+
+    def kinds(self) -> Counter:
+        return Counter("sum" if name.startswith("sum") else name for name, *_ in self.noted)
+
+    def tensors(self) -> int:
+        return sum(len(counts) for *_, counts in self.noted)
+
+
+def made(device: torch.device | str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(4, 3, generator=generator) for _ in range(4)]
+    tensors += [torch.randn(5, 4, generator=generator).t()]
+    tensors += [torch.arange(7), torch.eye(3).to_sparse(), torch.randn(9, generator=generator).to(torch.bfloat16)]
+    tensors += [torch.randn(4, 3, generator=generator), torch.empty(0, 3), torch.tensor(3.0)]
+    tensors += [torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last)]
+    with_holes_and_repeats = [
+        torch.arange(10.0).to(device)[::2],
+        torch.randn(1, generator=generator).to(device).expand(6),
+    ]
+    return [tensor.to(device) for tensor in tensors] + with_holes_and_repeats
+
+
+def steps(tensor: Tensor) -> list[int]:
+    """The strides that mean something."""
+    if tensor.numel() == 0:
+        return []
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
+
+
+def assert_alike(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for mine, theirs in zip(results, expected, strict=True):
+        assert (mine.device, mine.dtype, mine.shape) == (theirs.device, theirs.dtype, theirs.shape)
+        assert mine.layout == theirs.layout
+        if mine.layout is torch.strided:
+            assert steps(mine) == steps(theirs)
+        assert torch.equal(mine.to_dense().cpu(), theirs.to_dense().cpu())
