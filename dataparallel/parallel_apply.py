@@ -61,6 +61,9 @@ def parallel_apply(
         RuntimeError: a functorch transform, a CUDA graph capture or a jit trace is running around the call.
         Exception: the first error of a replica in slot order, the object that was raised, with a note that names the
             replica and its device. Every other replica has ended by then.
+        KeyboardInterrupt: Ctrl-C. Nothing more is started, and it is raised when the replicas that run have ended; a
+            replica in the calling thread ends where it is. A second one is raised at once and leaves replicas of other
+            threads to themselves. Replicas that wait for one that has not started need the second.
     """
     return run_replicas(modules, inputs, kwargs_tup, devices, workers, serial, None)
 

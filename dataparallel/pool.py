@@ -1,9 +1,9 @@
 """Threads that are kept between calls, each for one home.
 
-They belong to the process: who has a job takes an idle thread, and where there is none a new one is made, so that no
-job waits for another. A *home* is what libraries keep handles for in each thread that uses it, such as a device: cuBLAS
-and cuDNN keep memory for each pair of thread and device until the thread ends. So a thread is only ever taken for the
-home that it was made for. There are as many threads as jobs have run at a time, summed over all homes.
+They belong to the process: a job takes an idle thread, and where there is none a new one is made, so that no job waits
+for another. A *home* is the device that a job is for, or any other key: cuBLAS and cuDNN keep handles and memory for
+each pair of thread and device until the thread ends. So a job gets a thread that was made for its home, never an idle
+one of another home as long as the system has threads. Each home has as many threads as its jobs have needed at a time.
 
 What a job is, and when it is over, is the business of ``workers``: a job says itself when its thread is idle again.
 """
