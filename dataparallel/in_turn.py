@@ -1,8 +1,9 @@
 """Tasks of one call, one after the other in the calling thread.
 
 Where one replica runs at a time, a thread of its own brings it nothing and costs something: the hand-over, and a second
-set of intra-op threads beside the caller's, which slow each other down even after the call. What a task means, and
-when tasks run so, is ``parallel_apply``'s business.
+set of intra-op threads beside the caller's, which slow each other down even after the call. The calling thread meets
+every device so, with the handles that libraries keep for each pair of both. What a task means, and when tasks run so,
+is ``parallel_apply``'s business.
 
 Tasks that wait for each other by means of their own would hang in this order. So with ``patience`` a thread of the
 process looks at such calls now and then, and hands tasks that have not started over to ``workers``.
@@ -15,10 +16,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from dataparallel import workers
+from dataparallel import pool, workers
 from dataparallel.workers import Gang, Outcome, Skipped
 
 __all__ = ["InTurn"]
@@ -33,12 +34,13 @@ class InTurn:
         tasks: one callable without arguments for each slot, for the calling thread.
         elsewhere: the same for threads of workers, for all of them at once; needed with ``patience``.
         patience: seconds without a task ending after which workers run those that have not started; ``None``: never.
+        homes: of the tasks elsewhere, as in `Gang`.
 
     Attributes:
         stalled: whether the patience ran out.
 
-    Who takes a slot from ``_waiting`` runs it. Who takes the token from ``_may_hand_over`` says whether a gang takes
-    over: the looking thread, or the calling one at the end. Taking is one step, which succeeds for one of them.
+    Who takes a slot from ``_waiting`` runs it: the calling thread one after the other, or the looking thread all that
+    are left, for a gang. It makes that with ``_lock`` held, so that the calling thread can wait for it.
     """
 
     def __init__(
@@ -46,34 +48,37 @@ class InTurn:
         tasks: Sequence[Callable[[], Any]],
         elsewhere: Sequence[Callable[[], Any]] = (),
         patience: float | None = None,
+        homes: Sequence[Hashable] | None = None,
     ) -> None:
         self._tasks, self._elsewhere, self._patience = list(tasks), list(elsewhere), patience
+        self._homes: Sequence[Hashable] = [None] * len(self._tasks) if homes is None else homes
         self.stalled = False
+        self._outer = workers.gang_around()
         self._outcomes = [Outcome() for _ in self._tasks]
         self._waiting = deque(range(len(self._tasks)))
-        self._may_hand_over = deque([True])
-        self._is_closed = patience is None  # from here on nothing is handed over
-        self._rest: tuple[list[int], Gang] | None = None
-        self._looks, self._seen = 0, len(self._waiting)  # of the looking thread
+        self._lock = threading.Lock()
+        self._rest: tuple[list[int], Gang] | None = None  # what has been
+        self._looks, self._seen = 0, -1  # of the looking thread, which has seen nothing yet
 
     def run(self) -> list[Outcome]:
         """Runs the tasks and returns when none is running any more.
 
         Once a task has failed, those that have not started are skipped. ``KeyboardInterrupt`` is the outcome of the
-        task in which it comes; tasks that workers run then end after the operator that they are in.
+        task in which it comes; what workers run is waited for then, until a second one is raised at once.
         """
-        workers.note_use()
+        pool.note_use()
         try:
-            if not self._is_closed:
+            if self._patience is not None:
                 _watch.add(self)
             self._run_here()
-            self._collect(cancel=False)
+            self._collect()
             return self._outcomes
         except BaseException:
-            # An error refers to frames, and one of them to the outcomes: nobody else will break the circle.
             for outcome in self._outcomes:
-                outcome.value = outcome.error = None
-            self._collect(cancel=True)
+                outcome.forget()
+            rest = self._close()
+            for outcome in [] if rest is None else rest[1].cancel():
+                outcome.forget()
             raise
         finally:
             self._outcomes, self._tasks, self._elsewhere = [], [], []
@@ -81,6 +86,9 @@ class InTurn:
     def _run_here(self) -> None:
         for slot in self._taken():
             outcome, task = self._outcomes[slot], self._tasks[slot]
+            if self._outer is not None and self._outer.is_stopped:
+                outcome.error = Skipped()
+                continue
             try:
                 outcome.value = task()
             except BaseException as error:
@@ -88,7 +96,6 @@ class InTurn:
                 outcome.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
                 for skipped in self._taken():
                     self._outcomes[skipped].error = Skipped()
-                self._collect(cancel=not isinstance(error, Exception))
 
     def _taken(self) -> Iterator[int]:
         """Slots that have not started, each for the thread that gets it."""
@@ -98,18 +105,22 @@ class InTurn:
             except IndexError:
                 return
 
-    def _collect(self, cancel: bool) -> None:
-        """Waits for what has been handed over; afterwards nothing is."""
-        if self._is_closed:
+    def _collect(self) -> None:
+        """Waits for what has been handed over."""
+        rest = self._close()
+        if rest is None:
             return
-        if not _take(self._may_hand_over):
-            while self._rest is None:  # it is being made
-                time.sleep(0.001)
-            slots, gang = self._rest
-            # One that has been interrupted while it was waited for has no outcomes any more.
-            for slot, outcome in zip(slots, gang.cancel() if cancel else gang.finish(), strict=False):
-                self._outcomes[slot] = outcome
-        self._is_closed = True
+        slots, gang = rest
+        interrupted = any(isinstance(outcome.error, KeyboardInterrupt) for outcome in self._outcomes)
+        for slot, outcome in zip(slots, gang.cancel() if interrupted else gang.finish(), strict=True):
+            self._outcomes[slot] = outcome
+
+    def _close(self) -> tuple[list[int], Gang] | None:
+        """What has been handed over; from here on nothing is."""
+        if self._patience is not None:
+            with self._lock:
+                self._waiting.clear()
+        return self._rest
 
     def look(self) -> None:
         """Called by the looking thread every `dataparallel.workers.LOOK_UP` seconds."""
@@ -118,29 +129,23 @@ class InTurn:
         self._looks = self._looks + 1 if waiting and waiting == self._seen else 0
         self._seen = waiting
         if self._patience is not None and self._looks * workers.LOOK_UP >= self._patience:
-            self._hand_over()
+            with self._lock:
+                self._hand_over()
 
     def _hand_over(self) -> None:
-        tasks = self._elsewhere
-        if not tasks or not _take(self._may_hand_over):
-            return
+        outcomes, tasks = self._outcomes, self._elsewhere
         slots = [*self._taken()]
+        if not slots or not outcomes:  # the call is over, perhaps by a second Ctrl-C
+            return
         try:
-            gang = Gang([tasks[slot] for slot in slots], max(1, len(slots)))
+            homes = [self._homes[slot] for slot in slots]
+            gang = Gang([tasks[slot] for slot in slots], len(slots), homes=homes, outer=self._outer)
             gang.begin()
-            self.stalled = bool(slots)
         except BaseException as error:  # no more threads, for example: whoever waits has to hear of it
             for slot in slots:
-                self._outcomes[slot].error = error
-            slots, gang = [], Gang([], 1)
-        self._rest = slots, gang
-
-
-def _take(token: deque[bool]) -> bool:
-    try:
-        return token.pop()
-    except IndexError:
-        return False
+                outcomes[slot].error = error
+        else:
+            self._rest, self.stalled = (slots, gang), True
 
 
 class _Watch:
@@ -150,13 +155,17 @@ class _Watch:
         self._calls: set[weakref.ref[InTurn]] = set()
         self._wake = threading.Event()
         self._is_asleep = True
-        self._not_started = deque([True])
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def add(self, call: InTurn) -> None:
         self._calls.add(weakref.ref(call, self._calls.discard))
         if self._is_asleep:  # read after the call is there to be seen
-            if _take(self._not_started):
-                threading.Thread(target=self._look, name="dataparallel-watch", daemon=True).start()
+            with self._lock:
+                if self._thread is None:
+                    thread = threading.Thread(target=self._look, name="dataparallel-watch", daemon=True)
+                    thread.start()
+                    self._thread = thread
             self._wake.set()
 
     def _look(self) -> None:

@@ -23,7 +23,7 @@ from dataparallel.permits import PermitChooser, Trial, size_of
 from dataparallel.ranges import in_range, is_recording
 from dataparallel.scatter_gather import tensors_in
 from dataparallel.thread_state import CallerState
-from dataparallel.workers import Gang, Interrupted, Outcome, Skipped
+from dataparallel.workers import Gang, Outcome, Skipped
 
 __all__ = ["SERIAL_VARIABLE", "parallel_apply", "run_replicas"]
 
@@ -62,6 +62,9 @@ def parallel_apply(
         RuntimeError: a functorch transform, a CUDA graph capture or a jit trace is running around the call.
         Exception: the first error of a replica in slot order, the object that was raised, with a note that names the
             replica and its device. Every other replica has ended by then.
+        KeyboardInterrupt: Ctrl-C. Nothing more is started, and it is raised when the replicas that run have ended; a
+            replica in the calling thread ends where it is. A second one is raised at once and leaves replicas of other
+            threads to themselves. Replicas that wait for one that has not started need the second.
     """
     return run_replicas(modules, inputs, kwargs_tup, devices, workers, serial, None)
 
@@ -130,13 +133,13 @@ def _outcomes(
     elsewhere = _tasks(state.run_in_worker, calls)
     if chooser is None or workers is not None:
         with state.intra_op_threads_divided(permits):
-            return Gang(elsewhere, permits, turns).run()
+            return Gang(elsewhere, permits, turns, homes=slots).run()
     trial = chooser.begin(_kind_of_call(modules[0], slots), size_of(arguments[0], keywords[0]), permits)
     # Workers that take over must be free to run all at once, also beside the replica that waits.
     if trial.permits == 1 and permits == len(slots):
-        run: InTurn | Gang = InTurn(here, elsewhere, trial.patience)
+        run: InTurn | Gang = InTurn(here, elsewhere, trial.patience, slots)
     else:
-        run = Gang(elsewhere, trial.permits, turns, trial.patience)
+        run = Gang(elsewhere, trial.permits, turns, trial.patience, slots)
     return _run_trial(chooser, trial, run, state)
 
 
@@ -227,7 +230,7 @@ def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> 
     failed = [(slot, outcome.error) for slot, outcome in enumerate(outcomes) if outcome.error is not None]
     for outcome in outcomes:
         outcome.value = outcome.error = None
-    originals = [(slot, error) for slot, error in failed if not isinstance(error, (Interrupted, Skipped))]
+    originals = [(slot, error) for slot, error in failed if not isinstance(error, Skipped)]
     slot, first = (originals or failed)[0]
     _note(first, _where(slot, slots))
     for other, error in originals[1:]:

@@ -6,6 +6,7 @@ import inspect
 import io
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -268,25 +269,26 @@ class TestErrors:
         torch.testing.assert_close(wrapped(batch), affine(batch))
 
     @pytest.mark.usefixtures("ctrl_c")
-    def test_ctrl_c_ends_the_replicas_and_the_same_wrapper_works_again(self, slots, root):
-        began = threading.Event()
+    def test_ctrl_c_waits_for_the_replicas_and_the_same_wrapper_works_again(self, slots, root):
+        began, may_end = threading.Event(), threading.Event()
 
         class Slow(nn.Module):
-            endless = True
-
             def forward(self, x):
                 began.set()
-                while self.endless:
-                    x = x + 1
+                assert may_end.wait(20)
                 return x
 
-        module = Slow()
-        wrapped = DataParallel(module, slots)
+        def press():
+            assert began.wait(20)
+            _thread.interrupt_main()
+            time.sleep(0.3)  # longer than a waiting thread needs to look up
+            may_end.set()
+
+        wrapped = DataParallel(Slow(), slots)
         x = torch.zeros(6, 1, device=root)
-        presser = threading.Thread(target=lambda: began.wait(20) and _thread.interrupt_main())
+        presser = threading.Thread(target=press)
         presser.start()
         with pytest.raises(KeyboardInterrupt):
             wrapped(x)
         presser.join()
-        module.endless = False
         torch.testing.assert_close(wrapped(x), x)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dataparallel import in_turn, workers
+from dataparallel import in_turn, pool, workers
 from dataparallel.in_turn import InTurn
 from dataparallel.workers import Outcome, Skipped
 
@@ -137,10 +137,32 @@ def test_too_few_threads_are_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatc
     go_on = threading.Event()
     threading.Timer(1.0, go_on.set).start()
     tasks = [lambda: go_on.wait(TIMEOUT)] * 3
-    monkeypatch.setattr(workers._Pool, "start", no_threads)
+    monkeypatch.setattr(pool, "start", no_threads)
     first, *others = InTurn(tasks, tasks, patience=0.2).run()
     assert first.value is True
     assert [str(outcome.error) for outcome in others] == ["can't start new thread"] * 2
+
+
+def test_the_first_look_only_sees_what_there_is() -> None:
+    call = InTurn([int] * 2, [int] * 2, patience=workers.LOOK_UP)
+    call.look()
+    assert not call.stalled
+    call.look()
+    assert call.stalled
+    assert values(call.run()) == [0, 0]
+
+
+def test_a_task_may_end_while_the_others_are_being_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, handing_over = workers.Gang.begin, threading.Event()
+
+    def begin_slowly(gang: workers.Gang) -> None:
+        handing_over.set()
+        time.sleep(0.3)
+        begin(gang)
+
+    monkeypatch.setattr(workers.Gang, "begin", begin_slowly)
+    tasks = [lambda: handing_over.wait(TIMEOUT)] * 3
+    assert values(InTurn(tasks, tasks, patience=0.2).run()) == [True] * 3
 
 
 def test_nested_calls_may_wait_for_each_other() -> None:
@@ -243,46 +265,66 @@ def test_ctrl_c_is_raised_where_it_comes_and_nothing_else_starts(press: Callable
     assert started == [0]
 
 
-@needs_signals
-def test_ctrl_c_ends_what_was_handed_over(press: Callable[[], None]) -> None:
-    everywhere, ended = threading.Barrier(4), []
+class HandedOver:
+    """Two tasks that wait for each other, the second of which goes on until it may end."""
 
-    def task() -> None:
-        try:
-            everywhere.wait(TIMEOUT)
-            while True:
+    def __init__(self, first_returns: bool) -> None:
+        self.both, self.may_end, self.ended = threading.Barrier(2), threading.Event(), threading.Event()
+        self.first_returns = first_returns
+
+    def first(self) -> None:
+        self.both.wait(TIMEOUT)
+        if not self.first_returns:
+            time.sleep(TIMEOUT)
+
+    def second(self) -> None:
+        self.both.wait(TIMEOUT)
+        assert self.may_end.wait(TIMEOUT)
+        self.ended.set()
+
+    def run(self, *steps: Callable[[], Any]) -> list[Outcome]:
+        """Meanwhile runs the steps one after the other, once both tasks run."""
+
+        def meanwhile() -> None:
+            while self.both.n_waiting or not call.stalled:
                 time.sleep(0.001)
+            for step in steps:
+                time.sleep(0.4)  # longer than a waiting thread needs to look up
+                step()
+
+        tasks = [self.first, self.second]
+        call = InTurn(tasks, tasks, patience=0.2)
+        thread = threading.Thread(target=meanwhile)
+        thread.start()
+        try:
+            return call.run()
         finally:
-            ended.append(threading.get_ident())
+            thread.join()
 
-    def press_then() -> None:
-        everywhere.wait(TIMEOUT)
-        press()
 
-    thread = threading.Thread(target=press_then)
-    thread.start()
-    outcomes = InTurn([task] * 3, [task] * 3, patience=0.2).run()
-    thread.join()
-    assert isinstance(outcomes[0].error, KeyboardInterrupt)
-    assert len(ended) == 3
+@needs_signals
+def test_after_ctrl_c_what_was_handed_over_is_waited_for(press: Callable[[], None]) -> None:
+    tasks = HandedOver(first_returns=False)
+    first, second = tasks.run(press, tasks.may_end.set)
+    assert isinstance(first.error, KeyboardInterrupt)
+    assert second.error is None
+    assert tasks.ended.is_set()
 
 
 @needs_signals
 def test_ctrl_c_while_what_was_handed_over_is_waited_for(press: Callable[[], None]) -> None:
-    barrier, ended = threading.Barrier(2), []
-
-    def here() -> None:
-        barrier.wait(TIMEOUT)
-        threading.Timer(0.3, press).start()
-
-    def elsewhere() -> None:
-        try:
-            barrier.wait(TIMEOUT)
-            while True:
-                time.sleep(0.001)
-        finally:
-            ended.append(True)
-
+    tasks = HandedOver(first_returns=True)
     with pytest.raises(KeyboardInterrupt):
-        InTurn([here, elsewhere], [here, elsewhere], patience=0.2).run()
-    assert ended == [True]
+        tasks.run(press, tasks.may_end.set)
+    assert tasks.ended.is_set()
+
+
+@needs_signals
+@pytest.mark.parametrize("first_returns", [False, True], ids=["while the first runs", "while the second runs"])
+def test_a_second_ctrl_c_is_raised_at_once(first_returns: bool, press: Callable[[], None]) -> None:
+    tasks = HandedOver(first_returns)
+    with pytest.raises(KeyboardInterrupt):
+        tasks.run(press, press)
+    assert not tasks.ended.is_set()
+    tasks.may_end.set()
+    assert tasks.ended.wait(TIMEOUT)

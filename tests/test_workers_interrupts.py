@@ -1,303 +1,309 @@
-"""Ctrl-C while a gang runs: the first waits for running operators, the second abandons their threads."""
+"""Ctrl-C while a gang runs: the first waits for what runs and starts nothing more, the second is raised at once."""
 
-import contextlib
-import gc
 import signal
-import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import torch
-from torch import nn
 
-from dataparallel import DataParallel, workers
-from dataparallel.workers import Gang
+from processes import Ahead, Job
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system"),
-    pytest.mark.usefixtures("ctrl_c"),
+    pytest.mark.devices("cpu"),  # its processes are its own: once is enough
 ]
 
-TIMEOUT = 10.0
-MAIN = threading.main_thread().ident
+PRELUDE = """
+import contextlib, gc, os, signal, threading, time, weakref
+from dataparallel import pool
+from dataparallel.in_turn import InTurn
+from dataparallel.workers import Gang, Skipped
+
+TIMEOUT = 20
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
 
 
-def press_ctrl_c() -> None:
-    """From any thread, the main one too."""
-    assert MAIN is not None
-    signal.pthread_kill(MAIN, signal.SIGINT)
+def afterwards(*steps):
+    '''Runs the steps one after the other, in a thread of their own.'''
+    thread = threading.Thread(target=lambda: [step() for step in steps], daemon=True)
+    thread.start()
+    return thread
+
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.4)  # longer than a waiting thread needs to look up
+
+
+class Task:
+    '''Goes on until it may end.'''
+
+    def __init__(self):
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self.thread, self.has_ended = None, False
+
+    def __call__(self):
+        self.thread = threading.current_thread()
+        self.began.set()
+        assert self.may_end.wait(TIMEOUT)
+        self.has_ended = True
 
 
 @contextlib.contextmanager
-def interrupted_when(*presses: threading.Event) -> Iterator[None]:
-    """Expects ``KeyboardInterrupt`` from its body; Ctrl-C is pressed once for each event, when it is set.
-
-    A body that hangs in spite of it is freed by one more and fails the test.
-    """
-    over, rescued = threading.Event(), []
-
-    def press() -> None:
-        for event in presses:
-            if not event.wait(TIMEOUT):
-                rescued.append("the test never got as far as Ctrl-C")
-                break
-            press_ctrl_c()
-        if not over.wait(TIMEOUT):
-            rescued.append("Ctrl-C was pressed and the call went on waiting")
-            press_ctrl_c()
-            if not over.wait(TIMEOUT):
-                press_ctrl_c()
-
-    thread = threading.Thread(target=press, daemon=True)
-    thread.start()
+def interrupted():
     try:
         yield
-        time.sleep(1)  # the signal may be on its way
     except KeyboardInterrupt:
-        over.set()
-    else:
-        rescued.append("Ctrl-C was pressed and nothing was raised")
-    finally:
-        over.set()
-    thread.join()
-    assert not rescued
+        return
+    raise AssertionError("no KeyboardInterrupt")
 
 
-def spin() -> None:
-    while True:
-        pass
+def idents(count):
+    together = threading.Barrier(count)
+    outcomes = Gang([lambda: (together.wait(TIMEOUT), threading.get_ident())[1]] * count, count).run()
+    return {outcome.value for outcome in outcomes}
 
 
-def assert_gangs_work() -> None:
-    for permits in (4, 1):
-        outcomes = Gang([lambda slot=slot: slot for slot in range(4)], permits).run()
-        assert [outcome.value for outcome in outcomes] == [0, 1, 2, 3]
+def threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("dataparallel-worker")}
 
 
-class Steps:
-    """A task that goes on until it is interrupted, and tells when it began and whether it has ended.
-
-    It tells so once: an interrupt inside of ``Event.set`` would leave the event locked, as Ctrl-C does on one device.
-    """
-
-    def __init__(self, step: Callable[[], Any]) -> None:
-        self.step = step
-        self.began = threading.Event()
-        self.ended = False
-
-    def __call__(self) -> None:
-        try:
-            self.began.set()
-            while True:
-                self.step()
-        finally:
-            self.ended = True
+def gangs_work():
+    for permits in (1, 4):
+        assert [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], permits).run()] == [0, 1, 2, 3]
+"""
 
 
-@pytest.mark.parametrize(
-    "step",
-    [int, lambda: time.sleep(0.3), lambda: torch.ones(64, 64) @ torch.ones(64, 64)],
-    ids=["loop", "sleep", "torch"],
-)
-def test_ctrl_c_ends_running_tasks_after_their_operator(step: Callable[[], Any]) -> None:
-    tasks = [Steps(step) for _ in range(3)]
-    began = time.perf_counter()
-    with interrupted_when(tasks[2].began):
-        try:
-            Gang(tasks, 3).run()
-        finally:
-            ended = [task.ended for task in tasks if task.began.is_set()]
-    assert ended  # the third has begun; an earlier one may have been interrupted on its way in
-    assert all(ended)
-    assert time.perf_counter() - began < 5
-    assert_gangs_work()
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
+    with Ahead(request, tmp_path_factory.mktemp("ahead"), lambda script: Job(PRELUDE + script)) as ahead:
+        yield ahead
 
 
-def test_ctrl_c_starts_no_further_task() -> None:
-    first, ran = Steps(int), []
-    with interrupted_when(first.began):
-        Gang([first, lambda: ran.append(1), lambda: ran.append(2)], 1).run()
-    time.sleep(0.05)
-    assert ran == []
+@pytest.mark.ahead("""
+for permits in (1, 2, 4):
+    tasks = [Task() for _ in range(4)]
+    running, waiting = tasks[:permits], tasks[permits:]
+    begun = [task.began.wait for task in running]
+    afterwards(*begun, ctrl_c, *[task.may_end.set for task in running])
+    with interrupted():
+        Gang(tasks, permits).run()
+    assert all(task.has_ended for task in running)
+    assert not any(task.began.is_set() for task in waiting)
+    before = threads()
+    idents(permits)
+    assert threads() == before
+    gangs_work()
+    assert not any(task.began.is_set() for task in waiting)
+""")
+def test_the_first_waits_for_running_tasks_and_starts_none(printed: str) -> None:
+    assert printed == ""
 
 
-def test_ctrl_c_ends_nested_gangs() -> None:
-    inner = [Steps(int) for _ in range(4)]
-    outer = [lambda pair=pair: Gang(pair, 2).run() for pair in (inner[:2], inner[2:])]
-    with interrupted_when(inner[3].began):
-        try:
-            Gang(outer, 2).run()
-        finally:
-            ended = [task.ended for task in inner if task.began.is_set()]
-    assert all(ended)
-    assert_gangs_work()
+@pytest.mark.ahead("""
+tasks = [Task() for _ in range(4)]
+running, waiting = tasks[:2], tasks[2:]
+afterwards(*[task.began.wait for task in running], ctrl_c, ctrl_c, *[task.may_end.set for task in running])
+with interrupted():
+    Gang(tasks, 2).run()
+assert not any(task.has_ended for task in running)
+assert not {task.thread.ident for task in running} & idents(4)
+gangs_work()
+for task in running:
+    assert task.may_end.wait(TIMEOUT)
+deadline = time.monotonic() + TIMEOUT
+while not {task.thread.ident for task in running} <= idents(len(threads())):
+    assert time.monotonic() < deadline, "a thread that was left to itself is not used again"
+assert all(task.has_ended for task in running)
+assert not any(task.began.is_set() for task in waiting)
+""")
+def test_the_second_is_raised_at_once_and_leaves_the_threads_to_themselves(printed: str) -> None:
+    assert printed == ""
 
 
-def test_ctrl_c_ends_a_task_that_waits_for_a_permit() -> None:
-    spinning = Steps(int)
-    waits = [lambda: (Gang([lambda: spinning.began.wait(TIMEOUT)], 1).run(), spin()), spinning]
-    with interrupted_when(spinning.began):
-        Gang(waits, 1).run()
-    assert_gangs_work()
+@pytest.mark.ahead("""
+def fails():
+    task()
+    raise ValueError("as asked")
 
 
-def test_ctrl_c_leaves_gangs_of_other_threads_alone() -> None:
-    begun, go_on, outcomes = threading.Event(), threading.Event(), []
-
-    def others() -> str:
-        begun.set()
-        assert go_on.wait(TIMEOUT)
-        return "done"
-
-    user = threading.Thread(target=lambda: outcomes.extend(Gang([others] * 2, 1).run()), daemon=True)
-    user.start()
-    assert begun.wait(TIMEOUT)
-    task = Steps(int)
-    with interrupted_when(task.began):
-        Gang([task], 1).run()
-    go_on.set()
-    user.join(TIMEOUT)
-    assert [outcome.value for outcome in outcomes] == ["done"] * 2
+task = Task()
+afterwards(task.began.wait, ctrl_c, task.may_end.set)
+with interrupted():
+    Gang([fails, int], 1).run()
+assert task.has_ended
+""")
+def test_it_is_raised_where_a_task_fails_too(printed: str) -> None:
+    assert printed == ""
 
 
-class Stubborn:
-    """A task that the first Ctrl-C does not end."""
-
-    def __init__(self, swallows: bool) -> None:
-        self.swallows = swallows
-        self.began, self.again, self.released = (threading.Event() for _ in range(3))
-        self.thread: threading.Thread | None = None
-
-    def __call__(self) -> None:
-        self.thread = threading.current_thread()
-        if self.swallows:
-            with contextlib.suppress(BaseException):
-                self.began.set()
-                spin()
-            self.again.set()
-        else:
-            self.began.set()
-        self.released.wait(2 * TIMEOUT)
+@pytest.mark.ahead("""
+inner = [[Task() for _ in range(3)] for _ in range(2)]
+outcomes = []
+first = [tasks[0] for tasks in inner]
+afterwards(*[task.began.wait for task in first], ctrl_c, *[task.may_end.set for task in first])
+with interrupted():
+    Gang([lambda tasks=tasks: outcomes.append(Gang(tasks, 1).run()) for tasks in inner], 2).run()
+assert [task.has_ended for tasks in inner for task in tasks] == [True, False, False] * 2
+assert [[type(outcome.error) for outcome in found] for found in outcomes] == [[type(None), Skipped, Skipped]] * 2
+gangs_work()
+""")
+def test_nested_gangs_start_none_either(printed: str) -> None:
+    assert printed == ""
 
 
-@pytest.mark.parametrize("swallows", [True, False], ids=["swallows the first", "sits in an operator"])
-def test_a_second_ctrl_c_abandons_the_threads(swallows: bool) -> None:
-    task = Stubborn(swallows)
-    if not swallows:
-        threading.Timer(0.3, task.again.set).start()
-    began = time.perf_counter()
-    with interrupted_when(task.began, task.again):
-        Gang([task], 1).run()
-    assert time.perf_counter() - began < 5
-    assert task.thread is not None
-    assert task.thread.is_alive()
-    idents: list[int] = []
-    Gang([lambda: (idents.append(threading.get_ident()), time.sleep(0.01))] * 6, 6).run()
-    assert task.thread.ident not in idents
-    task.released.set()
-    task.thread.join(TIMEOUT)
-    assert not task.thread.is_alive(), "an abandoned thread went back to the pool"
-    assert_gangs_work()
+@pytest.mark.ahead("""
+def nests(make):
+    task()
+    return [type(outcome.error) for outcome in make([Task(), Task()]).run()]
 
 
-def test_the_wrapper_works_again_after_ctrl_c(slots: list, root: torch.device) -> None:
-    class Module(nn.Linear):
-        endless = False
-        began = threading.Event()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            while self.endless:
-                x = x + 0
-                self.began.set()
-            return super().forward(x)
-
-    module = Module(4, 2).to(root)
-    model, x = DataParallel(module, slots), torch.randn(6, 4, device=root)
-    module.endless = True
-    with interrupted_when(module.began):
-        model(x)
-    module.endless = False
-    output = model(x)
-    torch.testing.assert_close(output, nn.functional.linear(x, module.weight, module.bias))
-    output.sum().backward()
-    torch.testing.assert_close(module.bias.grad, torch.full_like(module.bias, 6.0))
+for make in (lambda tasks: Gang(tasks, 2), InTurn, lambda tasks: InTurn(tasks, tasks, patience=0.2)):
+    task, found = Task(), []
+    afterwards(task.began.wait, ctrl_c, task.may_end.set)
+    with interrupted():
+        Gang([lambda: found.append(nests(make))], 1).run()
+    assert found == [[Skipped, Skipped]]
+""")
+def test_nor_do_nested_calls_that_begin_after_it(printed: str) -> None:
+    assert printed == ""
 
 
-def test_memory_of_an_interrupted_call_is_free_afterwards() -> None:
-    class Activation:
-        pass
-
-    held: list[weakref.ref] = []
-    began = threading.Event()
-
-    def task() -> None:
-        activation = Activation()
-        held.append(weakref.ref(activation))
-        began.set()
-        spin()
-
-    gc.collect()
-    gc.disable()
-    try:
-        with interrupted_when(began):
-            Gang([task] * 2, 1).run()
-        assert [reference() for reference in held] == [None]
-    finally:
-        gc.enable()
+@pytest.mark.ahead("""
+tasks, found = [Task(), Task()], []
+afterwards(tasks[0].began.wait, ctrl_c, tasks[0].may_end.set)
+with interrupted():
+    Gang([lambda: found.append([type(outcome.error) for outcome in InTurn(tasks).run()])], 1).run()
+assert found == [[type(None), Skipped]]
+""")
+def test_nor_do_nested_calls_in_turn(printed: str) -> None:
+    assert printed == ""
 
 
-def test_ctrl_c_while_a_thread_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_pool", workers._Pool())
-    start, pressed = workers._Worker.start, threading.Event()
-
-    def start_and_press(worker: workers._Worker) -> None:
-        start(worker)
-        pressed.set()
-        spin()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(workers._Worker, "start", start_and_press)
-        with interrupted_when(pressed):
-            Gang([int] * 3, 3).run()
-    assert_gangs_work()
+@pytest.mark.ahead("""
+holds, goes_on = Task(), []
 
 
-def test_ctrl_c_while_a_task_starts_a_nested_gang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_pool", workers._Pool())
-    start, pressed = workers._Worker.start, threading.Event()
-
-    def start_and_press(worker: workers._Worker) -> None:
-        start(worker)
-        if threading.current_thread() is not threading.main_thread():
-            pressed.set()
-            while not outer._interrupted:
-                time.sleep(0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(workers._Worker, "start", start_and_press)
-        outer = Gang([lambda: Gang([spin] * 2, 2).run()], 1)
-        with interrupted_when(pressed):
-            outer.run()
-    assert_gangs_work()
+def waits_for_a_permit():
+    Gang([holds.began.wait], 1).run()
+    goes_on.append(True)
 
 
-def test_ctrl_c_while_the_error_of_a_task_is_being_noted() -> None:
-    noting = threading.Event()
+afterwards(holds.began.wait, ctrl_c, holds.may_end.set)
+with interrupted():
+    Gang([waits_for_a_permit, holds], 1).run()
+assert holds.has_ended and goes_on
+gangs_work()
+""")
+def test_a_task_that_waits_for_a_permit_ends_its_work_too(printed: str) -> None:
+    assert printed == ""
 
-    class SlowToNote(Exception):
-        def with_traceback(self, traceback: Any) -> "SlowToNote":
-            noting.set()
-            while not gang._interrupted:
-                time.sleep(0)
-            return super().with_traceback(traceback)
 
-    def fail() -> None:
-        raise SlowToNote
+@pytest.mark.ahead("""
+tasks = [Task() for _ in range(3)]
+afterwards(*[task.began.wait for task in tasks], ctrl_c, *[task.may_end.set for task in tasks])
+with interrupted():
+    Gang(tasks, 1, patience=0.2).run()
+assert all(task.has_ended for task in tasks)
 
-    gang = Gang([fail], 1)
-    with interrupted_when(noting):
-        gang.run()
-    assert_gangs_work()
+tasks = [Task() for _ in range(3)]
+afterwards(tasks[0].began.wait, ctrl_c, lambda: time.sleep(1), tasks[0].may_end.set)
+with interrupted():
+    Gang(tasks, 1, patience=0.8).run()
+assert [task.has_ended for task in tasks] == [True, False, False]
+gangs_work()
+""")
+def test_before_and_after_patience_has_ended(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+others, task, outcomes = Task(), Task(), []
+user = afterwards(lambda: outcomes.extend(Gang([others, int], 1).run()))
+assert others.began.wait(TIMEOUT)
+afterwards(task.began.wait, ctrl_c, task.may_end.set)
+with interrupted():
+    Gang([task], 1).run()
+others.may_end.set()
+user.join(TIMEOUT)
+assert [outcome.error for outcome in outcomes] == [None, None]
+""")
+def test_gangs_of_other_threads_are_left_alone(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+class Activation:
+    pass
+
+
+def fails():
+    activation = Activation()
+    held.append(weakref.ref(activation))
+    task()
+    raise ValueError("as asked")
+
+
+task, held = Task(), []
+gc.collect()
+gc.disable()
+afterwards(task.began.wait, ctrl_c, task.may_end.set)
+with interrupted():
+    Gang([fails] * 2, 1).run()
+assert [reference() for reference in held] == [None]
+""")
+def test_memory_of_the_call_is_free_afterwards(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+begin = pool.Worker.start
+
+
+def press(worker):
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(TIMEOUT)
+
+
+def press_before(worker):
+    press(worker)
+
+
+def press_after(worker):
+    begin(worker)
+    press(worker)
+
+
+for patch in (press_before, press_after):
+    pool._pool = pool.Pool()
+    pool.Worker.start = patch
+    with interrupted():
+        Gang([int] * 3, 3).run()
+    pool.Worker.start = begin
+    gangs_work()
+""")
+def test_while_the_first_thread_is_being_started(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+begin = pool.Worker.start
+
+
+def waits(worker):
+    if threading.current_thread() is not threading.main_thread():
+        starting.set()
+        assert may_start.wait(TIMEOUT)
+    begin(worker)
+
+
+starting, may_start, found = threading.Event(), threading.Event(), []
+pool.Worker.start = waits
+afterwards(starting.wait, ctrl_c, may_start.set)
+with interrupted():
+    Gang([lambda: found.append([type(outcome.error) for outcome in Gang([int] * 2, 2).run()])], 1).run()
+assert found == [[Skipped, Skipped]]
+pool.Worker.start = begin
+gangs_work()
+""")
+def test_while_a_task_starts_a_nested_gang(printed: str) -> None:
+    assert printed == ""

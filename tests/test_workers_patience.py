@@ -1,6 +1,5 @@
 """Tasks that wait for each other outside the library: a gang with patience lets them all run."""
 
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dataparallel import pool
 from dataparallel.workers import Gang
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
@@ -82,11 +82,12 @@ def test_a_nested_gang_may_wait_for_another_tasks_one() -> None:
     assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
 
 
-def test_a_limit_that_is_lifted_after_the_end_changes_nothing() -> None:
+def test_workers_that_come_after_the_end_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gang = Gang([int], 1, patience=0.2)
     run(gang)
-    assert not gang._lift()
-    assert gang._workers == 0
+    monkeypatch.setattr(pool, "_pool", pool.Pool())
+    for number in range(2):
+        gang._work(None, pool.Worker(number, None))
 
 
 def test_a_task_that_fails_after_a_stall_is_reported() -> None:
@@ -105,30 +106,6 @@ def test_a_task_that_fails_after_a_stall_is_reported() -> None:
     assert isinstance(second.error, ValueError)
 
 
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system")
-def test_ctrl_c_ends_tasks_that_run_without_permits(ctrl_c: None) -> None:
-    main, everywhere, ended = threading.get_ident(), threading.Barrier(4), []
-
-    def task() -> None:
-        try:
-            everywhere.wait(TIMEOUT)
-            while True:
-                time.sleep(0.001)
-        finally:
-            ended.append(threading.get_ident())
-
-    def press() -> None:
-        everywhere.wait(TIMEOUT)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        Gang([task] * 3, 1, patience=0.2).run()
-    thread.join()
-    assert len(ended) == 3
-
-
 def test_gangs_whose_patience_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dataparallel.workers.LOOK_UP", 0.002)
     tasks: list[Callable[[], None]] = [lambda: time.sleep(0.002)] * 3
@@ -136,4 +113,4 @@ def test_gangs_whose_patience_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -
     for gang in gangs:
         run(gang)
     assert any(gang.stalled for gang in gangs)
-    assert [gang._workers for gang in gangs] == [0] * len(gangs)
+    assert all(gang._is_over for gang in gangs)

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment, many times, in a process of its own that is ended if it hangs."""
+"""Ctrl-C at any moment, once or twice, many times, in a process of its own that is ended if it hangs."""
 
 import signal
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ import faulthandler, random, signal, sys, threading, time
 from dataparallel.workers import Gang
 
 kind, rounds, rng, main = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3])), threading.get_ident()
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
+armed = False
 sys.setswitchinterval(1e-5)  # as many places as possible where another thread can go on
 
 
@@ -39,27 +39,39 @@ def nests():
     Gang([short] * 3, 2).run()
 
 
-def press(go, delay):
+def press(go, delays):
     go.wait()
-    spin(delay)
-    signal.pthread_kill(main, signal.SIGINT)
+    for delay in delays:
+        spin(delay)
+        signal.pthread_kill(main, signal.SIGINT)
 
 
+def on_ctrl_c(*_):
+    if armed:
+        raise KeyboardInterrupt
+
+
+signal.signal(signal.SIGINT, on_ctrl_c)
 task = {"short": short, "fails": fails, "nests": nests}[kind]
 for _ in range(rounds):
     faulthandler.dump_traceback_later(10, exit=True)
     go = threading.Event()
-    presser = threading.Thread(target=press, args=(go, rng.randrange(40_000)))
+    delays = [rng.randrange(40_000), rng.randrange(2_000)][: rng.choice([1, 2])]
+    presser = threading.Thread(target=press, args=(go, delays))
     presser.start()
     gang = Gang([task] * 4, rng.choice([1, 2, 4]))
     try:
-        go.set()
-        gang.run()
-        for _ in range(500):  # not join: an interrupt there can become a RuntimeError of Python's own
-            time.sleep(0.01)
-        raise SystemExit("the interrupt got lost")
-    except KeyboardInterrupt:
-        pass
+        try:
+            armed = True
+            go.set()
+            gang.run()
+            for _ in range(500):  # not join: an interrupt there can become a RuntimeError of Python's own
+                time.sleep(0.01)
+            raise SystemExit("the interrupt got lost")
+        except KeyboardInterrupt:
+            armed = False
+    except KeyboardInterrupt:  # the second
+        armed = False
     presser.join()
     assert [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], 4).run()] == [0, 1, 2, 3]
 threads = sum(thread.name.startswith("dataparallel") for thread in threading.enumerate())

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from dataparallel import workers
+from dataparallel import pool
 from dataparallel.workers import Gang
 from gangs import values, worker_threads
 
@@ -30,17 +30,17 @@ def test_a_thread_that_is_slow_to_go_idle_keeps_nothing_of_the_call(monkeypatch:
         def __call__(self) -> None:
             pass
 
-    leave = Gang._leave
+    work = Gang._work
 
-    def leave_slowly(gang: Gang) -> None:
-        leave(gang)
+    def leave_slowly(gang: Gang, slot: int | None, worker: pool.Worker) -> None:
+        work(gang, slot, worker)
         time.sleep(0.2)
 
     task = Task()
     alive = weakref.ref(task)
     gc.collect()
     with monkeypatch.context() as patch:
-        patch.setattr(Gang, "_leave", leave_slowly)
+        patch.setattr(Gang, "_work", leave_slowly)
         Gang([task], 1).run()
         del task
         assert alive() is None
@@ -49,10 +49,10 @@ def test_a_thread_that_is_slow_to_go_idle_keeps_nothing_of_the_call(monkeypatch:
 @pytest.mark.parametrize("possible", [0, 1, 2])
 @pytest.mark.parametrize("permits", [1, 2, 4])
 def test_too_few_threads_are_an_error_and_no_hang(possible: int, permits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_pool", workers._Pool())
-    start, left = workers._Worker.start, [None] * possible
+    monkeypatch.setattr(pool, "_pool", pool.Pool())
+    start, left = pool.Worker.start, [None] * possible
 
-    def start_while_possible(worker: workers._Worker) -> None:
+    def start_while_possible(worker: pool.Worker) -> None:
         if not left:
             raise RuntimeError("can't start new thread")
         left.pop()
@@ -60,7 +60,7 @@ def test_too_few_threads_are_an_error_and_no_hang(possible: int, permits: int, m
 
     together = threading.Barrier(min(permits, 4))
     with monkeypatch.context() as patch:
-        patch.setattr(workers._Worker, "start", start_while_possible)
+        patch.setattr(pool.Worker, "start", start_while_possible)
         gang = Gang([lambda: together.wait(TIMEOUT if possible >= permits else 0.1)] * 4, permits)
         if not possible:
             with pytest.raises(RuntimeError, match="new thread"):
@@ -76,16 +76,16 @@ def test_too_few_threads_are_an_error_and_no_hang(possible: int, permits: int, m
 
 
 def test_too_few_threads_for_a_nested_gang_are_an_error_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_pool", workers._Pool())
-    start, running = workers._Worker.start, []
+    monkeypatch.setattr(pool, "_pool", pool.Pool())
+    start, running = pool.Worker.start, []
 
-    def start_one(worker: workers._Worker) -> None:
+    def start_one(worker: pool.Worker) -> None:
         if running:
             raise RuntimeError("can't start new thread")
         running.append(worker)
         start(worker)
 
-    monkeypatch.setattr(workers._Worker, "start", start_one)
+    monkeypatch.setattr(pool.Worker, "start", start_one)
     outcome = Gang([lambda: values([int], 1)], 1).run()[0]
     assert isinstance(outcome.error, RuntimeError)
     assert values([int] * 3, 1) == [0] * 3
