@@ -19,6 +19,8 @@ from queue import SimpleQueue
 
 import torch
 
+from dataparallel import _torch
+
 __all__ = ["Job", "Worker", "note_use", "start", "take_back"]
 
 
@@ -60,7 +62,7 @@ class Pool:
         if self.engine_is_stale:
             # In a forked child torch destroys and rebuilds its autograd engine when it is next asked for it, which any
             # forward that saves a tensor does; two workers at once would both destroy it.
-            torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+            _torch.rebuild_engine()
             self.engine_is_stale = False
         worker = self._take(home)
         if worker is not None:
