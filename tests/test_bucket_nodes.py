@@ -10,6 +10,7 @@ from torch import Tensor
 from dataparallel import comm
 from dataparallel.bucket_nodes import FromSource, OnSlot, Packing, SlotGradients, ToSlots, broadcast_bucket, contents_of
 from dataparallel.comm import using
+from dataparallel.comm.one_launch import Kernels
 from dataparallel.functions import current_streams
 from dataparallel.side_streams import BesideBackward, beside_backward, side_stream
 
@@ -259,7 +260,7 @@ def test_what_kernels_read_where_it_is_is_not_flattened(make_slots: Any, monkeyp
     tensors = [torch.ones(3, device=slots[0])]
     travels = len({*slots}) > 1 or comm.are_slots_isolated()
     assert comm.sums_travel_flat(slots, tensors) == travels
-    monkeypatch.setattr(comm, "carrier_for", lambda *arguments: comm.KERNELS)
+    monkeypatch.setattr(comm, "carrier_for", lambda *arguments: Kernels())
     assert not comm.sums_travel_flat(slots, tensors)
 
 

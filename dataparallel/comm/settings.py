@@ -77,7 +77,7 @@ def using(
     the context (``contextvars.copy_context``).
 
     Args:
-        transport: one of `TRANSPORTS`.
+        transport: one of `TRANSPORTS`. It carries what it can, and the rest goes by plain copies; ``choice`` says what.
         route: one of `ROUTES`: which way a broadcast or a sum takes between more than two devices.
         deterministic: see `Settings`.
 
