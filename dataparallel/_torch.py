@@ -94,7 +94,7 @@ rebuild_engine: Callable[[], object] = _private(
 )
 set_sequence_nr: Callable[[Any, int], None] = _private(
     "torch._C._FunctionBase._set_sequence_nr",
-    "have sums of gradients begin while backward still computes",
+    "say which of several nodes that are ready backward runs first, so that sums begin while it still computes",
     lambda node, number: None,
     "gradients are summed when backward has computed all of them",
 )

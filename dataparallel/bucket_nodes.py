@@ -10,8 +10,14 @@ is left to the root's thread, where every device's backward ends, is to add a fe
 
 An edge carries an *envelope*: an empty tensor, which autograd takes for the gradient, with what it stands for as a
 Python attribute. To gradients that go from one stream to another the engine applies ``record_stream``, which would keep
-their memory from being used again until the host looks; what is in an envelope is held by ``side_streams`` instead.
-That the engine orders streams for the envelope orders them for what is in it, which was made before.
+their memory from being used again until the host looks; flat buffers are held by ``side_streams`` instead.
+That the engine orders streams for the envelope orders them for what is in it, which was made before. Hooks of the
+user on these nodes may look at an envelope, not change it: `contents_of`.
+
+All nodes belong to the streams of the caller, and so do the parameters' ``AccumulateGrad`` nodes: a loss that uses a
+parameter directly adds its gradient on the same stream. Sums are made on side streams. The caller's stream has to
+wait for them before anything uses them, and is not to while it computes: `FromSource` makes it wait, and runs when the
+root's thread has nothing else to do, which is after the root's own backward.
 
 ``replicate`` and the composable forms build graphs of these nodes. Single tensors go through ``functions.Broadcast``.
 """
@@ -20,28 +26,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from dataparallel import comm
+from dataparallel import _torch, comm
 from dataparallel.buckets import Bucket, Layout, Planned, flatten, plan_buckets, unflatten
 from dataparallel.comm import settings
 from dataparallel.functions import (
     copies_for_slots,
     current_streams,
+    run_when_nothing_else_is_ready,
     sum_as_soon_as_ready,
     sums_over_slots,
     wait_for_streams,
 )
 from dataparallel.ranges import stage
-from dataparallel.side_streams import BesideBackward, current, side_stream
+from dataparallel.side_streams import BesideBackward, side_stream
 from dataparallel.slot_streams import memory_of, slot_streams
+from dataparallel.streams import Event, current
 
 __all__ = ["FromSource", "OnSlot", "SlotGradients", "ToSlots", "broadcast_bucket", "contents_of"]
 
@@ -66,13 +73,14 @@ def broadcast_bucket(
     """
     packing = Packing(slots, tensors, may_flatten)
     packing.when_complete = when_complete
-    with nullcontext() if beside is None else side_stream(tensors[0].device):
-        handle = FromSource.apply(*tensors)
+    handle = FromSource.apply(*tensors)
+    if beside is not None:
+        run_when_nothing_else_is_ready(handle.grad_fn)
     handles = (to_slots or ToSlots.apply)(slots, beside, handle)
     streams = slot_streams(slots)
     outputs = []
     for slot, copies in enumerate(copies_for_slots(tensors, slots, packing.planned)):
-        with streams[slot].stream if slot in streams else nullcontext():
+        with current({slots[slot]: streams[slot].stream} if slot in streams else {}):
             outputs.append(OnSlot.apply(handles[slot], copies, packing))
     return outputs
 
@@ -225,14 +233,13 @@ class ToSlots(Function):
         if not present:
             return None
         with stage("reduce_add"), settings.held(ctx.settings):
-            return _enveloped(_sums(present, ctx.source, ctx.beside), ctx.source)
+            sums, ready = _sums(present, ctx.source, ctx.beside)
+            return _enveloped(SourceGradients(sums, ready), ctx.source)
 
     @staticmethod
     def handed_on(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
-        """An envelope with gradients that are on the source's device, for it."""
-        if ctx.beside is not None:
-            ctx.beside.hold([grad for grad in grads if grad is not None])
-        return _enveloped(grads, ctx.source)
+        """An envelope with gradients that are on the source's device, and its caller's stream, for it."""
+        return _enveloped(SourceGradients(grads, None), ctx.source)
 
 
 def _take_over(of_slot: SlotGradients, stream: torch.Stream, is_beside: bool) -> None:
@@ -244,14 +251,34 @@ def _take_over(of_slot: SlotGradients, stream: torch.Stream, is_beside: bool) ->
             memory.record_stream(side_stream(stream.device))
 
 
+class SourceGradients(NamedTuple):
+    """What the source gets for a bucket. ``ready``: what a stream has to wait for before it uses that, if anything."""
+
+    grads: Sequence[Tensor | None]
+    ready: Event | None
+
+
 def contents_of(envelope: Tensor | None) -> Any:
-    """What an envelope stands for; the envelope does not hold it any longer."""
-    return None if envelope is None else envelope.__dict__.pop("contents")
+    """What an envelope stands for; the envelope does not hold it any longer.
+
+    Raises ``RuntimeError`` for one that a hook has changed or made: what it stands for is not what the hook means.
+    """
+    if envelope is None:
+        return None
+    if _torch.version_of(envelope) != 0 or "contents" not in envelope.__dict__:
+        raise RuntimeError(
+            "a hook has changed a gradient between OnSlotBackward, ToSlotsBackward and FromSourceBackward, nodes that "
+            "carry those of many parameters at a time. What autograd sees there is an empty tensor that stands for "
+            "them, and hooks on these nodes cannot change gradients. Use Tensor.register_hook: on a parameter of the "
+            "model for the sum over the replicas, inside forward on a replica's parameter for that replica's gradient"
+        )
+    return envelope.__dict__.pop("contents")
 
 
 def _sums(
     brought: Sequence[SlotGradients], destination: torch.device, beside: BesideBackward | None
-) -> list[Tensor | None]:
+) -> tuple[list[Tensor | None], Event | None]:
+    """The sums, and the event after which they are there."""
     if torch.is_grad_enabled():
         beside = None
     travelling = None if beside is None else beside.travelling
@@ -259,36 +286,36 @@ def _sums(
     if any(of_slot.bucket is not bucket for of_slot in brought):
         brought, bucket = [SlotGradients(of_slot.each()) for of_slot in brought], None
     sums: list[Tensor | None] = [None] * brought[0].count
-    held: list[Tensor] = []
     if any(of_slot.others for of_slot in brought):
         others = [[*map(of_slot.others.get, range(of_slot.count))] for of_slot in brought]
         sums = sums_over_slots(others, destination, travelling)
-        held += [total for total in sums if total is not None]
     if bucket is not None:
         flats = [of_slot.flat for of_slot in brought if of_slot.flat is not None]
         total = comm.add_flat(flats, destination, travelling=travelling)
-        held.append(total)
         for i, part in zip(bucket.indices, unflatten(bucket, total), strict=True):
             sums[i] = part
-    if beside is not None:
-        beside.hold(held)
-    return sums
+    return sums, None if beside is None else Event(side_stream(destination))
 
 
 class FromSource(Function):
-    """``FromSource.apply(*tensors)``: a handle for them, whose node belongs to the stream that is current now.
+    """``FromSource.apply(*tensors)``: a handle for them.
 
-    The engine has that stream wait for what made the gradients, runs the node there, and orders what follows after it.
-    A parameter's ``AccumulateGrad`` belongs to that stream too, where it is new.
+    The node belongs to the stream that is current now, and has it wait for the sums. A parameter's ``AccumulateGrad``
+    belongs to that stream too, where it is new.
     """
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.count = len(tensors)
+        ctx.count, ctx.source = len(tensors), tensors[0].device
         sum_as_soon_as_ready(ctx)
         return _handle(tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, envelope: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None,) * ctx.count if envelope is None else tuple(contents_of(envelope))
+        if envelope is None:
+            return (None,) * ctx.count
+        found: SourceGradients = contents_of(envelope)
+        if found.ready is not None:
+            found.ready.hold_back(torch.accelerator.current_stream(ctx.source))
+        return tuple(found.grads)

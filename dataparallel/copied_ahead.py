@@ -31,7 +31,7 @@ from dataparallel.comm import copies
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
 from dataparallel.functions import alias, current_streams
-from dataparallel.side_streams import current
+from dataparallel.streams import Event, current
 
 __all__ = ["CopiedTensor", "Sender", "SentBatch", "can_be_sent", "copied_at_once", "take"]
 
@@ -104,7 +104,7 @@ class CopiedTensor:
             self.pinned = [_pinned(part) for part in detached.split(list(sizes), dim)]
         self.chunks = [torch.empty_like(part, device=to) for part, to in zip(self.pinned, devices, strict=True)]
         self.owners = current_streams(devices)
-        self.copied: dict[torch.device, torch.Event] = {}
+        self.copied: dict[torch.device, Event] = {}
 
     def copy_to(self, device: torch.device) -> None:
         """Copies the chunks of one device, on its current stream."""
@@ -131,11 +131,11 @@ class CopiedTensor:
         """The chunks of the first ``slots``, after which the current streams have waited for the copies."""
         chunks, self.chunks = self.chunks, []
         for device, here in current_streams(self.owners).items():
-            here.wait_event(self.copied[device])
+            self.copied[device].hold_back(here)
             owner = self.owners[device]
             if here != owner:
                 # It gets the memory back, from whichever stream and thread.
-                owner.wait_event(self.copied[device])
+                self.copied[device].hold_back(owner)
                 for chunk in chunks:
                     if chunk.device == device:
                         chunk.record_stream(here)
@@ -150,7 +150,7 @@ class CopiedTensor:
 class SentBatch:
     """The copied tensors of one batch, from their copies on until `end`."""
 
-    def __init__(self, tensors: list[CopiedTensor], copied: dict[torch.device, torch.Event]) -> None:
+    def __init__(self, tensors: list[CopiedTensor], copied: dict[torch.device, Event]) -> None:
         self.tensors, self.copied = tensors, copied
         for tensor in tensors:
             tensor.copied = copied
@@ -183,11 +183,11 @@ class Sender:
         try:
             for device in {device: None for tensor in sent for device in tensor.owners}:
                 side = self.streams[device]
-                side.wait_stream(torch.accelerator.current_stream(device))
+                Event(torch.accelerator.current_stream(device)).hold_back(side)
                 with current({device: side}):
                     for tensor in sent:
                         tensor.copy_to(device)
-                    copied[device] = side.record_event()
+                    copied[device] = Event(side)
         except BaseException:
             # What is copied already is about to be freed.
             for side in self.streams.values():

@@ -28,8 +28,8 @@ from dataparallel.comm import settings
 from dataparallel.comm.routes import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.ranges import stage
-from dataparallel.side_streams import current
 from dataparallel.slot_streams import SlotStream, slot_streams
+from dataparallel.streams import Event, current
 
 __all__ = [
     "Broadcast",
@@ -40,6 +40,7 @@ __all__ = [
     "alias",
     "copies_for_slots",
     "current_streams",
+    "run_when_nothing_else_is_ready",
     "sum_as_soon_as_ready",
     "sums_over_slots",
     "wait_for_streams",
@@ -65,6 +66,14 @@ def sum_as_soon_as_ready(node: Any) -> None:
     ``AccumulateGrad`` has a higher one than this. Without such numbers only the order changes: sums come last.
     """
     _torch.set_sequence_nr(node, 2**62)
+
+
+def run_when_nothing_else_is_ready(node: Any) -> None:
+    """Has the engine's thread for the node's device run all other nodes first that are ready there.
+
+    So a backward that computes on the device goes on without it to its end: each of its nodes makes the next one ready.
+    """
+    _torch.set_sequence_nr(node, 0)
 
 
 class Broadcast(Function):
@@ -318,7 +327,7 @@ def wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[
     for device, stream in streams.items():
         here = torch.accelerator.current_stream(device)
         if here != stream:
-            here.wait_stream(stream)
+            Event(stream).hold_back(here)
             for grad in grads:
                 if grad is not None and grad.device == device:
                     for memory in _torch.sparse_memory(grad) if grad.is_sparse else (grad,):

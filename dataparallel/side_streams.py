@@ -6,12 +6,11 @@ where the root's memory for the sum is made too; `BesideBackward.travelling` has
 knows neither buckets nor routes. What orders them:
 
 - A side stream waits for the stream that computes before it reads what was flattened there.
-- Flat buffers belong to the streams that compute. They are held until those have waited for what reads them, when the
-  bucket after the next one travels, by which time that costs nothing, or when backward ends. ``record_stream`` would
-  hold them until the host looks again, and by then it may have launched the whole step.
-- What takes a sum runs on the root's side stream, because its node was made there (`bucket_nodes.FromSource`), and the
-  engine has the caller's stream wait for that one when backward ends. An accumulation into ``.grad`` drops the sum, so
-  its memory is held too: until nobody else has it and the root has waited, or until backward ends.
+- Flat buffers, and sums, belong to the streams that compute. They are held until those have waited for what uses them,
+  when the bucket after the next one travels, by which time that costs nothing, or when backward ends. ``record_stream``
+  would hold them until the host looks again, and by then it may have launched the whole step.
+- The root's stream waits for an event after a sum before it uses it, which is when the root has computed its own part
+  (`bucket_nodes.FromSource`).
 
 Copies of parameters travel on the streams that compute: the first layer waits for the last slot's copy in any case, and
 memory that a side stream fills would have to be recorded for every replica.
@@ -20,20 +19,17 @@ memory that a side stream fills would have to be recorded for every replica.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from itertools import compress
-from operator import not_
 
 import torch
 from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.comm.settings import are_slots_isolated
-from dataparallel.slot_streams import memory_of
+from dataparallel.streams import Event, make_current
 
-__all__ = ["BesideBackward", "beside_backward", "current", "side_stream"]
+__all__ = ["BesideBackward", "beside_backward", "side_stream"]
 
 _UNDER_WAY = 2
 """Buckets whose buffers are held: one that is being summed, and one that travels."""
@@ -48,30 +44,6 @@ def side_stream(device: torch.device) -> torch.Stream:
     return _side_streams[device]
 
 
-@contextmanager
-def current(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
-    """Inside, each of ``streams`` is its device's current stream; the current device stays what it is.
-
-    No streams is what there is without accelerators, where nothing can be asked for.
-    """
-    if not streams:
-        yield
-        return
-    before = [torch.accelerator.current_stream(device) for device in streams]
-    _set(streams.values())
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(streams: Iterable[torch.Stream]) -> None:
-    here = torch.accelerator.current_device_index()
-    for stream in streams:
-        torch.accelerator.set_stream(stream)  # makes its device the current one
-    torch.accelerator.set_device_index(here)
-
-
 def beside_backward(
     slots: Sequence[torch.device], computing: dict[torch.device, torch.Stream]
 ) -> BesideBackward | None:
@@ -81,7 +53,7 @@ def beside_backward(
 
 
 class BesideBackward:
-    """The streams that the buckets of one forward share, and the memory that is read there, for each backward."""
+    """The streams that the buckets of one forward share, and the memory that is used there, for each backward."""
 
     def __init__(self, computing: dict[torch.device, torch.Stream]) -> None:
         """``computing``: the stream on which each accelerator of the call computes."""
@@ -94,29 +66,17 @@ class BesideBackward:
     def travelling(self, buffers: Sequence[Tensor]) -> Iterator[None]:
         """Inside, side streams are current, where those that compute were, and may use ``buffers``.
 
-        Only in a node's backward, as `hold`. The buffers are let go when later ones travel, or when the pass ends.
+        Only in a node's backward. The buffers are let go when later ones travel, or when the pass ends.
         """
         this = self._this_pass()
-        this.note_sums_that_were_dropped()
         for device, side in self._sides.items():
-            side.wait_stream(self.computing[device])
-        _set(self._sides.values())
+            Event(self.computing[device]).hold_back(side)
+        make_current(self._sides.values())
         try:
             yield
         finally:
-            _set(self.computing.values())
+            make_current(self.computing.values())
             this.add(buffers)
-
-    def hold(self, sums: Sequence[Tensor]) -> None:
-        """Holds their memory as long as it may be read on side streams; of tensors with parts it is recorded there."""
-        by_memory: dict[int, Tensor] = {}
-        for total in sums:
-            if type(total) is Tensor and total.layout is torch.strided:
-                by_memory[_torch.storage_address(total.untyped_storage())] = total.detach()
-            else:
-                for memory in memory_of(total):
-                    memory.record_stream(self._sides[memory.device])
-        self._this_pass().sums += by_memory.values()
 
     def _this_pass(self) -> _Pass:
         number = _torch.current_graph_task_id()
@@ -147,50 +107,23 @@ class _Pass:
         self, computing: Mapping[torch.device, torch.Stream], sides: Mapping[torch.device, torch.Stream]
     ) -> None:
         self._computing, self._sides = computing, sides
-        self._buckets = 0
-        # With the number of the bucket with which they came, and what was launched beside by then.
-        self._under_way: deque[tuple[int, Sequence[Tensor], dict[torch.device, torch.Event]]] = deque()
-        # Tensors of their own: `AccumulateGrad` keeps a gradient, and does not copy it, if nobody else has that tensor.
-        self.sums: list[Tensor] = []
+        # The buffers of each bucket, with what was launched beside by then.
+        self._under_way: deque[tuple[Sequence[Tensor], list[tuple[torch.device, Event]]]] = deque()
 
     def add(self, buffers: Sequence[Tensor]) -> None:
         """One bucket, when what uses it has been launched."""
-        self._buckets += 1
-        self._hold(buffers)
-        self._let_go(self._buckets - _UNDER_WAY)
-
-    def note_sums_that_were_dropped(self) -> None:
-        """From now on they wait with the buffers: whatever reads them has been launched."""
-        is_dropped = [_holders(total) == _one_holder() for total in self.sums]
-        if any(is_dropped):
-            self._hold([*compress(self.sums, is_dropped)])
-            self.sums = [*compress(self.sums, map(not_, is_dropped))]
+        self._under_way.append((buffers, [(device, Event(side)) for device, side in self._sides.items()]))
+        if len(self._under_way) > _UNDER_WAY:
+            self._let_go()
 
     def end(self) -> None:
         """Has the streams that compute wait for all that was launched beside them, and lets go of everything."""
-        self._hold(self.sums)
-        self.sums = []
-        self._let_go(self._buckets)
+        while self._under_way:
+            self._let_go()
 
-    def _hold(self, tensors: Sequence[Tensor]) -> None:
-        self._under_way.append(
-            (self._buckets, tensors, {device: side.record_event() for device, side in self._sides.items()})
-        )
-
-    def _let_go(self, up_to: int) -> None:
-        while self._under_way and self._under_way[0][0] <= up_to:
-            _, tensors, events = self._under_way.popleft()
-            for device, event in events.items():
-                self._computing[device].wait_event(event)
-            del tensors
-
-
-def _holders(tensor: Tensor) -> int:
-    """How many hold the memory of ``tensor``."""
-    storage = tensor.untyped_storage()  # held while its holders are counted
-    return _torch.storage_use_count(_torch.storage_address(storage))
-
-
-@cache
-def _one_holder() -> int:
-    return _holders(torch.empty(1))
+    def _let_go(self) -> None:
+        """Of the bucket that has been under way for longest."""
+        buffers, events = self._under_way.popleft()
+        for device, event in events:
+            event.hold_back(self._computing[device])
+        del buffers  # not before

@@ -30,6 +30,7 @@ from dataparallel import _torch
 from dataparallel.batch_types import batch_of, container_of
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
+from dataparallel.streams import Event
 
 __all__ = ["SlotStream", "memory_of", "slot_streams"]
 
@@ -44,13 +45,13 @@ def slot_streams(slots: Sequence[torch.device]) -> dict[int, SlotStream]:
     if not are_slots_isolated():
         return {}
     found: dict[int, SlotStream] = {}
-    ready: dict[torch.device, tuple[torch.Stream, torch.Event]] = {}
+    ready: dict[torch.device, tuple[torch.Stream, Event]] = {}
     for slot, device in enumerate(slots):
         if device == CPU or device not in slots[:slot]:
             continue
         if device not in ready:
             callers = torch.accelerator.current_stream(device)
-            ready[device] = callers, callers.record_event()
+            ready[device] = callers, Event(callers)
         callers, event = ready[device]
         found[slot] = SlotStream(_stream(device, slots[:slot].count(device), callers), callers, event)
     return found
@@ -69,18 +70,18 @@ def _stream(device: torch.device, ordinal: int, callers: torch.Stream) -> torch.
 class SlotStream:
     """The stream of one slot during one call. ``stream`` is current in its replica."""
 
-    def __init__(self, stream: torch.Stream, callers: torch.Stream, ready: torch.Event) -> None:
+    def __init__(self, stream: torch.Stream, callers: torch.Stream, ready: Event) -> None:
         self.stream = stream
         self._callers, self._ready = callers, ready
-        self._ended: torch.Event | None = None
+        self._ended: Event | None = None
 
     def begin(self) -> None:
         """Orders the replica after what its caller has launched."""
-        self.stream.wait_event(self._ready)
+        self._ready.hold_back(self.stream)
 
     def end(self) -> None:
         """Notes where the replica ends."""
-        self._ended = self.stream.record_event()
+        self._ended = Event(self.stream)
 
     def lend(self, *objects: Any) -> None:
         """The replica uses these modules and structures, which are the caller's."""
@@ -89,7 +90,7 @@ class SlotStream:
     def join(self) -> None:
         """Orders what the caller launches from here on after the replica."""
         if self._ended is not None:
-            self._callers.wait_event(self._ended)
+            self._ended.hold_back(self._callers)
 
     def take_back(self, output: Any) -> None:
         """The caller uses this structure, which is the replica's."""

@@ -12,7 +12,7 @@ from dataparallel.bucket_nodes import FromSource, OnSlot, Packing, SlotGradients
 from dataparallel.comm import using
 from dataparallel.comm.one_launch import Kernels
 from dataparallel.functions import current_streams
-from dataparallel.side_streams import BesideBackward, beside_backward, side_stream
+from dataparallel.side_streams import beside_backward
 
 SHAPES = [(3,), (2, 4), (), (3,), (4, 2, 3, 3)]
 
@@ -216,7 +216,7 @@ class TestOnAccelerators:
         assert [of_slot.flat for of_slot in summed] == [None] * len(slots)
         check(sources, expected(sources, slots))
 
-    def test_what_comes_from_the_source_belongs_to_the_side_stream(self, slots: list, root: torch.device) -> None:
+    def test_what_comes_from_the_source_belongs_to_the_callers_stream(self, slots: list, root: torch.device) -> None:
         x = torch.ones(3, device=root, requires_grad=True)
         seen: list[torch.Stream] = []
         (copy, *_) = (of_slot[0] for of_slot in broadcast(slots, [x]))
@@ -224,7 +224,7 @@ class TestOnAccelerators:
         assert from_source.name() == "FromSourceBackward"
         from_source.register_prehook(lambda _: seen.append(torch.accelerator.current_stream(root)))
         (copy * 2).sum().backward()
-        assert seen == [side_stream(root)]
+        assert seen == [torch.accelerator.current_stream(root)]
         assert x.grad.tolist() == [2, 2, 2]
 
     def test_an_envelope_has_no_memory_and_gives_its_contents_away(self, root: torch.device) -> None:
@@ -232,27 +232,23 @@ class TestOnAccelerators:
 
         class Sums(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, handle: Tensor, beside: BesideBackward) -> Tensor:
-                ctx.beside, ctx.source = beside, root
+            def forward(ctx: Any, handle: Tensor) -> Tensor:
+                ctx.source = root
                 return torch.zeros((), device=root)
 
             @staticmethod
             def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-                sums = [torch.full((3, 2), 5.0, device=root), None]
-                seen.append(ToSlots.handed_on(ctx, sums))
-                return seen[0], None
+                grads = [torch.full((3, 2), 5.0, device=root), None]
+                seen.append(ToSlots.handed_on(ctx, grads))
+                return seen[0]
 
-        beside = BesideBackward(current_streams([root]))
         x = torch.ones(3, 2, device=root, requires_grad=True)
         y = torch.ones((), dtype=torch.float64, device=root, requires_grad=True)
-        with side_stream(root):
-            handle = FromSource.apply(x, y)
-        Sums.apply(handle, beside).backward()
+        Sums.apply(FromSource.apply(x, y)).backward()
         assert x.grad.tolist() == [[5, 5]] * 3
         assert y.grad is None
         assert [each.untyped_storage().nbytes() for each in seen] == [0]
         assert "contents" not in vars(seen[0])
-        assert beside._passes == {}
 
 
 def test_what_kernels_read_where_it_is_is_not_flattened(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,3 +307,113 @@ def test_no_gradient_at_all(slots: list, root: torch.device, sources: list) -> N
     assert all(source.grad is None for source in sources)
     assert contents_of(None) is None
     assert OnSlot.__name__ in copies[0][0].grad_fn.name()
+
+
+# Hooks of the user on these nodes
+
+
+def node_of(copies: list[tuple[Tensor, ...]], name: str) -> Any:
+    """The first slot's `OnSlot`, `ToSlots` or `FromSource`."""
+    node = copies[0][0].grad_fn
+    while node.name() != f"{name}Backward":
+        node = node.next_functions[0][0]
+    return node
+
+
+NAMES = ["OnSlot", "ToSlots", "FromSource"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks_may_look(name: str, slots: list, root: torch.device, sources: list) -> None:
+    seen = []
+    copies = broadcast(slots, sources)
+    node_of(copies, name).register_prehook(seen.append)
+    node_of(copies, name).register_hook(lambda inputs, outputs: seen.append(inputs))
+    loss_of(copies, root).backward()
+    assert len(seen) == 2
+    check(sources, expected(sources, slots))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda grad: grad * 1,
+        torch.zeros_like,
+        lambda grad: grad.mul_(2),
+        lambda grad: grad.detach(),
+        lambda grad: grad.as_subclass(torch.nn.Buffer),
+    ],
+    ids=["times", "fresh", "in place", "detached", "subclass"],
+)
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_hooks_that_would_change_gradients_of_many_parameters_are_refused(
+    name: str, change: Any, slots: list, root: torch.device, sources: list
+) -> None:
+    def hook(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else change(grad) for grad in grads)
+
+    copies = broadcast(slots, sources)
+    node_of(copies, name).register_prehook(hook)
+    with pytest.raises(RuntimeError, match=r"a hook has changed a gradient .*Use Tensor\.register_hook"):
+        loss_of(copies, root).backward()
+    assert all(source.grad is None for source in sources)
+
+
+def test_a_hook_on_what_a_slot_brings_is_refused_too(slots: list, root: torch.device, sources: list) -> None:
+    copies = broadcast(slots, sources)
+    node_of(copies, "OnSlot").register_hook(lambda inputs, outputs: (inputs[0] * 2, *inputs[1:]))
+    with pytest.raises(RuntimeError, match="between OnSlotBackward, ToSlotsBackward and FromSourceBackward"):
+        loss_of(copies, root).backward()
+
+
+def test_where_gradients_are_themselves_hooks_change_them(slots: list, root: torch.device, sources: list) -> None:
+    """What the error recommends, and a pre-hook on the slot's node."""
+    copies = broadcast(slots, sources)
+    copies[0][0].register_hook(lambda grad: grad * 2)  # the first slot's: it counts as two of it
+    sources[1].register_hook(lambda grad: grad * 3)
+    node_of(copies, "OnSlot").register_prehook(lambda grads: (*grads[:2], None, *grads[3:]))
+    loss_of(copies, root).backward()
+    wanted = expected(sources, slots)
+    total = sum(range(1, len(slots) + 1))
+    check(sources, [wanted[0] * (total + 1) / total, wanted[1] * 3, wanted[2] * (total - 1) / total, *wanted[3:]])
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_hook_may_say_that_there_is_no_gradient(name: str, slots: list, root: torch.device, sources: list) -> None:
+    copies = broadcast(slots, sources)
+    node_of(copies, name).register_prehook(lambda grads: (None, *grads[1:]))
+    loss_of(copies, root).backward()
+    check(sources, expected(sources, slots, lambda slot, i: slot > 0 and name == "ToSlots"))
+
+
+@pytest.mark.devices("sim")
+def test_what_a_hook_drops_is_not_used_again_before_the_root_has_waited(slots: list, root: torch.device) -> None:
+    """Sums are written on side streams, and their memory is the caller's."""
+    devices = [torch.device(slot) for slot in slots]
+    beside = beside_backward(devices, current_streams(devices))
+    losses: list[Tensor] = []
+
+    def drop(grads: tuple[Tensor, ...]) -> tuple[None, ...]:
+        torch.ones(16, device=root)  # could get the memory that the hook before this one has dropped
+        return (None,)
+
+    for _ in range(4):
+        copies = broadcast_bucket(devices, [torch.ones(16, device=root, requires_grad=True)], beside)
+        node_of(copies, "FromSource").register_prehook(drop)
+        losses.append(loss_of(copies, root))
+    sum(losses).backward()
+
+
+def test_no_two_gradients_meet_between_the_nodes(slots: list, root: torch.device, sources: list) -> None:
+    """Autograd would add them, and the sum would stand for nothing: each output of these nodes has one user."""
+    loss = sum(loss_of(broadcast(slots, sources), root) for _ in range(2))
+    edges, seen, waiting = [], set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        following = [edge for edge in node.next_functions if edge[0] is not None]
+        edges += [(to, number) for to, number in following if to.name() in ("ToSlotsBackward", "FromSourceBackward")]
+        waiting += [to for to, _ in following]
+    assert len(edges) == len({*edges}) == 2 * (len(slots) + 1)

@@ -6,7 +6,10 @@ The simulated devices' clocks show a missing order whatever the timing. The rest
 import gc
 import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.bucket_nodes import ToSlots
-from dataparallel.side_streams import BesideBackward, current, side_stream
+from dataparallel.composable import replicate
+from dataparallel.side_streams import BesideBackward, side_stream
 
 pytestmark = [pytest.mark.devices("sim", "cuda"), pytest.mark.usefixtures("distinct")]
 
@@ -98,57 +102,118 @@ def test_every_device_has_one_side_stream(slots: list) -> None:
     assert not {*sides} & {*streams_of(slots).values()}
 
 
-def test_streams_are_current_inside_and_the_device_stays(slots: list) -> None:
-    before, here = streams_of(slots), torch.accelerator.current_device_index()
-    sides = {device: side_stream(device) for device in before}
-
-    def fail() -> None:
-        with current(sides):
-            assert streams_of(slots) == sides
-            assert torch.accelerator.current_device_index() == here
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        fail()
-    assert streams_of(slots) == before
-    assert torch.accelerator.current_device_index() == here
-
-
 @pytest.mark.slots(2, 8)
-def test_gradients_travel_on_side_streams_and_are_added_there(slots: list, root: torch.device, x: Tensor) -> None:
+def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
+    slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(root)
-    seen = []
+    travelled, arrived = [], []
+    travelling = BesideBackward.travelling
 
-    def look(*_: object) -> None:
-        seen.append(torch.accelerator.current_stream(root))
+    @contextmanager
+    def noted(self: BesideBackward, buffers: Sequence[Tensor]) -> Iterator[None]:
+        with travelling(self, buffers):
+            travelled.append(torch.accelerator.current_stream(root))
+            yield
 
-    handles = [parameter.register_post_accumulate_grad_hook(look) for parameter in model.parameters()]
+    def arrive(*_: object) -> None:
+        arrived.append(torch.accelerator.current_stream(root))
+
+    monkeypatch.setattr(BesideBackward, "travelling", noted)
+    handles = [parameter.register_post_accumulate_grad_hook(arrive) for parameter in model.parameters()]
     expected = gradients(model, x)
     wrap(model, slots)(x).square().sum().backward()
-    assert seen == [side_stream(root)] * len(handles)
+    assert travelled == [side_stream(root)] * len(handles)
+    assert arrived == [torch.accelerator.current_stream(root)] * len(handles)
     check(model, expected)
 
 
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Those that have been launched, in their order."""
+    launched: list[Tensor] = []
+    summed = ToSlots.summed
+
+    def noted(ctx: Any, brought: Any) -> Tensor:
+        envelope = summed(ctx, brought)
+        launched.extend(total.detach() for total in envelope.contents.grads)
+        return envelope
+
+    monkeypatch.setattr(ToSlots, "summed", noted)
+    return launched
+
+
 @pytest.mark.devices("sim")
-def test_a_device_that_computes_waits_for_no_sum(slots: list, root: torch.device, x: Tensor) -> None:
-    """To read a sum beside backward, with no order between the two, is a race: the stream that reads has not waited."""
+@pytest.mark.parametrize("use", [None, "before", "after"])
+def test_a_device_that_computes_waits_for_no_sum(
+    use: str | None, slots: list, root: torch.device, x: Tensor, sums: list[Tensor]
+) -> None:
+    """To read a sum beside backward, with no order between the two, is a race: the stream that reads has not waited.
+
+    Also where the loss uses parameters directly, before or after the call.
+    """
     model = build(root)
-    sums: list[Tensor] = []
-    model[4].bias.register_post_accumulate_grad_hook(lambda parameter: sums.append(parameter.grad))
     raised = []
 
-    def read_the_sum(gradient: Tensor) -> None:
+    def read_the_last_sum(gradient: Tensor) -> None:
         if gradient.device == root:
             try:
-                sums[0] + 0
+                sums[-1] + 0
             except RuntimeError as error:
                 raised.append(str(error))
 
-    keep_in_step(model, 4, slots)
-    on_gradient(model[2], read_the_sum)
-    wrap(model, slots)(x).square().sum().backward()
-    (message,) = raised
-    assert message.startswith("race"), message
+    for layer in (4, 2):
+        keep_in_step(model, layer, slots)
+        on_gradient(model[layer - 2], read_the_last_sum)
+    with_penalty(model, wrap(model, slots), use)(x).backward()
+    assert len(sums) == 6
+    assert len(raised) == 2
+    assert all(message.startswith("race") for message in raised), raised
+
+
+def with_penalty(model: nn.Module, call: nn.Module, use: str | None) -> Callable[[Tensor], Tensor]:
+    """A loss which uses parameters directly too, ``before`` the call or ``after`` it."""
+
+    def penalty() -> Tensor:
+        return sum(parameter.square().sum() for parameter in model.parameters())
+
+    def loss(x: Tensor) -> Tensor:
+        early = penalty() if use == "before" else 0
+        loss = call(x).square().sum()
+        return loss + early + (penalty() if use == "after" else 0)
+
+    return loss
+
+
+@pytest.fixture
+def warnings_are_errors() -> Iterator[None]:
+    """Those that torch shows once for a process too."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    torch.set_warn_always(before)
+
+
+@pytest.mark.usefixtures("warnings_are_errors")
+@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+@pytest.mark.parametrize("use", ["before", "after"])
+def test_a_loss_that_uses_parameters_too(
+    use: str, form: str, slots: list, root: torch.device, x: Tensor, sums: list[Tensor]
+) -> None:
+    """A parameter's gradients meet on the caller's stream; torch warns of an ``AccumulateGrad`` on another one."""
+    model, twin = build(root), build(root)
+    if form == "DataParallel":
+        call = wrap(model, slots)
+    else:
+        call = replicate(model, devices=slots, bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    for times in range(1, 5):
+        with_penalty(model, call, use)(x).backward()
+        with_penalty(twin, twin, use)(x).backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+        assert len(sums) == times * 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -195,22 +260,6 @@ def test_an_optimizer_in_backward(slots: list, root: torch.device, x: Tensor) ->
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-def test_parameters_that_the_loss_uses_too(slots: list, root: torch.device, x: Tensor) -> None:
-    """Their nodes were made before the call, on the caller's stream, and stay there."""
-    model = build(root)
-
-    def loss(call: nn.Module) -> Tensor:
-        penalty = sum(parameter.square().sum() for parameter in model.parameters())
-        return penalty + call(x).square().sum()
-
-    expected = torch.autograd.grad(loss(model), list(model.parameters()))
-    for _ in range(2):
-        model.zero_grad()
-        loss(wrap(model, slots)).backward()
-        check(model, list(expected))
-
-
 def test_a_backward_that_fails_leaves_nothing_behind(slots: list, root: torch.device, x: Tensor) -> None:
     model = build(root)
     expected = gradients(model, x)
@@ -248,7 +297,7 @@ def test_a_graph_that_is_kept_holds_no_buffers(slots: list, root: torch.device, 
         assert [each._passes for each in besides(output)] == [{}]
 
 
-def test_what_is_held_is_two_buckets_and_the_sums_that_somebody_has(slots: list, root: torch.device) -> None:
+def test_what_is_held_is_two_buckets(slots: list, root: torch.device) -> None:
     streams = streams_of(slots)
     held = []
 
@@ -260,21 +309,17 @@ def test_what_is_held_is_two_buckets_and_the_sums_that_somebody_has(slots: list,
 
         @staticmethod
         def backward(ctx, gradient: Tensor) -> tuple:
-            taken = []
-            for is_taken in (True, True, False, False, False, True, False):
+            for _ in range(4):
                 total = torch.empty(3, device=root)
-                with ctx.beside.travelling([torch.empty(3, device=slot) for slot in slots]):
+                with ctx.beside.travelling([total, *(torch.empty(3, device=slot) for slot in slots)]):
                     assert streams_of(slots) == {device: side_stream(device) for device in streams}
                     total.fill_(1)
                 assert streams_of(slots) == streams
-                ctx.beside.hold([total])
-                taken += [total.detach()] if is_taken else []
-                del total
                 (this,) = ctx.beside._passes.values()
-                held.append((len(this._under_way), len(this.sums)))
+                held.append(len(this._under_way))
             return gradient, None
 
     beside = BesideBackward(streams)
     Step.apply(torch.ones(2, device=root, requires_grad=True), beside).sum().backward()
-    assert held == [(1, 1), (2, 2), (2, 3), (3, 3), (3, 3), (3, 3), (2, 4)]
+    assert held == [1, 2, 2, 2]
     assert beside._passes == {}

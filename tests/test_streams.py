@@ -3,13 +3,22 @@
 Simulated devices show a missing order whatever the timing; CUDA devices only show wrong numbers, now and then.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, functions
+from dataparallel import DataParallel, bucket_nodes, functions
+from dataparallel.bucket_nodes import broadcast_bucket
+from dataparallel.functions import current_streams
+from dataparallel.side_streams import beside_backward, side_stream
+from dataparallel.slot_streams import slot_streams
+from dataparallel.streams import Event, current
+from dataparallel.testing import isolated_slots
 from dataparallel.thread_state import TRANSLATED
 
 pytestmark = pytest.mark.devices("sim", "cuda")
@@ -31,6 +40,152 @@ def side_streams(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
         torch.accelerator.synchronize(device)
         torch.accelerator.set_stream(stream)
     torch.accelerator.set_device_index(here)
+
+
+def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
+    return current_streams([torch.device(slot) for slot in slots])
+
+
+def test_streams_are_current_inside_and_the_device_stays(slots: list) -> None:
+    before, here = streams_of(slots), torch.accelerator.current_device_index()
+    sides = {device: side_stream(device) for device in before}
+
+    def fail() -> None:
+        with current(sides):
+            assert streams_of(slots) == sides
+            assert torch.accelerator.current_device_index() == here
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    assert streams_of(slots) == before
+    assert torch.accelerator.current_device_index() == here
+
+
+def test_no_streams_are_what_there_is_on_the_cpu(slots: list) -> None:
+    before = streams_of(slots)
+    with current({}):
+        assert streams_of(slots) == before
+
+
+@pytest.mark.devices("sim")
+def test_an_event_holds_a_stream_back_until_what_was_launched_before_it(root: torch.device) -> None:
+    side = torch.Stream(root)
+    x = torch.ones(2, device=root)
+    event = Event(torch.accelerator.current_stream(root))
+    with current({root: side}), pytest.raises(RuntimeError, match="race"):
+        x.add_(1)
+    event.hold_back(side)
+    with current({root: side}):
+        x.add_(1)
+    Event(side).synchronize()
+    assert x.tolist() == [2, 2]
+
+
+# Several threads, each with a current stream of its own
+
+
+class OneInsideTheOther:
+    """The second thread comes into a block while the first is in there, and leaves it after the first."""
+
+    def __init__(self) -> None:
+        self.first_is_in, self.second_is_in, self.first_is_out = (threading.Event() for _ in range(3))
+
+    def inside(self) -> None:
+        """Called in the block, by the first thread and then by the second one."""
+        if not self.first_is_in.is_set():
+            self.first_is_in.set()
+            assert self.second_is_in.wait(20)
+        else:
+            self.second_is_in.set()
+            assert self.first_is_out.wait(20)
+
+    def run(self, root: torch.device, enter: Callable[[], object]) -> list[bool]:
+        """Whether each thread is on its own stream after ``enter``."""
+
+        def first() -> bool:
+            mine = on_a_stream_of_its_own(root)
+            enter()
+            self.first_is_out.set()
+            return torch.accelerator.current_stream(root) == mine
+
+        def second() -> bool:
+            mine = on_a_stream_of_its_own(root)
+            assert self.first_is_in.wait(20)
+            enter()
+            return torch.accelerator.current_stream(root) == mine
+
+        with ThreadPoolExecutor(2) as threads:
+            return [done.result(30) for done in [threads.submit(first), threads.submit(second)]]
+
+
+def on_a_stream_of_its_own(root: torch.device) -> torch.Stream:
+    """Makes a new stream current in this thread."""
+    mine = torch.Stream(root)
+    mine.wait_stream(torch.accelerator.current_stream(root))
+    torch.accelerator.set_stream(mine)
+    return mine
+
+
+def test_each_thread_goes_back_to_its_own_stream(root: torch.device) -> None:
+    order, shared = OneInsideTheOther(), torch.Stream(root)
+
+    def enter() -> None:
+        with current({root: shared}):
+            order.inside()
+            assert torch.accelerator.current_stream(root) == shared
+
+    assert order.run(root, enter) == [True, True]
+
+
+def test_threads_that_make_the_graphs_of_isolated_slots_at_a_time(
+    root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot's stream is one for all threads."""
+    slots = [root, root]
+    order, apply = OneInsideTheOther(), bucket_nodes.OnSlot.apply
+
+    class Meets:
+        @staticmethod
+        def apply(*arguments: Any) -> Any:
+            if torch.accelerator.current_stream(root) == slots_stream:
+                order.inside()
+            return apply(*arguments)
+
+    monkeypatch.setattr(bucket_nodes, "OnSlot", Meets)
+    with isolated_slots():
+        slots_stream = slot_streams(slots)[1].stream
+
+    def enter() -> None:
+        with isolated_slots():
+            x = torch.ones(3, device=root, requires_grad=True)
+            broadcast_bucket(slots, [x], beside_backward(slots, current_streams(slots)))
+
+    assert order.run(root, enter) == [True, True]
+
+
+@pytest.mark.slots(2)
+def test_two_threads_with_wrappers_and_streams_of_their_own(slots: list, root: torch.device) -> None:
+    start = threading.Barrier(2)
+
+    def steps() -> set[bool]:
+        mine = on_a_stream_of_its_own(root)
+        model, x = build(root), numbers(root)
+        expected = gradients(model(x).square().sum(), model, x)
+        wrapped, stayed = DataParallel(model, slots), set()
+        start.wait(20)
+        for _ in range(40):
+            output = wrapped(x)
+            stayed.add(torch.accelerator.current_stream(root) == mine)
+            found = gradients(output.square().sum(), model, x)
+            stayed.add(torch.accelerator.current_stream(root) == mine)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        return stayed
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(steps) for _ in range(2)]:
+            assert done.result(60) == {True}
 
 
 def build(root: torch.device) -> nn.Module:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.bucket_nodes import SlotGradients, ToSlots
-from dataparallel.side_streams import BesideBackward, current
+from dataparallel.side_streams import BesideBackward
+from dataparallel.streams import current
 
 __all__ = ["GradientSums", "LivingToSlots", "WaitingBucket"]
 
@@ -185,7 +186,7 @@ class WaitingBucket:
         return [[None] * len(self.sources) if of_slot is None else of_slot.each() for of_slot in brought]
 
     def drop_what_is_void(self) -> None:
-        """See `GradientSums`. Not while a pass adds to ``.grad``, on the root's side stream, which is no sign then."""
+        """See `GradientSums`. Not while a pass adds to ``.grad``, which is no sign then."""
         if self._under_way:
             return
         void = {source for source, mark in self._marks.items() if mark.is_void(self.sources[source].grad)}

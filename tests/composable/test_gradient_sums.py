@@ -11,7 +11,7 @@ from living import Net, assert_same, build, gradients, living, loss, numbers
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.side_streams import current
+from dataparallel.streams import current
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -140,6 +140,7 @@ def _start_engine_threads(extension: ModuleType) -> None:
         ) from error
     finally:
         extension.set_device_count(0)
+        extension.forget_contexts()
 
 
 def _before_exit() -> None:

@@ -1,8 +1,8 @@
 """``torch.sim``: for the simulated devices what ``torch.cuda`` is for CUDA. `simulate` registers it with torch.
 
 The functions mean what their namesakes in ``torch.cuda`` mean; without a device they are about the current one. What
-only simulated devices have: `set_memory_capacity`, the counts in `counted`, and the clocks in `clocks` and
-`check_clocks`.
+only simulated devices have: `has_context`, `set_memory_capacity`, the counts in `counted`, and the clocks in `clocks`
+and `check_clocks`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,16 @@ class device:
         set_device(self.idx)
 
     def __exit__(self, *_: object) -> None:
-        _C.set_device(self._before.pop())
+        _C.go_back_to(self._before.pop())
+
+
+def has_context(device: Device = None) -> bool:
+    """Whether this process has used the device, or made it current in place of another one.
+
+    A CUDA device has a context from then on, until the process ends, and it takes hundreds of megabytes. What torch
+    does when `simulate` is called first does not count.
+    """
+    return bool(_C.has_context(_index(device)))
 
 
 class device_of(device):
@@ -144,7 +153,7 @@ def set_stream(stream: torch.Stream | None) -> None:
         return
     before = current_device()
     torch.accelerator.set_stream(stream)
-    _C.set_device(before)
+    _C.go_back_to(before)
 
 
 class StreamContext:
@@ -164,7 +173,7 @@ class StreamContext:
         if self.stream is not None:
             device, stream = self._before.pop()
             torch.accelerator.set_stream(stream)
-            _C.set_device(device)
+            _C.go_back_to(device)
 
 
 def stream(stream: torch.Stream | None) -> StreamContext:

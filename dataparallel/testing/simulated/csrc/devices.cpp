@@ -16,18 +16,8 @@ namespace simulated {
 namespace {
 
 std::atomic<c10::DeviceIndex> count{0};
-thread_local c10::DeviceIndex current = 0;
 // Every thread starts on the default streams.
 thread_local std::array<c10::StreamId, kCeiling> current_streams{};
-
-c10::DeviceIndex checked(c10::DeviceIndex device) {
-  if (device == -1) {
-    return current;
-  }
-  TORCH_CHECK(device >= 0 && device < count, "sim:", static_cast<int>(device), ": this process simulates ",
-              static_cast<int>(count.load()), " devices, sim:0 to sim:", count.load() - 1);
-  return device;
-}
 
 // torch's generator of a simulated device draws from a generator of the CPU, so that the same seed gives the same
 // numbers on every device and on the CPU.
@@ -104,9 +94,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     set_current_device(device.index());
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    if (device.index() >= 0) {
-      current = device.index();
-    }
+    go_back_to(device.index());
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return count;
@@ -155,6 +143,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag) const override {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "an event of sim:", static_cast<int>(device),
                 " cannot be recorded on a stream of sim:", static_cast<int>(stream.device_index()));
+    const OnDeviceOfEvent on(stream.device_index());
     if (!*event) {
       *event = new Event();
     }
@@ -162,6 +151,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event && event_of(event)->recorded) {
+      const OnDeviceOfEvent on(stream.device_index());
       clocks::wait(stream, *event_of(event));
     }
   }
@@ -174,7 +164,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
       clocks::host_waits(*event_of(event));
     }
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+  void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
+    if (!event) {
+      return;
+    }
+    const OnDeviceOfEvent on(device);
     delete event_of(event);
   }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
@@ -205,15 +199,17 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     set_current_device(device);
   }
   c10::DeviceIndex getCurrentDevice() const override {
-    return current;
+    return current_device().index();
   }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
-    const auto before = current;
+    const auto before = getCurrentDevice();
     set_current_device(device);
     return before;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-    return exchangeDevice(device);
+    const auto before = getCurrentDevice();
+    go_back_to(device);
+    return before;
   }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     return default_generator(device);
@@ -250,26 +246,10 @@ void set_device_count(c10::DeviceIndex new_count) {
   count = new_count;
 }
 
-c10::Device current_device() {
-  return {c10::kPrivateUse1, current};
-}
-
-void set_current_device(c10::DeviceIndex device) {
-  current = checked(device);
-}
-
 c10::Stream current_stream(c10::Device device) {
   const auto index = checked(device.index());
   const auto id = current_streams.at(static_cast<size_t>(index));
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, index), id);
-}
-
-OnDevice::OnDevice(c10::Device device) : before_(current) {
-  set_current_device(device.index());
-}
-
-OnDevice::~OnDevice() {
-  current = before_;
 }
 
 const at::Generator& default_generator(c10::DeviceIndex device) {

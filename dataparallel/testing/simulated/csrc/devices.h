@@ -1,9 +1,11 @@
-// The simulated devices as torch sees them: how many, the current one, streams, events, generators.
+// The simulated devices as torch sees them: how many, streams, events, generators.
 #pragma once
 
 #include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
+
+#include "current_device.h"
 
 namespace simulated {
 
@@ -11,21 +13,7 @@ namespace simulated {
 c10::DeviceIndex device_count();
 void set_device_count(c10::DeviceIndex count);
 
-c10::Device current_device();
-void set_current_device(c10::DeviceIndex device);
 c10::Stream current_stream(c10::Device device);
-
-// Makes a device current while it exists.
-class OnDevice {
- public:
-  explicit OnDevice(c10::Device device);
-  ~OnDevice();
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  c10::DeviceIndex before_;
-};
 
 const at::Generator& default_generator(c10::DeviceIndex device);
 // The generator of the CPU that a simulated device's generator draws from.

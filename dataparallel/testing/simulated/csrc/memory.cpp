@@ -113,6 +113,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
       account(device.index()).give_back(bytes);
       throw;
     }
+    make_context(device.index());
     auto block = new_block(std::move(memory), bytes, device);
     clocks::allocated(*block, bytes, current_stream(device));
     return hand_out(block.release());

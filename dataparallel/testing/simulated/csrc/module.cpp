@@ -43,6 +43,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device_count", &set_device_count);
   m.def("current_device", [] { return current_device().index(); });
   m.def("set_device", &set_current_device);
+  m.def("go_back_to", &go_back_to);
+  m.def("has_context", &has_context);
+  m.def("forget_contexts", &forget_contexts);
 
   m.def("memory_stats", [](c10::DeviceIndex device) {
     const auto stats = memory::stats(device);

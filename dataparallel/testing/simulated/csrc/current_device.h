@@ -1,0 +1,48 @@
+// The current device of a thread, and which devices have a context.
+//
+// As with CUDA and torch on top of it, a device gets a context when it is made current in place of another one, and when
+// memory is taken on it. To go back to a device without a context makes none: it is the current device from then on, and
+// the driver is told when it is used.
+#pragma once
+
+#include <c10/core/Device.h>
+
+namespace simulated {
+
+c10::Device current_device();
+void set_current_device(c10::DeviceIndex device);
+void go_back_to(c10::DeviceIndex device) noexcept;
+
+bool has_context(c10::DeviceIndex device) noexcept;
+void make_context(c10::DeviceIndex device) noexcept;
+void forget_contexts() noexcept;
+
+// The index, where the process simulates that device; the current one for -1.
+c10::DeviceIndex checked(c10::DeviceIndex device);
+
+// Makes a device current while it exists.
+class OnDevice {
+ public:
+  explicit OnDevice(c10::Device device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  c10::DeviceIndex before_;
+};
+
+// The same as torch's guard for CUDA does it around events: at the end it sets the former device, used or not. (From
+// torch 2.15 on only where an event is destroyed.)
+class OnDeviceOfEvent {
+ public:
+  explicit OnDeviceOfEvent(c10::DeviceIndex device) noexcept;
+  ~OnDeviceOfEvent();
+  OnDeviceOfEvent(const OnDeviceOfEvent&) = delete;
+  OnDeviceOfEvent& operator=(const OnDeviceOfEvent&) = delete;
+
+ private:
+  c10::DeviceIndex before_;
+};
+
+} // namespace simulated
