@@ -1,16 +1,27 @@
 """Gradients of living replicas: summed into the source during backward, or kept on the slots until they are.
 
 A bucket of parameters is one kept `LivingToSlots` node, whose backward runs once in each pass, when the last slot has
-the bucket's gradients. Where gradients are not to be summed it hands slot 0's on, so that the source's ``.grad`` is
-what that slot has found so far, and keeps those of the others. The next sum includes them, unless the source's
-``.grad`` says that they are void: it is ``None``, another tensor, or has been set to zero. ``living_tensors`` makes the
-nodes; how gradients travel is the business of ``functions`` and ``comm``.
+the bucket's gradients. It asks for each parameter whether the pass writes its ``.grad``: ``backward(inputs=...)`` may
+write some of a bucket.
+
+- Where gradients are summed, a parameter whose ``.grad`` is written gets the sum and what is kept for it. What is kept
+  for the others is added when the pass ends, so that then every ``.grad`` is that of one device.
+- Where they are not, it gets slot 0's gradient, so that ``.grad`` is what that slot has found so far, and those of the
+  other slots are kept. What is kept for the others stays.
+- A pass that writes no ``.grad`` (``torch.autograd.grad``) gets the sum of its own gradients. What is kept stays.
+- A pass that is recorded gets sums in any case, and what is kept for the parameters that it reaches: it does not add
+  to ``.grad`` in place, but puts another tensor there.
+
+What is kept is void, and dropped, if the source's ``.grad`` says so: it is ``None``, another tensor, or has been set to
+zero. ``living_tensors`` makes the nodes; how gradients travel is the business of ``functions`` and ``comm``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Sequence, Set
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,9 +41,6 @@ class LivingToSlots(ToSlots):
     It takes a token too, and its last output is one: the next bucket's is this one's output, so that in every pass
     a bucket's sum is launched before those of the buckets that have its token. What is to follow the sums, on other
     machines, is in the same order everywhere then, whatever order gradients come in.
-
-    Passes that write no ``.grad`` (``torch.autograd.grad``) or that are themselves recorded get the sum of their own
-    gradients; nothing is kept of them, and what is kept stays.
     """
 
     @staticmethod
@@ -46,26 +54,35 @@ class LivingToSlots(ToSlots):
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
         """Sums over the slots, or slot 0's gradients."""
         waiting: WaitingBucket = ctx.waiting
+        reached, written = _what_is_reached(ctx, waiting.sources)
         with current(ctx.streams):
             brought = ToSlots.brought(ctx, envelopes[:-1])
-            if not torch.is_grad_enabled() and _writes_grad(ctx):
-                if waiting.is_in_use and not waiting.sums.are_on:
-                    return None, None, ToSlots.handed_on(ctx, waiting.keep(brought)), None
-                brought = [*waiting.with_kept(brought)]
+            if not reached:  # the node runs for the sake of the order
+                return None, None, None, None
+            if written:
+                if waiting.may_keep and not torch.is_grad_enabled():
+                    return None, None, ToSlots.handed_on(ctx, waiting.keep(brought, written)), None
+                brought = [*waiting.with_kept(brought, written)]
             return None, None, ToSlots.summed(ctx, brought), None
 
 
-def _writes_grad(node: Any) -> bool:
-    """Whether the running pass accumulates into ``.grad``; in others torch has no answer for such nodes."""
-    accumulation = _first_after(_first_after(node))
-    try:
-        return bool(_torch.will_engine_execute_node(accumulation))
-    except RuntimeError:
-        return False
+def _what_is_reached(node: Any, sources: Sequence[Tensor]) -> tuple[bool, set[int]]:
+    """Whether the running pass goes on behind a bucket's node, and the positions of sources whose ``.grad`` it writes.
 
-
-def _first_after(node: Any) -> Any:
-    return next(following for following, _ in node.next_functions if following is not None)
+    Those are leaves. Of a buffer that was computed gradients go on to what it was computed from.
+    """
+    from_source = next(following for following, _ in node.next_functions if following is not None)
+    reached, written = False, set()
+    for position, (following, _) in enumerate(from_source.next_functions):
+        try:
+            if not _torch.will_engine_execute_node(following):
+                continue
+            if sources[position].is_leaf:
+                written.add(position)
+        except RuntimeError:  # torch's answer for a leaf whose gradient `torch.autograd.grad` is to return
+            pass
+        reached = True
+    return reached, written
 
 
 class GradientSums:
@@ -121,8 +138,8 @@ class _Mark:
 class _EndOfPass:
     """Called when a pass that keeps gradients ends. The engine alone holds it: one that has failed drops it."""
 
-    def __init__(self, bucket: WaitingBucket) -> None:
-        self._bucket = bucket
+    def __init__(self, bucket: WaitingBucket, written: set[int]) -> None:
+        self._bucket, self.written = bucket, written
 
     def __call__(self) -> None:
         self._bucket.end_pass(self)
@@ -139,47 +156,56 @@ class WaitingBucket:
         self.sums = sums
         self.sources = list(sources)
         self.is_in_use = False
+        # A buffer that was computed has no ``.grad`` to wait for.
+        self._has_leaves_only = all(source.is_leaf for source in sources)
         self._streams = streams
         self._kept: dict[tuple[int, int], Tensor] = {}  # by slot and source
         self._marks: dict[int, _Mark] = {}  # by source
         # Several at a time where reentrant checkpoints nest them, one for each slot.
         self._under_way: weakref.WeakSet[_EndOfPass] = weakref.WeakSet()
 
-    def keep(self, brought: Sequence[SlotGradients | None]) -> list[Tensor | None]:
+    @property
+    def may_keep(self) -> bool:
+        """Whether a pass that writes ``.grad`` is to keep gradients here."""
+        return self.is_in_use and self._has_leaves_only and not self.sums.are_on
+
+    def keep(self, brought: Sequence[SlotGradients | None], written: set[int]) -> list[Tensor | None]:
         """Keeps the gradients of all slots but the first; returns the first one's, for the source.
 
-        Where only other slots have one the source gets zeros, so that its ``.grad`` shows that there is something.
+        Only of sources that are ``written``. Where only other slots have one the source gets zeros, so that its
+        ``.grad`` shows that there is something.
         """
         self.drop_what_is_void()
         first, *others = self._listed(brought)
         for slot, grads in enumerate(others, start=1):
-            for source, grad in enumerate(grads):
+            for source in written:
+                grad = grads[source]
                 if grad is None:
                     continue
-                kept = self._kept.get((slot, source))
-                self._kept[slot, source] = grad if kept is None else kept + grad
                 # What was there before, until the pass ends: if it fails, a former gradient decides, and without one
                 # these are void.
                 self._marks.setdefault(source, _Mark(self.sources[source].grad))
+                self._add((slot, source), grad)
                 if first[source] is None:
                     first[source] = torch.zeros_like(self.sources[source])
-        end = _EndOfPass(self)
+        end = _EndOfPass(self, written)
         self._under_way.add(end)
         _torch.queue_callback(end)
-        return first
+        return [grad if source in written else None for source, grad in enumerate(first)]
 
-    def with_kept(self, brought: Sequence[SlotGradients | None]) -> Sequence[SlotGradients | None]:
-        """The gradients of this pass and what is kept, which is so no longer."""
-        # What other buckets keep that this pass does not reach belongs to the sum all the same.
-        _torch.queue_callback(self.sums.add_what_is_kept)
-        if not self._kept:
-            return brought
+    def with_kept(self, brought: Sequence[SlotGradients | None], written: set[int]) -> Sequence[SlotGradients | None]:
+        """The gradients of this pass and what is kept for sources that are ``written``, which is so no longer."""
+        if self.sums.are_on:
+            # What is kept for others, which this pass does not reach, belongs to their ``.grad`` all the same.
+            _torch.queue_callback(self.sums.add_what_is_kept)
         self.drop_what_is_void()
+        taken = self._take(written)
+        if not taken:
+            return brought
         together = self._listed(brought)
-        for (slot, source), kept in self._kept.items():
+        for (slot, source), kept in taken.items():
             grad = together[slot][source]
             together[slot][source] = kept if grad is None else kept + grad
-        self._forget()
         return [*map(SlotGradients, together)]
 
     def _listed(self, brought: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
@@ -187,13 +213,8 @@ class WaitingBucket:
 
     def drop_what_is_void(self) -> None:
         """See `GradientSums`. Not while a pass adds to ``.grad``, which is no sign then."""
-        if self._under_way:
-            return
-        void = {source for source, mark in self._marks.items() if mark.is_void(self.sources[source].grad)}
-        if void:
-            self._kept = {key: kept for key, kept in self._kept.items() if key[1] not in void}
-            for source in void:
-                del self._marks[source]
+        if not self._under_way:
+            self._take({source for source, mark in [*self._marks.items()] if mark.is_void(self.sources[source].grad)})
 
     @torch.no_grad()
     def add_what_is_kept(self) -> None:
@@ -201,22 +222,39 @@ class WaitingBucket:
         if not self._kept:
             return
         self.drop_what_is_void()
+        terms: dict[int, list[Tensor]] = defaultdict(list)
+        taken = self._take({source for _, source in [*self._kept]})
+        for (_, source), kept in sorted(taken.items(), key=itemgetter(0)):
+            terms[source].append(kept)
         with current(self._streams):
-            for source in {source for _, source in self._kept}:
-                terms = [kept for (_, of), kept in sorted(self._kept.items(), key=lambda item: item[0]) if of == source]
+            for source, of_source in terms.items():
                 parameter = self.sources[source]
-                if parameter.grad is None:  # void, after a pass that has failed and that the engine has yet to drop
-                    continue
-                parameter.grad.add_(comm.reduce_add(terms, parameter.device))
-        self._forget()
+                if parameter.grad is not None:  # else void: a pass has failed, which the engine has yet to drop
+                    parameter.grad.add_(comm.reduce_add(of_source, parameter.device))
 
     def end_pass(self, end: _EndOfPass) -> None:
-        """From here on ``.grad`` is what belongs to the kept gradients."""
+        """From here on ``.grad`` is what belongs to the kept gradients, where the pass has written it."""
         self._under_way.discard(end)
-        for _, source in self._kept:
+        for source in end.written & self._marks.keys():
             grad = self.sources[source].grad
             if grad is not None:
                 self._marks[source] = _Mark(grad)
 
-    def _forget(self) -> None:
-        self._kept, self._marks = {}, {}
+    def _add(self, key: tuple[int, int], grad: Tensor) -> None:
+        """Adds to what is kept. Each step is atomic: passes in several threads may add and take at a time."""
+        while True:
+            kept = self._kept.pop(key, None)
+            if kept is not None:
+                grad = kept + grad
+            if self._kept.setdefault(key, grad) is grad:
+                return
+
+    def _take(self, sources: Set[int]) -> dict[tuple[int, int], Tensor]:
+        """What is kept for ``sources``, by slot and source; nobody else gets it too."""
+        taken = {}
+        for key in [*self._kept]:
+            if key[1] in sources and (kept := self._kept.pop(key, None)) is not None:
+                taken[key] = kept
+        for source in sources:
+            self._marks.pop(source, None)
+        return taken

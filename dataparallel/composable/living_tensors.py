@@ -28,6 +28,7 @@ from dataparallel.bucket_nodes import broadcast_bucket
 from dataparallel.buckets import Bucket, fill_buckets, flatten, plan_buckets, unflatten
 from dataparallel.comm import settings
 from dataparallel.composable.gradient_sums import GradientSums, LivingToSlots, WaitingBucket
+from dataparallel.composable.memory_of_copies import MemoryOfCopies
 from dataparallel.functions import alias, current_streams
 from dataparallel.module_plan import ModulePlan
 from dataparallel.replicate import ReplicaParameter, make_parameters
@@ -59,11 +60,16 @@ class LivingTensors:
         """
         with torch.inference_mode(False):
             made = self._made
-            if made is None or not made.still_fits(plan, slots) or self._learn_order(made):
+            if (
+                made is None
+                or not made.still_fits(plan, slots)
+                or self._learn_order(made)
+                or not made.memory.put_back()
+            ):
                 made = self._make(plan, slots)
             else:
                 self._sums.drop_what_is_void()
-                made.refresh(self._broadcast_buffers)
+                made.refresh()
             return made.copies
 
     def clear(self) -> None:
@@ -77,7 +83,7 @@ class LivingTensors:
         self.clear()
         if not same_tree:
             self._order = None
-        made = _Made(plan, slots)
+        made = _Made(plan, slots, self._broadcast_buffers)
         # Without an order each parameter is a bucket, for one pass, so that each has a time of arrival.
         first, cap = (1, 1) if self._order is None else (self._first_bytes, self._cap_bytes)
         with torch.enable_grad():
@@ -98,8 +104,9 @@ class LivingTensors:
 class _Made:
     """Copies that were made at one time, and what they were made of."""
 
-    def __init__(self, plan: ModulePlan, slots: list[torch.device]) -> None:
+    def __init__(self, plan: ModulePlan, slots: list[torch.device], broadcast_buffers: bool) -> None:
         self.plan, self.slots = plan, slots
+        self._broadcast_buffers = broadcast_buffers
         self.copies: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
         self.recorded = [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad]
         self.recorded_groups: list[list[int]] = []
@@ -108,10 +115,10 @@ class _Made:
         self._streams = current_streams(slots)
         self._settings = settings.current()
         self._parameters = set(plan.parameters)
-        self._flat: list[tuple[Bucket, list[Tensor]]] = []  # with the memory that is filled from it
+        # What is sent at each forward, with the memory that is filled from it.
+        self._flat: list[tuple[Bucket, list[Tensor]]] = []
         self._singles: list[tuple[int, list[Tensor]]] = []
-        self._flat_buffers: list[tuple[Bucket, list[Tensor]]] = []
-        self._single_buffers: list[tuple[int, list[Tensor]]] = []
+        self._sparse: list[tuple[int, bool]] = []  # and whether slots have their own
         self._versions: list[int] = []
 
     def is_of(self, plan: ModulePlan) -> bool:
@@ -157,10 +164,21 @@ class _Made:
             for slot, on_slot in enumerate(sent):
                 for i, tensor in zip(indices, on_slot, strict=True):
                     self.copies[slot][i] = tensor if own else alias(tensor, slot)
-            self._note(indices, cap_bytes, self._flat_buffers if own else self._flat, own)
+            if self._broadcast_buffers or not own:
+                self._note(indices, cap_bytes, own)
         for on_slot in self.copies:
             make_parameters(self.plan, on_slot, ReplicaParameter)
         self._versions = _versions(tensors)
+        # Slot 0's buffers are the source's; others that are not sent keep what forward makes of them.
+        kept = {*buffers} if not self._broadcast_buffers else ()
+        self.memory = MemoryOfCopies(
+            [
+                copy
+                for on_slot in self.copies
+                for i, (copy, tensor) in enumerate(zip(on_slot, tensors, strict=True))
+                if copy is not tensor and i not in kept and _has_strides(tensor)
+            ]
+        )
 
     def _make_recorded(
         self,
@@ -188,11 +206,14 @@ class _Made:
         for on_slot, of_slot in zip(self.copies, outputs, strict=True):
             for i, output in zip(group, of_slot, strict=True):
                 on_slot[i] = output
-        self._note(group, 2**62, self._flat, False)
+        self._note(group, 2**62, False)
         return token_of_this[0]
 
-    def _note(self, indices: list[int], cap_bytes: int, flat: list[tuple[Bucket, list[Tensor]]], own: bool) -> None:
+    def _note(self, indices: list[int], cap_bytes: int, own: bool) -> None:
         """Notes the memory of copies that were just made, to be filled again as one where it is in one piece."""
+        sparse = [i for i in indices if self.plan.tensors[i].layout not in (torch.strided, torch.jagged)]
+        self._sparse += [(i, own) for i in sparse]
+        indices = [i for i in indices if i not in sparse]
         slots = self._slots_with_memory(self.plan.tensors[indices[0]].device, own) if indices else []
         if not slots:
             return
@@ -203,11 +224,11 @@ class _Made:
             bucket = Bucket.of(list(zip(members, planned.layouts, strict=True)))
             whole = [_whole(self.copies[slot][members[0]]) for slot in slots]
             if all(_lies_in(memory, bucket, self.copies[slot]) for slot, memory in zip(slots, whole, strict=True)):
-                flat.append((bucket, whole))
+                self._flat.append((bucket, whole))
             else:  # made by a transport that has an order of its own
                 alone += members
         for i in alone:
-            (self._single_buffers if own else self._singles).append((i, [self.copies[slot][i].data for slot in slots]))
+            self._singles.append((i, [self.copies[slot][i].data for slot in slots]))
 
     def _slots_with_memory(self, source: torch.device, own: bool) -> list[int]:
         """A slot for each copy that has memory of its own, where tensors come from ``source``."""
@@ -219,15 +240,16 @@ class _Made:
         return list(found.values())
 
     @torch.no_grad()
-    def refresh(self, broadcast_buffers: bool) -> None:
+    def refresh(self) -> None:
         """Gives the copies the values of now."""
         tensors = self.plan.tensors
-        flat = [*self._flat, *(self._flat_buffers if broadcast_buffers else ())]
-        for bucket, copies in flat:
+        for bucket, copies in self._flat:
             comm.broadcast(flatten(bucket, tensors), out=copies)
-        for i, copies in (*self._singles, *(self._single_buffers if broadcast_buffers else ())):
+        for i, copies in self._singles:
             for copy in copies:
                 copy.copy_(tensors[i])
+        for i, own in self._sparse:
+            self._replace_sparse(i, own)
         versions = _versions(tensors)
         if versions != self._versions:
             changed = [i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new]
@@ -235,13 +257,21 @@ class _Made:
             torch.autograd.graph.increment_version([on_slot[i] for on_slot in self.copies[1:] for i in changed])
             self._versions = versions
 
+    def _replace_sparse(self, i: int, own: bool) -> None:
+        """Gives copies of a sparse tensor its values of now: what writes to one may put other parts into it."""
+        source = self.plan.tensors[i]
+        sent = comm.broadcast_coalesced([source], self.slots, own_storage=own)
+        for on_slot, (values,) in zip(self.copies, sent, strict=True):
+            if on_slot[i] is not source:
+                on_slot[i].data = values
+
 
 _KIND = attrgetter("shape", "dtype", "device")
 
 
 def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
     """What copies of tensors depend on, but for values; ``.data =`` may change it in the same tensor."""
-    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
+    dense = [tensor for tensor in tensors if _has_strides(tensor)]
     return [
         len(dense),
         *map(type, tensors),
@@ -249,6 +279,10 @@ def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
         *map(Tensor.stride, dense),
         *map(Tensor.data_ptr, dense),
     ]
+
+
+def _has_strides(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

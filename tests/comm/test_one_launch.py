@@ -154,7 +154,7 @@ def test_the_transport_is_tried_by_the_same_launch(
     launch: Callable, monkeypatch: pytest.MonkeyPatch, slots: list
 ) -> None:
     launches = Launches(launch)
-    monkeypatch.setattr(carriers, "cupy_kernels", launches)
+    monkeypatch.setattr(one_launch, "cupy_kernels", launches)
     assert carriers._first_comparison(carriers._RIVALS["cupy"], tuple(map(torch.device, slots))) is None
     ((name, rows, counts),) = launches.noted
     assert (name, [len(row) for row in rows]) == ("copy_many", [1] * len(slots))

@@ -273,9 +273,9 @@ def test_sums_are_launched_in_the_order_of_buckets(
         launched: list[int] = []
         buckets = kept.sums.buckets[::-1]  # made from the last to the first
 
-        def noted(bucket: WaitingBucket, brought, launched=launched, buckets=buckets):
+        def noted(bucket: WaitingBucket, *arguments, launched=launched, buckets=buckets):
             launched.append(buckets.index(bucket))
-            return with_kept(bucket, brought)
+            return with_kept(bucket, *arguments)
 
         monkeypatch.setattr(WaitingBucket, "with_kept", noted)
         loss(wrapped(x, order)).backward()

@@ -1,0 +1,292 @@
+"""Passes that write some gradients only, ``backward(inputs=...)``, between others: all ends as on one device."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from living import Net, assert_same, build, gradients, living, loss, numbers
+from loops import adamw, assert_same_loop, mean_square, waits
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dataparallel import DataParallel, comm
+from dataparallel.testing.cases import seeded
+
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True"),
+]
+
+NAMES = [name for name, _ in Net().named_parameters()]
+SUBSETS = [
+    ["first.weight"],
+    ["last.bias"],
+    ["last.weight"],
+    ["branch.bias", "second.weight"],
+    ["first.bias", "first.weight"],
+]
+
+
+def waiting(wrapped: DataParallel) -> int:
+    return sum(len(bucket._kept) for bucket in wrapped._kept.sums.buckets)
+
+
+def inputs_of(module: nn.Module, names: list[str]) -> list[Tensor]:
+    return [module.get_parameter(name) for name in names]
+
+
+@pytest.fixture
+def wrapped(net: Net, slots: list, root: torch.device) -> DataParallel:
+    """After the steps in which the order of gradients is learnt."""
+    wrapped = living(net, slots)
+    for _ in range(2):
+        loss(wrapped(numbers(root, 2 * len(slots)))).backward()
+        net.zero_grad()
+    return wrapped
+
+
+@pytest.mark.parametrize("names", SUBSETS, ids=", ".join)
+def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(
+    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, names: list[str]
+) -> None:
+    for _ in range(2):
+        for call, module in ((wrapped, net), (twin, twin)):
+            module.zero_grad()
+            wrapped._kept.sums.are_on = False
+            loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
+            assert waiting(wrapped) > 0 or module is twin
+            wrapped._kept.sums.are_on = True
+            loss(call(numbers(root, 2 * len(slots), seed=2))).backward(inputs=inputs_of(module, names))
+        assert waiting(wrapped) == 0
+        assert_same(gradients(net), gradients(twin))
+        for call in (wrapped, twin):
+            loss(call(numbers(root, 2 * len(slots), seed=3))).backward()
+        assert_same(gradients(net), gradients(twin))
+
+
+@pytest.mark.parametrize("names", SUBSETS, ids=", ".join)
+def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(
+    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, names: list[str]
+) -> None:
+    wrapped._kept.sums.are_on = False
+    for call, module in ((wrapped, net), (twin, twin)):
+        loss(call(numbers(root, 2 * len(slots), seed=1))).backward(inputs=inputs_of(module, names))
+    written = {name for name, parameter in net.named_parameters() if parameter.grad is not None}
+    assert written == {*names}
+    sources = [bucket.sources[source] for bucket in wrapped._kept.sums.buckets for _, source in bucket._kept]
+    assert {id(source) for source in sources} == {id(parameter) for parameter in inputs_of(net, names)}
+    wrapped._kept.sums.are_on = True
+    for call in (wrapped, twin):
+        loss(call(numbers(root, 2 * len(slots), seed=2))).backward()
+    assert_same(gradients(net), gradients(twin))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks_see_the_complete_sum(
+    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, name: str
+) -> None:
+    """Of a parameter that the pass reaches, also where it is not the first of its bucket."""
+    seen: list[list[Tensor | None]] = []
+    for call, module in ((wrapped, net), (twin, twin)):
+        wrapped._kept.sums.are_on = False
+        loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
+        wrapped._kept.sums.are_on = True
+        seen.append([])
+        (parameter,) = inputs_of(module, [name])
+        parameter.register_post_accumulate_grad_hook(lambda p, seen=seen[-1]: seen.append(p.grad.clone()))
+        loss(call(numbers(root, 2 * len(slots), seed=2))).backward(inputs=[parameter])
+    assert len(seen[0]) == 1
+    assert_same(*seen)
+
+
+def test_a_bucket_that_is_not_reached_sends_nothing(
+    wrapped: DataParallel, net: Net, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node runs all the same, for the sake of the order of sums."""
+    assert len(wrapped._kept.sums.buckets) > 2
+    sums: list[Any] = []
+    for name in ("add_flat", "reduce_add_coalesced"):
+        plain: Callable = getattr(comm, name)
+        monkeypatch.setattr(
+            comm, name, lambda *args, plain=plain, **kwargs: (sums.append(1), plain(*args, **kwargs))[1]
+        )
+    for name in NAMES:
+        sums.clear()
+        loss(wrapped(numbers(root, 2 * len(slots)))).backward(inputs=inputs_of(net, [name]))
+        assert len(sums) == 1
+        sums.clear()
+        torch.autograd.grad(loss(wrapped(numbers(root, 2 * len(slots)))), inputs_of(net, [name]))
+        assert len(sums) == 1
+
+
+@pytest.mark.parametrize("are_on", [True, False])
+def test_a_recorded_pass_loses_nothing(
+    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, are_on: bool
+) -> None:
+    """It puts another tensor in the place of ``.grad``."""
+    for call in (wrapped, twin):
+        wrapped._kept.sums.are_on = False
+        loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
+        wrapped._kept.sums.are_on = are_on
+        loss(call(numbers(root, 2 * len(slots), seed=2))).backward(create_graph=True)
+    assert waiting(wrapped) == 0
+    assert_same([each.detach() for each in gradients(net)], [each.detach() for each in gradients(twin)])
+    wrapped._kept.sums.are_on = True
+    for module in (net, twin):
+        penalty = sum(parameter.grad.square().sum() for parameter in module.parameters())
+        for parameter in module.parameters():
+            parameter.grad = None
+        penalty.backward()
+    assert_same(gradients(net), gradients(twin))
+
+
+class Computed(nn.Module):
+    """With a buffer that is computed from a parameter, in one bucket with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+        self.register_buffer("squared", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.squared)
+
+
+def test_gradients_of_a_buffer_that_was_computed_do_not_wait(slots: list, root: torch.device) -> None:
+    def loop(net: Computed) -> None:
+        optimizer = adamw(net)
+        for step in range(6):
+            net.squared = net.scale.square()
+            with waits(net) if step % 3 < 2 else nullcontext():
+                mean_square(net(numbers(root, 2 * len(slots), seed=step))).backward()
+            if step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        net.squared = net.squared.detach()
+
+    assert_same_loop(loop, slots, seeded(Computed))
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("rounds", [6])
+def test_with_reentrant_checkpoints_nothing_counts_twice(slots: list, root: torch.device, rounds: int) -> None:
+    """Each slot's region ends with a pass of its own, of which several run at a time."""
+    net, twin = build(root), build(root)
+    net.__class__ = twin.__class__ = Checkpointed
+    wrapped = living(net, slots)
+    for step in range(3 * rounds):
+        wrapped._kept.sums.are_on = step % 3 == 2
+        x = numbers(root, 2 * len(slots), seed=step).requires_grad_()
+        for call in (wrapped, twin):
+            loss(call(x)).backward()
+        if step % 3 == 2:
+            assert waiting(wrapped) == 0
+            assert_same(gradients(net), gradients(twin))
+
+
+subsets = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True)
+operations = st.one_of(
+    st.tuples(st.just("backward"), st.booleans(), st.none() | subsets, st.sampled_from([False, False, False, True])),
+    st.tuples(st.just("backward"), st.just(False), st.none() | subsets, st.just(False)),
+    st.tuples(st.just("forward"), st.booleans()),
+    st.tuples(st.just("grad"), subsets),
+    st.tuples(st.just("zero"), st.booleans(), st.none() | subsets),
+    st.tuples(st.just("direct"), subsets),
+    st.tuples(st.just("step")),
+)
+
+
+class Program:
+    """Operations on a module and on its twin, in step."""
+
+    def __init__(self, slots: list, root: torch.device) -> None:
+        self.slots, self.root = slots, root
+        self.net, self.twin = build(root), build(root)
+        self.wrapped = living(self.net, slots)
+        self.outputs: list[tuple[Tensor, Tensor]] = []  # of forwards that have had no backward
+        self.calls = 0
+        self.were_zeroed = False
+
+    def run(self, operation: tuple) -> None:
+        kind, *arguments = operation
+        getattr(self, kind)(*arguments)
+        if waiting(self.wrapped) == 0:
+            self.compare()
+
+    def compare(self) -> None:
+        found, expected = (
+            [None if grad is None else grad.detach() for grad in gradients(module)] for module in (self.net, self.twin)
+        )
+        assert_same(found, expected)
+
+    def both(self) -> tuple[Net, Net]:
+        return self.net, self.twin
+
+    def forward(self, is_positive: bool = False) -> None:
+        """With positive numbers nobody uses the branch."""
+        self.calls += 1
+        x = numbers(self.root, 2 * len(self.slots), seed=self.calls, positive=is_positive)
+        self.outputs.append((loss(self.wrapped(x)), loss(self.twin(x))))
+        self.were_zeroed = False
+
+    def backward(self, are_on: bool, names: list[str] | None, create_graph: bool) -> None:
+        if not self.outputs:
+            self.forward()
+        self.wrapped._kept.sums.are_on = are_on
+        for value, module in zip(self.outputs.pop(), self.both(), strict=True):
+            value.backward(inputs=None if names is None else inputs_of(module, names), create_graph=create_graph)
+        if are_on:
+            assert waiting(self.wrapped) == 0
+
+    def grad(self, names: list[str]) -> None:
+        before = waiting(self.wrapped)
+        if not self.outputs:
+            self.forward()
+            before = waiting(self.wrapped)
+        values = self.outputs.pop()
+        found, expected = (
+            [*torch.autograd.grad(value, inputs_of(module, names), allow_unused=True)]
+            for value, module in zip(values, self.both(), strict=True)
+        )
+        assert_same(found, expected)
+        assert waiting(self.wrapped) == before
+
+    def zero(self, to_none: bool, names: list[str] | None) -> None:
+        for module in self.both():
+            for name in NAMES if names is None else names:
+                parameter = module.get_parameter(name)
+                if to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.detach_().zero_()
+        self.were_zeroed |= not to_none
+
+    def direct(self, names: list[str]) -> None:
+        """Not where zeros have been filled in that no forward has seen: the sum would not tell what it was added to."""
+        if self.were_zeroed:
+            return
+        for module in self.both():
+            sum(parameter.square().sum() for parameter in inputs_of(module, names)).backward()
+
+    def step(self) -> None:
+        if waiting(self.wrapped) == 0:
+            self.outputs.clear()
+            for module in self.both():
+                torch.optim.SGD(module.parameters(), lr=1e-3).step()
+
+
+@pytest.mark.slots(2, 3)
+@given(program=st.lists(operations, min_size=2, max_size=14))
+def test_any_program_equals_one_device_whenever_all_is_summed(slots: list, root: torch.device, program: list) -> None:
+    running = Program(slots, root)
+    for operation in (*program, ("backward", True, None, False)):
+        running.run(operation)
+    running.compare()
