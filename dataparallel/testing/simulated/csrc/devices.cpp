@@ -264,6 +264,11 @@ c10::Stream current_stream(c10::Device device) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, index), id);
 }
 
+c10::Stream stream_here() noexcept {
+  const auto id = current_streams[static_cast<size_t>(current)];
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, current), id);
+}
+
 OnDevice::OnDevice(c10::Device device) : before_(current) {
   set_current_device(device.index());
 }

@@ -14,6 +14,8 @@ void set_device_count(c10::DeviceIndex count);
 c10::Device current_device();
 void set_current_device(c10::DeviceIndex device);
 c10::Stream current_stream(c10::Device device);
+// The current one of the current device; also while there are no devices for users.
+c10::Stream stream_here() noexcept;
 
 // Makes a device current while it exists.
 class OnDevice {
