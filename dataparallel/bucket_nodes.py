@@ -34,13 +34,14 @@ from dataparallel.buckets import Bucket, Layout, Planned, flatten, plan_buckets,
 from dataparallel.comm import settings
 from dataparallel.functions import (
     copies_for_slots,
-    current_streams,
+    note_streams,
+    on_streams_of,
     sum_as_soon_as_ready,
     sums_over_slots,
     wait_for_streams,
 )
 from dataparallel.ranges import stage
-from dataparallel.side_streams import BesideBackward, current, side_stream
+from dataparallel.side_streams import BesideBackward, side_stream
 from dataparallel.slot_streams import memory_of, slot_streams
 
 __all__ = ["FromSource", "OnSlot", "SlotGradients", "ToSlots", "broadcast_bucket", "contents_of"]
@@ -198,14 +199,15 @@ class ToSlots(Function):
     def forward(ctx: Any, slots: Sequence[torch.device], beside: BesideBackward | None, handle: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.beside, ctx.source = beside, handle.device
-        ctx.streams, ctx.slot_streams = current_streams(slots), slot_streams(slots)
+        note_streams(ctx, [handle.device], slots)
+        ctx.slot_streams = slot_streams(slots)
         ctx.settings = settings.current()  # backward may run in a thread that knows nothing of the caller's
         sum_as_soon_as_ready(ctx)
         return tuple([_handle(device) for device in slots])
 
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
-        with current(ctx.streams):
+        with on_streams_of(ctx, ()):  # the envelopes' contents were made on them, by `OnSlot`
             return None, None, ToSlots.summed(ctx, ToSlots.brought(ctx, envelopes))
 
     @staticmethod
