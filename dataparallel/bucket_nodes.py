@@ -39,7 +39,8 @@ from dataparallel.buckets import Bucket, Layout, Planned, flatten, plan_buckets,
 from dataparallel.comm import settings
 from dataparallel.functions import (
     copies_for_slots,
-    current_streams,
+    note_streams,
+    on_streams_of,
     run_when_nothing_else_is_ready,
     sum_as_soon_as_ready,
     sums_over_slots,
@@ -206,14 +207,15 @@ class ToSlots(Function):
     def forward(ctx: Any, slots: Sequence[torch.device], beside: BesideBackward | None, handle: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.beside, ctx.source = beside, handle.device
-        ctx.streams, ctx.slot_streams = current_streams(slots), slot_streams(slots)
+        note_streams(ctx, [handle.device], slots)
+        ctx.slot_streams = slot_streams(slots)
         ctx.settings = settings.current()  # backward may run in a thread that knows nothing of the caller's
         sum_as_soon_as_ready(ctx)
         return tuple([_handle(device) for device in slots])
 
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
-        with current(ctx.streams):
+        with on_streams_of(ctx, ()):  # the envelopes' contents were made on them, by `OnSlot`
             return None, None, ToSlots.summed(ctx, ToSlots.brought(ctx, envelopes))
 
     @staticmethod

@@ -5,6 +5,10 @@ devices, a backward pass reaches every device at once instead of one after the o
 every slot's gradient is ``None``, else the sum, in slot order, of those that there are. Nested structures are
 ``scatter_gather``'s business, modules ``replicate``'s.
 
+Their forwards note the streams that are current on all of their devices, and a backward runs on these
+(`on_streams_of`). One that is recorded runs in a thread of the engine, and the nodes that it makes then note the
+caller's streams, not those of that thread.
+
 Inside a backward that is not itself recorded the plain functions of ``comm`` are called: they hand one tensor to
 several places as the same object, from which torch sees that it must not be kept as anybody's ``.grad``.
 """
@@ -14,7 +18,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, compress
 from typing import Any
 
@@ -28,7 +33,7 @@ from dataparallel.comm import settings
 from dataparallel.comm.routes import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.ranges import stage
-from dataparallel.slot_streams import SlotStream, slot_streams
+from dataparallel.slot_streams import memory_of
 from dataparallel.streams import Event, current
 
 __all__ = [
@@ -40,6 +45,8 @@ __all__ = [
     "alias",
     "copies_for_slots",
     "current_streams",
+    "note_streams",
+    "on_streams_of",
     "run_when_nothing_else_is_ready",
     "sum_as_soon_as_ready",
     "sums_over_slots",
@@ -88,10 +95,9 @@ class Broadcast(Function):
         slots = resolve_each(devices)
         ctx.set_materialize_grads(False)
         ctx.slots = slots
-        ctx.streams = current_streams(slots)
-        ctx.slot_streams = slot_streams(slots)
         ctx.settings = settings.current()  # backward may run in a thread that knows nothing of the caller's
         ctx.sources = [tensor.device for tensor in tensors]
+        note_streams(ctx, ctx.sources, slots)
         sum_as_soon_as_ready(ctx)
         outputs = copies_for_slots(tensors, slots)
         constant = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
@@ -101,9 +107,7 @@ class Broadcast(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         count = len(ctx.sources)
-        # On the streams of the forward, which gradients were made on; this thread's own know nothing of them.
-        with current(ctx.streams):
-            _wait_for_slot_streams(ctx.slot_streams, ctx.sources, grads)
+        with on_streams_of(ctx, grads):
             of_slots = [grads[k : k + count] for k in range(0, len(grads), count)]
             sums: list[Tensor | None] = [None] * count
             with stage("reduce_add"), settings.held(ctx.settings):
@@ -175,6 +179,7 @@ class ReduceAddCoalesced(Function):
         ctx.slots = [tensors[k].device for k in range(0, len(tensors), count)]
         inputs = [tensors[k : k + count] for k in range(0, len(tensors), count)]
         totals = comm.reduce_add_coalesced(inputs, destination, _ONE_BUFFER)
+        note_streams(ctx, ctx.slots, [totals[0].device])
         return tuple(alias(t, 0) if len(inputs) == 1 else t for t in totals)
 
     @staticmethod
@@ -182,9 +187,10 @@ class ReduceAddCoalesced(Function):
         present = [i for i, grad in enumerate(grads) if grad is not None]
         results: list[Tensor | None] = [None] * (len(ctx.slots) * ctx.count)
         if present:
-            for k, on_slot in enumerate(_spread(ctx, [grads[i] for i in present])):
-                for i, grad in zip(present, on_slot, strict=True):
-                    results[k * ctx.count + i] = grad
+            with on_streams_of(ctx, grads):
+                for k, on_slot in enumerate(_spread(ctx, [grads[i] for i in present])):
+                    for i, grad in zip(present, on_slot, strict=True):
+                        results[k * ctx.count + i] = grad
         return (None, None, *results)
 
 
@@ -207,13 +213,15 @@ class ReduceAdd(Function):
         ctx.set_materialize_grads(False)
         ctx.slots, ctx.settings = [tensor.device for tensor in tensors], settings.current()
         total = comm.reduce_add(tensors, destination)
+        note_streams(ctx, ctx.slots, [total.device])
         return alias(total, 0) if len(tensors) == 1 else total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * (1 + len(ctx.slots))
-        return (None, *(on_slot[0] for on_slot in _spread(ctx, [grad])))
+        with on_streams_of(ctx, [grad]):
+            return (None, *(on_slot[0] for on_slot in _spread(ctx, [grad])))
 
 
 class Scatter(Function):
@@ -231,8 +239,7 @@ class Scatter(Function):
         # Aliases: a view made here could not be changed in place by the code that receives it.
         chunks = tuple(alias(part, k) for k, part in enumerate(comm.scatter(tensor, devices, chunk_sizes, dim)))
         ctx.source, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
-        ctx.streams = current_streams(chunk.device for chunk in chunks)
-        ctx.slot_streams = slot_streams([chunk.device for chunk in chunks])
+        note_streams(ctx, [tensor.device], [chunk.device for chunk in chunks])
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
 
@@ -240,15 +247,13 @@ class Scatter(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if all(grad is None for grad in grads):
             return None, None, None, None
-        wait_for_streams(ctx.streams, grads)
-        _wait_for_slot_streams(ctx.slot_streams, [ctx.source], grads)
-        whole = [
-            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-            for grad, (shape, dtype, device) in zip(grads, ctx.chunks, strict=True)
-        ]
-        if not all(grad.is_sparse for grad in whole):
-            whole = [grad.to_dense() if grad.is_sparse else grad for grad in whole]
-        with settings.held(ctx.settings):
+        with on_streams_of(ctx, grads), settings.held(ctx.settings):
+            whole = [
+                torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+                for grad, (shape, dtype, device) in zip(grads, ctx.chunks, strict=True)
+            ]
+            if not all(grad.is_sparse for grad in whole):
+                whole = [grad.to_dense() if grad.is_sparse else grad for grad in whole]
             if torch.is_grad_enabled():
                 return None, None, None, Gather.apply(ctx.source, ctx.dim, *whole)
             return None, None, None, comm.gather(whole, ctx.dim, ctx.source)
@@ -269,6 +274,7 @@ class Gather(Function):
         ctx.slots = [tensor.device for tensor in tensors]
         ctx.dim, ctx.settings = dim, settings.current()
         gathered = comm.gather(tensors, dim, destination)
+        note_streams(ctx, ctx.slots, [gathered.device])
         ctx.is_unpacked_here = False
         if _compute_apart(ctx.slots, ctx.settings) and _torch.top_saved_tensors_hooks(True) is not None:
             ctx.save_for_backward(gathered.new_empty(0))
@@ -280,15 +286,14 @@ class Gather(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * (2 + len(ctx.slots))
-        if ctx.is_unpacked_here:
-            # A checkpoint around the wrapper then recomputes here, once: left to the replicas' nodes, the engine's
-            # threads for their devices would all start to recompute the same region, and with isolated slots the first
-            # of their streams would be the caller's.
-            with settings.held(ctx.settings):
+        with on_streams_of(ctx, [grad]), settings.held(ctx.settings):
+            if ctx.is_unpacked_here:
+                # A checkpoint around the wrapper then recomputes here, once: left to the replicas' nodes, the engine's
+                # threads for their devices would all start to recompute the same region, and with isolated slots the
+                # first of their streams would be the caller's.
                 _ = ctx.saved_tensors
-        if _on_distinct_accelerators(ctx.slots):
-            _restore_cpu_generator_after_backward()
-        with settings.held(ctx.settings):
+            if _on_distinct_accelerators(ctx.slots):
+                _restore_cpu_generator_after_backward()
             if torch.is_grad_enabled():
                 chunks = Scatter.apply(ctx.slots, ctx.sizes, ctx.dim, grad)
             else:
@@ -318,12 +323,41 @@ def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch
     return {device: torch.accelerator.current_stream(device) for device in {*devices} if device != CPU}
 
 
-def wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[Tensor | None]) -> None:
-    """Orders what follows after the gradients that replicas made on ``streams``, those of the caller's forward.
+def note_streams(node: Any, inputs: Sequence[torch.device], outputs: Sequence[torch.device]) -> None:
+    """In a forward: what `on_streams_of` has to know in its backward."""
+    node.streams = current_streams([*inputs, *outputs])
+    node.results_on = {*inputs} - {CPU}
+    # The engine takes the stream of the first output on an accelerator for the node's.
+    node.home = next((device for device in outputs if device != CPU), None)
 
-    One engine thread sums the gradients of all devices. It has waited for the stream that wrote those of its own
-    device; on the others it sees default streams, which know nothing of a caller's stream.
+
+@contextmanager
+def on_streams_of(node: Any, grads: Sequence[Tensor | None]) -> Iterator[None]:
+    """Inside a backward, the streams that were current in the forward are so again, in order with other nodes.
+
+    The engine knows one stream of a node, that of its home, and makes it current. It has that stream wait for all
+    gradients, and has what uses a result wait for that stream. On other devices its threads see default streams, which
+    know nothing of the caller's. So the streams of gradients wait for the known one first, and at the end it waits for
+    those of results. A gradient of another device may have been made on any stream there, so it is recorded.
+    A node whose outputs are all on the CPU has no home: the engine then knows the current stream of each device.
     """
+    here = current_streams(node.streams)
+    known = {device: here[node.home or device] for device in node.streams}
+    others = {device: stream for device, stream in node.streams.items() if stream != known[device]}
+    with current(node.streams):
+        elsewhere = [grad for grad in grads if grad is not None and grad.device in others]
+        for device in {grad.device for grad in elsewhere}:
+            Event(known[device]).hold_back(others[device])
+        for memory in chain.from_iterable(map(memory_of, elsewhere)):
+            if memory.device in others:
+                memory.record_stream(others[memory.device])
+        yield
+        for device in node.results_on & others.keys():
+            Event(others[device]).hold_back(known[device])
+
+
+def wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[Tensor | None]) -> None:
+    """Orders what follows, on the current streams, after the gradients that were made on ``streams``."""
     for device, stream in streams.items():
         here = torch.accelerator.current_stream(device)
         if here != stream:
@@ -332,18 +366,6 @@ def wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[
                 if grad is not None and grad.device == device:
                     for memory in _torch.sparse_memory(grad) if grad.is_sparse else (grad,):
                         memory.record_stream(here)
-
-
-def _wait_for_slot_streams(
-    slots: dict[int, SlotStream], destinations: Sequence[torch.device], grads: Sequence[Tensor | None]
-) -> None:
-    """As `wait_for_streams`, after gradients of isolated slots that go to another device.
-
-    On the device where they are summed the engine has waited for all streams that wrote them.
-    """
-    for own in slots.values():
-        if own.stream.device not in destinations:
-            wait_for_streams({own.stream.device: own.stream}, grads)
 
 
 def _restore_cpu_generator_after_backward() -> None:

@@ -6,19 +6,22 @@ Simulated devices show a missing order whatever the timing; CUDA devices only sh
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel, bucket_nodes, functions
+from dataparallel import DataParallel, bucket_nodes, comm, functions, parallel_apply, replicate
 from dataparallel.bucket_nodes import broadcast_bucket
 from dataparallel.functions import current_streams
 from dataparallel.side_streams import beside_backward, side_stream
 from dataparallel.slot_streams import slot_streams
 from dataparallel.streams import Event, current
 from dataparallel.testing import isolated_slots
+from dataparallel.testing.pytest import settle
 from dataparallel.thread_state import TRANSLATED
 
 pytestmark = pytest.mark.devices("sim", "cuda")
@@ -36,10 +39,14 @@ def side_streams(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
         torch.accelerator.set_stream(stream)
     torch.accelerator.set_device_index(here)
     yield streams
-    for device, stream in before.items():
-        torch.accelerator.synchronize(device)
-        torch.accelerator.set_stream(stream)
-    torch.accelerator.set_device_index(here)
+    try:
+        if devices[0].type == "sim":
+            settle()  # what is freed too early is known before everything is waited for
+    finally:
+        for device, stream in before.items():
+            torch.accelerator.synchronize(device)
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(here)
 
 
 def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
@@ -237,6 +244,192 @@ def test_double_backward_on_the_callers_streams(slots: list, root: torch.device,
     expected = gradients(penalty(model(x)), model, x)
     for ours, theirs in zip(gradients(penalty(DataParallel(model, slots)(x)), model, x), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+class Cube(torch.autograd.Function):
+    """Where its backward is recorded, more is left to do on the device when the gradient of its gradient is made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x * 3 * x)
+
+
+class Cubes(nn.Module):
+    """The input times its parameter, and the cube of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Cube.apply(x * self.weight)
+
+
+def penalty_of_gradients(model: nn.Module, x: Tensor, to: list[Tensor]) -> list[Tensor]:
+    """Gradients of the norm of gradients with respect to ``to``; and of the norm of these, in turn."""
+    first = torch.autograd.grad(model(x).square().mean(), to, create_graph=True)
+    second = torch.autograd.grad(sum(grad.square().mean() for grad in first), to, create_graph=True)
+    return list(torch.autograd.grad(sum(grad.square().mean() for grad in second), to))
+
+
+@pytest.mark.slots(2, 3, 8)
+@pytest.mark.parametrize("route", ["star", "tree", "chain"])
+@pytest.mark.parametrize("what", ["input", "weight", "both"])
+def test_a_gradient_penalty_on_the_callers_streams(
+    what: str, route: str, slots: list, root: torch.device, side_streams: dict
+) -> None:
+    """The passes that are recorded run in the engine's threads, the nodes that they make on the caller's streams."""
+    model, x = Cubes().to(root), numbers(root)
+    to = {"input": [x], "weight": [model.weight], "both": [x, model.weight]}[what]
+    expected = penalty_of_gradients(model, x, to)
+    with comm.using(route=route):
+        found = penalty_of_gradients(DataParallel(model, slots), x, to)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_nodes_that_a_recorded_backward_makes_know_the_callers_streams(
+    slots: list, root: torch.device, side_streams: dict
+) -> None:
+    x = numbers(root)
+    (gradient,) = torch.autograd.grad(DataParallel(Cubes().to(root), slots)(x).square().sum(), x, create_graph=True)
+    seen, todo = [], [gradient.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.append(node)
+            todo += [following for following, _ in node.next_functions]
+    noted = [node.streams for node in seen if hasattr(node, "streams")]
+    names = {type(node).__name__ for node in seen}
+    assert {"ScatterBackward", "GatherBackward"} <= names
+    assert all(streams.items() <= side_streams.items() for streams in noted)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("callers", ["default", "side"])
+def test_gradients_that_replicas_make_on_streams_of_their_own(
+    callers: str, sparse: bool, slots: list, root: torch.device, request: pytest.FixtureRequest
+) -> None:
+    """They are read on the caller's streams: after they are made, and before their memory is used again."""
+    if callers == "side":
+        request.getfixturevalue("side_streams")
+
+    class Aside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            here, side = torch.accelerator.current_stream(x.device), torch.Stream(x.device)
+            side.wait_stream(here)
+            x.record_stream(side)
+            torch.accelerator.set_stream(side)
+            out = torch.nn.functional.embedding(torch.tensor([0, 2, 0], device=x.device), x, sparse=sparse) * 2
+            torch.accelerator.set_stream(here)
+            here.wait_stream(side)
+            out.record_stream(here)
+            return out
+
+    x = torch.randn(3 * len(slots), 6, dtype=torch.float64).to(root).requires_grad_()
+    for _ in range(2):
+        out = DataParallel(Aside(), slots)(x)
+        (gradient,) = torch.autograd.grad(out.square().sum(), x)
+        of_chunk = torch.tensor([16.0, 0, 8], dtype=torch.float64, device=root).repeat(len(slots))[:, None]
+        torch.testing.assert_close(gradient.to_dense(), x.detach() * of_chunk, rtol=0, atol=1e-12)
+
+
+NODES = {
+    "broadcast": lambda slots, tensors: functions.Broadcast.apply(slots, *tensors[:2]),
+    "reduce": lambda slots, tensors: functions.ReduceAddCoalesced.apply(slots[0], 2, *tensors),
+    "scatter": lambda slots, tensors: functions.Scatter.apply(slots, None, 0, tensors[0]),
+    "gather": lambda slots, tensors: [functions.Gather.apply(slots[0], 0, *tensors)],
+}
+
+
+@pytest.mark.parametrize("route", ["star", "chain"])
+@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("callers", ["default", "side"])
+def test_inputs_and_outputs_of_a_node_that_belong_to_other_streams(
+    callers: str, name: str, route: str, slots: list, root: torch.device, request: pytest.FixtureRequest
+) -> None:
+    """The engine orders these with the one stream that it knows of a node; the node orders the rest."""
+    if callers == "side":
+        request.getfixturevalue("side_streams")
+    others = {device: torch.Stream(device) for device in map(torch.device, slots)}
+    here = functions.current_streams(others)
+
+    @contextmanager
+    def elsewhere(tensors: list[Tensor]) -> Iterator[None]:
+        for device, other in others.items():
+            other.wait_stream(here[device])
+        for tensor in tensors:
+            tensor.record_stream(others[tensor.device])
+        with current(others):
+            yield
+        for device, other in others.items():
+            here[device].wait_stream(other)
+
+    def gradients_of(place: Callable) -> tuple[Tensor | None, ...]:
+        leaves = [torch.ones(6, 4, device=slot).requires_grad_() for slot in slots for _ in range(2)]
+        with place(leaves):
+            tensors = [leaf * 2 for leaf in leaves]
+        for tensor in tensors:
+            tensor.record_stream(here[tensor.device])
+        with comm.using(route=route):
+            outputs = NODES[name](slots, tensors)
+        with place(outputs):
+            loss = sum((output * weight).sum().to(root) for weight, output in enumerate(outputs, start=1))
+        loss.record_stream(here[root])
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+    expected, found = gradients_of(lambda _: nullcontext()), gradients_of(elsewhere)
+    if root.type == "sim":
+        settle()  # before a comparison waits for everything
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+
+
+@pytest.mark.slots(2)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_gradients_for_a_source_beside_the_slots(
+    recorded: bool, slots: list, make_slots: Callable, side_streams: dict
+) -> None:
+    """They are summed on the caller's stream of its device too, which no slot is on."""
+    *_, home = make_slots(3)
+    if home in slots:
+        pytest.skip("no other device")
+    with current({home: torch.Stream(home)}):
+        check_against_one_device(recorded, slots, home)
+        torch.accelerator.synchronize(home)
+
+
+def check_against_one_device(recorded: bool, slots: list, home: torch.device) -> None:
+    model = build(home)
+    parameters = [*model.parameters()]
+    inputs = [torch.ones(2, 6, dtype=torch.float64, device=slot) for slot in slots]
+
+    def found(outputs: list[Tensor]) -> list[Tensor]:
+        loss = sum(output.square().sum().to(home) for output in outputs)
+        grads = torch.autograd.grad(loss, parameters, create_graph=recorded)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in grads), parameters) if recorded else grads)
+
+    expected = found([model(x.to(home)) for x in inputs])
+    for ours, theirs in zip(found(parallel_apply(replicate(model, slots), inputs)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_the_wrapper_recomputes_on_the_callers_streams(
+    use_reentrant: bool, slots: list, root: torch.device, side_streams: dict
+) -> None:
+    model, x = build(root), numbers(root)
+    expected = gradients(model(x).square().sum(), model, x)
+    wrapped = DataParallel(model, slots)
+    checkpoint(wrapped, x, use_reentrant=use_reentrant).square().sum().backward()
+    for ours, theirs in zip([x, *model.parameters()], expected, strict=True):
+        torch.testing.assert_close(ours.grad, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.not_isolated("replicas on one device and the caller's stream")

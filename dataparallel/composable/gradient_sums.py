@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.bucket_nodes import SlotGradients, ToSlots
+from dataparallel.functions import on_streams_of
 from dataparallel.side_streams import BesideBackward
 from dataparallel.streams import current
 
@@ -55,7 +56,7 @@ class LivingToSlots(ToSlots):
         """Sums over the slots, or slot 0's gradients."""
         waiting: WaitingBucket = ctx.waiting
         reached, written = _what_is_reached(ctx, waiting.sources)
-        with current(ctx.streams):
+        with on_streams_of(ctx, ()):  # as in `ToSlots`
             brought = ToSlots.brought(ctx, envelopes[:-1])
             if not reached:  # the node runs for the sake of the order
                 return None, None, None, None

@@ -40,7 +40,8 @@ def simulate(n: int = 8) -> list[torch.device]:
     every access: a read or write that no stream, event or synchronisation orders after an earlier conflicting one
     raises ``RuntimeError`` (``race: ...``), and so does using memory again that was freed while another stream might
     still use it (``freed too early: ...``), although nothing really runs late here. The same orders from the same
-    threads give the same error in every run; threads that race each other on the host may differ. ``torch.sim.clocks``
+    threads give the same error in every run; threads that race each other on the host may differ. Which thread of a
+    backward is faster makes no difference to memory that one of them frees and another takes. ``torch.sim.clocks``
     switches this, and ``torch.sim.check_clocks()`` at the end of a test finds memory that nobody has used again yet.
 
     What the clocks cannot see: operators of the host on pinned memory. After ``h = x.to("cpu", non_blocking=True)``

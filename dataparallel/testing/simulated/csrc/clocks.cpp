@@ -45,6 +45,7 @@ State& state() {
 std::atomic<bool> is_enabled{true};
 std::atomic<bool> stacks{false};
 std::atomic<std::string (*)()> stack_reader{nullptr};
+std::atomic<int (*)()> backward_reader{nullptr};
 thread_local std::shared_ptr<Knowledge> own_knowledge;
 const auto kKind = c10::DebugInfoKind::TEST_INFO_2;
 
@@ -77,9 +78,15 @@ StreamNumber number_of(State& s, c10::Stream stream) {
     number = static_cast<int32_t>(s.clocks.size());
     s.clocks.emplace_back();
     s.debts.emplace_back();
+    s.taken.emplace_back();
     s.names.push_back(stream);
   }
   return static_cast<StreamNumber>(number);
+}
+
+Worker this_worker() {
+  auto* const reader = backward_reader.load();
+  return {std::this_thread::get_id(), reader ? (*reader)() : -1};
 }
 
 } // namespace
@@ -102,6 +109,10 @@ bool stacks_kept() {
 
 void set_stack_reader(std::string (*reader)()) {
   stack_reader = reader;
+}
+
+void set_backward_reader(int (*reader)()) {
+  backward_reader = reader;
 }
 
 Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> touches,
@@ -142,6 +153,7 @@ void wrote(const Ticket& ticket, Tracked& block, size_t bytes) {
   if (!ticket) {
     return;
   }
+  const auto worker = this_worker();
   auto& s = state();
   std::string problem;
   {
@@ -149,6 +161,7 @@ void wrote(const Ticket& ticket, Tracked& block, size_t bytes) {
     const auto home = ticket.access.stream;
     block.home = home;
     block.history.start_with(bytes, ticket.access);
+    races::took(s, home, ticket.access.tick, worker);
     if (s.has_debts) {
       if (const auto* debt = races::pending(s, home, here().clock)) {
         problem = races::freed_too_early(s, *debt, home);
@@ -163,24 +176,28 @@ void allocated(Tracked& block, size_t bytes, c10::Stream home) {
   if (!enabled()) {
     return;
   }
+  const auto worker = this_worker();
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const auto number = number_of(s, home);
   block.home = number;
   // The memory may have been used by what the stream has launched so far, so only what comes after it may write there.
   block.history.start_with(bytes, {number, s.clocks[number][number], nullptr, nullptr});
+  races::took(s, number, s.clocks[number][number], worker);
   if (s.has_debts && races::pending(s, number, here().clock)) {
     block.inherited = s.debts[number];
   }
 }
 
-void freed(Tracked& block) {
+void freed(Tracked& block, c10::Stream node) {
   if (!enabled() || !block.home) {
     return;
   }
+  const auto worker = this_worker();
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const auto& known = here().clock;
+  const auto& of_node = s.clocks[number_of(s, node)]; // may move the clocks
   const auto& home = s.clocks[*block.home];
   for (const auto& [begin, segment] : block.history.segments()) {
     const Span span{begin, segment.end};
@@ -188,7 +205,9 @@ void freed(Tracked& block) {
       const bool is_recorded =
           std::find(block.recorded.begin(), block.recorded.end(), access.stream) != block.recorded.end();
       if (!is_recorded && !races::ordered(home, access) && !races::ordered(known, access)) {
-        races::owe(s, *block.home, {access, write, span, block.where});
+        const auto before = std::max(of_node[*block.home], s.clocks[access.stream][*block.home]);
+        races::owe(s, *block.home,
+                   {access, write, span, block.where, races::is_contested(s, *block.home, before, worker)});
       }
     };
     settle(segment.write, true);

@@ -97,6 +97,8 @@ struct Debt {
   bool write = false;
   Span span;
   const char* where = "";
+  // Another thread has taken memory from the same stream meanwhile, and could as well have been given this.
+  bool is_contested = false;
 };
 
 // What the clocks keep with a block of memory.
@@ -136,6 +138,8 @@ void enable(bool on);
 void keep_stacks(bool on);
 bool stacks_kept();
 void set_stack_reader(std::string (*reader)());
+// Tells the number of the backward that the calling thread works for, or -1.
+void set_backward_reader(int (*reader)());
 
 // A launch on `stream`, also ordered after the work on `joined` so far, which then is ordered after it (the two current
 // streams of a cross-device copy). Throws c10::Error for an access that is not ordered.
@@ -158,8 +162,13 @@ void wrote(const Ticket& ticket, Tracked& block, size_t bytes);
 
 // Memory goes back to the stream that it was made on, and may be given out there at once. What other streams are not
 // known to have done with it then is a hazard for whoever writes there next.
+//
+// The threads of one backward run beside each other, and which of them is faster must not decide what is found: in such
+// a thread it is also a hazard for memory that another one has already taken there, if nothing says that it was before.
+// The engine orders streams wherever it hands a gradient from thread to thread, so the clocks of the stream that used
+// the memory and of `node`, the one that the freeing thread works on, tell what was before.
 void allocated(Tracked& block, size_t bytes, c10::Stream home);
-void freed(Tracked& block);
+void freed(Tracked& block, c10::Stream node);
 void used_on(Tracked& block, c10::Stream stream);
 
 void record(Event& event, c10::Stream stream);

@@ -252,6 +252,11 @@ c10::Stream current_stream(c10::Device device) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, index), id);
 }
 
+c10::Stream stream_here() noexcept {
+  const auto device = current_device();
+  return c10::Stream(c10::Stream::UNSAFE, device, current_streams[static_cast<size_t>(device.index())]);
+}
+
 const at::Generator& default_generator(c10::DeviceIndex device) {
   static auto* generators = [] {
     auto* made = new std::array<at::Generator, kCeiling>();

@@ -14,6 +14,8 @@ c10::DeviceIndex device_count();
 void set_device_count(c10::DeviceIndex count);
 
 c10::Stream current_stream(c10::Device device);
+// The current one of the current device; also while there are no devices for users.
+c10::Stream stream_here() noexcept;
 
 const at::Generator& default_generator(c10::DeviceIndex device);
 // The generator of the CPU that a simulated device's generator draws from.

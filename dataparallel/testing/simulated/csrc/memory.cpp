@@ -69,7 +69,7 @@ const char* label_of(c10::Device device) {
 
 void delete_block(void* context) {
   auto* block = static_cast<Block*>(context);
-  clocks::freed(*block);
+  clocks::freed(*block, stream_here());
   account(block->device).give_back(block->bytes);
   delete block;
 }

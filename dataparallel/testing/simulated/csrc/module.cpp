@@ -1,5 +1,6 @@
 // What Python sees of the simulated devices: `torch.sim` is made from it in device_module.py.
 #include <ATen/core/Generator.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "clocks.h"
@@ -37,6 +38,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   register_operators();
   register_list_operators();
   clocks::set_stack_reader(&read_stack);
+  clocks::set_backward_reader(&torch::autograd::get_current_graph_task_id);
   m.attr("CEILING") = kCeiling;
 
   m.def("device_count", &device_count);

@@ -112,7 +112,7 @@ std::string touch_span(Streams& s, const Clock& clock, const std::string& op, co
 // The message if what others did to the memory before it was given out again may not be over; said once.
 std::string use_again(Streams& s, const Clock& clock, Tracked& block) {
   for (const auto& debt : std::exchange(block.inherited, {})) {
-    if (!ordered(clock, debt.access)) {
+    if (debt.is_contested || !ordered(clock, debt.access)) {
       s.debts[*block.home].clear();
       return freed_too_early(s, debt, *block.home);
     }
@@ -129,7 +129,8 @@ bool ordered(const Clock& clock, const Access& earlier) {
 std::string freed_too_early(const Streams& s, const Debt& debt, StreamNumber home) {
   std::ostringstream out;
   out << "freed too early: memory in " << debt.where << " went back to " << name_of(s, home)
-      << ", which may use it again, and nothing orders that after " << describe(s, debt.access, debt.write, debt.span)
+      << (debt.is_contested ? ", from which another thread of the same backward takes memory" : ", which may use it again")
+      << ", and nothing orders that after " << describe(s, debt.access, debt.write, debt.span)
       << ". Call tensor.record_stream(stream) before the last reference goes, or let the first stream wait for the "
       << "second." << stack_of(debt.access);
   return out.str();
@@ -139,16 +140,39 @@ const Debt* pending(Streams& s, StreamNumber home, const Clock& known) {
   auto& debts = s.debts[home];
   const auto& clock = s.clocks[home];
   debts.erase(std::remove_if(debts.begin(), debts.end(),
-                             [&](const Debt& debt) { return ordered(clock, debt.access) || ordered(known, debt.access); }),
+                             [&](const Debt& debt) {
+                               return !debt.is_contested &&
+                                   (ordered(clock, debt.access) || ordered(known, debt.access));
+                             }),
               debts.end());
   return debts.empty() ? nullptr : &debts.front();
+}
+
+void took(Streams& s, StreamNumber home, uint64_t tick, const Worker& worker) {
+  if (worker.backward < 0) {
+    return;
+  }
+  auto& taken = s.taken[home];
+  if (taken.backward != worker.backward) {
+    taken = {worker.backward, {}};
+  }
+  taken.ticks[worker.thread] = tick;
+}
+
+bool is_contested(const Streams& s, StreamNumber home, uint64_t known, const Worker& worker) {
+  const auto& taken = s.taken[home];
+  return worker.backward >= 0 && taken.backward == worker.backward &&
+      std::any_of(taken.ticks.begin(), taken.ticks.end(), [&](const auto& one) {
+           const auto& [thread, tick] = one;
+           return thread != worker.thread && tick > known;
+         });
 }
 
 void owe(Streams& s, StreamNumber home, Debt debt) {
   s.has_debts = true;
   for (auto& other : s.debts[home]) {
     if (other.access.stream == debt.access.stream) {
-      if (other.access.tick < debt.access.tick) {
+      if (!other.is_contested && (debt.is_contested || other.access.tick < debt.access.tick)) {
         other = std::move(debt);
       }
       return;
