@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from living import Net, assert_same, build, gradients, living, loss, numbers
-from loops import adamw, assert_same_loop, mean_square, waits
+from loops import assert_same_loop, mean_square, waits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -156,19 +156,34 @@ class Computed(nn.Module):
         return self.linear(x * self.squared)
 
 
-def test_gradients_of_a_buffer_that_was_computed_do_not_wait(slots: list, root: torch.device) -> None:
+@pytest.mark.parametrize("again", [True, False], ids=["at each step", "once"])
+def test_gradients_of_a_buffer_that_was_computed_do_not_wait(slots: list, root: torch.device, again: bool) -> None:
+    """Where it stays it comes to be in one bucket with parameters."""
+
     def loop(net: Computed) -> None:
-        optimizer = adamw(net)
+        net.squared = net.scale.square()
         for step in range(6):
-            net.squared = net.scale.square()
-            with waits(net) if step % 3 < 2 else nullcontext():
-                mean_square(net(numbers(root, 2 * len(slots), seed=step))).backward()
-            if step % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
+            if again:
+                net.squared = net.scale.square()
+            with waits(net) if step in (2, 4) else nullcontext():
+                mean_square(net(numbers(root, 2 * len(slots), seed=step))).backward(retain_graph=True)
         net.squared = net.squared.detach()
 
     assert_same_loop(loop, slots, seeded(Computed))
+
+
+def test_a_question_that_goes_through_a_computed_buffer_takes_nothing(slots: list, root: torch.device) -> None:
+    net = seeded(Computed)().to(root)
+    wrapped = living(net, slots)
+    net.squared = net.scale.square()
+    x = numbers(root, 2 * len(slots))
+    for are_on in (True, True, False):
+        wrapped._kept.sums.are_on = are_on
+        loss(wrapped(x)).backward(inputs=[net.linear.weight], retain_graph=True)
+    wrapped._kept.sums.are_on = True
+    before = waiting(wrapped)
+    torch.autograd.grad(loss(wrapped(x)), [net.scale])
+    assert waiting(wrapped) == before > 0
 
 
 class Checkpointed(Net):
