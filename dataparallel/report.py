@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.cuda.nccl
 
+from dataparallel import ownership
 from dataparallel._version import __version__
 from dataparallel.comm import Choice, choose_transport
 from dataparallel.comm.topology import Link, Topology
@@ -95,6 +96,7 @@ class Report:
     nccl: str
     cupy: str
     transport: Choice
+    reuse: str
 
 
 def collect(environ: Mapping[str, str] = os.environ) -> Report:
@@ -112,7 +114,16 @@ def collect(environ: Mapping[str, str] = os.environ) -> Report:
         nccl=look_for_nccl(),
         cupy=look_for_cupy(),
         transport=choose_transport(devices or [torch.device("cpu")] * 2, _between(devices, nvml)),
+        reuse=look_at_reuse(),
     )
+
+
+def look_at_reuse() -> str:
+    """Whether calls use replicas and copies of earlier ones again."""
+    why_not = ownership.why_not()
+    if why_not is None:
+        return "replicas and copies that nobody else has are used again"
+    return f"each call makes its own replicas and copies, because reference counts are not trusted: {why_not}"
 
 
 def _between(devices: Sequence[torch.device], nvml: Nvml) -> Topology | None:
@@ -268,6 +279,7 @@ def format_report(report: Report) -> str:
         f"NCCL          {report.nccl}",
         f"CuPy          {report.cupy}",
         f"transport     {report.transport.transport}: {report.transport.reason}",
+        f"reuse         {report.reuse}",
     ]
     return "\n".join(lines)
 

@@ -11,7 +11,8 @@ knows neither buckets nor routes. What orders them:
   hold them until the host looks again, and by then it may have launched the whole step.
 - What takes a sum runs on the root's side stream, because its node was made there (`bucket_nodes.FromSource`), and the
   engine has the caller's stream wait for that one when backward ends. An accumulation into ``.grad`` drops the sum, so
-  its memory is held too: until nobody else has it and the root has waited, or until backward ends.
+  its memory is held too: until nobody else has it, if ``ownership`` can tell, and the root has waited, or until
+  backward ends.
 
 Copies of parameters travel on the streams that compute: the first layer waits for the last slot's copy in any case, and
 memory that a side stream fills would have to be recorded for every replica.
@@ -22,7 +23,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import compress
 from operator import not_
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from dataparallel import ownership
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.slot_streams import memory_of
 
@@ -161,7 +162,7 @@ class _Pass:
 
     def note_sums_that_were_dropped(self) -> None:
         """From now on they wait with the buffers: whatever reads them has been launched."""
-        is_dropped = [_holders(total) == _one_holder() for total in self.sums]
+        is_dropped = [*map(ownership.is_memory_of_one_tensor, self.sums)]
         if any(is_dropped):
             self._hold([*compress(self.sums, is_dropped)])
             self.sums = [*compress(self.sums, map(not_, is_dropped))]
@@ -183,14 +184,3 @@ class _Pass:
             for device, event in events.items():
                 self._computing[device].wait_event(event)
             del tensors
-
-
-def _holders(tensor: Tensor) -> int:
-    """How many hold the memory of ``tensor``."""
-    storage = tensor.untyped_storage()  # held while its holders are counted
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
-@cache
-def _one_holder() -> int:
-    return _holders(torch.empty(1))

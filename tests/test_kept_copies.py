@@ -135,6 +135,7 @@ def test_requires_grad_is_that_of_the_source(net, call) -> None:
 
 
 @pytest.mark.devices("sim", "cuda")
+@pytest.mark.reuses("memory is used again")
 def test_memory_and_tensors_are_used_again(call, net) -> None:
     memory: list[list[int]] = [[], []]
     for found in memory:

@@ -121,7 +121,7 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
 
 
 @pytest.mark.parametrize(("hold", "value"), WAYS.values(), ids=WAYS.keys())
-def test_what_is_held_keeps_its_value(hold, value, net, call) -> None:
+def test_what_is_held_keeps_its_value(hold, value, net, call, slots) -> None:
     call()
     call()
     HOLDS.append(hold)
@@ -129,6 +129,7 @@ def test_what_is_held_keeps_its_value(hold, value, net, call) -> None:
     HOLDS.clear()
     # Slot 0 shares the memory of the source, as on one device.
     values = [(value(held), value(held).clone()) for held in HELD if torch.device(value(held).device).index]
+    assert len(values) == sum(bool(torch.device(slot).index) for slot in slots)
     for tensor in (*net.parameters(), *net.buffers()):
         tensor.data = tensor.data * 3
     for _ in range(2):

@@ -154,13 +154,19 @@ def test_a_device_that_computes_waits_for_no_sum(slots: list, root: torch.device
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_may_be_freed_at_once(slots: list, root: torch.device, x: Tensor, dtype: torch.dtype) -> None:
     """Their memory belongs to the caller's stream, whatever stream has filled it."""
-    model = build(root, dtype)
-    wrapped = wrap(model, slots)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, twin = build(root, dtype), build(root, dtype)
+    x = x.to(dtype)
+    calls = {model: wrap(model, slots), twin: lambda x: torch.cat([twin(chunk) for chunk in x.chunk(len(slots))])}
+    optimizers = {each: torch.optim.SGD(each.parameters(), lr=0.01) for each in calls}
     for _ in range(3):
-        wrapped(x.to(dtype)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for each, call in calls.items():
+            call(x).square().sum().backward()
+            optimizers[each].step()
+            optimizers[each].zero_grad()
+    off = 16 * torch.finfo(dtype).eps  # sums are made in another order
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=off, atol=off)
+    assert not torch.equal(model[0].weight, build(root, dtype)[0].weight)
 
 
 def test_gradients_are_accumulated(slots: list, root: torch.device, x: Tensor) -> None:
@@ -248,7 +254,8 @@ def test_a_graph_that_is_kept_holds_no_buffers(slots: list, root: torch.device, 
         assert [each._passes for each in besides(output)] == [{}]
 
 
-def test_what_is_held_is_two_buckets_and_the_sums_that_somebody_has(slots: list, root: torch.device) -> None:
+def held_in_a_pass(slots: list, root: torch.device, taken: tuple[bool, ...]) -> list[tuple[int, int]]:
+    """How many buckets' buffers, and sums, are held after each bucket; whether somebody has its sum is in ``taken``."""
     streams = streams_of(slots)
     held = []
 
@@ -260,15 +267,15 @@ def test_what_is_held_is_two_buckets_and_the_sums_that_somebody_has(slots: list,
 
         @staticmethod
         def backward(ctx, gradient: Tensor) -> tuple:
-            taken = []
-            for is_taken in (True, True, False, False, False, True, False):
+            others = []
+            for is_taken in taken:
                 total = torch.empty(3, device=root)
                 with ctx.beside.travelling([torch.empty(3, device=slot) for slot in slots]):
                     assert streams_of(slots) == {device: side_stream(device) for device in streams}
                     total.fill_(1)
                 assert streams_of(slots) == streams
                 ctx.beside.hold([total])
-                taken += [total.detach()] if is_taken else []
+                others += [total.detach()] if is_taken else []
                 del total
                 (this,) = ctx.beside._passes.values()
                 held.append((len(this._under_way), len(this.sums)))
@@ -276,5 +283,18 @@ def test_what_is_held_is_two_buckets_and_the_sums_that_somebody_has(slots: list,
 
     beside = BesideBackward(streams)
     Step.apply(torch.ones(2, device=root, requires_grad=True), beside).sum().backward()
-    assert held == [(1, 1), (2, 2), (2, 3), (3, 3), (3, 3), (3, 3), (2, 4)]
     assert beside._passes == {}
+    return held
+
+
+TAKEN = (True, True, False, False, False, True, False)
+
+
+@pytest.mark.reuses("what nobody has is let go before backward ends")
+def test_what_is_held_is_two_buckets_and_the_sums_that_somebody_has(slots: list, root: torch.device) -> None:
+    assert held_in_a_pass(slots, root, TAKEN) == [(1, 1), (2, 2), (2, 3), (3, 3), (3, 3), (3, 3), (2, 4)]
+
+
+@pytest.mark.usefixtures("untold")
+def test_sums_are_held_until_backward_ends_where_nobody_can_tell_who_has_them(slots: list, root: torch.device) -> None:
+    assert held_in_a_pass(slots, root, TAKEN) == [(1, 1), *((2, sums) for sums in range(2, 8))]
