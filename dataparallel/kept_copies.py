@@ -2,24 +2,22 @@
 
 Values are sent at every call, by one copy for each bucket and device. A copy is used again if nobody else holds a
 part of it and it is what it was: ``forward`` may have returned a parameter, stored a view of it, made a graph over it,
-given it other memory (``.data =``) or a gradient. What is not is left to whoever has it, and made again. Only
-``kept_replicas`` uses this room; it is for calls that record no graph, and knows no modules but by their plan.
+given it other memory (``.data =``) or a gradient. Otherwise the copy is left to its holder and a new one is made;
+``ownership`` tells who holds what. Only ``kept_replicas`` uses this room; it is for calls that record no graph, and
+knows no modules but by their plan.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from itertools import compress
 from operator import attrgetter
 from typing import Any
-from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
 
-from dataparallel import _torch, comm
+from dataparallel import _torch, comm, ownership
 from dataparallel.buckets import Bucket, flatten, plan_buckets, unflatten
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.functions import alias, current_streams
@@ -82,8 +80,12 @@ class KeptCopies:
             self._kinds = kinds
 
     def end_call(self) -> None:
-        """Lets go of copies on which the last call has left something: an attribute, a gradient, other memory."""
-        self._copies = {slot: copy for slot, copy in self._copies.items() if copy.end_call()}
+        """Lets go of copies on which the last call has left something: an attribute, a gradient, other memory.
+
+        Of all of them, where nobody can tell whether they may be used again.
+        """
+        told = ownership.can_be_told()
+        self._copies = {slot: copy for slot, copy in self._copies.items() if copy.end_call() and told}
 
     def _send(self, plan: ModulePlan, slots: list[torch.device], away: list[int], copies: list[list[Tensor]]) -> None:
         sources = [flatten(bucket, plan.tensors) for bucket in self._buckets]
@@ -142,7 +144,7 @@ class _Copy:
         # Which ones may come to have hooks, or cease to be leaves. No second list of parts: references are counted.
         self._need_gradients = [part.requires_grad for part in self.parts]
         self._state = self._read()
-        self._holders = list(map(_holders_of_memory, self._flats))
+        self._holders = ownership.MemoryHolders(self._flats)
         self._is_at_rest = False  # since it was looked at nobody could change it
 
     def to_refresh(self) -> list[Tensor]:
@@ -165,13 +167,7 @@ class _Copy:
 
     def _is_ours(self) -> bool:
         """Whether nobody else holds a part of it, or could come to hold one."""
-        alone, only_python = _holders_of_one()
-        return (
-            all(count == alone for count in map(sys.getrefcount, self.parts))
-            and all(count == only_python for count in map(_torch.use_count, self.parts))
-            and not any(map(getweakrefcount, self.parts))
-            and list(map(_holders_of_memory, self._flats)) == self._holders
-        )
+        return ownership.are_in_one_list_only(self.parts) and self._holders.are_the_same()
 
     def _is_as_it_was(self) -> bool:
         """Whether the parts have not been changed but in value."""
@@ -209,17 +205,3 @@ def _as_parameter(copy: Tensor, source: Tensor) -> Tensor:
         copy.__class__ = nn.Parameter
     # Outside of inference mode, where copies are made, what was made inside cannot be told to need one.
     return copy.requires_grad_() if source.requires_grad and not copy.is_inference() else copy
-
-
-@functools.cache
-def _holders_of_one() -> tuple[int, int]:
-    """References to a tensor that is in one list, from Python and from elsewhere."""
-    tensors = [torch.empty(1)]
-    (references,), (uses,) = map(sys.getrefcount, tensors), map(_torch.use_count, tensors)
-    return references, uses
-
-
-def _holders_of_memory(tensor: Tensor) -> tuple[int, int]:
-    """How many tensors share the memory of ``tensor``, and how many references to it Python has."""
-    storage = tensor.untyped_storage()  # the same object for all who ask
-    return _torch.storage_use_count(_torch.storage_address(storage)), sys.getrefcount(storage)

@@ -7,14 +7,15 @@ could be asked for. Only inside ``frozen`` replicas stay as they are, and nothin
 source, a parameter for example, lives on until the next call.
 
 Nobody has to say when a call is over: what somebody else still holds (a call that runs in another thread, a
-parameter that ``forward`` returned, a replica that a hook has stored) is left to them and made again. Reference counts
-tell. How fresh replicas are made is ``replicate``'s business; ``data_parallel`` owns a `KeptReplicas` for each wrapper.
+parameter that ``forward`` returned, a replica that a hook has stored) is left to them and made again. ``ownership``
+tells; where it cannot, each call outside of ``frozen`` has replicas and copies of its own. Sets inside ``frozen`` are
+leased instead. How fresh replicas are made is ``replicate``'s business; ``data_parallel`` owns a `KeptReplicas` for
+each wrapper.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
 from itertools import chain
@@ -24,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from dataparallel import ownership
 from dataparallel._torch import HOOK_TABLES
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.functions import current_streams
@@ -157,6 +159,7 @@ class KeptReplicas:
         copies = self._tensors(plan, slots, cap_bytes, record)
         if self._snapshot is None:
             self._plan = None
+        if self._snapshot is None or not ownership.can_be_told():
             return [build_replica(plan, tensors, record) for tensors in copies]
         while len(self._shells) < len(slots):
             self._shells.append(_Shell(plan))
@@ -252,7 +255,7 @@ class _Shell:
         self._children = [child for *_, children in self._parts for child in children.values()]
         self._renew()
         self._as_made: _Attributes | None = _Attributes(self._modules, self._of_tensors)
-        self._counts = self._count()
+        self._holders = ownership.Holders(self._counted, self._with_children)
         self._is_lent = False
 
     def filled(self, tensors: list[Tensor]) -> nn.Module:
@@ -278,16 +281,17 @@ class _Shell:
             else:
                 # A forward that leaves something once will do so again: it is not looked for any more.
                 self._as_made = None
+                del self._holders  # it has the former registries, which are to be gone when holders are noted anew
                 self._renew()
-                self._counts = self._count()
+                self._holders = ownership.Holders(self._counted, self._with_children)
             self._is_lent = False
         return True
 
     def _is_ours(self) -> bool:
         return (
-            self._count() == self._counts
+            self._holders.are_the_same()
             and self._children_are_in_place()
-            and not any(map(weakref.getweakrefcount, self._modules))
+            and not ownership.are_weakly_held(self._modules)
             and all(map(is_, map(type, self._modules), self._classes))
             and not any(self._tables)
         )
@@ -321,9 +325,6 @@ class _Shell:
             # Past `Module.__setattr__`, which would look for parameters in it.
             object.__setattr__(module, "__dict__", own)
 
-    def _count(self) -> list[int]:
-        return list(map(sys.getrefcount, chain(self._counted, self._with_children)))
-
 
 class _Attributes:
     """The attributes of some modules: whether they still are what they were, but for tensors, and nobody else has them.
@@ -340,12 +341,11 @@ class _Attributes:
         self._names_of_children = [*chain.from_iterable(self._children)]
         self._sets: list[set[str]] = [own["_non_persistent_buffers_set"] for own in self._own]
         self._former_sets = [*map(set, self._sets)]
-        self._held: list[Any] = [*self._own, *of_tensors, *self._children, *self._sets]
-        self._holders = [*map(sys.getrefcount, self._held)]
+        self._holders = ownership.Holders([*self._own, *of_tensors, *self._children, *self._sets])
 
     def is_so(self) -> bool:
         return (
-            [*map(sys.getrefcount, self._held)] == self._holders
+            self._holders.are_the_same()
             and all(map(is_, map(vars, self._modules), self._own))
             and [*chain.from_iterable(self._own)] == self._names
             and all(map(is_, chain.from_iterable(map(dict.values, self._own)), self._values))

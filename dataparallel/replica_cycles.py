@@ -4,21 +4,20 @@ A bound method or a reference to the parent makes a circle in the source, which 
 lives for one forward. Reference counting does not free circles, and copies of all weights would wait for the garbage
 collector. So when a call ends, replicas that nothing outside of them refers to are taken apart. Something may: a
 checkpoint runs a replica's methods again in backward. Such replicas are looked at again when the next call ends; until
-then, and if nobody calls again, they are the collector's. ``replicate`` says what it made, ``data_parallel`` says when
-a call ends.
+then, and if nobody calls again, they are the collector's. So are all of them where ``ownership`` cannot tell what
+refers to them. ``replicate`` says what it made, ``data_parallel`` says when a call ends.
 """
 
 from __future__ import annotations
 
-import gc
-import sys
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from dataparallel import ownership
 from dataparallel._torch import OWN_HOOK_TABLES, REGISTRIES
 from dataparallel.module_plan import MADE
 
@@ -39,7 +38,8 @@ class CycleBreaker:
     """
 
     def __init__(self, replicas: Sequence[nn.Module]) -> None:
-        self._roots = [weakref.ref(replica) for replica in replicas if MADE in vars(replica)]
+        told = ownership.can_be_told()
+        self._roots = [weakref.ref(replica) for replica in replicas if told and MADE in vars(replica)]
 
     def __del__(self) -> None:
         self.take_apart()
@@ -79,12 +79,13 @@ def _parts(root: weakref.ref[nn.Module]) -> list[Any]:
 
 
 def _only_their_own(parts: list[Any]) -> bool:
-    """Whether every reference to one of ``parts``, but those in that list, comes from another of them.
+    """True if ``parts`` are referenced only by each other and by this list.
 
     References are counted: those that there are against those that are held inside. Who holds a module's registry, or
-    a view of it, holds its children: registries count as parts. Where an interpreter counts or lists references
-    differently than expected, the two differ and the answer is no.
+    a view of it, holds its children: registries count as parts.
     """
+    if not ownership.can_be_told():
+        return False
     modules = [part for part in parts if issubclass(type(part), nn.Module)]
     made = [part for part in parts if not issubclass(type(part), nn.Module)]
     attributes = [vars(module) for module in modules]
@@ -93,12 +94,11 @@ def _only_their_own(parts: list[Any]) -> bool:
     tables = [own[name] for own in attributes for name in names if name in own and id(own[name]) not in known]
     noted = [own[MADE] for own in attributes if MADE in own]
     holders = {id(holder): holder for holder in (*attributes, *tables, *made, *noted)}
-    inside = Counter(id(held) for holder in holders.values() for held in gc.get_referents(holder))
+    inside = ownership.references_inside(holders.values())
     # Beside ``parts`` each of these objects is in one list here, and holders are in one dict more.
-    ((_, extra),) = _counts([object()])
+    extra = ownership.references_of_one()
     control = nn.Module()
-    control_attributes = [vars(control)]
-    ((_, owned),) = _counts(control_attributes)
+    (owned,) = ownership.references([vars(control)])
     return (
         all(count == inside[name] + extra + 1 for name, count in _counts(modules))
         and all(count == inside[name] + extra + 2 for name, count in _counts(made))
@@ -108,4 +108,4 @@ def _only_their_own(parts: list[Any]) -> bool:
 
 
 def _counts(objects: list[Any]) -> list[tuple[int, int]]:
-    return [(id(item), sys.getrefcount(item)) for item in objects]
+    return [*zip(map(id, objects), ownership.references(objects), strict=True)]

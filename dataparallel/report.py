@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.cuda.nccl
 
+from dataparallel import ownership
 from dataparallel._version import __version__
 from dataparallel.comm import choose_transport
 from dataparallel.comm.choice import Work
@@ -112,6 +113,7 @@ class Report:
     nccl: str
     cupy: str
     transport: Transport
+    reuse: str
 
 
 def collect(environ: Mapping[str, str] = os.environ) -> Report:
@@ -129,6 +131,7 @@ def collect(environ: Mapping[str, str] = os.environ) -> Report:
         nccl=look_for_nccl(),
         cupy=look_for_cupy(),
         transport=look_at_transport(devices or [torch.device("cpu")] * 2, _between(devices, nvml)),
+        reuse=look_at_reuse(),
     )
 
 
@@ -149,6 +152,14 @@ def look_at_transport(devices: Sequence[torch.device], known: Topology | None) -
     named = {"": settings.transport, "route ": settings.route}
     asked = ", ".join(f"{name}{value!r}" for name, value in named.items() if value is not None)
     return Transport(asked, {work: way(work) for work in (_WORK if asked else ("broadcast",))})
+
+
+def look_at_reuse() -> str:
+    """Whether calls use replicas and copies of earlier ones again."""
+    why_not = ownership.why_not()
+    if why_not is None:
+        return "replicas and copies that nobody else has are used again"
+    return f"each call makes its own replicas and copies, because reference counts are not trusted: {why_not}"
 
 
 def _between(devices: Sequence[torch.device], nvml: Nvml) -> Topology | None:
@@ -306,6 +317,7 @@ def format_report(report: Report) -> str:
         f"NCCL          {report.nccl}",
         f"CuPy          {report.cupy}",
         *_transport_lines(report.transport),
+        f"reuse         {report.reuse}",
     ]
     return "\n".join(lines)
 

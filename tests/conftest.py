@@ -8,6 +8,10 @@ fails in which a test is skipped, for what it lacks too.
 
 With `--arrangement=isolated` all slots are on one device, and every test runs inside `isolated_slots`, but those marked
 `not_isolated`, which say why.
+
+With `DATAPARALLEL_REUSE=0` in the environment nothing is used again that only reference counts could tell to be free.
+Every promise holds then too, but tests marked `reuses` are about what is used again or freed at once, and are skipped.
+The fixture `untold` makes it so for one test.
 """
 
 import faulthandler
@@ -23,7 +27,7 @@ import hypothesis
 import pytest
 import torch
 
-from dataparallel import DataParallel
+from dataparallel import DataParallel, ownership
 from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
@@ -81,6 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"watchdog(seconds): end a run that hangs (default: {WATCHDOG_SECONDS:g} s)")
     config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
     config.addinivalue_line("markers", "not_isolated(why): not with --arrangement=isolated")
+    config.addinivalue_line("markers", "reuses(what): only where reference counts tell what may be used again")
     config.addinivalue_line("markers", "alone: no test of another process of pytest-xdist runs at the same time")
     config.addinivalue_line("markers", "ahead(...): what the test's own process is to do, see processes.Ahead")
     kind = config.getoption("--devices")
@@ -118,6 +123,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unfit = item.get_closest_marker("not_isolated")
         if isolated and unfit is not None:
             item.add_marker(pytest.mark.skip(reason=f"not isolated: {unfit.args[0]}"))
+        reuses = item.get_closest_marker("reuses")
+        if reuses is not None and not ownership.can_be_told():
+            item.add_marker(pytest.mark.skip(reason=f"{reuses.args[0]}; counts are not trusted: {ownership.why_not()}"))
         if why_not is not None:
             item.add_marker(pytest.mark.skip(reason=why_not))
         elif marker is not None and kind not in marker.args:
@@ -240,6 +248,14 @@ def slots(request: pytest.FixtureRequest, make_slots: Callable[[int], list]) -> 
 def root(slots: list) -> torch.device:
     """The device of the first slot: where sources, inputs and gathered outputs are."""
     return torch.device(slots[0])
+
+
+@pytest.fixture
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can tell who holds an object. Where a count is asked for all the same, it says that nobody does."""
+    monkeypatch.setattr(ownership, "_why_not", "a test says so")
+    monkeypatch.setattr(ownership, "references", lambda objects: [0 for _ in objects])
+    monkeypatch.setattr(ownership, "_holders_of_memory", lambda tensor: (0, 0))
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])

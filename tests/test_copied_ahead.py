@@ -73,6 +73,7 @@ def test_copies_run_on_streams_of_their_own(slots: list, used: list[torch.Stream
     assert not {*used} & {*before}
 
 
+@pytest.mark.devices("sim")
 def test_copies_wait_for_what_used_their_memory_before(slots: list) -> None:
     """The memory was given out by the current stream, which may not be done with it."""
     sender = Sender(slots)
@@ -119,6 +120,7 @@ def test_a_loop_on_the_callers_streams(slots: list, elsewhere: dict) -> None:
     settled(slots)
 
 
+@pytest.mark.devices("sim")
 def test_chunks_that_nobody_takes_are_held_until_they_have_arrived(slots: list) -> None:
     for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
         settled(slots)
@@ -146,8 +148,8 @@ def test_a_batch_is_the_loaders_again_when_the_next_is_asked_for(slots: list) ->
             torch.accelerator.current_stream(camera).synchronize()
             yield buffer
 
-    for x in prefetch(loader(), DataParallel(Doubles(), slots)):
-        assert x.shape == (8, 3)
+    for k, x in enumerate(prefetch(loader(), DataParallel(Doubles(), slots))):
+        assert torch.equal(x, torch.full((8, 3), float(k)))
 
 
 def test_what_was_copied_before_a_failure_is_waited_for(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dataparallel import DataParallel
+from dataparallel import DataParallel, scatter_kwargs
 from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES
 
@@ -75,6 +75,7 @@ def shells(wrapped: DataParallel) -> list[Any]:
     return [*wrapped._kept._shells]
 
 
+@pytest.mark.reuses("modules are used again")
 def test_modules_are_used_again(wrapped, call) -> None:
     call()
     before = shells(wrapped)
@@ -83,12 +84,14 @@ def test_modules_are_used_again(wrapped, call) -> None:
     assert all(a is b for a, b in zip(before, shells(wrapped), strict=True))
 
 
+@pytest.mark.reuses("attributes are used again")
 def test_attributes_are_used_again_until_a_forward_leaves_something(wrapped, call) -> None:
     def attributes() -> list[int]:
         return [id(vars(module)) for shell in shells(wrapped) for module in shell._modules]
 
     call()
     before = attributes()
+    assert len(before) == 3 * 5
     call()
     assert attributes() == before
     DOES.append(lambda replica: setattr(replica, "left", 1))
@@ -156,12 +159,18 @@ def test_any_changes_and_calls_in_any_order(slots, root, x, names) -> None:
             torch.testing.assert_close(wrapped(x), net(x), rtol=0, atol=1e-9)
 
 
+def by_chunks(twin: nn.Module, count: int, args: tuple, kwargs: dict) -> Tensor:
+    """What the module gives for each chunk. Only the first one leaves something in its buffers, as replicas do."""
+    chunks = zip(*scatter_kwargs(args, kwargs, [next(twin.parameters()).device] * count), strict=True)
+    modules = [twin, *(copy.deepcopy(twin) for _ in range(count - 1))]
+    return torch.cat([module(*own, **keywords) for module, (own, keywords) in zip(modules, chunks, strict=True)])
+
+
 @pytest.mark.slots(3, 8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_calls_without_a_graph_equal_one_device(case: Case, slots: list, root: torch.device) -> None:
-    source, twin = case.build().to(root).eval(), case.build().to(root).eval()
+    source, twin = (case.build().to(root).train(case.by_chunks) for _ in range(2))
     wrapped = DataParallel(source, slots, dim=case.dim)
-    # Fewer samples would be fewer chunks; by chunks only what has one sample in each is the same on one device.
     for step in range(3):
         args, kwargs = case.batch(2 * len(slots), step)
         args, kwargs = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to(root), (args, kwargs))
@@ -169,9 +178,11 @@ def test_calls_without_a_graph_equal_one_device(case: Case, slots: list, root: t
             for module in (source, twin):
                 for index, parameter in enumerate(module.parameters()):
                     parameter.data += 0.01 * (index + step)
-            found, expected = wrapped(*args, **kwargs), twin(*args, **kwargs)
-        if not case.by_chunks:
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+            found = wrapped(*args, **kwargs)
+            expected = by_chunks(twin, len(slots), args, kwargs) if case.by_chunks else twin(*args, **kwargs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    if case.by_chunks:
+        assert not torch.equal(found, twin(*args, **kwargs)), "the samples of a chunk see each other"
 
 
 class Other(Net):
@@ -241,6 +252,8 @@ def test_what_a_forward_leaves_on_its_replica_is_dropped(leave, fails, net, wrap
             call()
         except ZeroDivisionError:
             assert fails
+        else:
+            assert not fails
         after: list[Any] = []
         DOES[:] = [lambda replica, after=after: after.append(copy.deepcopy(look(replica)))]
         torch.testing.assert_close(call(), on_one_device(net, x), rtol=0, atol=1e-9)

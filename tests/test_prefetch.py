@@ -214,8 +214,10 @@ def test_a_second_call_sees_nothing_of_what_the_first_wrote(slots: list) -> None
     for x, _ in prefetch(repeat(batches()[0], 3), model):
         before = x.clone()
         outputs = [model(x).cpu() for _ in range(3)]
-        if torch.device(slots[0]).type != "cpu":
-            assert all(torch.equal(output, before + 1) for output in outputs)
+        # Chunks of CPU slots are views of the batch, in which the module writes as it does without a wrapper.
+        written = [1, 2, 3] if torch.device(slots[0]).type == "cpu" else [1, 1, 1]
+        for output, more in zip(outputs, written, strict=True):
+            torch.testing.assert_close(output, before + more)
 
 
 def test_one_tensor_in_every_batch(slots: list, scattered: list) -> None:
@@ -242,8 +244,12 @@ def test_what_was_read_in_inference_mode_serves_training(slots: list, root: torc
         x, _ = next(iterator)
         with torch.no_grad():
             model(x)
+    total = torch.zeros(6, dtype=torch.float64)
     for x, _ in iterator:
         model(x).sum().backward()
+        total += x.sum(0)
+    assert total.any()
+    torch.testing.assert_close(model.module.weight.grad.cpu(), total.expand(2, 6))
 
 
 def test_batches_of_types_that_scatter_knows(slots: list) -> None:

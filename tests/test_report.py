@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dataparallel import comm, report
+from dataparallel import comm, ownership, report
 from dataparallel.comm import cupy_kernels, nccl
 from dataparallel.comm.topology import Link, Topology
-from dataparallel.report import Cpu, Gpu, Memory, Nvml, Report, Transport, ask_nvml, format_report
+from dataparallel.report import Cpu, Gpu, Memory, Nvml, Report, Transport, ask_nvml, format_report, look_at_reuse
 
 GIB = 2**30
 
@@ -104,6 +104,7 @@ def make_report(devices=(), nvml=None, **changes):
         nccl="2.27.5",
         cupy="not installed",
         transport=Transport("", {"broadcast": "copy: it works everywhere"}),
+        reuse="yes",
     )
     return replace(made, **changes)
 
@@ -384,8 +385,16 @@ def test_cupy_is_imported_where_it_is_asked_for_and_not_by_a_report(asked, tmp_p
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 def test_python_dash_m():
     text = run_python("-m", "dataparallel")
-    for line in ("dataparallel ", "torch ", "CPU ", "accelerator ", "NCCL ", "CuPy ", "transport "):
+    for line in ("dataparallel ", "torch ", "CPU ", "accelerator ", "NCCL ", "CuPy ", "transport ", "reuse "):
         assert f"\n{line}" in "\n" + text
+
+
+@pytest.mark.parametrize("why_not", [None, "a test says so"])
+def test_what_calls_use_again(why_not, monkeypatch):
+    monkeypatch.setattr(ownership, "_why_not", why_not)
+    text = format_report(make_report(reuse=look_at_reuse()))
+    assert ("used again" in text) == (why_not is None)
+    assert ("a test says so" in text) == (why_not is not None)
 
 
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough

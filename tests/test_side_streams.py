@@ -219,13 +219,19 @@ def test_a_loss_that_uses_parameters_too(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_may_be_freed_at_once(slots: list, root: torch.device, x: Tensor, dtype: torch.dtype) -> None:
     """Their memory belongs to the caller's stream, whatever stream has filled it."""
-    model = build(root, dtype)
-    wrapped = wrap(model, slots)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, twin = build(root, dtype), build(root, dtype)
+    x = x.to(dtype)
+    calls = {model: wrap(model, slots), twin: lambda x: torch.cat([twin(chunk) for chunk in x.chunk(len(slots))])}
+    optimizers = {each: torch.optim.SGD(each.parameters(), lr=0.01) for each in calls}
     for _ in range(3):
-        wrapped(x.to(dtype)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for each, call in calls.items():
+            call(x).square().sum().backward()
+            optimizers[each].step()
+            optimizers[each].zero_grad()
+    off = 16 * torch.finfo(dtype).eps  # sums are made in another order
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=off, atol=off)
+    assert not torch.equal(model[0].weight, build(root, dtype)[0].weight)
 
 
 def test_gradients_are_accumulated(slots: list, root: torch.device, x: Tensor) -> None:

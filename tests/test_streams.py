@@ -482,6 +482,7 @@ def test_what_the_caller_has_waited_for_the_replicas_know_on_any_stream(slots: l
             return x * 1
 
     DataParallel(Uses(), slots)(x)
+    assert {*made} == {*devices}
     for device, tensor in made.items():
         with torch.Stream(device):
             tensor.add_(1)

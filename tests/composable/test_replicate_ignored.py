@@ -102,6 +102,7 @@ def step(module: nn.Module, x: Tensor) -> Tensor:
 
 @both_and_each
 @pytest.mark.parametrize("record", [True, False])
+@pytest.mark.reuses("replicas are used again")
 def test_nothing_is_built_anew_at_the_next_call(build, batch, which, record, monkeypatch) -> None:
     net = build(which)
     for _ in range(2):  # in which the order of gradients is learnt
