@@ -39,16 +39,14 @@ from dataparallel.buckets import Bucket, Layout, Planned, flatten, plan_buckets,
 from dataparallel.comm import settings
 from dataparallel.functions import (
     copies_for_slots,
-    note_streams,
-    on_streams_of,
     run_when_nothing_else_is_ready,
     sum_as_soon_as_ready,
     sums_over_slots,
-    wait_for_streams,
 )
+from dataparallel.node_streams import memory_of, note_streams, on_streams_of, wait_for_streams
 from dataparallel.ranges import stage
 from dataparallel.side_streams import BesideBackward, side_stream
-from dataparallel.slot_streams import memory_of, slot_streams
+from dataparallel.slot_streams import slot_streams
 from dataparallel.streams import Event, current
 
 __all__ = ["FromSource", "OnSlot", "SlotGradients", "ToSlots", "broadcast_bucket", "contents_of"]

@@ -30,8 +30,8 @@ from dataparallel.buckets import PLAIN_TYPES, is_dense
 from dataparallel.comm import copies
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
-from dataparallel.functions import alias, current_streams
-from dataparallel.streams import Event, current
+from dataparallel.functions import alias
+from dataparallel.streams import Event, current, current_streams
 
 __all__ = ["CopiedTensor", "Sender", "SentBatch", "can_be_sent", "copied_at_once", "take"]
 

@@ -5,9 +5,8 @@ devices, a backward pass reaches every device at once instead of one after the o
 every slot's gradient is ``None``, else the sum, in slot order, of those that there are. Nested structures are
 ``scatter_gather``'s business, modules ``replicate``'s.
 
-Their forwards note the streams that are current on all of their devices, and a backward runs on these
-(`on_streams_of`). One that is recorded runs in a thread of the engine, and the nodes that it makes then note the
-caller's streams, not those of that thread.
+Their forwards note the streams that are current on all of their devices, and a backward runs on these: see
+``node_streams``.
 
 Inside a backward that is not itself recorded the plain functions of ``comm`` are called: they hand one tensor to
 several places as the same object, from which torch sees that it must not be kept as anybody's ``.grad``.
@@ -18,8 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -32,9 +30,8 @@ from dataparallel.buckets import Planned
 from dataparallel.comm import settings
 from dataparallel.comm.routes import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve_each
+from dataparallel.node_streams import note_streams, on_streams_of
 from dataparallel.ranges import stage
-from dataparallel.slot_streams import memory_of
-from dataparallel.streams import Event, current
 
 __all__ = [
     "Broadcast",
@@ -44,13 +41,9 @@ __all__ = [
     "Scatter",
     "alias",
     "copies_for_slots",
-    "current_streams",
-    "note_streams",
-    "on_streams_of",
     "run_when_nothing_else_is_ready",
     "sum_as_soon_as_ready",
     "sums_over_slots",
-    "wait_for_streams",
 ]
 
 _ONE_BUFFER = sys.maxsize
@@ -316,56 +309,6 @@ def _compute_apart(slots: Sequence[torch.device], asked: settings.Settings) -> b
 # Long enough for all backward passes that run at a time; one that fails leaves its number behind.
 _generator_guards: deque[int] = deque(maxlen=64)
 _generator_guards_lock = threading.Lock()
-
-
-def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:
-    """The calling thread's current stream on each accelerator among ``devices``."""
-    return {device: torch.accelerator.current_stream(device) for device in {*devices} if device != CPU}
-
-
-def note_streams(node: Any, inputs: Sequence[torch.device], outputs: Sequence[torch.device]) -> None:
-    """In a forward: what `on_streams_of` has to know in its backward."""
-    node.streams = current_streams([*inputs, *outputs])
-    node.results_on = {*inputs} - {CPU}
-    # The engine takes the stream of the first output on an accelerator for the node's.
-    node.home = next((device for device in outputs if device != CPU), None)
-
-
-@contextmanager
-def on_streams_of(node: Any, grads: Sequence[Tensor | None]) -> Iterator[None]:
-    """Inside a backward, the streams that were current in the forward are so again, in order with other nodes.
-
-    The engine knows one stream of a node, that of its home, and makes it current. It has that stream wait for all
-    gradients, and has what uses a result wait for that stream. On other devices its threads see default streams, which
-    know nothing of the caller's. So the streams of gradients wait for the known one first, and at the end it waits for
-    those of results. A gradient of another device may have been made on any stream there, so it is recorded.
-    A node whose outputs are all on the CPU has no home: the engine then knows the current stream of each device.
-    """
-    here = current_streams(node.streams)
-    known = {device: here[node.home or device] for device in node.streams}
-    others = {device: stream for device, stream in node.streams.items() if stream != known[device]}
-    with current(node.streams):
-        elsewhere = [grad for grad in grads if grad is not None and grad.device in others]
-        for device in {grad.device for grad in elsewhere}:
-            Event(known[device]).hold_back(others[device])
-        for memory in chain.from_iterable(map(memory_of, elsewhere)):
-            if memory.device in others:
-                memory.record_stream(others[memory.device])
-        yield
-        for device in node.results_on & others.keys():
-            Event(others[device]).hold_back(known[device])
-
-
-def wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[Tensor | None]) -> None:
-    """Orders what follows, on the current streams, after the gradients that were made on ``streams``."""
-    for device, stream in streams.items():
-        here = torch.accelerator.current_stream(device)
-        if here != stream:
-            Event(stream).hold_back(here)
-            for grad in grads:
-                if grad is not None and grad.device == device:
-                    for memory in _torch.sparse_memory(grad) if grad.is_sparse else (grad,):
-                        memory.record_stream(here)
 
 
 def _restore_cpu_generator_after_backward() -> None:

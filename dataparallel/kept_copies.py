@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from dataparallel import _torch, comm, ownership
 from dataparallel.buckets import Bucket, flatten, plan_buckets, unflatten
 from dataparallel.comm.settings import are_slots_isolated
-from dataparallel.functions import alias, current_streams
+from dataparallel.functions import alias
 from dataparallel.module_plan import ModulePlan
+from dataparallel.streams import current_streams
 
 __all__ = ["KeptCopies"]
 

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from dataparallel import ownership
 from dataparallel._torch import HOOK_TABLES
 from dataparallel.comm.settings import are_slots_isolated
-from dataparallel.functions import current_streams
 from dataparallel.kept_copies import KeptCopies
 from dataparallel.module_plan import ModulePlan
 from dataparallel.module_snapshot import TreeSnapshot
@@ -43,6 +42,7 @@ from dataparallel.replicate import (
     make_parameters,
     own_attributes,
 )
+from dataparallel.streams import current_streams
 
 __all__ = ["MOST_FROZEN", "KeptReplicas"]
 

@@ -24,11 +24,12 @@ from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGIST
 from dataparallel.bucket_nodes import broadcast_bucket
 from dataparallel.buckets import PLAIN_TYPES, fill_buckets
 from dataparallel.devices import DeviceLike, resolve_slots
-from dataparallel.functions import alias, current_streams
+from dataparallel.functions import alias
 from dataparallel.module_plan import MADE, NOTHING, STANDS_FOR, ModuleEntry, ModulePlan, dotted
 from dataparallel.module_references import Rebinding
 from dataparallel.replica_cycles import note_circles
 from dataparallel.side_streams import beside_backward
+from dataparallel.streams import current_streams
 
 __all__ = [
     "BUCKET_CAP_MB",

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataparallel import _torch
 from dataparallel.batch_types import batch_of, container_of
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
+from dataparallel.node_streams import memory_of
 from dataparallel.streams import Event
 
-__all__ = ["SlotStream", "memory_of", "slot_streams"]
+__all__ = ["SlotStream", "slot_streams"]
 
 _made: dict[torch.device, list[torch.Stream]] = {}
 
@@ -121,17 +121,3 @@ def _tensors(obj: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
         parts = [*getattr(obj, "__dict__", {}).values()]
     for part in parts:
         yield from _tensors(part, seen)
-
-
-def memory_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold the data of one that has no memory itself; else the tensor."""
-    if tensor.layout is torch.sparse_coo:
-        return [*_torch.sparse_memory(tensor)]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    if hasattr(tensor, "__tensor_flatten__"):  # a subclass around others
-        names, _ = tensor.__tensor_flatten__()
-        return [memory for name in names for memory in memory_of(getattr(tensor, name))]
-    return [tensor]

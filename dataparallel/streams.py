@@ -15,14 +15,19 @@ Which stream does what is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from dataparallel.devices import on
+from dataparallel.devices import CPU, on
 
-__all__ = ["Event", "current", "make_current"]
+__all__ = ["Event", "current", "current_streams", "make_current"]
+
+
+def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:
+    """The calling thread's current stream on each accelerator among ``devices``."""
+    return {device: torch.accelerator.current_stream(device) for device in {*devices} if device != CPU}
 
 
 @contextmanager

@@ -18,8 +18,8 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.devices import on
-from dataparallel.functions import current_streams
 from dataparallel.slot_streams import slot_streams
+from dataparallel.streams import current_streams
 
 __all__ = [
     "CARRIED",

@@ -11,8 +11,8 @@ from dataparallel import comm
 from dataparallel.bucket_nodes import FromSource, OnSlot, Packing, SlotGradients, ToSlots, broadcast_bucket, contents_of
 from dataparallel.comm import using
 from dataparallel.comm.one_launch import Kernels
-from dataparallel.functions import current_streams
 from dataparallel.side_streams import beside_backward
+from dataparallel.streams import current_streams
 
 SHAPES = [(3,), (2, 4), (), (3,), (4, 2, 3, 3)]
 

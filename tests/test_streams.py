@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, bucket_nodes, comm, functions, parallel_apply, replicate
 from dataparallel.bucket_nodes import broadcast_bucket
-from dataparallel.functions import current_streams
+from dataparallel.node_streams import wait_for_streams
 from dataparallel.side_streams import beside_backward, side_stream
 from dataparallel.slot_streams import slot_streams
-from dataparallel.streams import Event, current
+from dataparallel.streams import Event, current, current_streams
 from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
 from dataparallel.thread_state import TRANSLATED
@@ -358,7 +358,7 @@ def test_inputs_and_outputs_of_a_node_that_belong_to_other_streams(
     if callers == "side":
         request.getfixturevalue("side_streams")
     others = {device: torch.Stream(device) for device in map(torch.device, slots)}
-    here = functions.current_streams(others)
+    here = current_streams(others)
 
     @contextmanager
     def elsewhere(tensors: list[Tensor]) -> Iterator[None]:
@@ -524,5 +524,5 @@ def test_gradients_that_are_summed_elsewhere_are_kept_until_then(slots: list, ro
         def record_stream(self, stream: torch.Stream) -> None:
             recorded.append((self.device, stream))
 
-    functions.wait_for_streams(streams, [grad.as_subclass(Recording) for grad in grads])
+    wait_for_streams(streams, [grad.as_subclass(Recording) for grad in grads])
     assert {*recorded} == {(grad.device, torch.accelerator.current_stream(grad.device)) for grad in grads}

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.bucket_nodes import SlotGradients, ToSlots
-from dataparallel.functions import on_streams_of
+from dataparallel.node_streams import on_streams_of
 from dataparallel.side_streams import BesideBackward
 from dataparallel.streams import current
 

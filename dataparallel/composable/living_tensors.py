@@ -29,10 +29,11 @@ from dataparallel.buckets import Bucket, fill_buckets, flatten, plan_buckets, un
 from dataparallel.comm import settings
 from dataparallel.composable.gradient_sums import GradientSums, LivingToSlots, WaitingBucket
 from dataparallel.composable.memory_of_copies import MemoryOfCopies
-from dataparallel.functions import alias, current_streams
+from dataparallel.functions import alias
 from dataparallel.module_plan import ModulePlan
 from dataparallel.replicate import ReplicaParameter, make_parameters
 from dataparallel.side_streams import BesideBackward, beside_backward
+from dataparallel.streams import current_streams
 
 __all__ = ["LivingTensors"]
 
