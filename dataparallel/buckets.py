@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
+from dataparallel.replica_parameter import ReplicaParameter
 
 DEFAULT_CAP_BYTES = 10 * 2**20
 """10 MiB, the size that ``torch.nn.parallel.comm`` has used since its beginning."""
 
-PLAIN_TYPES: set[type] = {Tensor, torch.nn.Parameter}
+PLAIN_TYPES: frozenset[type] = frozenset({Tensor, torch.nn.Parameter, ReplicaParameter})
 """Classes of tensors that are nothing but their data; others keep what they are by travelling singly."""
 
 

@@ -15,12 +15,13 @@ each wrapper.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import weakref
 from itertools import chain
 from operator import is_
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,8 @@ from dataparallel.kept_copies import KeptCopies
 from dataparallel.module_plan import ModulePlan
 from dataparallel.module_snapshot import TreeSnapshot
 from dataparallel.replica_cycles import CycleBreaker
+from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicate import (
-    ReplicaParameter,
     bare_module,
     build_replica,
     collector_paused,
@@ -44,7 +45,7 @@ from dataparallel.replicate import (
 )
 from dataparallel.streams import current_streams
 
-__all__ = ["MOST_FROZEN", "KeptReplicas"]
+__all__ = ["MOST_FROZEN", "CallTensors", "KeptReplicas"]
 
 MOST_FROZEN = 4
 """How many sets of replicas stay in one `frozen`: one for each call that runs at a time. Further calls make theirs."""
@@ -53,27 +54,76 @@ MOST_FROZEN = 4
 _all: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
 
 
+class CallTensors(Protocol):
+    """Where the replicas of a call get their tensors from; asked for one call at a time. Copies of it are empty."""
+
+    def for_call(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, record: bool) -> list[list[Tensor]]:
+        """The plan's tensors for each slot, with the values of now; ``record``: whether a graph is recorded."""
+
+    def end_call(self) -> None:
+        """Takes from what is kept all that the last call has left on it."""
+
+    def forget_last_call(self) -> None:
+        """Leaves what the last call, which has failed, has used to whoever still holds it."""
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+
+
+class _NewOrKept:
+    """New tensors where a graph is recorded, kept copies where none is."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __reduce__(self) -> tuple[type[_NewOrKept], tuple[()]]:
+        return _NewOrKept, ()
+
+    def clear(self) -> None:
+        self._copies = KeptCopies()
+
+    def for_call(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, record: bool) -> list[list[Tensor]]:
+        if not record:
+            return self._copies.refreshed(plan, slots, cap_bytes)
+        self.clear()  # a training needs the memory
+        copies = copy_tensors(plan, slots, True, cap_bytes)
+        for tensors in copies:
+            make_parameters(plan, tensors, ReplicaParameter)
+        return copies
+
+    def end_call(self) -> None:
+        self._copies.end_call()
+
+    def forget_last_call(self) -> None:
+        self.clear()
+
+
 class KeptReplicas:
     """What one wrapper keeps: at most a copy of the module for each slot, inside `frozen` `MOST_FROZEN` of them.
 
     It is for any thread. Copies of it, and what is unpickled, are empty.
+
+    Args:
+        tensors: where replicas get their tensors from, but inside `frozen`; default: new ones for each call that
+            records a graph, kept copies for others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: CallTensors | None = None) -> None:
+        self._tensors = _NewOrKept() if tensors is None else tensors
         self._lock = threading.Lock()
         self._frozen = 0  # open blocks
         self._clear()
         _all.add(self)
 
-    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[()]]:
-        return KeptReplicas, ()
+    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[CallTensors]]:
+        return KeptReplicas, (copy.copy(self._tensors),)
 
     def _clear(self) -> None:
         self._plan: ModulePlan | None = None
         self._snapshot: TreeSnapshot | None = None
-        self._copies = KeptCopies()
         self._shells: list[_Shell] = []
         self._frozen_sets: list[_FrozenSet] = []
+        self._tensors.clear()
 
     @property
     def is_frozen(self) -> bool:
@@ -128,13 +178,13 @@ class KeptReplicas:
         """Takes from what is kept all that the last call has left on it, activations for example."""
         with self._lock:
             self._reset()
-            self._copies.end_call()
+            self._tensors.end_call()
 
     def forget_last_call(self) -> None:
         """Leaves what the last call has used to whoever still holds it."""
         with self._lock:
             self._shells = []
-            self._copies = KeptCopies()
+            self._tensors.forget_last_call()
 
     def _frozen_ones(self, network: nn.Module, slots: list[torch.device], cap_bytes: int, record: bool) -> list[Any]:
         for kept in self._frozen_sets:
@@ -156,7 +206,7 @@ class KeptReplicas:
             self._plan = ModulePlan.of(network)
             self._snapshot = TreeSnapshot(self._plan) if self._plan.is_plain else None
         plan = self._plan
-        copies = self._tensors(plan, slots, cap_bytes, record)
+        copies = self._tensors.for_call(plan, slots, cap_bytes, record)
         if self._snapshot is None:
             self._plan = None
         if self._snapshot is None or not ownership.can_be_told():
@@ -164,16 +214,6 @@ class KeptReplicas:
         while len(self._shells) < len(slots):
             self._shells.append(_Shell(plan))
         return [shell.filled(tensors) for shell, tensors in zip(self._shells, copies, strict=False)]
-
-    def _tensors(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, record: bool) -> list[list[Tensor]]:
-        """The plan's tensors for each slot."""
-        if not record:
-            return self._copies.refreshed(plan, slots, cap_bytes)
-        self._copies = KeptCopies()  # a training needs the memory
-        copies = copy_tensors(plan, slots, True, cap_bytes)
-        for tensors in copies:
-            make_parameters(plan, tensors, ReplicaParameter)
-        return copies
 
     def _reset(self) -> None:
         if not all([shell.reset() for shell in self._shells]):

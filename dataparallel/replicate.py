@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from dataparallel import _torch, comm
 from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
 from dataparallel.bucket_nodes import broadcast_bucket
-from dataparallel.buckets import PLAIN_TYPES, fill_buckets
+from dataparallel.buckets import fill_buckets
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.functions import alias
 from dataparallel.module_plan import MADE, NOTHING, STANDS_FOR, ModuleEntry, ModulePlan, dotted
 from dataparallel.module_references import Rebinding
 from dataparallel.replica_cycles import note_circles
+from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.side_streams import beside_backward
 from dataparallel.streams import current_streams
 
 __all__ = [
     "BUCKET_CAP_MB",
-    "ReplicaParameter",
     "bare_module",
     "build_replica",
     "cap_in_bytes",
@@ -52,46 +52,6 @@ BUCKET_CAP_MB = 25.0
 
 FIRST_BUCKET_BYTES = 2**20
 """1 MiB: the bucket whose gradients come first."""
-
-
-class ReplicaParameter(torch.Tensor):
-    """A parameter of a replica: ``isinstance(p, nn.Parameter)`` holds, but it is an output of the broadcast.
-
-    It is no leaf, so what is meant for a model's own parameters is refused on it with a sentence.
-    """
-
-    __torch_function__ = _torch.disabled_torch_function
-    _is_param = True
-
-    def requires_grad_(self, requires_grad: bool = True) -> ReplicaParameter:
-        """Refused, unless it asks for what is."""
-        self.requires_grad = requires_grad
-        return self
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether gradients flow to the source's parameter."""
-        return super().requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, requires_grad: bool) -> None:
-        if requires_grad != self.requires_grad:
-            raise RuntimeError(
-                f"cannot set requires_grad={requires_grad} on a parameter of a replica: it is a copy made by the "
-                "broadcast, not a leaf. Set it on the source module before its forward"
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        raise RuntimeError(
-            "cannot deepcopy a parameter of a replica: it is a copy made by the broadcast, not a leaf, and belongs to "
-            "one forward. Copy the source module outside forward, or take parameter.detach().clone()"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)
-
-
-PLAIN_TYPES.add(ReplicaParameter)  # a wrapper inside a wrapped module sends replicas' parameters on
 
 
 def replicate(

@@ -67,7 +67,7 @@ def same_as_one_device(wrapped, net, call, x) -> Callable[[], None]:
 
 
 def copies(wrapped: DataParallel) -> list[Any]:
-    return list(wrapped._kept._copies._copies.values())
+    return list(wrapped._kept._tensors._copies._copies.values())
 
 
 def in_no_grad(change: Callable[[Net], Any]) -> Callable[[Net], Any]:

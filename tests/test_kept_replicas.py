@@ -5,6 +5,7 @@ test_kept_replicas_frozen, which changes of a tree are noticed in test_module_sn
 """
 
 import copy
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, scatter_kwargs
+from dataparallel.kept_replicas import KeptReplicas
+from dataparallel.module_plan import ModulePlan
 from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES
 
@@ -309,3 +312,48 @@ def test_other_devices(wrapped, call) -> None:
         seen.clear()
         call()
         assert sorted(seen) == sorted(ids)
+
+
+def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) -> None:
+    """Who makes them is told what becomes of calls; nothing has to be overridden."""
+
+    class Ones:
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def for_call(self, plan: ModulePlan, slots: list, cap_bytes: int, record: bool) -> list[list[Tensor]]:
+            self.told.append(f"for_call, {record}")
+            return [[torch.ones_like(tensor, device=slot) for tensor in plan.tensors] for slot in slots]
+
+        def end_call(self) -> None:
+            self.told.append("end_call")
+
+        def forget_last_call(self) -> None:
+            self.told.append("forget_last_call")
+
+        def clear(self) -> None:
+            self.told.append("clear")
+
+    ones = Ones()
+    model = DataParallel(nn.Linear(2, 1, bias=False).to(root), slots)
+    model._kept = KeptReplicas(ones)
+    x = torch.ones(len(slots), 2, device=root)
+    assert model(x).tolist() == [[2.0]] * len(slots)
+    with torch.no_grad():
+        assert model(x).tolist() == [[2.0]] * len(slots)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(x[:, :1])
+    model._kept.clear()
+    told = ["for_call, True", "end_call", "for_call, False", "end_call", "for_call, True", "forget_last_call", "clear"]
+    assert ones.told == ["clear", *told]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))])
+def test_copies_are_empty_and_their_own(slots: list, root: torch.device, copied: Callable) -> None:
+    model = DataParallel(nn.Linear(2, 1).to(root), slots)
+    with torch.no_grad():
+        model(torch.ones(len(slots), 2, device=root))
+    other = copied(model._kept)
+    assert other._tensors is not model._kept._tensors
+    assert other._tensors._copies._copies == {}
+    assert other._shells == []

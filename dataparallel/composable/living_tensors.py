@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ from dataparallel.composable.gradient_sums import GradientSums, LivingToSlots, W
 from dataparallel.composable.memory_of_copies import MemoryOfCopies
 from dataparallel.functions import alias
 from dataparallel.module_plan import ModulePlan
-from dataparallel.replicate import ReplicaParameter, make_parameters
+from dataparallel.replica_parameter import ReplicaParameter
+from dataparallel.replicate import make_parameters
 from dataparallel.side_streams import BesideBackward, beside_backward
 from dataparallel.streams import current_streams
 
@@ -39,56 +40,69 @@ __all__ = ["LivingTensors"]
 
 
 class LivingTensors:
-    """The tensors of one module on all of its slots. For one thread at a time.
+    """The tensors of one module on all of its slots, for `KeptReplicas`. For one thread at a time.
 
     Args:
+        slots: of which a call may use the first few.
         first_bytes, cap_bytes: sizes of the first bucket and of the others.
         broadcast_buffers: whether buffers get slot 0's values at each forward, or only when they are made.
-        sums: what the gradients' buckets have in common.
+
+    Attributes:
+        sums: how gradients are summed.
     """
 
-    def __init__(self, first_bytes: int, cap_bytes: int, broadcast_buffers: bool, sums: GradientSums) -> None:
+    def __init__(self, slots: list[torch.device], first_bytes: int, cap_bytes: int, broadcast_buffers: bool) -> None:
+        self.sums = GradientSums()
+        self._slots = slots
         self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
         self._broadcast_buffers = broadcast_buffers
-        self._sums = sums
         self._made: _Made | None = None
         self._order: list[int] | None = None  # in which gradients arrived in a first pass, by positions in the plan
 
-    def refreshed(self, plan: ModulePlan, slots: list[torch.device]) -> list[list[Tensor]]:
-        """The plan's tensors for each slot, with the values of now; parameters are `ReplicaParameter`.
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("the tensors of replicas that stay belong to one module and cannot be copied")
 
-        Slot 0's, and parameters of other slots on its device, share the source's memory.
+    def for_call(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, record: bool) -> list[list[Tensor]]:
+        """The plan's tensors for each of the first slots, with the values of now; parameters are `ReplicaParameter`.
+
+        Slot 0's, and parameters of other slots on its device, share the source's memory. They are the same whether a
+        graph is recorded or not, and travel in buckets of the sizes that were given before.
         """
         with torch.inference_mode(False):
             made = self._made
             if (
                 made is None
-                or not made.still_fits(plan, slots)
+                or not made.still_fits(plan, self._slots)
                 or self._learn_order(made)
                 or not made.memory.put_back()
             ):
-                made = self._make(plan, slots)
+                made = self._make(plan)
             else:
-                self._sums.drop_what_is_void()
+                self.sums.drop_what_is_void()
                 made.refresh()
-            return made.copies
+            return made.copies[: len(slots)]
+
+    def end_call(self) -> None:
+        """They stay as they are: the next call gives them values, and takes back what `forward` has done to them."""
+
+    forget_last_call = end_call
 
     def clear(self) -> None:
         """Lets go of all tensors; gradients that wait on slots go where they belong."""
-        self._sums.add_what_is_kept()
-        self._sums.use([])
+        self.sums.add_what_is_kept()
+        self.sums.use([])
         self._made = None
 
-    def _make(self, plan: ModulePlan, slots: list[torch.device]) -> _Made:
+    def _make(self, plan: ModulePlan) -> _Made:
         same_tree = self._made is not None and self._made.is_of(plan)
         self.clear()
         if not same_tree:
             self._order = None
-        made = _Made(plan, slots, self._broadcast_buffers)
+        made = _Made(plan, self._slots, self._broadcast_buffers)
         # Without an order each parameter is a bucket, for one pass, so that each has a time of arrival.
         first, cap = (1, 1) if self._order is None else (self._first_bytes, self._cap_bytes)
         with torch.enable_grad():
-            made.make(first, cap, self._order, self._sums)
+            made.make(first, cap, self._order, self.sums)
         self._made = made
         return made
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel._torch import HOOK_TABLES
 from dataparallel.composable.contract import KEY, held_by
-from dataparallel.composable.living_replicas import LivingReplicas
+from dataparallel.composable.living_tensors import LivingTensors
 from dataparallel.devices import DeviceLike, resolve, resolve_output
+from dataparallel.kept_replicas import KeptReplicas
 from dataparallel.module_plan import STANDS_FOR, StandsFor, instance_slots
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.permits import PermitChooser
@@ -70,16 +71,17 @@ class ReplicateState:
         self._twin = bare_module(type(module))
         self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in HOOK_TABLES}
         self._permits = PermitChooser()
-        self._living = LivingReplicas(self.slots, first_bytes, cap_bytes, broadcast_buffers)
+        self._tensors = LivingTensors(self.slots, first_bytes, cap_bytes, broadcast_buffers)
+        self._kept = KeptReplicas(self._tensors)
 
     @property
     def requires_gradient_sync(self) -> bool:
         """Whether backward sums gradients; see ``ReplicatedModule.set_requires_gradient_sync``."""
-        return self._living.sums.are_on
+        return self._tensors.sums.are_on
 
     @requires_gradient_sync.setter
     def requires_gradient_sync(self, flag: bool) -> None:
-        self._living.sums.are_on = flag
+        self._tensors.sums.are_on = flag
 
     def manages(self, parameter: Tensor) -> bool:
         """Whether replicas have their own."""
@@ -113,12 +115,12 @@ class ReplicateState:
                 replicas, inputs, keywords, slots[: len(replicas)], None, None, self._permits, method
             ),
             gather=lambda outputs: gather(outputs, output_device, self.dim),
-            keeper=self._living,
+            keeper=self._kept,
         )
 
     def _replicas(self, twin: nn.Module, slots: list[torch.device]) -> list[Any]:
         """The replicas of this call, around tensors through which gradients reach the module."""
-        return self._living.replicas(twin, slots, self.cap_bytes)
+        return self._kept.replicas(twin, slots, self.cap_bytes)
 
     @property
     def _source(self) -> nn.Module:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.composable.living_replicas import LivingReplicas
+from dataparallel.composable.living_tensors import LivingTensors
+from dataparallel.kept_replicas import KeptReplicas
 
 FIRST_BYTES, CAP_BYTES = 64, 600
 
@@ -13,7 +14,7 @@ def living(module: nn.Module, slots: list, dim: int = 0, broadcast_buffers: bool
     """The wrapper, with replicas that stay; buckets hold a few parameters."""
     wrapped = DataParallel(module, slots, dim=dim)
     devices = [torch.device(slot) for slot in slots]
-    wrapped._kept = LivingReplicas(devices, FIRST_BYTES, CAP_BYTES, broadcast_buffers)
+    wrapped._kept = KeptReplicas(LivingTensors(devices, FIRST_BYTES, CAP_BYTES, broadcast_buffers))
     return wrapped
 
 

@@ -53,4 +53,4 @@ def mean_square(output: Tensor) -> Tensor:
 def kept_on_slots(module: nn.Module) -> int:
     """How many gradients wait on the slots of a replicated module."""
     state: Any = replicate.state(module)
-    return sum(len(bucket._kept) for bucket in state._living.sums.buckets)
+    return sum(len(bucket._kept) for bucket in state._tensors.sums.buckets)

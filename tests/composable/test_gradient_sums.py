@@ -26,11 +26,11 @@ def batches(root: torch.device, slots: list) -> list[Tensor]:
 
 
 def sums_are(wrapped: DataParallel, are_on: bool) -> None:
-    wrapped._kept.sums.are_on = are_on
+    wrapped._kept._tensors.sums.are_on = are_on
 
 
 def waiting(wrapped: DataParallel) -> int:
-    return sum(len(bucket._kept) for bucket in wrapped._kept.sums.buckets)
+    return sum(len(bucket._kept) for bucket in wrapped._kept._tensors.sums.buckets)
 
 
 @pytest.mark.slots(2, 3, 8)
@@ -307,7 +307,7 @@ def test_what_is_dropped_is_freed_without_a_collection(slots: list, root: torch.
     for are_on in (True, True, False):
         sums_are(wrapped, are_on)
         loss(wrapped(numbers(root, 2 * len(slots)))).backward()
-    parameter, bucket = weakref.ref(net.first.weight), weakref.ref(wrapped._kept.sums.buckets[0])
+    parameter, bucket = weakref.ref(net.first.weight), weakref.ref(wrapped._kept._tensors.sums.buckets[0])
     gc.disable()
     try:
         del net, wrapped

@@ -32,7 +32,7 @@ SUBSETS = [
 
 
 def waiting(wrapped: DataParallel) -> int:
-    return sum(len(bucket._kept) for bucket in wrapped._kept.sums.buckets)
+    return sum(len(bucket._kept) for bucket in wrapped._kept._tensors.sums.buckets)
 
 
 def inputs_of(module: nn.Module, names: list[str]) -> list[Tensor]:
@@ -56,10 +56,10 @@ def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(
     for _ in range(2):
         for call, module in ((wrapped, net), (twin, twin)):
             module.zero_grad()
-            wrapped._kept.sums.are_on = False
+            wrapped._kept._tensors.sums.are_on = False
             loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
             assert waiting(wrapped) > 0 or module is twin
-            wrapped._kept.sums.are_on = True
+            wrapped._kept._tensors.sums.are_on = True
             loss(call(numbers(root, 2 * len(slots), seed=2))).backward(inputs=inputs_of(module, names))
         assert waiting(wrapped) == 0
         assert_same(gradients(net), gradients(twin))
@@ -72,14 +72,14 @@ def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(
 def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(
     wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, names: list[str]
 ) -> None:
-    wrapped._kept.sums.are_on = False
+    wrapped._kept._tensors.sums.are_on = False
     for call, module in ((wrapped, net), (twin, twin)):
         loss(call(numbers(root, 2 * len(slots), seed=1))).backward(inputs=inputs_of(module, names))
     written = {name for name, parameter in net.named_parameters() if parameter.grad is not None}
     assert written == {*names}
-    sources = [bucket.sources[source] for bucket in wrapped._kept.sums.buckets for _, source in bucket._kept]
+    sources = [bucket.sources[source] for bucket in wrapped._kept._tensors.sums.buckets for _, source in bucket._kept]
     assert {id(source) for source in sources} == {id(parameter) for parameter in inputs_of(net, names)}
-    wrapped._kept.sums.are_on = True
+    wrapped._kept._tensors.sums.are_on = True
     for call in (wrapped, twin):
         loss(call(numbers(root, 2 * len(slots), seed=2))).backward()
     assert_same(gradients(net), gradients(twin))
@@ -92,9 +92,9 @@ def test_hooks_see_the_complete_sum(
     """Of a parameter that the pass reaches, also where it is not the first of its bucket."""
     seen: list[list[Tensor | None]] = []
     for call, module in ((wrapped, net), (twin, twin)):
-        wrapped._kept.sums.are_on = False
+        wrapped._kept._tensors.sums.are_on = False
         loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
-        wrapped._kept.sums.are_on = True
+        wrapped._kept._tensors.sums.are_on = True
         seen.append([])
         (parameter,) = inputs_of(module, [name])
         parameter.register_post_accumulate_grad_hook(lambda p, seen=seen[-1]: seen.append(p.grad.clone()))
@@ -107,7 +107,7 @@ def test_a_bucket_that_is_not_reached_sends_nothing(
     wrapped: DataParallel, net: Net, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its node runs all the same, for the sake of the order of sums."""
-    assert len(wrapped._kept.sums.buckets) > 2
+    assert len(wrapped._kept._tensors.sums.buckets) > 2
     sums: list[Any] = []
     for name in ("add_flat", "reduce_add_coalesced"):
         plain: Callable = getattr(comm, name)
@@ -129,13 +129,13 @@ def test_a_recorded_pass_loses_nothing(
 ) -> None:
     """It puts another tensor in the place of ``.grad``."""
     for call in (wrapped, twin):
-        wrapped._kept.sums.are_on = False
+        wrapped._kept._tensors.sums.are_on = False
         loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
-        wrapped._kept.sums.are_on = are_on
+        wrapped._kept._tensors.sums.are_on = are_on
         loss(call(numbers(root, 2 * len(slots), seed=2))).backward(create_graph=True)
     assert waiting(wrapped) == 0
     assert_same([each.detach() for each in gradients(net)], [each.detach() for each in gradients(twin)])
-    wrapped._kept.sums.are_on = True
+    wrapped._kept._tensors.sums.are_on = True
     for module in (net, twin):
         penalty = sum(parameter.grad.square().sum() for parameter in module.parameters())
         for parameter in module.parameters():
@@ -178,9 +178,9 @@ def test_a_question_that_goes_through_a_computed_buffer_takes_nothing(slots: lis
     net.squared = net.scale.square()
     x = numbers(root, 2 * len(slots))
     for are_on in (True, True, False):
-        wrapped._kept.sums.are_on = are_on
+        wrapped._kept._tensors.sums.are_on = are_on
         loss(wrapped(x)).backward(inputs=[net.linear.weight], retain_graph=True)
-    wrapped._kept.sums.are_on = True
+    wrapped._kept._tensors.sums.are_on = True
     before = waiting(wrapped)
     torch.autograd.grad(loss(wrapped(x)), [net.scale])
     assert waiting(wrapped) == before > 0
@@ -198,7 +198,7 @@ def test_with_reentrant_checkpoints_nothing_counts_twice(slots: list, root: torc
     net.__class__ = twin.__class__ = Checkpointed
     wrapped = living(net, slots)
     for step in range(3 * rounds):
-        wrapped._kept.sums.are_on = step % 3 == 2
+        wrapped._kept._tensors.sums.are_on = step % 3 == 2
         x = numbers(root, 2 * len(slots), seed=step).requires_grad_()
         for call in (wrapped, twin):
             loss(call(x)).backward()
@@ -255,7 +255,7 @@ class Program:
     def backward(self, are_on: bool, names: list[str] | None, create_graph: bool) -> None:
         if not self.outputs:
             self.forward()
-        self.wrapped._kept.sums.are_on = are_on
+        self.wrapped._kept._tensors.sums.are_on = are_on
         for value, module in zip(self.outputs.pop(), self.both(), strict=True):
             value.backward(inputs=None if names is None else inputs_of(module, names), create_graph=create_graph)
         if are_on:

@@ -1,5 +1,7 @@
 """Tensors of replicas that stay: one kept broadcast, in every graph, with the source's values at every forward."""
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable
 
@@ -33,7 +35,7 @@ def settled(net: nn.Module, slots: list, x: Tensor, **options: bool) -> DataPara
 
 
 def tensors_of(wrapped: DataParallel) -> list[list[Tensor]]:
-    return wrapped._kept._living._made.copies
+    return wrapped._kept._tensors._made.copies
 
 
 @pytest.mark.slots(2, 8)
@@ -240,7 +242,7 @@ def test_buckets_follow_the_order_in_which_gradients_came(net: Net, slots: list,
     net.__class__ = Reversed
     net.first, net.second = nn.Linear(8, 8).to(net.last.weight), nn.Linear(8, 8).to(net.last.weight)
     wrapped = settled(net, slots, x)
-    made = wrapped._kept._living._made
+    made = wrapped._kept._tensors._made
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     order = [names[id(made.plan.tensors[i])].split(".")[0] for group in made.recorded_groups for i in group]
     assert list(dict.fromkeys(order)) == ["first", "second", "branch", "last"]
@@ -268,10 +270,10 @@ def test_sums_are_launched_in_the_order_of_buckets(
         loss(wrapped(x, [0, 1, 2, 3, 4])).backward()
     with_kept = WaitingBucket.with_kept
     kept = wrapped._kept
-    assert len(kept._living._made.recorded_groups) > 3
+    assert len(kept._tensors._made.recorded_groups) > 3
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4], [3, 1]):
         launched: list[int] = []
-        buckets = kept.sums.buckets[::-1]  # made from the last to the first
+        buckets = kept._tensors.sums.buckets[::-1]  # made from the last to the first
 
         def noted(bucket: WaitingBucket, *arguments, launched=launched, buckets=buckets):
             launched.append(buckets.index(bucket))
@@ -314,7 +316,7 @@ def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeyp
         patch.setattr(ToSlots, "brought", late)
         loss(wrapped(numbers(root, 4))).backward()
     loss(wrapped(numbers(root, 4))).backward()
-    order = [i // 2 for group in wrapped._kept._living._made.recorded_groups for i in group]
+    order = [i // 2 for group in wrapped._kept._tensors._made.recorded_groups for i in group]
     assert order == sorted(order, reverse=True)
 
 
@@ -325,9 +327,9 @@ def test_graphs_over_former_tensors_still_count(net: Net, twin: Net, slots: list
         before = loss(call(x))
         module.first.weight.requires_grad_(False)
         after = loss(call(x))
-        wrapped._kept.sums.are_on = False
+        wrapped._kept._tensors.sums.are_on = False
         before.backward()
-        wrapped._kept.sums.are_on = True
+        wrapped._kept._tensors.sums.are_on = True
         after.backward()
         module.first.weight.requires_grad_(True)
         loss(call(x)).backward()
@@ -430,13 +432,20 @@ def test_several_threads_may_call(net: Net, twin: Net, slots: list, x: Tensor) -
     assert errors == []
 
 
+def test_they_belong_to_one_module_and_cannot_be_copied(net: Net, slots: list) -> None:
+    kept = living(net, slots)._kept
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="belong to one module and cannot be copied"):
+            copied(kept)
+
+
 @pytest.mark.devices("sim")
 @pytest.mark.slots(8)
 def test_a_forward_sends_the_values_in_a_few_launches(slots: list, root: torch.device) -> None:
     """At most three for each slot and bucket, whatever the number of tensors."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100))).to(root)
     wrapped = living(model, slots)
-    wrapped._kept._living._first_bytes = wrapped._kept._living._cap_bytes = 2**20
+    wrapped._kept._tensors._first_bytes = wrapped._kept._tensors._cap_bytes = 2**20
     x = torch.ones(len(slots), 2, device=root)
     for _ in range(2):
         wrapped(x).sum().backward()

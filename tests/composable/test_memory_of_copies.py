@@ -126,11 +126,11 @@ def test_tensors_and_nodes_stay_when_their_memory_does_not(moved: Moved, slots: 
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(2):
         wrapped(x).sum().backward()
-    made = wrapped._kept._living._made
+    made = wrapped._kept._tensors._made
     moved.name, moved.move = "linear.weight", MOVES[".data ="]
     for _ in range(3):
         wrapped(x).sum().backward()
-        assert wrapped._kept._living._made is made
+        assert wrapped._kept._tensors._made is made
 
 
 def test_a_buffer_that_moves_on_slot_0_moves_in_the_module(moved: Moved, slots: list, root: torch.device) -> None:

@@ -202,7 +202,7 @@ class TestHooks:
     def test_replicas_of_a_module_with_hooks_are_plain(self, counts, slots, batch):
         counts.register_forward_hook(lambda module, args, output: output + 1)
         replicate(counts, devices=slots)(batch)
-        assert replicate.state(counts)._living._plan.is_plain
+        assert replicate.state(counts)._kept._plan.is_plain
 
     def test_a_call_that_the_class_overrides_runs_once(self, slots, root, batch):
         class Doubles(Counts):

@@ -290,7 +290,7 @@ def test_isolated_and_other_calls_in_turn(slots: list, root: torch.device) -> No
             assert parameters(model) == SLOTS
             with comm.settings.held(comm.settings.Settings()):
                 assert parameters(model) == 1
-                assert not model._kept._copies._copies
+                assert not model._kept._tensors._copies._copies
             assert parameters(model) == SLOTS
 
 

@@ -1,0 +1,51 @@
+"""The class of a replica's parameters where a graph is recorded. Rooms that make replicas use it; ``buckets`` knows it.
+
+It is no more than its data, so a wrapper inside a wrapped module sends replicas' parameters on as it sends others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dataparallel import _torch
+
+__all__ = ["ReplicaParameter"]
+
+
+class ReplicaParameter(torch.Tensor):
+    """A parameter of a replica: ``isinstance(p, nn.Parameter)`` holds, but it is an output of the broadcast.
+
+    It is no leaf, so what is meant for a model's own parameters is refused on it with a sentence.
+    """
+
+    __torch_function__ = _torch.disabled_torch_function
+    _is_param = True
+
+    def requires_grad_(self, requires_grad: bool = True) -> ReplicaParameter:
+        """Refused, unless it asks for what is."""
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients flow to the source's parameter."""
+        return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        if requires_grad != self.requires_grad:
+            raise RuntimeError(
+                f"cannot set requires_grad={requires_grad} on a parameter of a replica: it is a copy made by the "
+                "broadcast, not a leaf. Set it on the source module before its forward"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        raise RuntimeError(
+            "cannot deepcopy a parameter of a replica: it is a copy made by the broadcast, not a leaf, and belongs to "
+            "one forward. Copy the source module outside forward, or take parameter.detach().clone()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)

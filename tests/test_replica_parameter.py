@@ -1,0 +1,42 @@
+"""A replica's parameter is a parameter to whoever asks, travels like one, and refuses what is meant for leaves."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.buckets import PLAIN_TYPES, travels_flat
+from dataparallel.replica_parameter import ReplicaParameter
+
+
+@pytest.fixture
+def parameter() -> Tensor:
+    made = torch.ones(2, requires_grad=True) * 2
+    made.__class__ = ReplicaParameter
+    return made
+
+
+def test_it_is_a_parameter_that_travels_flat(parameter: Tensor) -> None:
+    assert isinstance(parameter, nn.Parameter)
+    assert travels_flat(parameter)
+    assert isinstance(PLAIN_TYPES, frozenset)  # declared, and no more to be changed by whoever is imported
+
+
+def test_operators_return_plain_tensors(parameter: Tensor) -> None:
+    assert type(parameter + 1) is Tensor
+
+
+def test_it_is_refused_what_is_meant_for_leaves(parameter: Tensor) -> None:
+    assert parameter.requires_grad_() is parameter
+    with pytest.raises(RuntimeError, match="Set it on the source module before its forward"):
+        parameter.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="or take parameter"):
+        copy.deepcopy(parameter)
+
+
+def test_it_is_pickled_as_its_values(parameter: Tensor) -> None:
+    found = pickle.loads(pickle.dumps(parameter))
+    assert type(found) is Tensor
+    assert torch.equal(found, parameter)
