@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -149,10 +149,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 def _prepare(
     module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None = None,
     *,
     devices: Sequence[DeviceLike] | None = None,
-    ignored_modules: Sequence[nn.Module] | None = None,
-    ignored_params: Sequence[Tensor] | None = None,
+    ignored_params: Iterable[Tensor] | None = None,
     output_device: DeviceLike | None = None,
     dim: int = 0,
     bucket_cap_mb: float = BUCKET_CAP_MB,
@@ -168,11 +168,11 @@ def _prepare(
 
     Args:
         module: a module with a ``forward`` that is not managed yet; at its calls on the first slot.
-        devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
-            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs.
         ignored_modules: modules below it that replicas use as they are, with all their parameters: these are neither
             copied nor their gradients summed. That several threads can use them at the same time, with tensors of each
             slot's device, is up to you.
+        devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
+            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs.
         ignored_params: the same for single parameters.
         output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
@@ -184,7 +184,8 @@ def _prepare(
         ``module``.
 
     Raises:
-        TypeError: no module, one without ``forward``, a wrapper, a ScriptModule; ``dim`` is no int.
+        TypeError: no module, one without ``forward``, a wrapper, a ScriptModule; ``dim`` is no int; something in
+            ``ignored_modules`` is no module.
         ValueError: devices as for `dataparallel.DataParallel`; a bucket size not above 0; something to ignore that is
             no part of the module.
         RuntimeError: the module, a parent, a child or one of its parameters is managed already.
@@ -198,7 +199,7 @@ def _prepare(
     for name, size in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
         if not size > 0:
             raise ValueError(f"{name}={size}: a bucket holds more than 0 MiB")
-    modules, parameters = _check_ignored(module, ignored_modules or (), ignored_params or ())
+    modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])
     return ReplicateState(
         module,
         slots,
@@ -233,15 +234,17 @@ def _check_kind(module: nn.Module) -> None:
 
 
 def _check_ignored(
-    module: nn.Module, modules: Sequence[nn.Module], parameters: Sequence[Tensor]
+    module: nn.Module, modules: list[nn.Module], parameters: list[Tensor]
 ) -> tuple[list[nn.Module], list[Tensor]]:
     """What is ignored, with the parameters of ignored modules."""
     below = {id(child) for child in module.modules()} - {id(module)}
     own = {id(parameter) for parameter in module.parameters()}
     for i, child in enumerate(modules):
+        if not isinstance(child, nn.Module):
+            raise TypeError(f"ignored_modules[{i}] is {child!r}, which is no module; slots are named: devices=[...]")
         if id(child) not in below:
             raise ValueError(f"ignored_modules[{i}], a {type(child).__name__}, is not below the module to replicate")
     for i, parameter in enumerate(parameters):
         if id(parameter) not in own:
             raise ValueError(f"ignored_params[{i}] is no parameter of the module to replicate")
-    return [*modules], [*parameters, *(parameter for child in modules for parameter in child.parameters())]
+    return modules, [*parameters, *(parameter for child in modules for parameter in child.parameters())]
