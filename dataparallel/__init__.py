@@ -1,18 +1,20 @@
 """One process drives every device of the machine: ``model = DataParallel(model)``.
 
-The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch` and `whole`. Importing this
-package touches no device, starts no thread and compiles nothing.
+The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole` and `PerReplica`.
+Importing this package touches no device, starts no thread and compiles nothing.
 """
 
 from dataparallel._version import __version__
 from dataparallel.data_parallel import DataParallel, data_parallel
 from dataparallel.parallel_apply import parallel_apply
+from dataparallel.per_replica import PerReplica
 from dataparallel.prefetch import prefetch
 from dataparallel.replicate import replicate
 from dataparallel.scatter_gather import gather, scatter, scatter_kwargs, whole
 
 __all__ = [
     "DataParallel",
+    "PerReplica",
     "__version__",
     "data_parallel",
     "gather",

@@ -19,8 +19,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from dataparallel._torch import pytree
+from dataparallel.per_replica import PerReplica
 
-__all__ = ["Batch", "Container", "batch_of", "container_of", "register_batch", "register_container"]
+__all__ = ["Batch", "Container", "batch_of", "container_of", "is_written_to", "register_batch", "register_container"]
 
 
 class Container(NamedTuple):
@@ -90,7 +91,7 @@ def batch_of(obj: Any) -> Batch | None:
 def container_of(obj: Any) -> Container | None:
     """How to walk ``obj``; ``None`` if it is a leaf."""
     cls = type(obj)
-    if cls in _LEAVES:
+    if cls in _LEAVES or issubclass(cls, PerReplica):
         return None
     for base in cls.__mro__:
         if base in _containers:
@@ -105,6 +106,12 @@ def container_of(obj: Any) -> Container | None:
         if isinstance(obj, family):
             return container
     return _DATACLASS if dataclasses.is_dataclass(obj) and not isinstance(obj, type) else None
+
+
+def is_written_to(obj: Any) -> bool:
+    """Whether ``obj`` is of a type that a model's forward writes to, so that replicas cannot share it."""
+    cls = type(obj)
+    return cls not in _LEAVES and any(f"{base.__module__}.{base.__qualname__}" in _WRITTEN_TO for base in cls.__mro__)
 
 
 def _key(key: object) -> str:
@@ -201,6 +208,9 @@ def _rebuild_pytree(obj: Any, values: list[Any]) -> Any:
 
 
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)})
+# By name, because they are other libraries'. Two replicas that append to one cache compute garbage, without an error
+# where they are on one device.
+_WRITTEN_TO = frozenset({"transformers.cache_utils.Cache"})
 _BUILT_IN: dict[type, Container] = {
     tuple: Container(_sequence_children, lambda obj, values: tuple(values)),
     list: Container(_sequence_children, lambda obj, values: values),

@@ -23,6 +23,7 @@ from dataparallel.pipeline import run_stages
 from dataparallel.placement import check_placement
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, replicate
 from dataparallel.scatter_gather import gather, scatter_kwargs
+from dataparallel.signatures import shows_forward_of_module
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -100,6 +101,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         if len(slots) == 1:
             self.module.to(slots[0])
 
+    @shows_forward_of_module
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output for the whole batch, on ``output_device``.
 

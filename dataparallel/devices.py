@@ -40,6 +40,12 @@ def all_devices() -> list[torch.device]:
     return [torch.device(device_type, index) for index in range(device_count(device_type))]
 
 
+def current_device(like: torch.device | None = None) -> torch.device:
+    """The current device of the type of ``like``; else the current accelerator, or the CPU where there is none."""
+    device_type = accelerator_type() if like is None else like.type
+    return CPU if device_type is None else resolve(torch.device(device_type))
+
+
 def what_exists() -> str:
     """The machine's devices as words for an error message."""
     found = ", ".join(str(device) for device in all_devices())

@@ -11,13 +11,13 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.devices import CPU, DeviceLike, resolve_slots
+from dataparallel.devices import CPU, DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.in_turn import InTurn
 from dataparallel.permits import PermitChooser, Trial, size_of
 from dataparallel.ranges import in_range, is_recording
@@ -37,7 +37,7 @@ def parallel_apply(
     modules: Sequence[nn.Module],
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
-    devices: Sequence[DeviceLike] | None = None,
+    devices: Sequence[DeviceLike | None] | None = None,
     *,
     workers: int | None = None,
     serial: bool | None = None,
@@ -52,13 +52,14 @@ def parallel_apply(
         modules: one for each slot.
         inputs: for each slot a tuple or list of positional arguments, or one argument that is neither.
         kwargs_tup: for each slot its keyword arguments.
-        devices: the slots; by default that of each slot's first input tensor.
+        devices: the slots; where there is none, or ``None``, the device of the slot's first input tensor, and without
+            one the current device.
         workers: how many replicas may run Python at the same time, at least 1; default: all.
         serial: run in the calling thread, one after the other; default: what the environment variable
             ``DATAPARALLEL_SERIAL`` says, else no.
 
     Raises:
-        ValueError: lengths that disagree, no tensor from which a device follows, ``workers`` below 1.
+        ValueError: lengths that disagree, devices of several types, ``workers`` below 1.
         RuntimeError: a functorch transform, a CUDA graph capture or a jit trace is running around the call.
         Exception: the first error of a replica in slot order, the object that was raised, with a note that names the
             replica and its device. Every other replica has ended by then.
@@ -73,7 +74,7 @@ def run_replicas(
     modules: Sequence[nn.Module],
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]] | None,
-    devices: Sequence[DeviceLike] | None,
+    devices: Sequence[DeviceLike | None] | None,
     workers: int | None,
     serial: bool | None,
     chooser: PermitChooser | None,
@@ -92,7 +93,9 @@ def run_replicas(
             raise ValueError(f"got {len(modules)} modules but {len(found)} {name}; pass one for each module")
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: at least 1 replica has to run")
-    slots = resolve_slots(_devices_of(inputs, keywords) if devices is None else devices)
+    if devices is None or any(device is None for device in devices):
+        devices = _devices_of(inputs, keywords, devices or [None] * len(modules))
+    slots = resolve_slots(cast("Sequence[DeviceLike]", devices))
     arguments = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
     state = CallerState(slots)
     for slot, own in state.slot_streams.items():
@@ -192,17 +195,16 @@ def _synchronize(streams: Iterable[torch.Stream]) -> None:
         stream.synchronize()
 
 
-def _devices_of(inputs: Sequence[Any], keywords: Sequence[dict[str, Any]]) -> list[torch.device]:
-    devices = []
-    for slot, (args, kwargs) in enumerate(zip(inputs, keywords, strict=True)):
-        tensor = next(tensors_in((args, kwargs)), None)
-        if tensor is None:
-            raise ValueError(
-                f"no device is given and the inputs of replica {slot} hold no tensor from which it would follow; "
-                "pass devices=[...]"
-            )
-        devices.append(tensor.device)
-    return devices
+def _devices_of(
+    inputs: Sequence[Any], keywords: Sequence[dict[str, Any]], given: Sequence[DeviceLike | None]
+) -> list[DeviceLike]:
+    """The device of each slot: the given one, or that of its first tensor, or the current one of their type."""
+    found: list[DeviceLike | None] = []
+    for args, kwargs, device in zip(inputs, keywords, given, strict=True):
+        tensor = next(tensors_in((args, kwargs)), None) if device is None else None
+        found.append(device if tensor is None else tensor.device)
+    known = next((resolve(device) for device in found if device is not None), None)
+    return [current_device(like=known) if device is None else device for device in found]
 
 
 def _who_may_run_together(

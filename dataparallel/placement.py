@@ -36,12 +36,14 @@ def check_placement(
 
 
 def _misplaced(what: str, tensor: Tensor, root: torch.device) -> RuntimeError:
+    # The first sentence is torch.nn.DataParallel's, which people search for.
+    words = (
+        f"module must have its parameters and buffers on device {root} (device_ids[0]) but found one of them "
+        f"on device: {tensor.device}. "
+    )
     if tensor.device.type == "meta":
         return RuntimeError(
-            f"{what} is on meta, where it has no values; materialise it first: call "
+            f"{words}It is {what}, which has no values there; materialise it first: call "
             f"module.to_empty(device={str(root)!r}), then load a state dict or initialise all parameters and buffers"
         )
-    return RuntimeError(
-        f"{what} is on {tensor.device}, but the first slot is {root}, where the module has to be; "
-        f"call module.to({str(root)!r}) before the forward"
-    )
+    return RuntimeError(f"{words}It is {what}; call module.to({str(root)!r}) before the forward")

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from dataparallel import comm
-from dataparallel.batch_types import batch_of, container_of
+from dataparallel.batch_types import batch_of, container_of, is_written_to
 from dataparallel.copied_ahead import copied_at_once, take
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
 from dataparallel.functions import Broadcast, Gather, Scatter, alias
+from dataparallel.per_replica import PerReplica
 
 __all__ = ["gather", "moved", "scatter", "scatter_kwargs", "tensors_in", "whole"]
 
@@ -59,8 +60,9 @@ def scatter(
 
     Chunks are near-equal as ``torch.chunk`` makes them, or of ``chunk_sizes`` (one for each slot, at least 1 sample
     each); a batch with fewer samples than slots gives fewer structures. Tensors of 0 dimensions and those marked
-    `whole` go to every slot; anything that is no tensor is handed to all by reference, in containers of their own.
-    A structure without a tensor to split is repeated for every slot. All tensors arrive on their slot's device.
+    `whole` go to every slot, of a `PerReplica` each slot gets its own entry; anything else that is no tensor is handed
+    to all by reference, in containers of their own. A structure without a tensor to split is repeated for every slot,
+    or for as many as a `PerReplica` in it has entries. All tensors arrive on their slot's device.
 
     Args:
         inputs: tensors, containers and batches (see ``batch_types``), nested as you like.
@@ -73,7 +75,8 @@ def scatter(
 
     Raises:
         ValueError: batch sizes that disagree (both are named, with their paths), ``chunk_sizes`` that do not fit, a
-            tensor without dimension ``dim``, a container that contains itself.
+            tensor without dimension ``dim``, a container that contains itself, a `PerReplica` with another number of
+            entries than replicas, a cache of ``transformers`` that several replicas would share.
     """
     return _scatter(inputs, target_gpus, dim, chunk_sizes, "input")
 
@@ -107,9 +110,12 @@ def _scatter(
     inputs: Any, devices: Sequence[DeviceLike], dim: int, chunk_sizes: Sequence[int] | None, name: str
 ) -> list[Any]:
     slots = resolve_slots(devices)
-    sizes = _chunk_sizes(_batch_size(inputs, dim, name), len(slots), chunk_sizes)
-    walk = _Splitter(slots if sizes is None else slots[: len(sizes)], sizes, dim)
-    tensors = {id(tensor): tensor for tensor in tensors_in(inputs)}.values()
+    leaves = list(_leaves(inputs, name, ()))
+    size = _batch_size(leaves, dim)
+    sizes = _chunk_sizes(size, len(slots), chunk_sizes)
+    replicas = _number_of_replicas(leaves, size, sizes, len(slots))
+    walk = _Splitter(slots[:replicas], sizes, dim)
+    tensors = {id(leaf): leaf for _, leaf in leaves if isinstance(leaf, Tensor)}.values()
     with copied_at_once(((tensor, walk.sizes_of(tensor)) for tensor in tensors), walk.slots, dim):
         return walk.split(inputs)
 
@@ -127,10 +133,39 @@ def _chunk_sizes(batch_size: int | None, slots: int, given: Sequence[int] | None
     return sizes
 
 
-def _batch_size(inputs: Any, dim: int, name: str) -> int | None:
+def _number_of_replicas(
+    leaves: Sequence[tuple[str, Any]], batch_size: int | None, sizes: Sequence[int] | None, slots: int
+) -> int:
+    """How many replicas get a structure, which all that has one entry for each of them must agree with."""
+    found: tuple[str, int] | None = None
+    if sizes is not None:
+        found = f"a batch of {batch_size} on {slots} slots is for {len(sizes)}", len(sizes)
+    for path, leaf in leaves:
+        if not isinstance(leaf, PerReplica):
+            continue
+        if found is None and len(leaf) > slots:
+            found = f"there are only {slots} slots", slots
+        if found is not None and len(leaf) != found[1]:
+            raise ValueError(
+                f"{path} has entries for {len(leaf)} replicas, but {found[0]}; pass a PerReplica to calls with as many "
+                "replicas as the one that returned it"
+            )
+        found = f"{path} has entries for {len(leaf)}", len(leaf)
+    replicas = slots if found is None else found[1]
+    for path, leaf in leaves:
+        if replicas > 1 and is_written_to(leaf):
+            raise ValueError(
+                f"{path} is one {type(leaf).__name__}, to which {replicas} replicas would write at the same time; let "
+                "each have its own: pass what an earlier call returned in its place, a dataparallel.PerReplica, or "
+                "make one. To generate, call register_forward_method(model, 'generate') first"
+            )
+    return replicas
+
+
+def _batch_size(leaves: Sequence[tuple[str, Any]], dim: int) -> int | None:
     """The one batch size of all that is to be split; ``None`` if there is nothing."""
     first: tuple[str, int] | None = None
-    for path, leaf in _leaves(inputs, name, ()):
+    for path, leaf in leaves:
         if isinstance(leaf, Tensor):
             problem = comm.why_not_movable(leaf)
             if problem:
@@ -207,6 +242,8 @@ class _Splitter:
             return list(self.done[id(obj)][1])
         if type(obj) is _Arguments:
             return list(zip(*map(self.split, obj), strict=True))
+        if isinstance(obj, PerReplica):
+            return [moved(entry, slot) for entry, slot in zip(obj, self.slots, strict=True)]
         batch = batch_of(obj)
         if batch is not None:
             assert self.sizes is not None
@@ -259,7 +296,7 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     """Joins one structure from each replica into one structure on ``target_device``.
 
     Tensors are concatenated along ``dim``, 0-dim ones become a vector. Leaves that are no tensors stay what they are
-    where they are equal, and become a list, one entry for each replica, where they are not. Containers keep the
+    where they are equal, and become a `PerReplica`, one entry for each replica, where they are not. Containers keep the
     type, and what else they hold, of the first replica's.
 
     Args:
@@ -340,7 +377,9 @@ def _gather_leaves(outputs: list[Any], path: str) -> Any:
         if container_of(output) is not None or batch_of(output) is not None:
             _check_same_type(outputs, path)
             raise ValueError(f"cannot gather {path}: replica {replica} returned a {type(output).__name__}")
-    return first if all(_equal(first, output) for output in outputs[1:]) else outputs
+    # What a wrapper inside the replicas returned stays each replica's own, even where their entries are equal.
+    own = len(outputs) > 1 and any(isinstance(output, PerReplica) for output in outputs)
+    return first if not own and all(_equal(first, output) for output in outputs[1:]) else PerReplica(outputs)
 
 
 def _equal(a: Any, b: Any) -> bool:

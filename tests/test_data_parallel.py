@@ -218,7 +218,7 @@ class TestErrors:
 
     def test_buffer_on_the_wrong_device(self, affine, slots, batch):
         affine.calls = torch.empty((), device="meta")
-        with pytest.raises(RuntimeError, match="buffer 'calls' is on meta"):
+        with pytest.raises(RuntimeError, match=r"on device: meta\. It is buffer 'calls'"):
             DataParallel(affine, slots)(batch)
 
     @pytest.mark.parametrize("wrapper", [DataParallel, nn.DataParallel])

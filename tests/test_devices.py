@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from dataparallel import devices
-from dataparallel.devices import CPU, device_id, on, resolve, resolve_each, resolve_output, resolve_slots
+from dataparallel.devices import (
+    CPU,
+    current_device,
+    device_id,
+    on,
+    resolve,
+    resolve_each,
+    resolve_output,
+    resolve_slots,
+)
 
 CURRENT = 1
 
@@ -108,6 +117,17 @@ def test_a_machine_without_accelerators_has_only_cpu_slots(no_accelerator: None,
 def test_an_int_on_a_machine_without_accelerators_is_told_about_cpu_slots(no_accelerator: None) -> None:
     with pytest.raises(ValueError, match=r"device 0 .*device_ids=\['cpu', 'cpu'\]"):
         resolve_slots([0])
+
+
+def test_the_current_device(accelerators: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 2)
+    assert current_device() == torch.device(accelerators, 2)
+    assert current_device(like=torch.device(accelerators, 1)) == torch.device(accelerators, 2)
+    assert current_device(like=CPU) == CPU
+
+
+def test_the_current_device_without_accelerators(no_accelerator: None) -> None:
+    assert current_device() == CPU
 
 
 def test_two_types_in_one_list_are_refused(accelerators: str) -> None:

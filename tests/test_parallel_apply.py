@@ -6,6 +6,7 @@ What happens to errors is in ``test_parallel_apply_errors``.
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -65,9 +66,37 @@ def test_the_device_is_that_of_the_first_tensor(root: torch.device) -> None:
     assert parallel_apply([Call(echo)] * 2, [()] * 2, [{"x": t}] * 2) == [((), {"x": t})] * 2
 
 
-def test_no_tensor_and_no_device_is_an_error(root: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"inputs of replica 1 hold no tensor.*pass devices="):
-        parallel_apply([Call(echo)] * 2, [(torch.ones(1, device=root),), ("a string",)])
+def current_and_arguments(*args: Any) -> tuple:
+    return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None, args
+
+
+def test_without_device_and_tensor_the_current_device_it_is(slots: list, root: torch.device) -> None:
+    current = slots[-1]
+    with nullcontext() if root.type == "cpu" else torch.accelerator.device_index(current.index):
+        for devices in (None, [None, None]):
+            assert parallel_apply([Call(echo)] * 2, (None, None), devices=devices) == [((None,), {})] * 2
+            found = parallel_apply([Call(current_and_arguments)] * 2, [("a",), ("b",)], devices=devices)
+            index = None if root.type == "cpu" else current.index
+            assert found == [(index, ("a",)), (index, ("b",))]
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_beside_tensors_it_is_the_current_device_of_their_type(slots: list) -> None:
+    there = torch.device(slots[1])
+    for t, index in ((torch.ones(1, device=there), there.index), (torch.ones(1), 0)):
+        with torch.accelerator.device_index(0):
+            found = parallel_apply([Call(current_and_arguments)] * 2, [(t,), ("no tensor",)])
+        assert [current for current, _ in found] == [index, 0]
+
+
+def test_a_device_may_be_left_out_where_a_tensor_says_it(slots: list, root: torch.device) -> None:
+    t = torch.ones(1, device=root)
+    assert parallel_apply([Call(echo)] * 2, [(t,), ("a",)], devices=[None, slots[1]]) == [((t,), {}), (("a",), {})]
+
+
+def test_devices_that_are_no_list_are_refused() -> None:
+    with pytest.raises(TypeError, match="expected a list of devices; got 'cpu'"):
+        parallel_apply([Call(echo)] * 3, [()] * 3, devices="cpu")
 
 
 def test_lengths_have_to_agree(slots: list) -> None:

@@ -1,5 +1,7 @@
 """Where a module has to be before its forward, and what a user is told who forgot."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -19,13 +21,22 @@ def test_a_module_in_its_place_is_accepted(net):
 
 
 def test_another_device_is_named_with_the_call_that_moves(net):
-    with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is on cpu, but .*cuda:1.* module\.to\('cuda:1'\)"):
+    with pytest.raises(RuntimeError, match=r"parameter '0\.weight'; call module\.to\('cuda:1'\)"):
         check_placement(net, ELSEWHERE)
+
+
+@pytest.mark.parametrize(("move", "where"), [(lambda net: net, "cpu"), (lambda net: net.to("meta"), "meta")])
+def test_the_words_are_those_of_torch(net, move, where):
+    words = (
+        "module must have its parameters and buffers on device cuda:1 (device_ids[0]) but found one of them on device: "
+    )
+    with pytest.raises(RuntimeError, match=re.escape(words + where)):
+        check_placement(move(net), ELSEWHERE)
 
 
 def test_buffers_count(net):
     net[1].running_var = net[1].running_var.to("meta")
-    with pytest.raises(RuntimeError, match=r"buffer '1\.running_var' is on meta"):
+    with pytest.raises(RuntimeError, match=r"buffer '1\.running_var', which has no values there"):
         check_placement(net, torch.device("cpu"))
 
 

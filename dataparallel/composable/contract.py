@@ -153,7 +153,11 @@ class Form(Generic[P, S]):
                 return known
         name = f"{self.__name__.title().replace('_', '')}{cls.__name__}"
         body = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        return types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
+        made = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
+        # Programs choose by a class's name: how labels are shifted, what a saved configuration says. The other name is
+        # for those who keep a table of subclasses, and still shows in the class's repr.
+        made.__name__ = cls.__name__
+        return made
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -9,51 +9,87 @@ the class, methods that run on replicas. What a call does is ``replicate_state``
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from dataparallel.composable.contract import Form, ManagedModule, held_by, original_class
 from dataparallel.composable.replicate_state import ReplicateState
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes
+from dataparallel.signatures import StandIns
 
 __all__ = ["ReplicatedModule", "register_forward_method", "replicate"]
 
 
-def _on_slots(name: str) -> property:
-    """A method that runs on the slots.
+class _OnSlots:
+    """A method that runs on the slots: a function on the class, bound on a module, with the signature of the original.
 
-    It is a property, which Python finds before what the instance has: ``m.forward = f`` stays in the instance's
+    It is a data descriptor, which Python finds before what the instance has: ``m.forward = f`` stays in the instance's
     ``__dict__``, where the replicas find it, and the call is split all the same.
     """
 
-    def get(module: Any) -> Any:
-        held = held_by(module, name)
-        if name not in _state_of(module).methods:
-            return held
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._functions = StandIns(self._around)
 
+    def __get__(self, module: Any, cls: type) -> Any:
+        if module is None:
+            if not issubclass(cls, nn.Module):
+                return self  # of a class that no module has
+            original = original_class(cls)
+            if isinstance(inspect.getattr_static(original, self._name), FunctionType):
+                return self._functions.of(getattr(original, self._name))
+            return getattr(original, self._name)  # a static method, for example, which takes no module
+        held = held_by(module, self._name)
+        if self._name not in _state_of(module).methods:
+            return held
+        if torch.compiler.is_compiling():  # nobody looks at what the compiler calls
+            return functools.partial(self._call, module, held)
+        if isinstance(held, MethodType) and held.__self__ is module:
+            return MethodType(self._functions.of(held.__func__), module)
+
+        # A lambda on the instance, a partial, another object's method: it is called without the module.
         @functools.wraps(held)
         def on_slots(*args: Any, **kwargs: Any) -> Any:
             # In a replica that holds this function, around which the user has put one of his own, `module` and `held`
             # are the replica's.
-            state = replicate.state(module)
-            return held(*args, **kwargs) if state is None else state.run(name, args, kwargs)
+            return self._call(module, held, *args, **kwargs)
 
         return on_slots
 
-    def assign(module: Any, value: Any) -> None:
-        vars(module)[name] = value
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self._name] = value
 
-    def delete(module: Any) -> None:
-        if name not in vars(module):
-            raise AttributeError(name)
-        del vars(module)[name]
+    def __delete__(self, module: Any) -> None:
+        if self._name not in vars(module):
+            raise AttributeError(self._name)
+        del vars(module)[self._name]
 
-    return property(get, assign, delete)
+    def _around(self, method: Any) -> FunctionType:
+        def on_slots(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return self._call(module, functools.partial(method, module), *args, **kwargs)
+
+        functools.update_wrapper(on_slots, method)
+        return cast(FunctionType, on_slots)
+
+    def _call(self, module: Any, held: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``held`` where nothing is to be split: in a replica, and while a graph of one device is traced."""
+        state = replicate.state(module)
+        if state is None or self._name not in state.methods or _is_traced(args, kwargs):
+            return held(*args, **kwargs)
+        return state.run(self._name, held, args, kwargs)
+
+
+def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``torch.fx`` records what happens to the arguments; there is no tensor to split then."""
+    return any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values()))
 
 
 def _state_of(module: Any) -> ReplicateState:
@@ -66,7 +102,7 @@ def _state_of(module: Any) -> ReplicateState:
 class ReplicatedModule(ManagedModule):
     """What a module is after `replicate`, beside what it was."""
 
-    forward = _on_slots("forward")
+    forward = _OnSlots("forward")
 
     def set_requires_gradient_sync(self, flag: bool) -> None:
         """Whether each ``backward()`` from here on sums gradients into the module's parameters.
@@ -107,16 +143,16 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise TypeError(f"{name!r} of this {own} is no method")
     cls = type(module)
     if name != "forward" and name not in vars(cls):
-        setattr(cls, name, _on_slots(name))
+        setattr(cls, name, _OnSlots(name))
     _state_of(module).methods.add(name)
 
 
 def _prepare(
     module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None = None,
     *,
     devices: Sequence[DeviceLike] | None = None,
-    ignored_modules: Sequence[nn.Module] | None = None,
-    ignored_params: Sequence[Tensor] | None = None,
+    ignored_params: Iterable[Tensor] | None = None,
     output_device: DeviceLike | None = None,
     dim: int = 0,
     bucket_cap_mb: float = BUCKET_CAP_MB,
@@ -132,11 +168,11 @@ def _prepare(
 
     Args:
         module: a module with a ``forward`` that is not managed yet; at its calls on the first slot.
-        devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
-            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs.
         ignored_modules: modules below it that replicas use as they are, with all their parameters: these are neither
             copied nor their gradients summed. That several threads can use them at the same time, with tensors of each
             slot's device, is up to you.
+        devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
+            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs.
         ignored_params: the same for single parameters.
         output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
@@ -148,7 +184,8 @@ def _prepare(
         ``module``.
 
     Raises:
-        TypeError: no module, one without ``forward``, a wrapper, a ScriptModule; ``dim`` is no int.
+        TypeError: no module, one without ``forward``, a wrapper, a ScriptModule; ``dim`` is no int; something in
+            ``ignored_modules`` is no module.
         ValueError: devices as for `dataparallel.DataParallel`; a bucket size not above 0; something to ignore that is
             no part of the module.
         RuntimeError: the module, a parent, a child or one of its parameters is managed already.
@@ -162,7 +199,7 @@ def _prepare(
     for name, size in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
         if not size > 0:
             raise ValueError(f"{name}={size}: a bucket holds more than 0 MiB")
-    modules, parameters = _check_ignored(module, ignored_modules or (), ignored_params or ())
+    modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])
     return ReplicateState(
         module,
         slots,
@@ -197,15 +234,17 @@ def _check_kind(module: nn.Module) -> None:
 
 
 def _check_ignored(
-    module: nn.Module, modules: Sequence[nn.Module], parameters: Sequence[Tensor]
+    module: nn.Module, modules: list[nn.Module], parameters: list[Tensor]
 ) -> tuple[list[nn.Module], list[Tensor]]:
     """What is ignored, with the parameters of ignored modules."""
     below = {id(child) for child in module.modules()} - {id(module)}
     own = {id(parameter) for parameter in module.parameters()}
     for i, child in enumerate(modules):
+        if not isinstance(child, nn.Module):
+            raise TypeError(f"ignored_modules[{i}] is {child!r}, which is no module; slots are named: devices=[...]")
         if id(child) not in below:
             raise ValueError(f"ignored_modules[{i}], a {type(child).__name__}, is not below the module to replicate")
     for i, parameter in enumerate(parameters):
         if id(parameter) not in own:
             raise ValueError(f"ignored_params[{i}] is no parameter of the module to replicate")
-    return [*modules], [*parameters, *(parameter for child in modules for parameter in child.parameters())]
+    return modules, [*parameters, *(parameter for child in modules for parameter in child.parameters())]

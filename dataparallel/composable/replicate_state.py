@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel._torch import HOOK_TABLES
-from dataparallel.composable.contract import KEY, held_by
+from dataparallel.composable.contract import KEY
 from dataparallel.composable.living_tensors import LivingTensors
 from dataparallel.devices import DeviceLike, resolve, resolve_output
 from dataparallel.kept_replicas import KeptReplicas
@@ -87,8 +86,13 @@ class ReplicateState:
         """Whether replicas have their own."""
         return id(parameter) not in self._stands_for.ignored_parameters
 
-    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, method: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of ``method`` for the whole batch, on the output device.
+
+        Args:
+            method: what each replica runs, by its name.
+            alone: what runs instead where no more than one slot is there.
+            args, kwargs: for the whole batch.
 
         Raises:
             RuntimeError: a parameter or buffer is not on the first slot; a replica cannot be made or run here.
@@ -96,19 +100,19 @@ class ReplicateState:
             Exception: what a replica raised.
         """
         if not self.slots:
-            return self._alone(method, *args, **kwargs)
+            return alone(*args, **kwargs)
         # torch.compile around the call: the stages run between its graphs. Without dynamo there is no such call.
         run = _run_between_graphs if _torch.is_compiler_loaded() else ReplicateState._run
-        return run(self, method, args, kwargs)
+        return run(self, method, alone, args, kwargs)
 
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, method: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = [resolve(device) for device in self.slots]
         output_device = resolve_output(self.output_device, slots)
         check_placement(self._source, slots[0], self._stands_for.ignored_modules, self._stands_for.ignored_parameters)
         return run_stages(
             slots,
             output_device,
-            partial(self._alone, method),
+            alone,
             scatter=lambda: scatter_kwargs(args, kwargs, slots, self.dim),
             replicate=lambda count: self._replicas(self._make_twin(method), slots[:count]),
             parallel_apply=lambda replicas, inputs, keywords: run_replicas(
@@ -128,10 +132,6 @@ class ReplicateState:
         if module is None:
             raise RuntimeError("the module of this state is gone")
         return module
-
-    def _alone(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """The method of the module itself, without replicas."""
-        return held_by(self._source, method)(*args, **kwargs)
 
     def _make_twin(self, method: str) -> nn.Module:
         """The twin with what the module has now.

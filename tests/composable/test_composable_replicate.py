@@ -60,7 +60,14 @@ class TestTheModuleIsWhatItWas:
         assert replicate(layers, devices=slots) is layers
         assert isinstance(layers, nn.Sequential)
         assert isinstance(layers, ReplicatedModule)
-        assert type(layers).__name__ == "ReplicateSequential"
+        assert type(layers) is not nn.Sequential
+
+    def test_its_class_keeps_its_name(self, layers, slots):
+        # transformers writes it into config.json, and shifts labels for the classes that it knows.
+        replicate(layers, devices=slots)
+        assert type(layers).__name__ == "Sequential"
+        assert type(layers).__module__ == nn.Sequential.__module__
+        assert repr(type(layers)) == "<class 'torch.nn.modules.container.ReplicateSequential'>"
 
     def test_parameters_are_the_same_under_the_same_names(self, layers, slots):
         before = dict(layers.named_parameters())
@@ -102,10 +109,10 @@ class TestTheModuleIsWhatItWas:
         assert type(layers[1:]) is nn.Sequential
         assert layers[1:][1] is last
 
-    def test_its_repr_is_that_of_the_class_it_has(self, layers, slots):
+    def test_its_repr_is_what_it_was(self, layers, slots):
         before = repr(layers)
         replicate(layers, devices=slots)
-        assert repr(layers) == f"Replicate{before}"
+        assert repr(layers) == before
 
     def test_modes_and_conversions_are_as_before(self, layers, slots, batch):
         replicate(layers, devices=slots)
@@ -258,6 +265,19 @@ class TestRefusedAtApplication:
         assert type(layers) is nn.Sequential
         replicate(layers, devices=slots)
 
+    @pytest.mark.parametrize("kind", [list, set, iter], ids=lambda kind: kind.__name__)
+    def test_ignored_modules_are_the_second_argument_as_in_torch(self, layers, slots, batch, kind):
+        expected = layers(batch)
+        replicate(layers, kind([layers[2]]), devices=slots)
+        state = replicate.state(layers)
+        assert [state.manages(parameter) for parameter in layers.parameters()] == [True, True, False, False]
+        if layers[2].weight.device.type == "cpu":
+            torch.testing.assert_close(layers(batch), expected)
+
+    def test_devices_in_its_place_are_refused(self, layers, slots):
+        with pytest.raises(TypeError, match=r"ignored_modules\[0\] is .* no module; slots are named: devices=\[...\]"):
+            replicate(layers, slots)
+
     def test_the_module_itself_cannot_be_ignored(self, layers, slots):
         with pytest.raises(ValueError, match=r"ignored_modules\[0\]"):
             replicate(layers, devices=slots, ignored_modules=[layers])
@@ -266,8 +286,8 @@ class TestRefusedAtApplication:
 def test_the_room_exports_its_names_and_the_package_does_not():
     assert set(dataparallel.composable.__all__) == {"replicate", "ReplicatedModule", "register_forward_method"}
     assert dataparallel.replicate is not replicate
-    names = ["devices", "ignored_modules", "ignored_params", "output_device", "dim", "bucket_cap_mb"]
+    names = ["devices", "ignored_params", "output_device", "dim", "bucket_cap_mb"]
     names += ["first_bucket_mb", "broadcast_buffers"]
     signature = inspect.signature(replicate)
-    assert list(signature.parameters) == ["module", *names]
+    assert list(signature.parameters) == ["module", "ignored_modules", *names]
     assert all(signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names)

@@ -166,7 +166,8 @@ def test_a_parameter_on_another_device(net, twin, slots, root, settled):
         net.second.bias.data = there.to(other)
         net.zero_grad()
         with pytest.raises(
-            RuntimeError, match=rf"parameter 'second\.bias' is on {other}, but the first slot is {root}"
+            RuntimeError,
+            match=rf"on device: {other}\. It is parameter 'second\.bias'; call module\.to\('{root}'\)",
         ):
             net(x)
         net.second.bias.data = there
@@ -177,7 +178,7 @@ def test_a_whole_module_on_meta_at_the_first_forward(slots, root, twin):
     x = batch(root, slots)
     with torch.device("meta"):
         late = replicate(Failing().double(), devices=slots, **SMALL)
-    with pytest.raises(RuntimeError, match=r"parameter 'first\.weight' is on meta.*materialise it first"):
+    with pytest.raises(RuntimeError, match=r"on device: meta\. It is parameter 'first\.weight'.*materialise it first"):
         late(x)
     late.to_empty(device=root)
     late.load_state_dict(twin.state_dict())
