@@ -118,14 +118,12 @@ class TestMixedPrecision:
         unwrapped = extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
         torch.testing.assert_close(unwrapped(input_ids=batches[0]).logits, expected, rtol=1e-5, atol=1e-6)
 
-    def test_a_replicated_model_is_still_split(self, form, plain, slots, batches):
-        if form == "DataParallel":
-            pytest.skip("what is unwrapped is the module alone")
+    def test_unwrapped_a_replicated_model_is_still_split(self, form, plain, slots, batches):
         model = wrap(form, plain, slots)
         accelerator = accelerator_of(mixed_precision="bf16")
         sizes = []
         unwrapped = extract_model_from_parallel(accelerator.prepare(model), keep_fp32_wrapper=False)
         unwrapped.lm_head.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
         unwrapped(input_ids=batches[0])
-        assert sorted(sizes) == ([7] if len(slots) == 1 else [3, 4])
-        assert isinstance(unwrapped, ReplicatedModule)
+        assert isinstance(unwrapped, ReplicatedModule) == (form == "replicate")
+        assert sorted(sizes) == ([3, 4] if form == "replicate" and len(slots) == 2 else [7])
