@@ -1,5 +1,6 @@
 """The README's examples do what they say, on CPU slots where there is no accelerator."""
 
+import dataclasses
 import os
 import re
 import textwrap
@@ -48,6 +49,33 @@ def test_the_serving_example_answers_like_one_device():
     torch.testing.assert_close(answers, [model(batch) for batch in requests])
 
 
+def test_the_generation_example_is_that_of_one_device():
+    @dataclasses.dataclass
+    class Output:
+        logits: torch.Tensor
+        past_key_values: object
+
+    class Cache:
+        def __init__(self, total):
+            self.total = total
+
+    class Model(torch.nn.Module):
+        """Each token depends on the sum of all before, which only the cache knows."""
+
+        def forward(self, ids, past_key_values, use_cache):
+            totals = ids.cumsum(1) + (0 if past_key_values is None else past_key_values.total)
+            return Output(torch.nn.functional.one_hot(totals * 7 % 11, 11), Cache(totals[:, -1:]))
+
+    found = []
+    for model in (Model(), dataparallel.DataParallel(Model(), ["cpu", "cpu"])):
+        names = {"torch": torch, "model": model, "ids": torch.arange(10).reshape(5, 2)}
+        exec(example("greedy generation"), names)
+        found.append(names["ids"].tolist())
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 22
+    assert type(names["cache"]) is dataparallel.PerReplica
+
+
 def test_the_example_of_replicas_that_stay_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
@@ -92,7 +120,7 @@ def test_the_profiling_example_records_the_replicas(tmp_path, monkeypatch):
 
 
 def test_every_example_is_valid_python():
-    assert len(examples()) == 13
+    assert len(examples()) == 14
     for block in examples():
         compile(block, "README.rst", "exec")
 

@@ -1,0 +1,129 @@
+"""accelerate's `prepare` and `unwrap_model` with both forms, with mixed precision and without."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import extract_model_from_parallel
+from tiny import gpt2, tokens
+
+from dataparallel import DataParallel
+from dataparallel.composable import ReplicatedModule, replicate
+
+FORMS = ["DataParallel", "replicate"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def plain(root):
+    return gpt2().to(root)
+
+
+@pytest.fixture
+def batches(root):
+    return [tokens(7, seed=seed).to(root) for seed in range(3)]
+
+
+def wrap(form, model, slots):
+    model = copy.deepcopy(model)
+    return DataParallel(model, slots) if form == "DataParallel" else replicate(model, devices=slots)
+
+
+def train(accelerator, model, batches):
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for ids in batches:
+        with accelerator.accumulate(model):
+            logits = model(input_ids=ids).logits.double()
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def accelerator_of(**settings):
+    return Accelerator(cpu=True, device_placement=False, **settings)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slots(1, 2, 3)
+class TestPrepared:
+    def test_it_trains_as_one_device(self, form, plain, slots, batches):
+        accelerator = accelerator_of()
+        trained = train(accelerator, wrap(form, plain, slots), batches)
+        train(accelerator, plain, batches)
+        found = accelerator.unwrap_model(trained)
+        torch.testing.assert_close(found.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
+
+    def test_unwrapped_it_is_the_model(self, form, plain, slots):
+        accelerator = accelerator_of()
+        model = wrap(form, plain, slots)
+        prepared = accelerator.prepare(model)
+        unwrapped = accelerator.unwrap_model(prepared)
+        assert unwrapped is (model.module if form == "DataParallel" else model)
+        assert isinstance(unwrapped, type(plain))
+
+    def test_a_saved_state_is_loaded(self, form, plain, slots, batches, tmp_path):
+        accelerator = accelerator_of()
+        model = train(accelerator, wrap(form, plain, slots), batches)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        accelerator.save_state(str(tmp_path))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        accelerator.load_state(str(tmp_path))
+        torch.testing.assert_close(model.state_dict(), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slots(1, 2)
+@pytest.mark.devices("cpu")  # a type that accelerate does not know has no autocast of its own there
+class TestMixedPrecision:
+    """`prepare` puts functions of its own around the model's ``forward``; `unwrap_model` takes them off again."""
+
+    @pytest.fixture
+    def plain(self, root):
+        return gpt2().float().to(root)
+
+    def test_it_trains_as_one_device(self, form, plain, slots, batches):
+        accelerator = accelerator_of(mixed_precision="bf16")
+        model = train(accelerator, wrap(form, plain, slots), batches)
+        seen = []
+        lm_head = accelerator.unwrap_model(model, keep_fp32_wrapper=True).lm_head
+        lm_head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        assert model(input_ids=batches[0]).logits.dtype == torch.float32
+        assert seen == [torch.bfloat16] * len(slots)
+        train(accelerator, plain, batches)
+        found = accelerator.unwrap_model(model)
+        torch.testing.assert_close(found.state_dict(), plain.state_dict(), rtol=0, atol=2e-2)
+
+    def test_unwrapped_it_computes_what_it_did(self, form, plain, slots, batches):
+        expected = plain(input_ids=batches[0]).logits
+        model = wrap(form, plain, slots)
+        accelerator = accelerator_of(mixed_precision="bf16")
+        prepared = accelerator.prepare(model)
+        assert not torch.equal(prepared(input_ids=batches[0]).logits, expected)
+        unwrapped = extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
+        torch.testing.assert_close(unwrapped(input_ids=batches[0]).logits, expected, rtol=1e-5, atol=1e-6)
+
+    def test_unwrapped_a_replicated_model_is_still_split(self, form, plain, slots, batches):
+        model = wrap(form, plain, slots)
+        accelerator = accelerator_of(mixed_precision="bf16")
+        sizes = []
+        unwrapped = extract_model_from_parallel(accelerator.prepare(model), keep_fp32_wrapper=False)
+        unwrapped.lm_head.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+        unwrapped(input_ids=batches[0])
+        assert isinstance(unwrapped, ReplicatedModule) == (form == "replicate")
+        assert sorted(sizes) == ([3, 4] if form == "replicate" and len(slots) == 2 else [7])
