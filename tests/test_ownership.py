@@ -185,7 +185,7 @@ def test_each_call_has_replicas_and_copies_of_its_own(net: Net, wrapped: DataPar
         call()
     assert len({*map(id, net.kept)}) == len(net.kept) == 2 * 3 * 3
     assert wrapped._kept._shells == []
-    assert wrapped._kept._copies._copies == {}
+    assert wrapped._kept._tensors._copies._copies == {}
 
 
 KEEPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {

@@ -174,8 +174,10 @@ def _why_left(transport: str, work: Work, topology: Topology, settings: Settings
     accelerators = [device for device in topology.devices if device.type != "cpu"]
     if len({*accelerators}) < 2 and not (settings.isolated and len(accelerators) > 1):
         return "it carries between accelerators, and there are fewer than two"
+    if all(device.type != "cuda" for device in accelerators):
+        return None  # it is refused
     others = [device for device in topology.distinct if device.type != "cuda"]
-    if others and any(device.type == "cuda" for device in accelerators):
+    if others:
         return f"it carries between CUDA devices, and {others[0]} is none"
     twice = _listed_twice(topology.devices) if transport == "nccl" else None
     if twice is not None and (work == "reduce_add" or settings.isolated):
