@@ -219,10 +219,20 @@ def test_copies_are_counted(slots: list, root: torch.device) -> None:
         assert launches(comm.scatter, tensors[0], slots) == 0
 
 
-def test_kernels_are_asked_for_and_refused_by_name(slots: list, root: torch.device) -> None:
-    for transport in ("cupy", "nccl"):
-        with comm.using(transport=transport), pytest.raises(ValueError, match=f"{transport}.*cannot carry"):
-            comm.broadcast_coalesced([torch.ones(3, device=root)], slots)
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("transport", ["cupy", "nccl"])
+def test_a_transport_between_cuda_devices_is_refused_on_others(transport: str, slots: list, root: torch.device) -> None:
+    with comm.using(transport=transport), pytest.raises(ValueError, match=f"{transport}.*cannot carry"):
+        comm.broadcast_coalesced([torch.ones(3, device=root)], slots)
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("transport", ["cupy", "nccl"])
+def test_a_transport_between_cuda_devices_leaves_cpu_slots_to_plain_copies(transport: str, slots: list) -> None:
+    with comm.using(transport=transport):
+        sent = comm.broadcast_coalesced([torch.ones(3)], slots)
+    assert [tensor.tolist() for (tensor,) in sent] == [[1, 1, 1]] * len(slots)
+    assert len({tensor.data_ptr() for (tensor,) in sent}) == len(slots)
 
 
 # Numbers
