@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.devices("sim")
 
-HERE, THERE = torch.device("sim", 0), torch.device("sim", 1)
+HERE, THERE = "sim:0", "sim:1"
 PATIENCE = 20.0
 Order = tuple[threading.Event, threading.Event]
 
