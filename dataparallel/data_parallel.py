@@ -22,7 +22,7 @@ from dataparallel.permits import PermitChooser
 from dataparallel.pipeline import run_stages
 from dataparallel.placement import check_placement
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, replicate
-from dataparallel.scatter_gather import gather, scatter_kwargs
+from dataparallel.scatter_gather import arguments_of_one, gather, scatter_kwargs
 from dataparallel.signatures import shows_forward_of_module
 
 __all__ = ["DataParallel", "data_parallel"]
@@ -111,6 +111,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             Exception: what a replica raised.
         """
         if not self.device_ids:
+            inputs, kwargs = arguments_of_one(inputs, kwargs)
             return self.module(*inputs, **kwargs)
         # torch.compile around the call: the stages run between its graphs. Without dynamo there is no such call.
         run = _run_between_graphs if _torch.is_compiler_loaded() else DataParallel._run

@@ -1,4 +1,4 @@
-"""`PerReplica`: values of which each replica has its own, and which nobody can split or join.
+"""`PerReplica`: one value for each replica, for values that cannot be split or joined.
 
 ``scatter_gather`` makes it and takes it apart; this room only says what it is.
 """
@@ -28,10 +28,10 @@ class PerReplica(list[T]):
     entries themselves, no copies. Tensors and containers of tensors that you put in yourself are moved to the replica's
     device; whatever else holds tensors keeps them where they are, so use the same slots in the same order.
 
-    You may make one, to give each replica an object of its own: ``PerReplica(State() for _ in model.device_ids)``. With
-    one replica, or without slots, values come back as the module returned them, and no `PerReplica` is made. In all
-    other respects it is a list: it is equal to a list of the same entries and can be pickled if they can; slices and
-    sums are plain lists.
+    You may make one, to give each replica an object of its own: ``PerReplica([State(), State()])`` for a batch that is
+    split into two chunks. With one replica, or without slots, values come back as the module returned them and no
+    `PerReplica` is made; one with a single entry is taken there too. In all other respects it is a list: it is equal to
+    a list of the same entries and can be pickled if they can; slices and sums are plain lists.
     """
 
     __slots__ = ()

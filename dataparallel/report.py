@@ -130,12 +130,16 @@ def collect(environ: Mapping[str, str] = os.environ) -> Report:
         nvml=nvml,
         nccl=look_for_nccl(),
         cupy=look_for_cupy(),
-        transport=look_at_transport(devices or [torch.device("cpu")] * 2, _between(devices, nvml)),
+        transport=look_at_transport(
+            devices or [torch.device("cpu")] * 2, _between(devices, nvml), are_peers_known=bool(nvml.peers)
+        ),
         reuse=look_at_reuse(),
     )
 
 
-def look_at_transport(devices: Sequence[torch.device], known: Topology | None) -> Transport:
+def look_at_transport(
+    devices: Sequence[torch.device], known: Topology | None, *, are_peers_known: bool = True
+) -> Transport:
     """What carries calls between ``devices``; ``known`` is what lies between them, where they must not be asked."""
 
     def way(work: Work) -> str:
@@ -143,7 +147,8 @@ def look_at_transport(devices: Sequence[torch.device], known: Topology | None) -
             choice = choose_transport(devices, known, work)
         except ValueError as error:
             return f"refused: {error}"
-        return f"{choice.transport}: {choice.reason}"
+        is_sure = are_peers_known or choice.transport != "cupy"
+        return f"{choice.transport}: {choice.reason}{'' if is_sure else ', if all are peers, which NVML does not tell'}"
 
     try:
         settings = current()
@@ -167,6 +172,8 @@ def _between(devices: Sequence[torch.device], nvml: Nvml) -> Topology | None:
     if not devices or devices[0].type != "cuda":
         return None
     numbers = range(len(devices))
+    if not nvml.peers:  # nothing is known: a call asks CUDA
+        return Topology(tuple(devices), {(i, j): Link.PEER for i in numbers for j in numbers if i != j})
     reached = {(i, j) for i, row in enumerate(nvml.peers) for j, answer in enumerate(row) if answer.startswith("yes")}
     links = {
         (i, j): Link.PEER if {(i, j), (j, i)} <= reached else Link.HOST for i in numbers for j in numbers if i != j

@@ -19,7 +19,7 @@ from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
 from dataparallel.functions import Broadcast, Gather, Scatter, alias
 from dataparallel.per_replica import PerReplica
 
-__all__ = ["gather", "moved", "scatter", "scatter_kwargs", "tensors_in", "whole"]
+__all__ = ["arguments_of_one", "gather", "moved", "scatter", "scatter_kwargs", "tensors_in", "whole"]
 
 _WHOLE = "_dataparallel_whole"
 
@@ -100,6 +100,32 @@ def scatter_kwargs(
     return tuple(args for args, _ in split), tuple(keywords for _, keywords in split)
 
 
+def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call without slots: as they are, but for each `PerReplica`, whose only entry it gets.
+
+    Raises:
+        ValueError: a `PerReplica` with another number of entries; the message names the place.
+    """
+    if torch.compiler.is_compiling():  # which cannot follow the walk: a `PerReplica` is handed on as it is
+        return inputs, kwargs
+    both = _Arguments((inputs, kwargs))
+    leaves = [*_leaves(both, "", ())]
+    if not any(isinstance(leaf, PerReplica) for _, leaf in leaves):
+        return inputs, kwargs
+    _number_of_replicas(leaves, None, None, 1)
+    args, keywords = (_entries_of_one(part) for part in both)
+    return args, keywords
+
+
+def _entries_of_one(obj: Any) -> Any:
+    if isinstance(obj, PerReplica):
+        return obj[0]
+    container = None if isinstance(obj, Tensor) or batch_of(obj) is not None else container_of(obj)
+    if container is None:
+        return obj
+    return container.rebuild(obj, [_entries_of_one(value) for _, value in container.children(obj)])
+
+
 class _Arguments(tuple[Any, ...]):
     """Positional and keyword arguments of one call, walked together so that their batch sizes are compared."""
 
@@ -143,8 +169,10 @@ def _number_of_replicas(
     for path, leaf in leaves:
         if not isinstance(leaf, PerReplica):
             continue
+        if not leaf:
+            raise ValueError(f"{path} is an empty PerReplica; it needs one entry for each replica")
         if found is None and len(leaf) > slots:
-            found = f"there are only {slots} slots", slots
+            found = "there is only 1 slot" if slots == 1 else f"there are only {slots} slots", slots
         if found is not None and len(leaf) != found[1]:
             raise ValueError(
                 f"{path} has entries for {len(leaf)} replicas, but {found[0]}; pass a PerReplica to calls with as many "
@@ -157,7 +185,8 @@ def _number_of_replicas(
             raise ValueError(
                 f"{path} is one {type(leaf).__name__}, to which {replicas} replicas would write at the same time; let "
                 "each have its own: pass what an earlier call returned in its place, a dataparallel.PerReplica, or "
-                "make one. To generate, call register_forward_method(model, 'generate') first"
+                "make one with an entry for each replica. In `generate` of a module that is replicated, call "
+                "register_forward_method(model, 'generate') first"
             )
     return replicas
 

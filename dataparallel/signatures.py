@@ -2,7 +2,7 @@
 
 transformers, accelerate and Lightning read ``inspect.signature(model.forward)``, compare bound methods and look for
 their ``__func__``. So what stands for a module's ``forward`` has to be a function on the class and a bound method on
-the instance, and equal each time that somebody looks. What such a function does is ``data_parallel``'s and
+the instance, and two accesses have to compare equal. What such a function does is ``data_parallel``'s and
 ``composable.replicate``'s business; nobody else uses this room.
 """
 
@@ -15,6 +15,8 @@ from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
 import torch
+
+from dataparallel import _torch
 
 __all__ = ["StandIns", "shows_forward_of_module"]
 
@@ -58,7 +60,9 @@ class _ShowsForwardOfModule:
         if isinstance(shown, MethodType):
             return MethodType(self._stand_ins.of(shown.__func__), wrapper)
         bound = MethodType(self._function, wrapper)
-        return bound if shown is None else _shown_by(functools.partial(bound), shown)
+        if shown is None or (isinstance(shown, _torch.ScriptMethod) and not hasattr(shown, "__wrapped__")):
+            return bound  # what has been traced has no signature to show
+        return _shown_by(functools.partial(bound), shown)
 
     def _showing(self, shown: Any) -> FunctionType:
         function = self._function
@@ -73,6 +77,8 @@ class _ShowsForwardOfModule:
 def _shown_by(function: F, shown: Any) -> F:
     """``function`` with the signature of ``shown``, which is looked at when somebody asks."""
     function.__wrapped__ = shown  # type: ignore[attr-defined]
+    # Written as strings they are looked up where ``shown`` is defined.
+    function.__annotations__ = dict(getattr(shown, "__annotations__", {}))
     return function
 
 

@@ -4,7 +4,7 @@
 `--arrangement` which of the devices the slots are on. A test asks for `slots` (a list of three, or of as many as its
 marker `slots(2, 8)` says, one run for each), for `root` (the device of the first slot) or for `make_slots` (a function
 of the number, for tests that draw it). A test marked `devices("sim")` runs on these kinds only. With `--no-skips` a run
-fails in which a test is skipped, for what it lacks too.
+fails if any test is skipped, whatever the reason.
 
 With `--arrangement=isolated` all slots are on one device, and every test runs inside `isolated_slots`, but those marked
 `not_isolated`, which say why.
@@ -77,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="distinct",
         help="which devices the slots are on (default: distinct)",
     )
-    parser.addoption("--no-skips", action="store_true", help="a run fails in which a test is skipped")
+    parser.addoption("--no-skips", action="store_true", help="a run fails if any test is skipped, whatever the reason")
 
 
 def pytest_configure(config: pytest.Config) -> None:

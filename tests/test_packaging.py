@@ -74,7 +74,7 @@ def test_wheel_metadata(wheel):
         "Requires-Dist: torch>=2.11",
     ):
         assert f"\n{line}\n" in metadata
-    for extra in ("test", "bench", "simulate", "cuda-checks", "cupy-cuda12", "cupy-cuda13"):
+    for extra in ("test", "bench", "simulate", "cuda-checks", "frameworks", "cupy-cuda12", "cupy-cuda13"):
         assert f"\nProvides-Extra: {extra}\n" in metadata
     assert any(n.endswith("/LICENSE") for n in wheel.namelist())
 

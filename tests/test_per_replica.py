@@ -140,7 +140,8 @@ class TestScatter:
                 r'^input\[1\]\["state"\] has entries for 2 replicas, but a batch of 7 on 3 slots is for 3;',
             ),
             (lambda x: (x[:2], PerReplica("abc")), "entries for 3 replicas, but a batch of 2 on 3 slots is for 2;"),
-            (lambda x: (x[:2], PerReplica()), "entries for 0 replicas, but a batch of 2"),
+            (lambda x: (x[:2], PerReplica()), r"^input\[1\] is an empty PerReplica"),
+            (lambda x: PerReplica(), "^input is an empty PerReplica"),
             (lambda x: PerReplica("abcd"), "^input has entries for 4 replicas, but there are only 3 slots;"),
             (
                 lambda x: [PerReplica("ab"), PerReplica("a")],
@@ -160,6 +161,22 @@ class TestScatter:
     def test_nothing_is_split_before_numbers_agree(self, wrapped, net, batch):
         with pytest.raises(ValueError, match=r'kwargs\["state"\]\["inner"\]\[0\] has entries for 2'):
             wrapped(batch, state={"inner": [PerReplica([State(), State()])]})
+
+
+@pytest.mark.devices("cpu")  # elsewhere there is an accelerator
+class TestWithoutSlots:
+    @pytest.fixture(params=["DataParallel", "replicate"])
+    def model(self, request, net):
+        return DataParallel(net) if request.param == "DataParallel" else replicate(net)
+
+    def test_the_module_gets_the_only_entry(self, model, batch):
+        state = State()
+        assert model(batch, state={"inner": PerReplica([[state]])})["state"] == {"inner": [state]}
+
+    def test_another_number_is_refused(self, model, batch):
+        for states in ([], [State(), State()]):
+            with pytest.raises(ValueError, match=r'kwargs\["state"\] '):
+                model(batch, state=PerReplica(states))
 
 
 class TestWhatReplicasWouldShare:

@@ -196,6 +196,18 @@ def test_broken_nvml_is_a_line_of_the_report(function):
     assert "names and memory not shown: NVML lists 0 GPUs" in text
 
 
+def test_unknown_peers_are_no_reason_to_refuse(monkeypatch):
+    monkeypatch.setattr(cupy_kernels, "why_not_installed", lambda: None)
+    comm.carriers._forget()
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    with comm.using(transport="cupy"):
+        found = report.look_at_transport(gpus, report._between(gpus, Nvml()), are_peers_known=False)
+    comm.carriers._forget()
+    assert found.ways["broadcast"].startswith("cupy: ")
+    assert found.ways["broadcast"].endswith("if all are peers, which NVML does not tell")
+    assert "NVML" not in found.ways["gather"]
+
+
 def test_unknown_memory_or_peer_hides_nothing_else():
     memory = ask_nvml(Broken("nvmlDeviceGetMemoryInfo"), {})
     assert memory.gpus[1] == Gpu("B", "not shown: NVML says GPU is lost")

@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import types
+import typing
 
 import pytest
 import torch
@@ -139,3 +140,18 @@ def test_one_function_for_each_while_it_is_held():
     del first
     stand_ins.of(as_they_are)
     assert made == ["as_they_are", "a_lambda", "as_they_are"]  # nothing is kept that nobody holds
+
+
+def test_annotations_are_those_that_are_shown(wrapped, net):
+    assert typing.get_type_hints(wrapped.forward) == typing.get_type_hints(net.forward)
+    elsewhere: dict = {"Tensor": torch.Tensor}
+    exec("from __future__ import annotations\ndef forward(x: Tensor) -> Tensor: return x", elsewhere)
+    net.forward = elsewhere["forward"]
+    assert typing.get_type_hints(wrapped.forward) == {"x": torch.Tensor, "return": torch.Tensor}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_traced_module_has_nothing_to_show(net, slots, x):
+    wrapped = DataParallel(torch.jit.trace(net, x), slots)
+    assert list(inspect.signature(wrapped.forward).parameters) == ["inputs", "kwargs"]
+    torch.testing.assert_close(wrapped(x), net(x))

@@ -45,7 +45,8 @@ def carrier_for(work: Work, devices: Sequence[torch.device], tensors: Sequence[T
     """What carries ``tensors`` between ``devices``, where they are and where they go. In a sum, those of one slot.
 
     Raises:
-        ValueError: a transport that was asked for cannot do it, or an environment variable asks for something unknown.
+        ValueError: a transport that was asked for can carry nothing between these devices, or an environment variable
+            asks for something unknown.
     """
     if len({*devices}) < 2 and not (are_slots_isolated() and len(devices) > 1):
         return STAR

@@ -15,12 +15,13 @@ bandwidth b of a link, and a device that sends one copy at a time:
 
 A transport that is asked for carries what it can. The rest goes by plain copies, and the reason says why:
 
-- *nccl* carries broadcasts, and sums where the caller has given up their order; *cupy* carries broadcasts and sums.
+- *nccl* carries broadcasts, and sums where the caller allows any order; *cupy* carries broadcasts and sums.
   Batches are scattered and outputs gathered by plain copies.
 - Both carry between CUDA devices. Calls that begin or end on the CPU, or on an accelerator of another type, and calls
   with fewer than two accelerators go by plain copies.
 - *nccl* takes each device once. Sums of two terms on one device, and isolated slots on one, go by plain copies.
-- Within a call, tensors that do not travel flat and dtypes that the transport cannot add are left to plain copies.
+- Within a call, tensors that do not travel flat and dtypes that the transport cannot add are left to plain copies, and
+  so are *nccl*'s sums on a device that brings no term.
 
 A call that it would carry is refused (``ValueError``) where it can carry nothing between these devices at all: none of
 the accelerators is a CUDA device, the transport is not installed or has brought other data than plain copies, copies

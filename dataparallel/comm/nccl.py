@@ -1,8 +1,8 @@
 """The NCCL transport: flat buffers between distinct CUDA devices by torch's in-process NCCL.
 
-It moves bytes, whatever they mean. Sums are in an order of NCCL's own, so it makes them only where the caller has given
-the order up, and only of dtypes that it can add. What is no flat buffer travels by torch's own copies. Only ``comm``
-uses this room. It has not been run on GPUs: its tests look at what it asks ``torch.cuda.nccl`` for.
+It moves bytes, whatever they mean. Sums are in an order of NCCL's own, so it makes them only where the caller allows
+any order (``deterministic=False``), and only of dtypes that it can add. Everything but flat buffers is copied by torch.
+Only ``comm`` uses this room. It has not been run on GPUs: its tests look at what it asks ``torch.cuda.nccl`` for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether a transport's sums are those of plain copies, bit for bit: tried once, before it is trusted with gradients.
 
-A build that takes subnormals for zeros, or that rounds elsewhere, is not seen on ordinary numbers and copies nothing
-wrong. So numbers at the edges of each dtype are added to each other. ``carriers`` asks, before the first use; what
-becomes of the transport is its business.
+A build that flushes subnormals to zero, or rounds at another point, is not seen on ordinary numbers and copies nothing
+wrong. So numbers at the edges of each floating-point dtype are added to each other. ``carriers`` asks, before the first
+use; what becomes of the transport is its business.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["AddUp", "wrong_sums"]
 AddUp: TypeAlias = "Callable[[Sequence[Tensor], torch.device], Tensor]"
 """Adds flat buffers of one dtype, one on each device, in the order given; the sum is on the second argument."""
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def _terms(dtype: torch.dtype, devices: Sequence[torch.device]) -> list[Tensor]:
     """For each device numbers such that on the first two each number meets each.
 
     In one half the others add nothing. In the other half they take away what the first two have added: that shows what
-    was rounded or has overflown in between.
+    was rounded or has overflowed in between.
     """
     info = torch.finfo(dtype)
     normal, subnormal = info.smallest_normal, info.smallest_normal * info.eps
@@ -65,5 +65,5 @@ def _terms(dtype: torch.dtype, devices: Sequence[torch.device]) -> list[Tensor]:
 
 def _differ(found: Tensor, expected: Tensor) -> Tensor:
     """Where bits differ, but for those of NaNs: which of them comes out is up to the device."""
-    bits = torch.int32 if found.itemsize == 4 else torch.int16
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[found.itemsize]
     return (found.view(bits) != expected.view(bits)) & ~(found.isnan() & expected.isnan())

@@ -27,7 +27,7 @@ from dataparallel.permits import PermitChooser
 from dataparallel.pipeline import run_stages
 from dataparallel.placement import check_placement
 from dataparallel.replicate import bare_module
-from dataparallel.scatter_gather import gather, scatter_kwargs
+from dataparallel.scatter_gather import arguments_of_one, gather, scatter_kwargs
 
 __all__ = ["ReplicateState"]
 
@@ -100,6 +100,7 @@ class ReplicateState:
             Exception: what a replica raised.
         """
         if not self.slots:
+            args, kwargs = arguments_of_one(args, kwargs)
             return alone(*args, **kwargs)
         # torch.compile around the call: the stages run between its graphs. Without dynamo there is no such call.
         run = _run_between_graphs if _torch.is_compiler_loaded() else ReplicateState._run
