@@ -205,7 +205,12 @@ def test_the_environment_alone_trains(
 @pytest.mark.parametrize("arrangement", ["duplicates", "isolated"])
 @pytest.mark.parametrize("name", NAMES)
 def test_slots_on_one_device_train_too(
-    name: str, arrangement: str, slots: list, taken_for_cuda: Library, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    arrangement: str,
+    slots: list,
+    taken_for_cuda: Library,
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
     net, x = nn.Linear(4, 3).to(slots[0]), torch.randn(6, 4)
@@ -213,5 +218,8 @@ def test_slots_on_one_device_train_too(
     monkeypatch.setenv(TRANSPORT_VARIABLE, name)
     with isolated_slots() if arrangement == "isolated" else nullcontext(), comm.using(deterministic=False):
         found = step(DataParallel(net, places), net, x)
+    if slots[0] != slots[-1]:
+        is_used = bool(taken_for_cuda.calls or launches.kinds())
+        assert is_used == (arrangement == "duplicates" or name == "cupy")
     monkeypatch.delenv(TRANSPORT_VARIABLE)
     assert all(map(torch.equal, found, step(DataParallel(net, places), net, x)))
