@@ -1,7 +1,8 @@
 """Every private name of torch that the library uses: what for, and what happens in a torch that lacks it.
 
 torch may rename these without notice, so no other room spells one out (``testing`` aside, whose simulated devices are a
-backend of torch's own kind). Each name is looked up once, at import. Where torch lacks it, either there is a fallback
+backend of torch's own kind). Each name is looked up once, at import (one of the
+compiler's when it is first needed). Where torch lacks it, either there is a fallback
 (its ``without`` says which), or calls that need the name raise ``RuntimeError`` with a sentence; importing the library
 works all the same. All names exist in torch 2.11, 2.13 and 2.15, whatever the build, unless an entry says otherwise.
 
@@ -15,13 +16,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from operator import attrgetter
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 __all__ = ["HOOK_FLAGS", "HOOK_TABLES", "NAMES", "OWN_HOOK_TABLES", "REGISTRIES", "TRIED", "PrivateName"]
 
@@ -57,7 +59,7 @@ def _private(path: str, purpose: str, instead: Any = None, without: str = "") ->
     try:
         value = pkgutil.resolve_name(path)
     except (AttributeError, ImportError):
-        value = partial(_raise_missing, path, purpose) if instead is None else instead
+        value = _Missing(path, purpose) if instead is None else instead
     NAMES.append(PrivateName(path, purpose, without, value))
     return value
 
@@ -65,14 +67,25 @@ def _private(path: str, purpose: str, instead: Any = None, without: str = "") ->
 def _attribute(path: str, purpose: str) -> Callable[[Any], Any]:
     """Reads the attribute at the end of ``path`` from an instance."""
     value = _private(path, purpose)
-    return value if isinstance(value, partial) else attrgetter(path.rpartition(".")[2])
+    return value if isinstance(value, _Missing) else attrgetter(path.rpartition(".")[2])
 
 
-def _raise_missing(path: str, purpose: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        f"torch {torch.__version__} has no {path}, which dataparallel needs to {purpose}. It has been tried with torch "
-        f"{', '.join(TRIED)}: install one of these, or a release of dataparallel that knows your torch"
-    )
+class _Missing:
+    """Stands for what torch lacks: a call, or a look at an attribute, raises a sentence."""
+
+    def __init__(self, path: str, purpose: str) -> None:
+        self._sentence = (
+            f"torch {torch.__version__} has no {path}, which dataparallel needs to {purpose}. It has been tried with "
+            f"torch {', '.join(TRIED)}: install one of these, or a release of dataparallel that knows your torch"
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(self._sentence)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # asked for by Python
+            raise AttributeError(name)
+        raise RuntimeError(self._sentence)
 
 
 # ---- the autograd engine ---------------------------------------------------------------------------------------------
@@ -205,7 +218,10 @@ DeviceContext: Callable[[torch.device], Any] = _private(
     "torch.utils._device.DeviceContext", "translate the default device to a slot's"
 )
 _GLOBAL_DEVICE_CONTEXT = _private(
-    "torch._GLOBAL_DEVICE_CONTEXT", "see what torch.set_default_device has set in this thread"
+    "torch._GLOBAL_DEVICE_CONTEXT",
+    "see what torch.set_default_device has set in this thread",
+    SimpleNamespace(),
+    "a default device that a replica's forward sets stays set in its thread",
 )
 _functorch_interpreter: Callable[[], Any] = _private(
     "torch._C._functorch.peek_interpreter_stack", "refuse to run replicas inside a torch.func transform"
@@ -255,7 +271,9 @@ ScriptMethod: type = _private(
     "torch._C.ScriptMethod", "tell methods of ScriptModules", type("NoScriptMethod", (), {}), "none is recognised"
 )
 pytree: Any = _private("torch.utils._pytree", "walk containers that users have registered with torch")
-_profiler = _private("torch.autograd.profiler", "name ranges in profiles")
+_private(
+    "torch.autograd.profiler._is_profiler_enabled", "name ranges in profiles", False, "profiles have no named ranges"
+)
 _disable_dynamo = _private(
     "torch._disable_dynamo",
     "have torch.compile run the stages between its graphs",
@@ -266,7 +284,7 @@ _disable_dynamo = _private(
 
 def is_profiler_enabled() -> bool:
     """Whether a profiler of torch runs in this process; ``False`` in a torch that does not tell."""
-    return bool(getattr(_profiler, "_is_profiler_enabled", False))
+    return bool(getattr(profiler, "_is_profiler_enabled", False))
 
 
 def between_graphs(function: F) -> F:
@@ -280,11 +298,17 @@ def is_compiler_loaded() -> bool:
     return "torch._dynamo.eval_frame" in sys.modules
 
 
+@cache
+def _optimized_module() -> Any:
+    # Not at import: whoever looks it up imports the compiler.
+    return _private("torch._dynamo.eval_frame.OptimizedModule", "tell modules that torch.compile has made")
+
+
 def compiled_original(item: Any) -> Any:
     """The module or function that ``torch.compile`` has made ``item`` of; ``None`` if it has not."""
     if not is_compiler_loaded():
         return None
-    if issubclass(type(item), sys.modules["torch._dynamo.eval_frame"].OptimizedModule):
+    if issubclass(type(item), _optimized_module()):
         return vars(item).get("_modules", {}).get("_orig_mod")
     if type(item) is FunctionType and not vars(item).get("_torchdynamo_disable", False):
         return vars(item).get("_torchdynamo_orig_callable")
@@ -292,7 +316,7 @@ def compiled_original(item: Any) -> Any:
 
 
 def has_nccl() -> bool:
-    """Whether this build of torch has NCCL for the devices of one process."""
+    """Whether this build of torch has NCCL for the devices of one process: ``torch._C._nccl_broadcast``."""
     return hasattr(torch._C, "_nccl_broadcast")
 
 

@@ -14,10 +14,11 @@ their memory from being used again until the host looks; flat buffers are held b
 That the engine orders streams for the envelope orders them for what is in it, which was made before. Hooks of the
 user on these nodes may look at an envelope, not change it: `contents_of`.
 
-All nodes belong to the streams of the caller, and so do the parameters' ``AccumulateGrad`` nodes: a loss that uses a
-parameter directly adds its gradient on the same stream. Sums are made on side streams. The caller's stream has to
-wait for them before anything uses them, and is not to while it computes: `FromSource` makes it wait, and runs when the
-root's thread has nothing else to do, which is after the root's own backward.
+All nodes belong to the streams of the caller (`OnSlot` of an isolated slot to that slot's own), and so do the
+parameters' ``AccumulateGrad`` nodes: a loss that uses a parameter directly adds its gradient on the same stream. Sums
+are made on side streams. The caller's stream has to wait for them before anything uses them, and is not to while it
+computes: `FromSource` makes it wait, and runs when the root's thread has nothing else to do, which is after the root's
+own backward.
 
 ``replicate`` and the composable forms build graphs of these nodes. Single tensors go through ``functions.Broadcast``.
 """

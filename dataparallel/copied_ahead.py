@@ -221,11 +221,13 @@ def copied_at_once(
     if not fresh:
         yield
         return
-    sent = _sender(tuple(slots)).send(fresh, dim)
+    sent = None
     try:
+        sent = _sender(tuple(slots)).send(fresh, dim)
         yield
     finally:
-        sent.end()
+        if sent is not None:
+            sent.end()
 
 
 @lru_cache(maxsize=64)

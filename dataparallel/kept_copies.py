@@ -97,6 +97,9 @@ class KeptCopies:
             device = slots[slot]
             kept, stream = self._copies.get(slot), streams.get(device)
             if kept is None or not kept.can_be_used_again(stream):
+                # Its memory is needed for the new one.
+                self._copies.pop(slot, None)
+                kept = None
                 kept = self._copies[slot] = _Copy(plan, self._buckets, sources, device, stream)
             for of_bucket, flat in zip(targets, kept.to_refresh(), strict=True):
                 of_bucket.append(flat)

@@ -123,6 +123,7 @@ class KeptReplicas:
         self._snapshot: TreeSnapshot | None = None
         self._shells: list[_Shell] = []
         self._frozen_sets: list[_FrozenSet] = []
+        self._is_of_a_parent = False  # what is kept was made in the process from which this one was forked
         self._tensors.clear()
 
     @property
@@ -167,6 +168,8 @@ class KeptReplicas:
                     "the model under torch.no_grad() or torch.inference_mode(), or outside of frozen()"
                 )
             try:
+                if self._is_of_a_parent:
+                    self._clear()
                 make = self._frozen_ones if self._frozen else self._refreshed
                 with collector_paused():
                     return make(network, slots, cap_bytes, record)
@@ -221,10 +224,14 @@ class KeptReplicas:
 
 
 def _start_afresh_after_fork() -> None:
-    """Another thread may have been in the middle of something when the process was forked."""
+    """Another thread may have been in the middle of something when the process was forked.
+
+    What is kept is dropped at the next call, because that may add gradients: here torch's threads are gone, and nobody
+    has told torch.
+    """
     for kept in _all:
         kept._lock = threading.Lock()
-        kept._clear()
+        kept._is_of_a_parent = True
 
 
 if hasattr(os, "register_at_fork"):

@@ -66,7 +66,7 @@ def wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[
             Event(stream).hold_back(here)
             for grad in grads:
                 if grad is not None and grad.device == device:
-                    for memory in _torch.sparse_memory(grad) if grad.is_sparse else (grad,):
+                    for memory in memory_of(grad):
                         memory.record_stream(here)
 
 

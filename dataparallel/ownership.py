@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.environment import says_no
 
 __all__ = [
     "VARIABLE",
@@ -49,8 +50,6 @@ __all__ = [
 
 VARIABLE = "DATAPARALLEL_REUSE"
 """Environment variable, read at import: ``0`` has nothing used again that only counts could tell to be free."""
-
-_NO = ("0", "false", "no", "off")
 
 
 def can_be_told() -> bool:
@@ -291,7 +290,7 @@ def _is_closed(parts: list[Any]) -> bool:
 
 def _try() -> str | None:
     """See `why_not`."""
-    if os.environ.get(VARIABLE, "").lower() in _NO:
+    if says_no(VARIABLE):
         return f"{VARIABLE}={os.environ[VARIABLE]} says so"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         # What a thread holds and hands to another may be seen with neither of them.

@@ -18,6 +18,7 @@ from torch import nn
 
 from dataparallel import _torch
 from dataparallel.devices import CPU, DeviceLike, current_device, resolve, resolve_slots
+from dataparallel.environment import says_no
 from dataparallel.in_turn import InTurn
 from dataparallel.permits import PermitChooser, Trial, size_of
 from dataparallel.ranges import in_range, is_recording
@@ -29,8 +30,6 @@ __all__ = ["SERIAL_VARIABLE", "parallel_apply", "run_replicas"]
 
 SERIAL_VARIABLE = "DATAPARALLEL_SERIAL"
 """Environment variable: ``1`` runs every replica in the calling thread, so that ``breakpoint()`` works."""
-
-_NO = ("", "0", "false", "no", "off")
 
 
 def parallel_apply(
@@ -127,7 +126,7 @@ def _outcomes(
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
     here = _tasks(state.run_here, calls)
-    if serial if serial is not None else os.environ.get(SERIAL_VARIABLE, "").lower() not in _NO:
+    if serial if serial is not None else os.environ.get(SERIAL_VARIABLE) and not says_no(SERIAL_VARIABLE):
         return InTurn(here).run()
     may_draw = torch.is_grad_enabled() or _is_training(modules[0])
     permits, turns = _who_may_run_together(slots, state, workers, may_draw)
@@ -212,8 +211,7 @@ def _who_may_run_together(
 ) -> tuple[int, list[Hashable | None] | None]:
     """How many replicas can run at a time, and a turn for each slot where some must not run at the same time."""
     if state.one_at_a_time:
-        # A permit is given back while a replica waits for a nested call; a turn is not.
-        return 1, ["what is carried"] * len(slots)
+        return 1, None
     if workers is not None:
         return min(workers, len(slots)), None
     if not may_draw:

@@ -2,8 +2,8 @@
 
 Isolation is for tests (``dataparallel.testing.isolated_slots``), and there slots on one device are what slots on
 several are: they compute beside each other, and only events order them. ``thread_state`` makes a slot's stream current
-while its replica runs, ``parallel_apply`` tells which memory goes in and comes out, and ``functions`` asks in backward
-whose gradients it reads. What orders them:
+while its replica runs, ``parallel_apply`` tells which memory goes in and comes out, and ``bucket_nodes`` asks in
+backward whose gradients it reads. What orders them:
 
 - A slot's stream waits for an event that the caller's stream recorded before any replica began. It does not wait for
   that stream as it is when the replica begins, which would be after what the first replica has launched there.
@@ -11,7 +11,7 @@ whose gradients it reads. What orders them:
 - Memory of the caller's stream that a replica uses is recorded on the slot's stream, since it may be freed there, by a
   module that replaces a buffer or by the backward. Outputs are the slot's, and recorded on the caller's.
 - In backward the engine runs each node on the stream of its forward, and orders gradients between the streams of one
-  device. Where gradients go to another device, ``functions`` orders those of the device that they leave.
+  device. Where gradients go to another device, ``node_streams`` orders those of the device that they leave.
 
 Streams are made when first needed and stay for the process: a slot that has them for itself in one call finds there
 what it left, a frozen buffer for example.

@@ -22,7 +22,7 @@ import torch
 
 from dataparallel.devices import CPU, on
 
-__all__ = ["Event", "current", "current_streams", "make_current"]
+__all__ = ["Event", "current", "current_streams", "joined", "make_current"]
 
 
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:
@@ -37,11 +37,24 @@ def current(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
     No streams is what there is without accelerators, where nothing can be asked for.
     """
     before = [torch.accelerator.current_stream(device) for device in streams]
-    make_current(streams.values())
     try:
+        make_current(streams.values())
         yield
     finally:
         make_current(before)
+
+
+@contextmanager
+def joined(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
+    """As `current`, after all that was launched on the streams that were current, and before all that will be."""
+    here = current_streams(streams)
+    others = {device: stream for device, stream in here.items() if stream != streams[device]}
+    for device, stream in others.items():
+        Event(stream).hold_back(streams[device])
+    with current(streams):
+        yield
+    for device, stream in others.items():
+        Event(streams[device]).hold_back(stream)
 
 
 def make_current(streams: Collection[torch.Stream]) -> None:

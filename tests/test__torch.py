@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel import _torch
 
@@ -87,10 +88,65 @@ def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: 
     elif name.path == "torch._C.ScriptMethod":
         assert not isinstance(torch.jit.script(nn.Linear(1, 1)).forward, room.ScriptMethod)
         assert isinstance(torch.jit.script(nn.Linear(1, 1)).forward, _torch.ScriptMethod)
+    elif name.path == "torch._GLOBAL_DEVICE_CONTEXT":
+        assert room.default_device_context() is None
+        room.forget_default_device_context()
+        assert room.default_device_context() is None
+    elif name.path == "torch.autograd.profiler._is_profiler_enabled":
+        monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
+        assert room.is_profiler_enabled() is False
     elif name.path == "torch._disable_dynamo":
         assert room.between_graphs(max)(1, 2) == 2
     else:
         pytest.fail(f"{name.path} has a fallback that no test takes")
+
+
+@pytest.mark.parametrize(
+    ("path", "use"),
+    [
+        ("torch._C.DispatchKey", lambda room: room.without_view_tracking()),
+        ("torch._C.DispatchKeySet", lambda room: room.without_view_tracking()),
+        ("torch.utils._pytree", lambda room: room.pytree.SUPPORTED_NODES),
+        ("torch.Tensor._version", lambda room: room.version_of(torch.ones(1))),
+        ("torch.Tensor._indices", lambda room: room.sparse_memory(torch.eye(2).to_sparse())),
+        ("torch._C._functorch.peek_interpreter_stack", lambda room: room.is_inside_functorch_transform()),
+        ("torch.utils._python_dispatch._push_mode", lambda room: room.push_dispatch_modes([object()])),
+    ],
+)
+def test_what_is_made_of_it_raises_the_sentence_too(path: str, use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = without(path, monkeypatch)
+    with pytest.raises(RuntimeError, match=f"has no {path}, which dataparallel needs to "):
+        use(room)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_compiled_leads_to_what_it_was_made_of() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    module = nn.Linear(1, 1)
+    assert _torch.compiled_original(torch.compile(module, backend="eager")) is module
+    assert _torch.compiled_original(torch.compile(double, backend="eager")) is double
+    assert _torch.compiled_original(double) is None
+    assert _torch.compiled_original(torch.compiler.disable(double)) is None
+    assert _torch.is_compiler_loaded()
+
+
+def test_dispatch_modes_are_entered_and_left() -> None:
+    class Counting(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    modes = [Counting(), Counting()]
+    leave = _torch.push_dispatch_modes(modes)
+    assert _torch.dispatch_modes() == modes
+    torch.ones(1)
+    leave()
+    assert _torch.dispatch_modes() == []
+    assert [mode.calls for mode in modes] == [1, 1]
 
 
 def test_the_room_says_of_each_what_it_is_for() -> None:

@@ -219,3 +219,33 @@ assert in_child(child) == 0
 def test_torchs_engine_is_rebuilt_in_a_child_before_workers_ask_for_it(printed: str) -> None:
     """They would do so at once, and torch's rebuilding is not made for that: seen to end a child, once in hundreds."""
     assert printed == ""
+
+
+@pytest.mark.ahead("""
+from dataparallel.composable import replicate
+
+torch.set_num_threads(4)
+module = replicate(nn.Linear(600, 600), devices=["cpu", "cpu"])
+x = torch.randn(64, 600)
+for _ in range(2):
+    module(x).sum().backward()
+module.zero_grad()
+with module.no_sync():
+    module(x).sum().backward()
+waiting = module.bias.grad.clone()
+
+
+def child():
+    assert torch.equal(module.bias.grad, waiting)
+    module(x)
+    assert torch.equal(module.bias.grad, 2 * waiting)  # added before the replicas are made anew
+
+
+assert in_child(child) == 0
+assert torch.equal(module.bias.grad, waiting)
+module(x).sum().backward()
+assert torch.equal(module.bias.grad, 4 * waiting)
+""")
+def test_a_fork_while_gradients_wait_on_slots(printed: str) -> None:
+    """Adding them up while the child is made would wait for torch's threads, which the child does not have."""
+    assert printed == ""

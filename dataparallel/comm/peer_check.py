@@ -21,6 +21,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from dataparallel.environment import says_no
 from dataparallel.streams import current
 
 __all__ = ["VARIABLE", "Pair", "check_all", "is_on", "trusted"]
@@ -31,8 +32,6 @@ VARIABLE = "DATAPARALLEL_PEER_CHECK"
 # 64 pages. As 32,768 numbers of eight bytes, which torch handles in the calling thread: a check takes a millisecond or
 # two and waits for no core. Eight devices make 56 pairs.
 CHECKED_BYTES = 2**18
-
-_NO = ("0", "no", "false", "off")
 
 _lock = threading.Lock()  # held by the thread that checks: the others wait for its answer
 _answers: dict[Pair, bool] = {}
@@ -66,7 +65,7 @@ def _can_fail(device: torch.device) -> bool:
 
 def is_on() -> bool:
     """Whether pairs are checked."""
-    return os.environ.get(VARIABLE, "").lower() not in _NO
+    return not says_no(VARIABLE)
 
 
 def _trusted(source: torch.device, target: torch.device) -> bool:

@@ -100,7 +100,6 @@ class Form(Generic[P, S]):
     Args:
         prepare: called with the module and what the caller of the form passes.
         base: the first base of the class that modules get.
-
     """
 
     __name__: str

@@ -19,7 +19,7 @@ zero. ``living_tensors`` makes the nodes; how gradients travel is the business o
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence, Set
 from operator import itemgetter
 from typing import Any
@@ -31,7 +31,7 @@ from dataparallel import _torch, comm
 from dataparallel.bucket_nodes import SlotGradients, ToSlots
 from dataparallel.node_streams import on_streams_of
 from dataparallel.side_streams import BesideBackward
-from dataparallel.streams import current
+from dataparallel.streams import joined
 
 __all__ = ["GradientSums", "LivingToSlots", "WaitingBucket"]
 
@@ -97,6 +97,8 @@ class GradientSums:
         self.are_on = True
         # Weakly: they know this object, and belong to their nodes.
         self._buckets: list[weakref.ref[WaitingBucket]] = []
+        # Numbers of passes that end with `add_what_is_kept`; one that fails leaves its number behind.
+        self._ending: deque[int] = deque(maxlen=64)
 
     @property
     def buckets(self) -> list[WaitingBucket]:
@@ -110,6 +112,13 @@ class GradientSums:
         for bucket in buckets:
             bucket.is_in_use = True
         self._buckets = [*map(weakref.ref, buckets)]
+
+    def add_when_the_pass_ends(self) -> None:
+        """Has `add_what_is_kept` called once, however many buckets of the running pass ask for it."""
+        number = _torch.current_graph_task_id()
+        if number not in self._ending:
+            self._ending.append(number)
+            _torch.queue_callback(self.add_what_is_kept)
 
     def add_what_is_kept(self) -> None:
         """Adds gradients that no pass has summed to the source's ``.grad``, where they are not void."""
@@ -198,7 +207,12 @@ class WaitingBucket:
         """The gradients of this pass and what is kept for sources that are ``written``, which is so no longer."""
         if self.sums.are_on:
             # What is kept for others, which this pass does not reach, belongs to their ``.grad`` all the same.
-            _torch.queue_callback(self.sums.add_what_is_kept)
+            self.sums.add_when_the_pass_ends()
+        if not self.is_in_use:
+            # After this pass ``.grad`` does not tell the buckets in use what is void, or is another tensor.
+            self.sums.drop_what_is_void()
+            if self.sums.are_on or torch.is_grad_enabled():
+                self.sums.add_what_is_kept()
         self.drop_what_is_void()
         taken = self._take(written)
         if not taken:
@@ -227,7 +241,8 @@ class WaitingBucket:
         taken = self._take({source for _, source in [*self._kept]})
         for (_, source), kept in sorted(taken.items(), key=itemgetter(0)):
             terms[source].append(kept)
-        with current(self._streams):
+        # On the streams of the forward, where kept gradients were made; ``.grad`` may have been written on others.
+        with joined(self._streams):
             for source, of_source in terms.items():
                 parameter = self.sources[source]
                 if parameter.grad is not None:  # else void: a pass has failed, which the engine has yet to drop

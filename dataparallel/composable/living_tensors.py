@@ -69,18 +69,13 @@ class LivingTensors:
         graph is recorded or not, and travel in buckets of the sizes that were given before.
         """
         with torch.inference_mode(False):
-            made = self._made
-            if (
-                made is None
-                or not made.still_fits(plan, self._slots)
-                or self._learn_order(made)
-                or not made.memory.put_back()
-            ):
-                made = self._make(plan)
+            # Nothing here holds the former copies while new ones are made: their memory is needed for these.
+            if self._made is None or not self._can_stay(self._made, plan):
+                self._made = self._make(plan)
             else:
                 self.sums.drop_what_is_void()
-                made.refresh()
-            return made.copies[: len(slots)]
+                self._made.refresh()
+            return self._made.copies[: len(slots)]
 
     def end_call(self) -> None:
         """They stay as they are: the next call gives them values, and takes back what `forward` has done to them."""
@@ -93,6 +88,10 @@ class LivingTensors:
         self.sums.use([])
         self._made = None
 
+    def _can_stay(self, made: _Made, plan: ModulePlan) -> bool:
+        """Whether the copies can be given the values of now."""
+        return made.still_fits(plan, self._slots) and not self._learn_order(made) and made.memory.put_back()
+
     def _make(self, plan: ModulePlan) -> _Made:
         same_tree = self._made is not None and self._made.is_of(plan)
         self.clear()
@@ -103,7 +102,6 @@ class LivingTensors:
         first, cap = (1, 1) if self._order is None else (self._first_bytes, self._cap_bytes)
         with torch.enable_grad():
             made.make(first, cap, self._order, self.sums)
-        self._made = made
         return made
 
     def _learn_order(self, made: _Made) -> bool:

@@ -109,7 +109,9 @@ class ReplicatedModule(ManagedModule):
 
         With ``False`` they stay on the slots: the parameters' ``.grad`` is what slot 0 has found, and the next
         ``backward()`` with ``True`` adds all others. Setting a ``.grad`` to ``None``, to another tensor or to zeros
-        (``zero_grad()``) throws away what waits for it.
+        (``zero_grad()``) throws away what waits for it. That is seen at the module's next forward or backward. A
+        backward that does not lead through the module, such as one of a loss on its parameters alone, is not seen, so
+        let none come between.
         """
         _state_of(self).requires_gradient_sync = flag
 
