@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
@@ -256,6 +257,17 @@ def untold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "_why_not", "a test says so")
     monkeypatch.setattr(ownership, "references", lambda objects: [0 for _ in objects])
     monkeypatch.setattr(ownership, "_holders_of_memory", lambda tensor: (0, 0))
+
+
+@pytest.fixture
+def warnings_are_errors() -> Iterator[None]:
+    """Those that torch shows once for a process too."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    torch.set_warn_always(before)
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])

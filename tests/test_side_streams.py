@@ -6,7 +6,6 @@ The simulated devices' clocks show a missing order whatever the timing. The rest
 import gc
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -183,17 +182,6 @@ def with_penalty(model: nn.Module, call: nn.Module, use: str | None) -> Callable
         return loss + early + (penalty() if use == "after" else 0)
 
     return loss
-
-
-@pytest.fixture
-def warnings_are_errors() -> Iterator[None]:
-    """Those that torch shows once for a process too."""
-    before = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-    torch.set_warn_always(before)
 
 
 @pytest.mark.usefixtures("warnings_are_errors")

@@ -70,7 +70,7 @@ def test_what_waits_is_added_in_order_with_the_callers_stream(
 
 @on_accelerators
 @pytest.mark.not_isolated("streams of slots on one device are others")
-@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("warnings_are_errors")
 @pytest.mark.parametrize("weight_decay", [0, 1])
 def test_a_change_of_streams_leaves_no_former_nodes_behind(
     module: nn.Linear, root: torch.device, weight_decay: float
