@@ -109,12 +109,19 @@ def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     if torch.compiler.is_compiling():  # which cannot follow the walk: a `PerReplica` is handed on as it is
         return inputs, kwargs
     both = _Arguments((inputs, kwargs))
-    leaves = [*_leaves(both, "", ())]
-    if not any(isinstance(leaf, PerReplica) for _, leaf in leaves):
+    if not _holds_entries(both, ()):
         return inputs, kwargs
-    _number_of_replicas(leaves, None, None, 1)
+    _number_of_replicas([*_leaves(both, "", ())], None, None, 1)
     args, keywords = (_entries_of_one(part) for part in both)
     return args, keywords
+
+
+def _holds_entries(obj: Any, above: tuple[int, ...]) -> bool:
+    """Whether there is a `PerReplica` in a structure, which may contain itself: without slots nothing is split."""
+    if isinstance(obj, PerReplica):
+        return True
+    children = None if id(obj) in above else _children(obj, "")
+    return children is not None and any(_holds_entries(child, (*above, id(obj))) for _, child in children)
 
 
 def _entries_of_one(obj: Any) -> Any:

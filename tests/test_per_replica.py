@@ -173,6 +173,11 @@ class TestWithoutSlots:
         state = State()
         assert model(batch, state={"inner": PerReplica([[state]])})["state"] == {"inner": [state]}
 
+    def test_what_contains_itself_is_handed_on(self, model, batch):
+        inner = [State()]
+        inner.append(inner)
+        assert model(batch, state={"inner": inner})["state"]["inner"][0] is inner[0]
+
     def test_another_number_is_refused(self, model, batch):
         for states in ([], [State(), State()]):
             with pytest.raises(ValueError, match=r'kwargs\["state"\] '):
