@@ -16,14 +16,15 @@ from torch import nn
 
 from dataparallel import _torch
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
-from dataparallel.kept_replicas import KeptReplicas
+from dataparallel.kept.replicas import KeptReplicas
+from dataparallel.modules.placement import check_placement
+from dataparallel.modules.signatures import shows_forward_of_module
 from dataparallel.parallel_apply import run_replicas
-from dataparallel.permits import PermitChooser
-from dataparallel.pipeline import run_stages
-from dataparallel.placement import check_placement
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, replicate
-from dataparallel.scatter_gather import arguments_of_one, gather, scatter_kwargs
-from dataparallel.signatures import shows_forward_of_module
+from dataparallel.scatter_gather import gather, scatter_kwargs
+from dataparallel.stages import Call, run_alone
+from dataparallel.structures import arguments_of_one
+from dataparallel.threads.permits import PermitChooser
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -115,26 +116,31 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             return self.module(*inputs, **kwargs)
         # torch.compile around the call: the stages run between its graphs. Without dynamo there is no such call.
         run = _run_between_graphs if _torch.is_compiler_loaded() else DataParallel._run
-        return run(self, *inputs, **kwargs)
+        return run(self, inputs, kwargs)
 
-    def _run(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = [resolve(device) for device in self.device_ids]
+        output_device = resolve_output(self.output_device, slots)
         check_placement(self.module, slots[0])
-        return run_stages(
-            slots,
-            resolve_output(self.output_device, slots),
-            self.module,
-            scatter=lambda: self.scatter(inputs, kwargs, self.device_ids),
-            replicate=lambda count: self.replicate(self.module, self.device_ids[:count]),
-            parallel_apply=self.parallel_apply,
-            gather=lambda outputs: self.gather(outputs, slots[0] if self.output_device is None else self.output_device),
-            keeper=self._kept,
-        )
+        with Call(slots, self._kept) as call:
+            return self._stages(call, slots, output_device, inputs, kwargs)
+
+    def _stages(
+        self, call: Call, slots: list[torch.device], output_device: torch.device, inputs: Any, kwargs: Any
+    ) -> Any:
+        inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
+        if not inputs and not kwargs:  # a call without arguments
+            inputs, kwargs = ((),), ({},)
+        if len(slots) == 1:
+            return run_alone(self.module, inputs[0], kwargs[0], slots[0], output_device)
+        replicas = call.uses(self.replicate(self.module, self.device_ids[: len(inputs)]))
+        outputs = self.parallel_apply(replicas, inputs, kwargs)
+        return self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way.
 
-        It uses again what it can of the last call's replicas: see ``dataparallel.kept_replicas``.
+        It uses again what it can of the last call's replicas: see ``dataparallel.kept.replicas``.
 
         Raises:
             RuntimeError: gradients are recorded inside `frozen`.
@@ -150,7 +156,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         You promise that the module does not change inside: no values, no attributes, no modules. What changes all the
         same is not seen before the end, or is seen by some replicas only. What ``forward`` writes to its replica stays
         there until the end, as it does on one device. Calls that run at the same time have replicas of their own:
-        `dataparallel.kept_replicas.MOST_FROZEN` sets of them are kept until the block ends, further ones for a call.
+        `dataparallel.kept.replicas.MOST_FROZEN` sets of them are kept until the block ends, further ones for a call.
 
         A call that records gradients raises ``RuntimeError``. Blocks may be nested.
         """

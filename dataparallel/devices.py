@@ -161,6 +161,6 @@ def device_id(device: torch.device) -> int | torch.device:
     return device if device.index is None else device.index
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
+def current_device_set(device: torch.device) -> AbstractContextManager[object]:
     """A context in which ``device`` is the current one of its type; the CPU needs none."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

@@ -1,7 +1,7 @@
 """Who else holds an object: the one room that counts references.
 
 What one call has used, the next one may use again if nobody else has it. Where something can be lent, whoever has it
-holds a lease (``kept_replicas``, inside ``frozen``). A lease does not do for what ``forward`` gets into its hands and
+holds a lease (``kept.replicas``, inside ``frozen``). A lease does not do for what ``forward`` gets into its hands and
 may return, store or put into a graph. There the holders are counted, by the questions below, and each of them is about
 holders that have come since: counts are compared with counts that this process has read in the same way, and never with
 constants. An interpreter that lends its references (3.14 does) lends those that somebody else holds, who is counted.
@@ -12,7 +12,7 @@ are not trusted: the answer to every question is that somebody else may hold the
 copies of its own, and circles are left to the garbage collector. Results are the same. `why_not` says which of the two
 it is.
 
-Callers: ``kept_replicas``, ``kept_copies`` and ``replica_cycles``. This room knows nothing of theirs.
+Callers: ``kept.replicas``, ``kept.tensors`` and ``modules.cycles``. This room knows nothing of theirs.
 """
 
 from __future__ import annotations

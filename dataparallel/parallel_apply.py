@@ -1,8 +1,8 @@
 """Run each copy on its device; errors out.
 
 Takes replicas and their inputs and returns their outputs, in slot order. How threads are kept is ``workers``' business,
-what they see of the caller's settings ``thread_state``'s; here they meet, and here it is decided which replicas may run
-at the same time, whether they need threads of their own (``in_turn``), and which error is raised.
+what they see of the caller's settings ``threads.settings``'s; here they meet, and here it is decided which replicas
+may run at the same time, whether they need threads of their own (``threads.in_turn``), and which error is raised.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.devices import CPU, DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
-from dataparallel.in_turn import InTurn
-from dataparallel.permits import PermitChooser, Trial, size_of
-from dataparallel.ranges import in_range, is_recording
-from dataparallel.scatter_gather import tensors_in
-from dataparallel.thread_state import CallerState
-from dataparallel.workers import Gang, Outcome, Skipped
+from dataparallel.profiling import in_range, in_stage, is_recording
+from dataparallel.structures import tensors_in
+from dataparallel.threads.caller_state import CallerState
+from dataparallel.threads.gang import Gang, Outcome, Skipped
+from dataparallel.threads.in_turn import InTurn
+from dataparallel.threads.permits import PermitChooser, Trial, size_of
 
 __all__ = ["SERIAL_VARIABLE", "parallel_apply", "run_replicas"]
 
@@ -69,6 +69,7 @@ def parallel_apply(
     return run_replicas(modules, inputs, kwargs_tup, devices, workers, serial, None)
 
 
+@in_stage("parallel_apply")
 def run_replicas(
     modules: Sequence[nn.Module],
     inputs: Sequence[Any],

@@ -1,6 +1,6 @@
 """`prefetch`: a loader whose next batches are scattered while the devices compute on this one.
 
-This room reads the loader ahead and says which tensors of a batch are sent where; ``copied_ahead`` sends them, and the
+This room reads the loader ahead and says which tensors of a batch are sent where; ``streams.ahead`` sends them, and the
 wrapper's scatter finds them there. It starts no thread: batches are read in the loop's own thread, between two
 iterations. For users; nothing in the library calls it.
 """
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from dataparallel import comm
-from dataparallel.copied_ahead import Sender, SentBatch, can_be_sent
 from dataparallel.data_parallel import DataParallel
 from dataparallel.devices import CPU, resolve
-from dataparallel.scatter_gather import is_whole, tensors_in
+from dataparallel.streams.ahead import Sender, SentBatch, can_be_sent
+from dataparallel.structures import is_whole, tensors_in
 
 __all__ = ["Prefetch", "prefetch"]
 

@@ -1,4 +1,5 @@
-"""The class of a replica's parameters where a graph is recorded. Rooms that make replicas use it; ``buckets`` knows it.
+"""The class of a replica's parameters where a graph is recorded. Rooms that make replicas use it; ``comm.buckets``
+knows it.
 
 It is no more than its data, so a wrapper inside a wrapped module sends replicas' parameters on as it sends others.
 """

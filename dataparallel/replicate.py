@@ -1,4 +1,4 @@
-"""One module -> one copy per device, from a plan; which modules can be replicated is ``module_plan``'s to say.
+"""One module -> one copy per device, from a plan; which modules can be replicated is ``modules.plan``'s to say.
 
 Replicas are fresh at every call and see whatever the source is then. Their parameters are outputs of one
 differentiable broadcast, so gradients are summed back into the source by its backward. Replica 0 shares the storage of
@@ -8,42 +8,25 @@ replicas is ``parallel_apply``'s business.
 
 from __future__ import annotations
 
-import gc
 import sys
-import weakref
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dataparallel import _torch, comm
-from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
-from dataparallel.bucket_nodes import broadcast_bucket
-from dataparallel.buckets import fill_buckets
+from dataparallel import comm
+from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.comm.buckets import fill_buckets
+from dataparallel.comm.copies import alias
 from dataparallel.devices import DeviceLike, resolve_slots
-from dataparallel.functions import alias
-from dataparallel.module_plan import MADE, NOTHING, STANDS_FOR, ModuleEntry, ModulePlan, dotted
-from dataparallel.module_references import Rebinding
-from dataparallel.replica_cycles import note_circles
-from dataparallel.replica_parameter import ReplicaParameter
-from dataparallel.side_streams import beside_backward
-from dataparallel.streams import current_streams
+from dataparallel.modules.build import build_replica, collector_paused
+from dataparallel.modules.plan import ModulePlan
+from dataparallel.profiling import in_stage
+from dataparallel.streams.current import current_streams
+from dataparallel.streams.gradients import gradient_streams
 
-__all__ = [
-    "BUCKET_CAP_MB",
-    "bare_module",
-    "build_replica",
-    "cap_in_bytes",
-    "collector_paused",
-    "copy_tensors",
-    "hook_flags",
-    "make_parameters",
-    "own_attributes",
-    "replicate",
-]
+__all__ = ["BUCKET_CAP_MB", "cap_in_bytes", "copy_tensors", "replicate"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -54,6 +37,7 @@ FIRST_BUCKET_BYTES = 2**20
 """1 MiB: the bucket whose gradients come first."""
 
 
+@in_stage("replicate")
 def replicate(
     network: M, devices: Sequence[DeviceLike], detach: bool = False, *, bucket_cap_mb: float = BUCKET_CAP_MB
 ) -> list[M]:
@@ -83,23 +67,6 @@ def replicate(
         if not record and not detach and not torch.is_inference_mode_enabled():
             _make_leaves(plan, copies)
         return [build_replica(plan, tensors, record) for tensors in copies]
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """While replicas are made the garbage collector waits.
-
-    They are thousands of objects, all of them in use, through which it would walk again and again in vain. It is a
-    switch of the whole process: other threads' garbage waits for these milliseconds too. Where it is off it stays off.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    try:
-        gc.disable()
-        yield
-    finally:
-        gc.enable()
 
 
 def copy_tensors(plan: ModulePlan, slots: list[torch.device], record: bool, cap_bytes: int) -> list[list[Tensor]]:
@@ -142,7 +109,7 @@ def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_
     """
     results: list[list[Any]] = [[None] * len(tensors) for _ in slots]
     is_at_root = all(tensor.device == slots[0] for tensor in tensors)
-    beside = beside_backward(slots, current_streams(slots)) if is_at_root else None
+    beside = gradient_streams(slots, current_streams(slots)) if is_at_root else None
     last_to_first = range(len(tensors) - 1, -1, -1)
     for indices in fill_buckets(tensors, last_to_first, FIRST_BUCKET_BYTES, cap_bytes):
         bucket = [tensors[i] for i in indices]
@@ -158,129 +125,3 @@ def _make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:
     for tensors in copies:
         for i in needed:
             tensors[i].requires_grad_()
-
-
-def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
-    """One replica of the plan's tree around ``tensors``, which become its parameters and buffers."""
-    make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
-    held = [*tensors, *plan.as_they_are, None]  # None at `NOTHING`
-    flags = hook_flags()
-    modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
-    placed = [*modules, *plan.as_they_are, None]
-    for entry, module in zip(plan.entries, modules, strict=True):
-        if entry.is_script:
-            _fill_script(entry, module, placed, held)
-        else:
-            own = own_attributes(entry, vars(module) if entry.has_own_rule else entry.attributes.copy(), flags)
-            _fill_registries(entry, own, placed, held)
-            # Past `Module.__setattr__`, which would look for parameters in it.
-            object.__setattr__(module, "__dict__", own)
-            for name in entry.slots:
-                if hasattr(entry.module, name):
-                    setattr(module, name, getattr(entry.module, name))
-    if plan.has_references:
-        _point_attributes(plan, modules, tensors)
-    return modules[0]
-
-
-def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) -> None:
-    """Makes copies of plain parameters instances of ``cls``."""
-    for i in plan.parameters:
-        if type(tensors[i]) is Tensor:
-            # The object stays what the broadcast returned, graph included; only its Python class changes.
-            tensors[i].__class__ = cls
-
-
-def _point_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor]) -> None:
-    """Points what attributes outside of the registries hold at the replica."""
-    table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
-    table[plan.source] = modules[0]
-    table.update({id(source): tensor for source, tensor in zip(plan.tensors, tensors, strict=True)})
-    rebinding = Rebinding(table)
-    for entry, module in zip(plan.entries, modules, strict=True):
-        attributes = vars(module)
-        for key in entry.references:
-            if key in attributes:
-                try:
-                    attributes[key] = rebinding.rebound(attributes[key])
-                except Exception as error:
-                    raise RuntimeError(
-                        f"cannot replicate {dotted(entry.name, key)!r}: it refers to modules of the tree, and another "
-                        f"{type(attributes[key]).__name__} that refers to their replicas could not be built"
-                    ) from error
-    if plan.may_hold_cycles:
-        note_circles(modules[0], rebinding.made)
-
-
-def bare_module(cls: type[nn.Module]) -> nn.Module:
-    """An instance without any attribute."""
-    try:
-        return object.__new__(cls)  # a class's own may want arguments
-    except TypeError:  # a class that is also a built-in type
-        return cls.__new__(cls)
-
-
-def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
-    """What the class's ``_replicate_for_data_parallel`` makes of the source."""
-    replica: nn.Module = entry.module._replicate_for_data_parallel()
-    own = vars(replica)
-    # What its rule leaves out comes along, but for methods of a ScriptModule, which are bound to the source.
-    left_out = entry.attributes.keys() - own.keys()
-    own.update(
-        {key: entry.attributes[key] for key in left_out if not isinstance(entry.attributes[key], _torch.ScriptMethod)}
-    )
-    own.pop(MADE, None)
-    return replica
-
-
-def hook_flags() -> dict[str, Any]:
-    """Empty tables for the replicas of one call: what they note of hooks by their numbers."""
-    return {name: OrderedDict() for name in HOOK_FLAGS}
-
-
-def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """``own``, a copy of the source's attributes, with empty registries and with tables for hooks that are its own.
-
-    ``flags`` are those tables that replicas may share, see `hook_flags`.
-    """
-    attributes = entry.attributes
-    own["_is_replica"] = True
-    own.pop(STANDS_FOR, None)
-    for name in REGISTRIES:
-        own[name] = {}
-    own["_non_persistent_buffers_set"] = attributes["_non_persistent_buffers_set"].copy()
-    if entry.has_hooks:
-        for name in HOOK_TABLES:
-            own[name] = attributes[name].copy()
-    else:
-        for name in OWN_HOOK_TABLES:
-            own[name] = OrderedDict()
-        own.update(flags)
-    return own
-
-
-def _fill_registries(entry: ModuleEntry, own: dict[str, Any], modules: list[Any], held: list[Any]) -> None:
-    """Puts tensors and children of the replica where the source has its own. Both lists end with ``None``."""
-    if entry.parameters:
-        registry = own["_parameters"]
-        for key, i in entry.parameters.items():
-            registry[key] = held[i]
-    if entry.buffers:
-        registry = own["_buffers"]
-        for key, i in entry.buffers.items():
-            registry[key] = held[i]
-    if entry.children:
-        registry = own["_modules"]
-        for key, i in entry.children.items():
-            registry[key] = modules[i]
-        for key in entry.proxied:
-            registry[key] = weakref.proxy(registry[key])
-
-
-def _fill_script(entry: ModuleEntry, replica: nn.Module, modules: list[Any], held: list[Any]) -> None:
-    """The registries of a ScriptModule are views of a C++ object, which is written through attributes."""
-    for key, i in (*entry.parameters.items(), *entry.buffers.items()):
-        if i != NOTHING:
-            setattr(replica, key, held[i])
-    for key, i in entry.children.items():
-        replica._modules[key] = modules[i]

@@ -25,7 +25,7 @@ import torch.cuda.nccl
 from dataparallel import ownership
 from dataparallel._version import __version__
 from dataparallel.comm import choose_transport
-from dataparallel.comm.choice import Work
+from dataparallel.comm.choice import Collective
 from dataparallel.comm.settings import current
 from dataparallel.comm.topology import Link, Topology
 from dataparallel.devices import all_devices
@@ -33,7 +33,7 @@ from dataparallel.devices import all_devices
 CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 # In the order of a step.
-_WORK: tuple[Work, ...] = ("scatter", "broadcast", "reduce_add", "gather")
+_WORK: tuple[Collective, ...] = ("scatter", "broadcast", "reduce_add", "gather")
 
 # Numbers, not pynvml's names: some releases define NVML_P2P_CAPS_INDEX_READ as a tuple by mistake.
 _P2P_READ, _P2P_WRITE = 0, 1
@@ -142,7 +142,7 @@ def look_at_transport(
 ) -> Transport:
     """What carries calls between ``devices``; ``known`` is what lies between them, where they must not be asked."""
 
-    def way(work: Work) -> str:
+    def way(work: Collective) -> str:
         try:
             choice = choose_transport(devices, known, work)
         except ValueError as error:

@@ -6,47 +6,22 @@ names the place in the structure. Which devices there are and what runs on them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dataparallel import comm
-from dataparallel.batch_types import batch_of, container_of, is_written_to
-from dataparallel.copied_ahead import copied_at_once, take
+from dataparallel.autograd.functions import Broadcast, Gather, Scatter
+from dataparallel.batch_types import batch_of, container_of
+from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes, why_not_gatherable, why_not_movable
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
-from dataparallel.functions import Broadcast, Gather, Scatter, alias
 from dataparallel.per_replica import PerReplica
+from dataparallel.profiling import in_stage
+from dataparallel.streams.ahead import copied_at_once, take
+from dataparallel.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, whole
 
-__all__ = ["arguments_of_one", "gather", "moved", "scatter", "scatter_kwargs", "tensors_in", "whole"]
-
-_WHOLE = "_dataparallel_whole"
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Marks a tensor that every replica gets whole (a mask, a table) instead of a chunk of it.
-
-    Returns another tensor on the same memory and in the same graph; the argument itself is not marked. Results of
-    operators carry no mark, so mark last: ``model(x, mask=dataparallel.whole(mask))``. A module that is not wrapped
-    takes it as the tensor it is.
-
-    Raises:
-        TypeError: ``tensor`` is no tensor.
-    """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"whole() marks a tensor; got {type(tensor).__name__}: everything else is handed on whole anyway"
-        )
-    recorded = tensor.requires_grad and torch.is_grad_enabled()
-    marked = tensor.view_as(tensor) if recorded else alias(tensor, 0)
-    setattr(marked, _WHOLE, True)
-    return marked
-
-
-def is_whole(tensor: Tensor) -> bool:
-    """Whether every replica gets the tensor whole: it is marked, or has no dimension to split."""
-    return tensor.dim() == 0 or hasattr(tensor, _WHOLE)
+__all__ = ["gather", "moved", "scatter", "scatter_kwargs", "whole"]
 
 
 def scatter(
@@ -81,6 +56,7 @@ def scatter(
     return _scatter(inputs, target_gpus, dim, chunk_sizes, "input")
 
 
+@in_stage("scatter")
 def scatter_kwargs(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
@@ -96,59 +72,20 @@ def scatter_kwargs(
     if not inputs and not kwargs:
         resolve_slots(target_gpus)
         return (), ()
-    split = _scatter(_Arguments((tuple(inputs), kwargs or {})), target_gpus, dim, chunk_sizes, "")
+    split = _scatter(Arguments((tuple(inputs), kwargs or {})), target_gpus, dim, chunk_sizes, "")
     return tuple(args for args, _ in split), tuple(keywords for _, keywords in split)
-
-
-def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call without slots: as they are, but for each `PerReplica`, whose only entry it gets.
-
-    Raises:
-        ValueError: a `PerReplica` with another number of entries; the message names the place.
-    """
-    if torch.compiler.is_compiling():  # which cannot follow the walk: a `PerReplica` is handed on as it is
-        return inputs, kwargs
-    both = _Arguments((inputs, kwargs))
-    if not _holds_entries(both, ()):
-        return inputs, kwargs
-    _number_of_replicas([*_leaves(both, "", ())], None, None, 1)
-    args, keywords = (_entries_of_one(part) for part in both)
-    return args, keywords
-
-
-def _holds_entries(obj: Any, above: tuple[int, ...]) -> bool:
-    """Whether there is a `PerReplica` in a structure, which may contain itself: without slots nothing is split."""
-    if isinstance(obj, PerReplica):
-        return True
-    children = None if id(obj) in above else _children(obj, "")
-    return children is not None and any(_holds_entries(child, (*above, id(obj))) for _, child in children)
-
-
-def _entries_of_one(obj: Any) -> Any:
-    if isinstance(obj, PerReplica):
-        return obj[0]
-    container = None if isinstance(obj, Tensor) or batch_of(obj) is not None else container_of(obj)
-    if container is None:
-        return obj
-    return container.rebuild(obj, [_entries_of_one(value) for _, value in container.children(obj)])
-
-
-class _Arguments(tuple[Any, ...]):
-    """Positional and keyword arguments of one call, walked together so that their batch sizes are compared."""
-
-    __slots__ = ()
 
 
 def _scatter(
     inputs: Any, devices: Sequence[DeviceLike], dim: int, chunk_sizes: Sequence[int] | None, name: str
 ) -> list[Any]:
     slots = resolve_slots(devices)
-    leaves = list(_leaves(inputs, name, ()))
-    size = _batch_size(leaves, dim)
+    found = list(leaves(inputs, name))
+    size = _batch_size(found, dim)
     sizes = _chunk_sizes(size, len(slots), chunk_sizes)
-    replicas = _number_of_replicas(leaves, size, sizes, len(slots))
+    replicas = number_of_replicas(found, size, sizes, len(slots))
     walk = _Splitter(slots[:replicas], sizes, dim)
-    tensors = {id(leaf): leaf for _, leaf in leaves if isinstance(leaf, Tensor)}.values()
+    tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}.values()
     with copied_at_once(((tensor, walk.sizes_of(tensor)) for tensor in tensors), walk.slots, dim):
         return walk.split(inputs)
 
@@ -157,8 +94,8 @@ def _chunk_sizes(batch_size: int | None, slots: int, given: Sequence[int] | None
     if batch_size is None:
         return None
     if given is None:
-        return comm.near_equal_sizes(batch_size, slots)
-    sizes = comm.check_chunk_sizes(given, slots, batch_size)
+        return near_equal_sizes(batch_size, slots)
+    sizes = check_chunk_sizes(given, slots, batch_size)
     if 0 in sizes:
         raise ValueError(
             f"chunk_sizes={sizes}: every slot needs at least one sample; leave a slot out of device_ids instead"
@@ -166,44 +103,12 @@ def _chunk_sizes(batch_size: int | None, slots: int, given: Sequence[int] | None
     return sizes
 
 
-def _number_of_replicas(
-    leaves: Sequence[tuple[str, Any]], batch_size: int | None, sizes: Sequence[int] | None, slots: int
-) -> int:
-    """How many replicas get a structure, which all that has one entry for each of them must agree with."""
-    found: tuple[str, int] | None = None
-    if sizes is not None:
-        found = f"a batch of {batch_size} on {slots} slots is for {len(sizes)}", len(sizes)
-    for path, leaf in leaves:
-        if not isinstance(leaf, PerReplica):
-            continue
-        if not leaf:
-            raise ValueError(f"{path} is an empty PerReplica; it needs one entry for each replica")
-        if found is None and len(leaf) > slots:
-            found = "there is only 1 slot" if slots == 1 else f"there are only {slots} slots", slots
-        if found is not None and len(leaf) != found[1]:
-            raise ValueError(
-                f"{path} has entries for {len(leaf)} replicas, but {found[0]}; pass a PerReplica to calls with as many "
-                "replicas as the one that returned it"
-            )
-        found = f"{path} has entries for {len(leaf)}", len(leaf)
-    replicas = slots if found is None else found[1]
-    for path, leaf in leaves:
-        if replicas > 1 and is_written_to(leaf):
-            raise ValueError(
-                f"{path} is one {type(leaf).__name__}, to which {replicas} replicas would write at the same time; let "
-                "each have its own: pass what an earlier call returned in its place, a dataparallel.PerReplica, or "
-                "make one with an entry for each replica. In `generate` of a module that is replicated, call "
-                "register_forward_method(model, 'generate') first"
-            )
-    return replicas
-
-
-def _batch_size(leaves: Sequence[tuple[str, Any]], dim: int) -> int | None:
+def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
     """The one batch size of all that is to be split; ``None`` if there is nothing."""
     first: tuple[str, int] | None = None
-    for path, leaf in leaves:
+    for path, leaf in found:
         if isinstance(leaf, Tensor):
-            problem = comm.why_not_movable(leaf)
+            problem = why_not_movable(leaf)
             if problem:
                 raise ValueError(f"{path} {problem}")
             if is_whole(leaf):
@@ -234,33 +139,6 @@ def _batch_size(leaves: Sequence[tuple[str, Any]], dim: int) -> int | None:
     return None if first is None else first[1]
 
 
-def _children(obj: Any, path: str) -> list[tuple[str, Any]] | None:
-    """Paths and values of a container's children; ``None`` for a leaf."""
-    if type(obj) is _Arguments:
-        args, kwargs = obj
-        return [("args", args), ("kwargs", kwargs)]
-    if isinstance(obj, Tensor) or batch_of(obj) is not None:
-        return None
-    container = container_of(obj)
-    return None if container is None else [(path + key, value) for key, value in container.children(obj)]
-
-
-def _leaves(obj: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    children = _children(obj, path)
-    if children is None:
-        yield path, obj
-        return
-    if id(obj) in above:
-        raise ValueError(f"{path} contains itself; a structure to scatter or gather must be a tree")
-    for child_path, child in children:
-        yield from _leaves(child, child_path, (*above, id(obj)))
-
-
-def tensors_in(obj: Any) -> Iterator[Tensor]:
-    """Every tensor of a nested structure, batch types aside, in order."""
-    return (leaf for _, leaf in _leaves(obj, "", ()) if isinstance(leaf, Tensor))
-
-
 class _Splitter:
     """One scatter: the slots in use and their chunk sizes (``None``: there is nothing to split)."""
 
@@ -276,7 +154,7 @@ class _Splitter:
             if id(obj) not in self.done:
                 self.done[id(obj)] = obj, self.split_tensor(obj)
             return list(self.done[id(obj)][1])
-        if type(obj) is _Arguments:
+        if type(obj) is Arguments:
             return list(zip(*map(self.split, obj), strict=True))
         if isinstance(obj, PerReplica):
             return [moved(entry, slot) for entry, slot in zip(obj, self.slots, strict=True)]
@@ -309,7 +187,7 @@ class _Splitter:
         copies = Broadcast.apply(self.slots, tensor)
         for copy in copies:
             if tensor.dim() > 0:
-                setattr(copy, _WHOLE, True)
+                mark_whole(copy)
         return copies
 
 
@@ -328,6 +206,7 @@ def moved(obj: Any, device: torch.device) -> Any:
     return obj if all(a is b for a, b in zip(new, old, strict=True)) else container.rebuild(obj, new)
 
 
+@in_stage("gather")
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
     """Joins one structure from each replica into one structure on ``target_device``.
 
@@ -360,7 +239,7 @@ def _gather(outputs: list[Any], target: torch.device, dim: int, path: str, above
         return batch.merge([batch.to(output, target) for output in outputs])
     container = container_of(first)
     if container is None:
-        return _gather_leaves(outputs, path)
+        return _gatherleaves(outputs, path)
     if id(first) in above:
         raise ValueError(f"{path} contains itself; a structure to scatter or gather must be a tree")
     _check_same_type(outputs, path)
@@ -391,7 +270,7 @@ def _gather_tensors(outputs: list[Any], target: torch.device, dim: int, path: st
                 f"cannot gather {path}: replica {other} returned a tensor, replica {replica} returned "
                 f"{type(output).__name__}"
             )
-        problem = comm.why_not_movable(output)
+        problem = why_not_movable(output)
         if problem:
             raise ValueError(f"cannot gather {path}: what replica {replica} returned {problem}")
     if any(output.dim() > 0 for output in outputs):
@@ -401,13 +280,13 @@ def _gather_tensors(outputs: list[Any], target: torch.device, dim: int, path: st
                     f"cannot gather {path}: replica {replica} returned shape {tuple(output.shape)}, "
                     f"which has no dimension {dim}"
                 )
-    problem = comm.why_not_gatherable(outputs, dim)
+    problem = why_not_gatherable(outputs, dim)
     if problem:
         raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}")
     return Gather.apply(target, dim, *outputs)
 
 
-def _gather_leaves(outputs: list[Any], path: str) -> Any:
+def _gatherleaves(outputs: list[Any], path: str) -> Any:
     first = outputs[0]
     for replica, output in enumerate(outputs[1:], start=1):
         if container_of(output) is not None or batch_of(output) is not None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dataparallel import copied_ahead
+from dataparallel.streams import ahead
 
 
 class Echo(nn.Module):
@@ -26,6 +26,6 @@ def batches(count: int = 4, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
 
 def left_behind() -> list[int]:
     """What was sent and is kept still; forgotten now."""
-    left = list(copied_ahead._waiting)
-    copied_ahead._waiting.clear()
+    left = list(ahead._waiting)
+    ahead._waiting.clear()
     return left

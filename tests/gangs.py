@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dataparallel.workers import Gang
+from dataparallel.threads.gang import Gang
 
 
 def values(tasks: list[Callable[[], Any]], permits: int, turns: list | None = None) -> list[Any]:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from dataparallel.comm.kernel_tables import Kernel
+from dataparallel.comm.cupy.tables import Kernel
 
 
 class Launches:
-    """In the place of ``cupy_kernels``: notes each launch, and has ``launch`` do it."""
+    """In the place of ``comm.cupy.launch``: notes each launch, and has ``launch`` do it."""
 
     def __init__(self, launch: Callable) -> None:
         self._launch = launch

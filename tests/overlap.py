@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dataparallel.bucket_nodes import ToSlots
+from dataparallel.autograd.bucket_nodes import ToSlots
 
 
 class Overlap:

@@ -1,4 +1,4 @@
-"""A module that notes what its replicas see, for the tests of ``thread_state``."""
+"""A module that notes what its replicas see, for the tests of ``threads.settings``."""
 
 import threading
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel
 from dataparallel.devices import resolve_slots
-from dataparallel.thread_state import CallerState
-from dataparallel.workers import Gang
+from dataparallel.threads.caller_state import CallerState
+from dataparallel.threads.gang import Gang
 
 
 class Probe(nn.Module):

@@ -14,8 +14,8 @@ from dataparallel import devices
 from dataparallel.devices import (
     CPU,
     current_device,
+    current_device_set,
     device_id,
-    on,
     resolve,
     resolve_each,
     resolve_output,
@@ -225,13 +225,13 @@ def test_attributes_show_indices_and_cpu_slots_as_devices(accelerators: str) -> 
 
 
 def test_a_slot_can_be_made_current(root: torch.device) -> None:
-    with on(root):
+    with current_device_set(root):
         tensor = torch.zeros(1, device=root.type)
     assert tensor.device == root
 
 
 def test_the_cpu_needs_no_context_and_asks_for_no_accelerator(no_accelerator: None) -> None:
-    with on(CPU):
+    with current_device_set(CPU):
         assert torch.zeros(1).device == CPU
 
 
@@ -244,7 +244,7 @@ def touched(*args, **kwargs):
 for name in ("current_accelerator", "device_count", "current_device_index", "device_index"):
     setattr(torch.accelerator, name, touched)
 torch._C._accelerator_getDeviceIndex = torch._C._cuda_init = torch.cuda._lazy_init = touched
-import dataparallel, dataparallel.devices, dataparallel.comm, dataparallel.functions
+import dataparallel, dataparallel.devices, dataparallel.comm, dataparallel.autograd.functions
 assert not torch.cuda.is_initialized()
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=100)

@@ -17,7 +17,7 @@ import os, signal, sys, threading, traceback, warnings
 import torch
 from torch import nn
 from dataparallel import DataParallel, _torch
-from dataparallel.workers import Gang
+from dataparallel.threads.gang import Gang
 
 warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads, which is what this is about
 torch.manual_seed(0)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 import dataparallel
-from dataparallel import DataParallel, copied_ahead, prefetch
-from dataparallel.functions import comm
+from dataparallel import DataParallel, prefetch
+from dataparallel.autograd.functions import comm
+from dataparallel.streams import ahead
 from echo import Echo, batches, left_behind
 
 on_accelerators = pytest.mark.devices("sim", "cuda")
@@ -27,17 +28,17 @@ on_accelerators = pytest.mark.devices("sim", "cuda")
 def scattered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The tensors that calls have to scatter themselves."""
     found: list[Tensor] = []
-    real, sender = comm.scatter, copied_ahead._sender
+    real, sender = comm.scatter, ahead._sender
 
     class Noted:
         def __init__(self, slots: tuple) -> None:
             self.sender = sender(slots)
 
-        def send(self, tensors: list, dim: int) -> copied_ahead.SentBatch:
+        def send(self, tensors: list, dim: int) -> ahead.SentBatch:
             found.extend(tensor for tensor, _ in tensors)
             return self.sender.send(tensors, dim)
 
-    monkeypatch.setattr(copied_ahead, "_sender", Noted)
+    monkeypatch.setattr(ahead, "_sender", Noted)
 
     def scatter(tensor: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         found.append(tensor)
@@ -273,7 +274,7 @@ def test_a_tensor_in_two_places_is_one_tensor_in_the_replicas(slots: list) -> No
     model = DataParallel(Attends(), slots)
     (x, _), *_ = batches()
     for batch in prefetch([(x, x), (x, x)], model):
-        assert sum(map(len, copied_ahead._waiting.values())) <= 2  # sent once for each batch
+        assert sum(map(len, ahead._waiting.values())) <= 2  # sent once for each batch
         assert torch.equal(model(*batch).cpu(), x * 2)
 
 

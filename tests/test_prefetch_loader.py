@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, copied_ahead, prefetch
+from dataparallel import DataParallel, prefetch
+from dataparallel.streams import ahead
 from echo import Echo, batches, left_behind
 
 on_accelerators = pytest.mark.devices("sim", "cuda")
@@ -81,7 +82,7 @@ def test_a_loop_that_stops_early_keeps_nothing(slots: list, how: str) -> None:
         iterator.close()
     _ = None
     del iterator
-    assert not copied_ahead._waiting
+    assert not ahead._waiting
     # The loader's own generator still has the batch that it gave last.
     assert all(alive() is None for alive in read[:-1])
     count = len(read)

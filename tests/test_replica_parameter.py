@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.buckets import PLAIN_TYPES, travels_flat
+from dataparallel.comm.buckets import PLAIN_TYPES, travels_flat
 from dataparallel.replica_parameter import ReplicaParameter
 
 

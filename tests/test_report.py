@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dataparallel import comm, ownership, report
-from dataparallel.comm import cupy_kernels, nccl
+from dataparallel.comm import nccl
+from dataparallel.comm.cupy import launch
 from dataparallel.comm.topology import Link, Topology
 from dataparallel.report import Cpu, Gpu, Memory, Nvml, Report, Transport, ask_nvml, format_report, look_at_reuse
 
@@ -197,12 +198,12 @@ def test_broken_nvml_is_a_line_of_the_report(function):
 
 
 def test_unknown_peers_are_no_reason_to_refuse(monkeypatch):
-    monkeypatch.setattr(cupy_kernels, "why_not_installed", lambda: None)
-    comm.carriers._forget()
+    monkeypatch.setattr(launch, "why_not_installed", lambda: None)
+    comm.select._forget()
     gpus = [torch.device("cuda", index) for index in range(2)]
     with comm.using(transport="cupy"):
         found = report.look_at_transport(gpus, report._between(gpus, Nvml()), are_peers_known=False)
-    comm.carriers._forget()
+    comm.select._forget()
     assert found.ways["broadcast"].startswith("cupy: ")
     assert found.ways["broadcast"].endswith("if all are peers, which NVML does not tell")
     assert "NVML" not in found.ways["gather"]
@@ -289,11 +290,11 @@ def installed(monkeypatch):
         raise AssertionError("CuPy was imported")
 
     monkeypatch.setattr(nccl, "why_not", lambda: None)
-    monkeypatch.setattr(cupy_kernels, "why_not", imported)
-    monkeypatch.setattr(cupy_kernels, "why_not_installed", lambda: None)
-    comm.carriers._forget()
+    monkeypatch.setattr(launch, "why_not", imported)
+    monkeypatch.setattr(launch, "why_not_installed", lambda: None)
+    comm.select._forget()
     yield
-    comm.carriers._forget()
+    comm.select._forget()
 
 
 def transport_lines(known):
@@ -366,19 +367,20 @@ UNASKED = """
 import sys
 import torch
 from dataparallel import comm
-from dataparallel.comm import carriers, cupy_kernels
+from dataparallel.comm import select
+from dataparallel.comm.cupy import launch
 from dataparallel.report import collect, format_report
 
 torch.cuda.is_available, torch.version.hip = lambda: True, None
 print(format_report(collect()))
-places = [torch.device("cpu"), torch.device("cpu", 0)]  # two names, so that a carrier is chosen
+places = [torch.device("cpu"), torch.device("cpu", 0)]  # two names, so that a transport is chosen
 for said in ({"transport": "copy"}, {"transport": "host"}, {"transport": "nccl"}, *[{}] * (sys.argv[1] == "")):
     with comm.using(**said):
-        carriers.carrier_for("gather", places, [torch.ones(3)])
-        carriers.carrier_for("reduce_add", places, [torch.ones(3)])
+        select.transport_for("gather", places, [torch.ones(3)])
+        select.transport_for("reduce_add", places, [torch.ones(3)])
 assert "cupy" not in sys.modules
 print("now")
-print(cupy_kernels.why_not())
+print(launch.why_not())
 """
 
 

@@ -1,28 +1,35 @@
 """Moving tensors between the devices of one process: plain functions.
 
-This file checks arguments and says what results look like; ``carriers`` beside it says what carries a call, and how
+This file checks arguments and says what results look like; ``comm.select`` beside it says what carries a call, and how
 tensors travel is a file each. The room knows no module and no autograd: gradients are not recorded here,
-``dataparallel.functions`` does that. Names and arguments are those of ``torch.nn.parallel.comm``; devices are anything
-that ``dataparallel.devices`` accepts, the CPU included. On one device nothing is copied unless the caller needs its own
-storage, or slots are isolated, which is for tests (``dataparallel.testing.isolated_slots``). `using` says how tensors
-travel where the library's choice is not wanted.
+``dataparallel.autograd.functions`` does that. Names and arguments are those of ``torch.nn.parallel.comm``; devices are
+anything that ``dataparallel.devices`` accepts, the CPU included. On one device nothing is copied unless the caller
+needs its own storage, or slots are isolated, which is for tests (``dataparallel.testing.isolated_slots``). `using`
+says how tensors travel where the library's choice is not wanted.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
-from dataparallel.buckets import DEFAULT_CAP_BYTES, PLAIN_TYPES, Planned
-from dataparallel.comm import copies, one_launch, topology
-from dataparallel.comm.carriers import carrier_for, choose_for
-from dataparallel.comm.choice import Choice, Work
-from dataparallel.comm.one_launch import Kernels
+from dataparallel.comm import copies, topology
+from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Planned
+from dataparallel.comm.checks import (
+    check_chunk_sizes,
+    check_exactly_one,
+    check_movable,
+    check_summable,
+    near_equal_sizes,
+    why_not_gatherable,
+)
+from dataparallel.comm.choice import Choice, Collective
+from dataparallel.comm.cupy import transport as kernels
+from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.routes import Travelling
+from dataparallel.comm.select import choose_for, transport_for
 from dataparallel.comm.settings import are_slots_isolated, using
 from dataparallel.comm.topology import Topology
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
@@ -47,7 +54,7 @@ _TYPICAL_BYTES, _TYPICAL_COUNT = 25 * 2**20, 100
 
 
 def choose_transport(
-    devices: Sequence[torch.device], known: Topology | None = None, work: Work = "broadcast"
+    devices: Sequence[torch.device], known: Topology | None = None, work: Collective = "broadcast"
 ) -> Choice:
     """How a bucket of parameters would travel between the first of ``devices`` and the others, and the reason.
 
@@ -62,17 +69,6 @@ def choose_transport(
     return choose_for(work, topology.of(devices) if known is None else known, _TYPICAL_BYTES, _TYPICAL_COUNT)
 
 
-def near_equal_sizes(total: int, slots: int) -> list[int]:
-    """Chunk sizes as ``torch.chunk`` makes them: equal but for the last, and fewer than ``slots`` where need be.
-
-    A batch of none is one empty chunk.
-    """
-    if total == 0:
-        return [0]
-    size = -(-total // slots)
-    return [min(size, total - start) for start in range(0, total, size)]
-
-
 @torch.no_grad()
 def broadcast(
     tensor: Tensor, devices: Sequence[DeviceLike] | None = None, *, out: Sequence[Tensor] | None = None
@@ -85,27 +81,27 @@ def broadcast(
     Raises:
         ValueError: both or none of ``devices`` and ``out``, a shape in ``out`` that differs, a meta or lazy tensor.
     """
-    _check_movable([tensor])
-    _check_exactly_one(devices, out)
+    check_movable([tensor])
+    check_exactly_one(devices, out)
     if devices is not None:
         slots = resolve_each(devices)
-        carrier = carrier_for("broadcast", _places([tensor.device], slots), [tensor])
+        transport = transport_for("broadcast", _places([tensor.device], slots), [tensor])
         own = are_slots_isolated()
-        if isinstance(carrier, Kernels):
-            return tuple(copy for (copy,) in one_launch.broadcast_coalesced([tensor], slots, own=own))
-        return tuple(copies.broadcast(tensor, slots, own=own, carrier=carrier))
+        if isinstance(transport, Kernels):
+            return tuple(copy for (copy,) in kernels.broadcast_coalesced([tensor], slots, own=own))
+        return tuple(copies.broadcast(tensor, slots, own=own, transport=transport))
     assert out is not None
-    _check_movable(out)
+    check_movable(out)
     for index, target in enumerate(out):
         if target.shape != tensor.shape:
             raise ValueError(
                 f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
             )
-    carrier = carrier_for("broadcast", _places([tensor.device], [target.device for target in out]), [tensor])
-    if isinstance(carrier, Kernels):
-        one_launch.broadcast_into(out, tensor)
+    transport = transport_for("broadcast", _places([tensor.device], [target.device for target in out]), [tensor])
+    if isinstance(transport, Kernels):
+        kernels.broadcast_into(out, tensor)
     else:
-        copies.broadcast_into(out, tensor, carrier)
+        copies.broadcast_into(out, tensor, transport)
     return tuple(out)
 
 
@@ -125,19 +121,19 @@ def broadcast_coalesced(
         devices: slots; several on one device share what was copied there.
         buffer_size: above 0.
         own_storage: every slot but the first gets storage that nothing else uses.
-        planned: what ``buckets.plan_buckets`` has made of these tensors with this size, where the caller has it.
+        planned: what ``comm.buckets.plan_buckets`` has made of these tensors with this size, where the caller has it.
 
     Raises:
         ValueError: a meta or lazy tensor, a device that does not exist.
     """
-    _check_movable(tensors)
+    check_movable(tensors)
     slots = resolve_each(devices)
-    carrier = carrier_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors)
+    transport = transport_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors)
     isolated = are_slots_isolated()
-    if isinstance(carrier, Kernels):
-        return one_launch.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage or isolated)
+    if isinstance(transport, Kernels):
+        return kernels.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage or isolated)
     return copies.broadcast_coalesced(
-        tensors, slots, buffer_size, own=own_storage, isolated=isolated, carrier=carrier, planned=planned
+        tensors, slots, buffer_size, own=own_storage, isolated=isolated, transport=transport, planned=planned
     )
 
 
@@ -151,12 +147,12 @@ def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) 
         ValueError: no tensor, shapes or dtypes that differ (the message says which).
     """
     inputs = list(inputs)
-    _check_summable(inputs)
+    check_summable(inputs)
     target = inputs[0].device if destination is None else resolve(destination)
-    carrier = carrier_for("reduce_add", _places([target], [tensor.device for tensor in inputs]), inputs[:1])
-    if isinstance(carrier, Kernels):
-        return one_launch.reduce_add_coalesced([[tensor] for tensor in inputs], target)[0]
-    return copies.reduce_add(inputs, target, carrier, isolated=are_slots_isolated())
+    transport = transport_for("reduce_add", _places([target], [tensor.device for tensor in inputs]), inputs[:1])
+    if isinstance(transport, Kernels):
+        return kernels.reduce_add_coalesced([[tensor] for tensor in inputs], target)[0]
+    return copies.reduce_add(inputs, target, transport, isolated=are_slots_isolated())
 
 
 @torch.no_grad()
@@ -187,18 +183,18 @@ def reduce_add_coalesced(
     if lengths[0] == 0:
         return ()
     for tensors in inputs:
-        _check_movable(tensors)
+        check_movable(tensors)
     shapes = [[tensor.shape for tensor in tensors] for tensors in inputs]
     dtypes = [[tensor.dtype for tensor in tensors] for tensors in inputs]
     if any(of_slot != shapes[0] for of_slot in shapes) or any(of_slot != dtypes[0] for of_slot in dtypes):
         for position, terms in enumerate(zip(*inputs, strict=True)):
-            _check_summable(terms, f" at position {position}")
+            check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
-    carrier = carrier_for("reduce_add", _places([target], [tensors[0].device for tensors in inputs]), inputs[0])
-    if isinstance(carrier, Kernels):
-        return tuple(one_launch.reduce_add_coalesced(inputs, target))
+    transport = transport_for("reduce_add", _places([target], [tensors[0].device for tensors in inputs]), inputs[0])
+    if isinstance(transport, Kernels):
+        return tuple(kernels.reduce_add_coalesced(inputs, target))
     isolated = are_slots_isolated()
-    return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size, carrier, travelling, isolated=isolated))
+    return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size, transport, travelling, isolated=isolated))
 
 
 def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> bool:
@@ -209,7 +205,7 @@ def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -
     source = tensors[0].device
     if all(slot == source for slot in slots) and not are_slots_isolated():
         return False
-    return not isinstance(carrier_for("reduce_add", _places([source], slots), tensors), Kernels)
+    return not isinstance(transport_for("reduce_add", _places([source], slots), tensors), Kernels)
 
 
 @torch.no_grad()
@@ -218,10 +214,10 @@ def add_flat(flats: Sequence[Tensor], destination: torch.device, *, travelling: 
 
     ``travelling``: see `reduce_add_coalesced`.
     """
-    carrier = carrier_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
-    if isinstance(carrier, Kernels):
-        return one_launch.reduce_add_coalesced([[flat] for flat in flats], destination)[0]
-    return copies.add_flat(flats, destination, carrier, travelling, isolated=are_slots_isolated())
+    transport = transport_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
+    if isinstance(transport, Kernels):
+        return kernels.reduce_add_coalesced([[flat] for flat in flats], destination)[0]
+    return copies.add_flat(flats, destination, transport, travelling, isolated=are_slots_isolated())
 
 
 @torch.no_grad()
@@ -242,10 +238,10 @@ def scatter(
         IndexError: the tensor has no dimension ``dim``.
         ValueError: ``chunk_sizes`` or ``out`` that do not add up, both or none of ``devices`` and ``out``.
     """
-    _check_movable([tensor])
+    check_movable([tensor])
     if not -tensor.dim() <= dim < tensor.dim():
         raise IndexError(f"cannot scatter a tensor of shape {tuple(tensor.shape)} along dimension {dim}")
-    _check_exactly_one(devices, out)
+    check_exactly_one(devices, out)
     if out is not None:
         return _scatter_into(tensor, out, chunk_sizes, dim)
     assert devices is not None
@@ -255,8 +251,8 @@ def scatter(
     else:
         sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
     slots = slots[: len(sizes)]
-    carrier = carrier_for("scatter", _places([tensor.device], slots), [tensor])
-    return tuple(copies.scatter(tensor, slots, sizes, dim, carrier, own=are_slots_isolated()))
+    transport = transport_for("scatter", _places([tensor.device], slots), [tensor])
+    return tuple(copies.scatter(tensor, slots, sizes, dim, transport, own=are_slots_isolated()))
 
 
 def _scatter_into(
@@ -264,7 +260,7 @@ def _scatter_into(
 ) -> tuple[Tensor, ...]:
     if chunk_sizes is not None:
         raise ValueError("chunk_sizes follow from the sizes of out; pass only one of them")
-    _check_movable(out)
+    check_movable(out)
     chunk = list(tensor.shape)
     for index, target in enumerate(out):
         if target.dim() == tensor.dim():
@@ -276,9 +272,9 @@ def _scatter_into(
         raise ValueError(
             f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
         )
-    carrier = carrier_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
+    transport = transport_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
     for target, part in zip(out, torch.split(tensor, [t.shape[dim] for t in out], dim), strict=True):
-        carrier.copy(target, part)
+        transport.copy(target, part)
     return tuple(out)
 
 
@@ -301,7 +297,7 @@ def gather(
     tensors = list(tensors)
     if not tensors:
         raise ValueError("gather needs at least one tensor; got none")
-    _check_movable(tensors)
+    check_movable(tensors)
     first = tensors[0]
     problem = why_not_gatherable(tensors, dim)
     if problem:
@@ -313,97 +309,21 @@ def gather(
             target = first.device
         else:
             target = CPU if destination == -1 else resolve(destination)
-        carrier = carrier_for("gather", _places([target], [tensor.device for tensor in tensors]), tensors)
-        return copies.gather(tensors, dim % first.dim(), target, carrier)
+        transport = transport_for("gather", _places([target], [tensor.device for tensor in tensors]), tensors)
+        return copies.gather(tensors, dim % first.dim(), target, transport)
     if destination is not None:
         raise ValueError("out has a device already; pass only one of destination and out")
     shape = list(first.shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    _check_movable([out])
+    check_movable([out])
     if out.dtype != first.dtype:
         raise ValueError(f"out has dtype {out.dtype}, the gathered tensors {first.dtype}")
     if list(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, the gathered tensors {tuple(shape)}")
-    carrier = carrier_for("gather", _places([out.device], [tensor.device for tensor in tensors]), tensors)
-    return copies.gather_into(out, tensors, dim, carrier)
-
-
-def check_chunk_sizes(chunk_sizes: Sequence[int], slots: int, total: int) -> list[int]:
-    """``chunk_sizes`` as a list, if there is one for each slot, and they add up to ``total``.
-
-    Raises:
-        ValueError: says which of these does not hold.
-    """
-    sizes = [operator.index(size) for size in chunk_sizes]
-    if len(sizes) != slots:
-        raise ValueError(f"chunk_sizes={sizes} has {len(sizes)} entries for {slots} slots; pass one for each")
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"chunk_sizes={sizes}: sizes cannot be negative")
-    if sum(sizes) != total:
-        raise ValueError(
-            f"chunk_sizes={sizes} add up to {sum(sizes)}, but the batch has {total} samples; pass sizes that "
-            "fit this batch (a smaller last batch needs its own), or None for near-equal chunks"
-        )
-    return sizes
-
-
-def why_not_movable(tensor: Tensor) -> str | None:
-    """What keeps the tensor from being moved, as the rest of a sentence; ``None`` if nothing does."""
-    if is_lazy(tensor):
-        return "is an uninitialised lazy parameter; run the module once on a sample batch first"
-    if tensor.is_meta:
-        return f"of shape {tuple(tensor.shape)} is on the meta device and has no data to move"
-    return None
-
-
-def why_not_gatherable(tensors: Sequence[Tensor], dim: int) -> str | None:
-    """What keeps the tensors from being joined along ``dim``, in words; ``None`` if nothing does."""
-    first = tensors[0]
-    for slot, tensor in enumerate(tensors[1:], start=1):
-        if tensor.dtype != first.dtype:
-            return f"tensor 0 has dtype {first.dtype}, tensor {slot} has {tensor.dtype}"
-        ours, theirs = list(first.shape), list(tensor.shape)
-        if len(ours) == len(theirs) and -len(ours) <= dim < len(ours):
-            ours[dim] = theirs[dim] = 0
-        if ours != theirs:
-            return (
-                f"tensor 0 has shape {tuple(first.shape)}, tensor {slot} has {tuple(tensor.shape)}; "
-                f"shapes may differ only along dimension {dim}"
-            )
-    return None
+    transport = transport_for("gather", _places([out.device], [tensor.device for tensor in tensors]), tensors)
+    return copies.gather_into(out, tensors, dim, transport)
 
 
 def _places(ends: Sequence[torch.device], slots: Sequence[torch.device]) -> list[torch.device]:
     """The slots, after those devices at the other end that are no slots."""
     return [*dict.fromkeys(end for end in ends if end not in slots), *slots]
-
-
-def _check_exactly_one(devices: object, out: object) -> None:
-    if (devices is None) == (out is None):
-        raise ValueError(f"pass exactly one of devices and out; got devices={devices!r} and out={out!r}")
-
-
-def _check_movable(tensors: Sequence[Tensor]) -> None:
-    for index, tensor in enumerate(tensors):
-        if tensor.is_meta or type(tensor) not in PLAIN_TYPES:
-            problem = why_not_movable(tensor)
-            if problem:
-                raise ValueError(f"tensor {index} {problem}")
-
-
-def _check_summable(tensors: Sequence[Tensor], where: str = "") -> None:
-    if not tensors:
-        raise ValueError("cannot add no tensors; pass at least one")
-    _check_movable(tensors)
-    first = tensors[0]
-    for slot, tensor in enumerate(tensors):
-        if tensor.shape != first.shape:
-            raise ValueError(
-                f"cannot add tensors of different shapes{where}: tensor 0 has {tuple(first.shape)}, "
-                f"tensor {slot} has {tuple(tensor.shape)}"
-            )
-        if tensor.dtype != first.dtype:
-            raise ValueError(
-                f"cannot add tensors of different dtypes{where}: tensor 0 has {first.dtype}, "
-                f"tensor {slot} has {tensor.dtype}"
-            )

@@ -46,9 +46,9 @@ from dataparallel.comm.peer_check import Pair
 from dataparallel.comm.settings import Settings
 from dataparallel.comm.topology import Link, Topology
 
-__all__ = ["Choice", "Work", "choose"]
+__all__ = ["Choice", "Collective", "choose"]
 
-Work: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter"]
+Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter"]
 
 CHAIN_FROM_BYTES = 256 * 2**10
 """About a * b for PCIe, with a = 10 us and b = 25 GB/s. Fewer bytes are sent in less time than it takes to begin."""
@@ -62,7 +62,7 @@ NCCL_FROM_BYTES = 4 * 2**20
 pass one NVLink direction (25 to 50 GB/s) in 80 to 160."""
 
 # What each transport does.
-_WORK: dict[str, tuple[Work, ...]] = {
+_WORK: dict[str, tuple[Collective, ...]] = {
     "nccl": ("broadcast", "reduce_add"),
     "cupy": ("broadcast", "reduce_add"),
     "host": ("broadcast", "gather", "reduce_add", "scatter"),
@@ -78,7 +78,7 @@ class Choice(NamedTuple):
 
 
 def choose(
-    work: Work,
+    work: Collective,
     topology: Topology,
     nbytes: int,
     count: int,
@@ -130,7 +130,12 @@ def choose(
 
 
 def _faster_than_copies(
-    work: Work, topology: Topology, nbytes: int, count: int, settings: Settings, available: Mapping[str, str | None]
+    work: Collective,
+    topology: Topology,
+    nbytes: int,
+    count: int,
+    settings: Settings,
+    available: Mapping[str, str | None],
 ) -> Choice | None:
     def may(transport: str) -> bool:
         left = _why_left(transport, work, topology, settings)
@@ -144,7 +149,7 @@ def _faster_than_copies(
     return None
 
 
-def _route(work: Work, topology: Topology, nbytes: int, settings: Settings) -> tuple[str, str]:
+def _route(work: Collective, topology: Topology, nbytes: int, settings: Settings) -> tuple[str, str]:
     """The route of plain copies, and the reason."""
     if work not in ("broadcast", "reduce_add"):
         return "star", f"in a {work} no chunk is for more than one device"
@@ -164,7 +169,7 @@ def _route(work: Work, topology: Topology, nbytes: int, settings: Settings) -> t
     return ("tree" if work == "broadcast" else "star"), size
 
 
-def _why_left(transport: str, work: Work, topology: Topology, settings: Settings) -> str | None:
+def _why_left(transport: str, work: Collective, topology: Topology, settings: Settings) -> str | None:
     """Why this call is none for the transport, and goes by plain copies; ``None`` if it is one."""
     if work not in _WORK[transport]:
         return f"it does no {work}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.buckets import (
+from dataparallel.comm.buckets import (
     PLAIN_TYPES,
     Bucket,
     Planned,
@@ -29,14 +29,14 @@ from dataparallel.buckets import (
     travels_flat,
     unflatten,
 )
-from dataparallel.comm.routes import STAR, Carrier, Travelling, summed_in
+from dataparallel.comm.routes import STAR, Transport, Travelling, summed_in
 
 
-def send(tensor: Tensor, device: torch.device, *, own: bool = False, carrier: Carrier = STAR) -> Tensor:
+def send(tensor: Tensor, device: torch.device, *, own: bool = False, transport: Transport = STAR) -> Tensor:
     """``tensor`` on ``device``: itself where it is there already, unless the caller needs its ``own`` storage."""
     if tensor.device == device:
         return same_kind(tensor.detach().clone(), tensor) if own else tensor
-    return same_kind(carrier.send(tensor.detach(), device), tensor)
+    return same_kind(transport.send(tensor.detach(), device), tensor)
 
 
 def same_kind(new: Tensor, original: Tensor) -> Tensor:
@@ -48,22 +48,33 @@ def same_kind(new: Tensor, original: Tensor) -> Tensor:
     return new
 
 
-def broadcast(tensor: Tensor, devices: Sequence[torch.device], *, own: bool, carrier: Carrier = STAR) -> list[Tensor]:
+def alias(tensor: Tensor, slot: int) -> Tensor:
+    """Another tensor object on the same memory, of the same class, with the same Python attributes, without graph.
+
+    For slot 0 it keeps the version counter, by which autograd notices that the source changes before backward. Those of
+    other slots have their own, or what one replica changes in place would seem to have changed in all.
+    """
+    return same_kind(tensor.data if slot else tensor.detach(), tensor)
+
+
+def broadcast(
+    tensor: Tensor, devices: Sequence[torch.device], *, own: bool, transport: Transport = STAR
+) -> list[Tensor]:
     """One tensor for each slot; slots on one device share one copy unless they need their ``own``."""
-    if carrier != STAR and travels_flat(tensor):
-        return [copy for (copy,) in broadcast_coalesced([tensor], devices, sys.maxsize, own=own, carrier=carrier)]
-    return _singly(tensor, devices, own, carrier)
+    if transport != STAR and travels_flat(tensor):
+        return [copy for (copy,) in broadcast_coalesced([tensor], devices, sys.maxsize, own=own, transport=transport)]
+    return _singly(tensor, devices, own, transport)
 
 
-def _singly(tensor: Tensor, devices: Sequence[torch.device], own: bool, carrier: Carrier) -> list[Tensor]:
+def _singly(tensor: Tensor, devices: Sequence[torch.device], own: bool, transport: Transport) -> list[Tensor]:
     sent: dict[torch.device, Tensor] = {}
     results = []
     for slot, device in enumerate(devices):
         if own and slot > 0:
-            results.append(send(tensor, device, own=True, carrier=carrier))
+            results.append(send(tensor, device, own=True, transport=transport))
         else:
             if device not in sent:
-                sent[device] = send(tensor, device, carrier=carrier)
+                sent[device] = send(tensor, device, transport=transport)
             results.append(sent[device])
     return results
 
@@ -75,7 +86,7 @@ def broadcast_coalesced(
     *,
     own: bool,
     isolated: bool = False,
-    carrier: Carrier = STAR,
+    transport: Transport = STAR,
     planned: Planned | None = None,
 ) -> list[list[Tensor]]:
     """The tensors for each slot; those that have to move, move in flat buckets. Isolated slots have their ``own``.
@@ -91,7 +102,7 @@ def broadcast_coalesced(
         planned = plan_buckets(tensors, buffer_size, candidates=moving)
     buckets, singles = planned
     for index in singles:
-        for result, copy in zip(results, _singly(tensors[index], devices, own, carrier), strict=True):
+        for result, copy in zip(results, _singly(tensors[index], devices, own, transport), strict=True):
             result[index] = copy
     for bucket in buckets:
         source = tensors[bucket.indices[0]].device
@@ -103,7 +114,7 @@ def broadcast_coalesced(
         first_on = {device: devices.index(device) for device in devices if device != source}
         receiving = needing if isolated else list(first_on.values())
         buffers = {slot: torch.empty_like(flat, device=devices[slot]) for slot in receiving}
-        carrier.spread(flat, [*buffers.values()])
+        transport.spread(flat, [*buffers.values()])
         arrived = {slot: unflatten(bucket, buffer) for slot, buffer in buffers.items()}
         for slot in needing:
             device = devices[slot]
@@ -118,16 +129,16 @@ def broadcast_coalesced(
     return results
 
 
-def broadcast_into(out: Sequence[Tensor], tensor: Tensor, carrier: Carrier) -> None:
+def broadcast_into(out: Sequence[Tensor], tensor: Tensor, transport: Transport) -> None:
     """Copies ``tensor`` into each of ``out``, whose dtypes may be others."""
     devices = [target.device for target in out]
     are_apart = len({tensor.device, *devices}) == 1 + len(devices)
     # What is passed on from device to device must be what was sent.
     if are_apart and all(target.dtype == tensor.dtype for target in out) and all(map(_is_flat, (tensor, *out))):
-        carrier.spread(tensor, out)
+        transport.spread(tensor, out)
     else:
         for target in out:
-            carrier.copy(target, tensor)
+            transport.copy(target, tensor)
 
 
 def _is_flat(tensor: Tensor) -> bool:
@@ -135,24 +146,24 @@ def _is_flat(tensor: Tensor) -> bool:
 
 
 def reduce_add(
-    inputs: Sequence[Tensor], destination: torch.device, carrier: Carrier = STAR, *, isolated: bool = False
+    inputs: Sequence[Tensor], destination: torch.device, transport: Transport = STAR, *, isolated: bool = False
 ) -> Tensor:
     """The sum, in slot order, on ``destination``; one input alone is handed through."""
-    if carrier != STAR and len(inputs) > 1 and all(map(travels_flat, inputs)):
+    if transport != STAR and len(inputs) > 1 and all(map(travels_flat, inputs)):
         of_slots = [[tensor] for tensor in inputs]
-        (total,) = reduce_add_coalesced(of_slots, destination, sys.maxsize, carrier, isolated=isolated)
+        (total,) = reduce_add_coalesced(of_slots, destination, sys.maxsize, transport, isolated=isolated)
         return total
-    return _one_by_one(inputs, destination, carrier, isolated)
+    return _one_by_one(inputs, destination, transport, isolated)
 
 
-def _one_by_one(inputs: Sequence[Tensor], destination: torch.device, carrier: Carrier, isolated: bool) -> Tensor:
+def _one_by_one(inputs: Sequence[Tensor], destination: torch.device, transport: Transport, isolated: bool) -> Tensor:
     dtype = inputs[0].dtype
-    total = send(inputs[0], destination, carrier=carrier)
+    total = send(inputs[0], destination, transport=transport)
     if len(inputs) == 1:
         return total
     total = total.to(summed_in(dtype))
     for tensor in inputs[1:]:
-        term = send(tensor, destination, own=isolated, carrier=carrier).to(total.dtype)
+        term = send(tensor, destination, own=isolated, transport=transport).to(total.dtype)
         if total.is_sparse and not term.is_sparse:
             # Only dense plus sparse is an operator; the sum of two is the same to the bit.
             total, term = term, total
@@ -165,7 +176,7 @@ def reduce_add_coalesced(
     inputs: Sequence[Sequence[Tensor]],
     destination: torch.device,
     buffer_size: int,
-    carrier: Carrier = STAR,
+    transport: Transport = STAR,
     travelling: Travelling | None = None,
     *,
     isolated: bool = False,
@@ -173,14 +184,14 @@ def reduce_add_coalesced(
     """For every position the sum over slots, in slot order; dense tensors travel in flat buckets."""
     first = inputs[0]
     if len(inputs) == 1:
-        return [send(tensor, destination, carrier=carrier) for tensor in first]
+        return [send(tensor, destination, transport=transport) for tensor in first]
     results = list(first)
     flat_ones = travel_flat_on_every_slot(inputs)
     buckets, _ = plan_buckets(first, buffer_size, candidates=flat_ones, keep_repeats=False)
     for index in set(range(len(first))).difference(flat_ones):
-        results[index] = _one_by_one([tensors[index] for tensors in inputs], destination, carrier, isolated)
+        results[index] = _one_by_one([tensors[index] for tensors in inputs], destination, transport, isolated)
     for bucket in buckets:
-        totals = _sum_bucket(bucket, inputs, destination, carrier, travelling, isolated)
+        totals = _sum_bucket(bucket, inputs, destination, transport, travelling, isolated)
         for index, total in zip(bucket.indices, totals, strict=True):
             results[index] = total
     return results
@@ -199,7 +210,7 @@ def _sum_bucket(
     bucket: Bucket,
     inputs: Sequence[Sequence[Tensor]],
     destination: torch.device,
-    carrier: Carrier,
+    transport: Transport,
     travelling: Travelling | None,
     isolated: bool,
 ) -> list[Tensor]:
@@ -214,13 +225,13 @@ def _sum_bucket(
         return list(totals)
 
     flats = (flatten(bucket, tensors) for tensors in inputs)
-    return unflatten(bucket, add_flat(flats, destination, carrier, travelling, isolated=isolated))
+    return unflatten(bucket, add_flat(flats, destination, transport, travelling, isolated=isolated))
 
 
 def add_flat(
     flats: Iterable[Tensor],
     destination: torch.device,
-    carrier: Carrier,
+    transport: Transport,
     travelling: Travelling | None,
     *,
     isolated: bool,
@@ -230,15 +241,15 @@ def add_flat(
     def brought(flats: Iterable[Tensor]) -> Iterator[Tensor]:
         for place, flat in enumerate(flats):
             # The first slot's is at home on the destination; what isolated slots have there travels all the same.
-            yield carrier.send(flat, destination) if isolated and place and flat.device == destination else flat
+            yield transport.send(flat, destination) if isolated and place and flat.device == destination else flat
 
     if travelling is None:
-        return carrier.add_up(brought(flats), destination)
+        return transport.add_up(brought(flats), destination)
     flats = [*flats]
     # Memory of the sum is made outside, so that it belongs to the stream that was current there.
     total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
     with travelling([*flats, total]):
-        added = carrier.add_up(brought(flats), destination)
+        added = transport.add_up(brought(flats), destination)
         if added.data_ptr() != total.data_ptr():
             total.copy_(added)
     return total
@@ -249,7 +260,7 @@ def scatter(
     devices: Sequence[torch.device],
     sizes: Sequence[int],
     dim: int,
-    carrier: Carrier = STAR,
+    transport: Transport = STAR,
     *,
     own: bool = False,
 ) -> list[Tensor]:
@@ -258,34 +269,34 @@ def scatter(
     Slots other than the first get their ``own`` storage where the caller says so.
     """
     if len(sizes) == 1:
-        return [send(tensor, devices[0], carrier=carrier)]
+        return [send(tensor, devices[0], transport=transport)]
     if tensor.layout is torch.sparse_coo:
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         chunks = [tensor.detach().narrow_copy(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
     else:
         chunks = list(torch.split(tensor.detach(), list(sizes), dim))
     return [
-        same_kind(send(chunk, device, own=own and slot > 0, carrier=carrier), tensor)
+        same_kind(send(chunk, device, own=own and slot > 0, transport=transport), tensor)
         for slot, (chunk, device) in enumerate(zip(chunks, devices, strict=True))
     ]
 
 
-def gather(tensors: Sequence[Tensor], dim: int, destination: torch.device, carrier: Carrier = STAR) -> Tensor:
+def gather(tensors: Sequence[Tensor], dim: int, destination: torch.device, transport: Transport = STAR) -> Tensor:
     """The tensors one after the other along ``dim``; one alone is handed through if it is there already."""
     if len(tensors) == 1:
-        return send(tensors[0], destination, carrier=carrier)
+        return send(tensors[0], destination, transport=transport)
     if all(tensor.device == destination for tensor in tensors) or not all(map(travels_flat, tensors)):
-        return torch.cat([send(tensor, destination, carrier=carrier) for tensor in tensors], dim)
+        return torch.cat([send(tensor, destination, transport=transport) for tensor in tensors], dim)
     first = tensors[0]
     shape = list(first.shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     stride = dense_stride(shape, torch.empty_like(first, device="meta").stride())
     out = torch.empty_strided(shape, stride, dtype=first.dtype, device=destination)
-    return gather_into(out, tensors, dim, carrier)
+    return gather_into(out, tensors, dim, transport)
 
 
-def gather_into(out: Tensor, tensors: Sequence[Tensor], dim: int, carrier: Carrier = STAR) -> Tensor:
+def gather_into(out: Tensor, tensors: Sequence[Tensor], dim: int, transport: Transport = STAR) -> Tensor:
     """Copies the tensors into consecutive parts of ``out`` along ``dim``."""
     for part, tensor in zip(torch.split(out, [t.shape[dim] for t in tensors], dim), tensors, strict=True):
-        carrier.copy(part, tensor)
+        transport.copy(part, tensor)
     return out

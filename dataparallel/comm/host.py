@@ -15,8 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dataparallel.buckets import travels_flat
 from dataparallel.comm import copies
+from dataparallel.comm.buckets import travels_flat
 from dataparallel.comm.routes import add_one_by_one
 from dataparallel.devices import CPU
 
@@ -51,7 +51,7 @@ def _can_pin(device_type: str) -> bool:
 
 
 class ThroughHost:
-    """A `dataparallel.comm.routes.Carrier` whose copies between accelerators all go through the host."""
+    """A `dataparallel.comm.routes.Transport` whose copies between accelerators all go through the host."""
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         """See `send`; on the tensor's own device a copy of its own."""

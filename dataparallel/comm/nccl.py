@@ -37,7 +37,7 @@ def why_not() -> str | None:
 
 
 class Nccl:
-    """A `dataparallel.comm.routes.Carrier` for distinct CUDA devices; with sums unless ``sums`` is false."""
+    """A `dataparallel.comm.routes.Transport` for distinct CUDA devices; with sums unless ``sums`` is false."""
 
     def __init__(self, sums: bool) -> None:
         self._sums = sums

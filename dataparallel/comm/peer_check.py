@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.environment import says_no
-from dataparallel.streams import current
+from dataparallel.streams.current import streams_set
 
 __all__ = ["VARIABLE", "Pair", "check_all", "is_on", "trusted"]
 
@@ -101,7 +101,7 @@ def _arrives_unharmed(source: torch.device, target: torch.device) -> bool:
     data = torch.frombuffer(bytearray(os.urandom(CHECKED_BYTES)), dtype=torch.int64)
     # On streams of its own, so that the copies from and to the host, which block, wait for nobody's work. The copy
     # between the devices is ordered by torch against both.
-    with current({device: _stream(device) for device in (source, target)}):
+    with streams_set({device: _stream(device) for device in (source, target)}):
         sent = data.to(source)
         # Every byte is wrong beforehand: one that does not arrive cannot look as if it had.
         arrived = data.bitwise_not().to(target)

@@ -25,8 +25,8 @@ __all__ = [
     "PIECES_OF_A_BROADCAST",
     "PIECES_OF_A_SUM",
     "STAR",
-    "Along",
-    "Carrier",
+    "TorchCopies",
+    "Transport",
     "Travelling",
     "add_one_by_one",
     "hops",
@@ -48,7 +48,7 @@ Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[Non
 """Opens the context in which flat buffers travel, and are added; it is given all that are used there."""
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """What brings tensors from device to device. Memory that it returns is nobody else's, unless it says so."""
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -68,7 +68,7 @@ class Carrier(Protocol):
 
 
 @dataclass(frozen=True)
-class Along:
+class TorchCopies:
     """torch's own copies, along a route."""
 
     route: str
@@ -101,7 +101,7 @@ class Along:
         return add_one_by_one(flats, lambda flat: flat.to(destination))
 
 
-STAR = Along("star")
+STAR = TorchCopies("star")
 
 
 def hops(route: str, places: Sequence[P]) -> list[tuple[P, P]]:

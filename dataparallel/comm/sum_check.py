@@ -1,8 +1,8 @@
 """Whether a transport's sums are those of plain copies, bit for bit: tried once, before it is trusted with gradients.
 
 A build that flushes subnormals to zero, or rounds at another point, is not seen on ordinary numbers and copies nothing
-wrong. So numbers at the edges of each floating-point dtype are added to each other. ``carriers`` asks, before the first
-use; what becomes of the transport is its business.
+wrong. So numbers at the edges of each floating-point dtype are added to each other. ``comm.select`` asks, before the
+first use; what becomes of the transport is its business.
 """
 
 from __future__ import annotations

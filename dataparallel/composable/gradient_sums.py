@@ -1,7 +1,7 @@
 """Gradients of living replicas: summed into the source during backward, or kept on the slots until they are.
 
-A bucket of parameters is one kept `LivingToSlots` node, whose backward runs once in each pass, when the last slot has
-the bucket's gradients. It asks for each parameter whether the pass writes its ``.grad``: ``backward(inputs=...)`` may
+A bucket of parameters is one kept `PersistentToSlots` node. Its backward runs once in each pass, when the last slot has
+the bucket's gradients, and asks for each parameter whether the pass writes its ``.grad``: ``backward(inputs=...)`` may
 write some of a bucket.
 
 - Where gradients are summed, a parameter whose ``.grad`` is written gets the sum and what is kept for it. What is kept
@@ -13,7 +13,8 @@ write some of a bucket.
   to ``.grad`` in place, but puts another tensor there.
 
 What is kept is void, and dropped, if the source's ``.grad`` says so: it is ``None``, another tensor, or has been set to
-zero. ``living_tensors`` makes the nodes; how gradients travel is the business of ``functions`` and ``comm``.
+zero. ``composable.persistent_tensors`` makes the nodes; how gradients travel is the business of ``functions`` and
+``comm``.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.bucket_nodes import SlotGradients, ToSlots
-from dataparallel.node_streams import on_streams_of
-from dataparallel.side_streams import BesideBackward
-from dataparallel.streams import joined
+from dataparallel.autograd.bucket_nodes import SlotGradients, ToSlots
+from dataparallel.streams.current import joined
+from dataparallel.streams.gradients import GradientStreams
+from dataparallel.streams.nodes import on_streams_of
 
-__all__ = ["GradientSums", "LivingToSlots", "WaitingBucket"]
+__all__ = ["GradientSums", "PersistentToSlots", "WaitingBucket"]
 
 
-class LivingToSlots(ToSlots):
+class PersistentToSlots(ToSlots):
     """The node of a bucket that serves many passes. ``node.waiting`` is its `WaitingBucket`.
 
     It takes a token too, and its last output is one: the next bucket's is this one's output, so that in every pass
@@ -46,7 +47,7 @@ class LivingToSlots(ToSlots):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, slots: Sequence[torch.device], beside: BesideBackward | None, handle: Tensor, token: Tensor
+        ctx: Any, slots: Sequence[torch.device], beside: GradientStreams | None, handle: Tensor, token: Tensor
     ) -> tuple[Tensor, ...]:
         """As `ToSlots`'s, and the token."""
         return (*ToSlots.forward(ctx, slots, beside, handle), token.detach())

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from dataparallel.composable.contract import Form, ManagedModule, held_by, original_class
 from dataparallel.composable.replicate_state import ReplicateState
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
+from dataparallel.modules.signatures import StandIns
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes
-from dataparallel.signatures import StandIns
 
 __all__ = ["ReplicatedModule", "register_forward_method", "replicate"]
 

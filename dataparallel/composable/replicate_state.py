@@ -1,7 +1,7 @@
 """What `replicate` keeps for one module: where it runs, its replicas, and how a call of it runs on them.
 
 A call of the module arrives here with the name of the method that was called. It goes through the four stages of
-``pipeline``; replicas are made from a twin, an object of the original class with everything that the module has. Only
+``stages``; replicas are made from a twin, an object of the original class with everything that the module has. Only
 ``replicate`` makes states.
 """
 
@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel._torch import HOOK_TABLES
 from dataparallel.composable.contract import KEY
-from dataparallel.composable.living_tensors import LivingTensors
+from dataparallel.composable.persistent_tensors import PersistentTensors
 from dataparallel.devices import DeviceLike, resolve, resolve_output
-from dataparallel.kept_replicas import KeptReplicas
-from dataparallel.module_plan import STANDS_FOR, StandsFor, instance_slots
+from dataparallel.kept.replicas import KeptReplicas
+from dataparallel.modules.build import bare_module
+from dataparallel.modules.placement import check_placement
+from dataparallel.modules.plan import STANDS_FOR, StandsFor, instance_slots
 from dataparallel.parallel_apply import run_replicas
-from dataparallel.permits import PermitChooser
-from dataparallel.pipeline import run_stages
-from dataparallel.placement import check_placement
-from dataparallel.replicate import bare_module
-from dataparallel.scatter_gather import arguments_of_one, gather, scatter_kwargs
+from dataparallel.scatter_gather import gather, scatter_kwargs
+from dataparallel.stages import Call, run_alone
+from dataparallel.structures import arguments_of_one
+from dataparallel.threads.permits import PermitChooser
 
 __all__ = ["ReplicateState"]
 
@@ -70,7 +71,7 @@ class ReplicateState:
         self._twin = bare_module(type(module))
         self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in HOOK_TABLES}
         self._permits = PermitChooser()
-        self._tensors = LivingTensors(self.slots, first_bytes, cap_bytes, broadcast_buffers)
+        self._tensors = PersistentTensors(self.slots, first_bytes, cap_bytes, broadcast_buffers)
         self._kept = KeptReplicas(self._tensors)
 
     @property
@@ -110,22 +111,28 @@ class ReplicateState:
         slots = [resolve(device) for device in self.slots]
         output_device = resolve_output(self.output_device, slots)
         check_placement(self._source, slots[0], self._stands_for.ignored_modules, self._stands_for.ignored_parameters)
-        return run_stages(
-            slots,
-            output_device,
-            alone,
-            scatter=lambda: scatter_kwargs(args, kwargs, slots, self.dim),
-            replicate=lambda count: self._replicas(self._make_twin(method), slots[:count]),
-            parallel_apply=lambda replicas, inputs, keywords: run_replicas(
-                replicas, inputs, keywords, slots[: len(replicas)], None, None, self._permits, method
-            ),
-            gather=lambda outputs: gather(outputs, output_device, self.dim),
-            keeper=self._kept,
-        )
+        with Call(slots, self._kept) as call:
+            return self._stages(call, slots, output_device, method, alone, args, kwargs)
 
-    def _replicas(self, twin: nn.Module, slots: list[torch.device]) -> list[Any]:
-        """The replicas of this call, around tensors through which gradients reach the module."""
-        return self._kept.replicas(twin, slots, self.cap_bytes)
+    def _stages(
+        self,
+        call: Call,
+        slots: list[torch.device],
+        output_device: torch.device,
+        method: str,
+        alone: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        inputs, keywords = scatter_kwargs(args, kwargs, slots, self.dim)
+        if not inputs and not keywords:  # a call without arguments
+            inputs, keywords = ((),), ({},)
+        if len(slots) == 1:
+            return run_alone(alone, inputs[0], keywords[0], slots[0], output_device)
+        slots = slots[: len(inputs)]
+        replicas = call.uses(self._kept.replicas(self._make_twin(method), slots, self.cap_bytes))
+        outputs = run_replicas(replicas, inputs, keywords, slots, None, None, self._permits, method)
+        return gather(outputs, output_device, self.dim)
 
     @property
     def _source(self) -> nn.Module:

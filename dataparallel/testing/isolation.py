@@ -1,6 +1,6 @@
 """`isolated_slots`: slots on one device behave as devices of their own, so that one device shows what several would.
 
-The library does the work: ``comm`` copies and ``slot_streams`` orders. This file only switches it on, for tests;
+The library does the work: ``comm`` copies and ``streams.isolated`` orders. This file only switches it on, for tests;
 nothing in the library asks for it.
 """
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataparallel.composable.living_tensors import LivingTensors
+from dataparallel.composable.persistent_tensors import PersistentTensors
 from dataparallel.data_parallel import DataParallel
-from dataparallel.module_plan import ModulePlan
+from dataparallel.modules.build import make_parameters
+from dataparallel.modules.plan import ModulePlan
 from dataparallel.replica_parameter import ReplicaParameter
-from dataparallel.replicate import make_parameters
 from dataparallel.testing.cases import Batch, Build, adamw
 from dataparallel.testing.steps import (
     Loss,
@@ -99,7 +99,7 @@ def perturbed_slots(source: nn.Module, perturbation: Perturbation) -> Iterator[N
 
     The noise is added to what the broadcast returns, before replicas are built from it, so
     gradients flow through the addition. Not for several threads at once: it replaces what
-    `dataparallel.replicate` calls, `broadcast_bucket`, and `LivingTensors`.
+    `dataparallel.replicate` calls, `broadcast_bucket`, and `PersistentTensors`.
     """
     # The package has a function of that name, which hides the module.
     room: Any = importlib.import_module("dataparallel.replicate")
@@ -115,9 +115,9 @@ def perturbed_slots(source: nn.Module, perturbation: Perturbation) -> Iterator[N
             for slot, copies in enumerate(broadcast_bucket(slots, tensors, *arguments))
         ]
 
-    living = LivingTensors.for_call
+    living = PersistentTensors.for_call
 
-    def perturbed_living(self: LivingTensors, plan: ModulePlan, *arguments: Any) -> list[list[Tensor]]:
+    def perturbed_living(self: PersistentTensors, plan: ModulePlan, *arguments: Any) -> list[list[Tensor]]:
         copies = []
         for slot, on_slot in enumerate(living(self, plan, *arguments)):
             copies.append([*on_slot])
@@ -128,12 +128,12 @@ def perturbed_slots(source: nn.Module, perturbation: Perturbation) -> Iterator[N
         return copies
 
     room.broadcast_bucket = perturbed
-    LivingTensors.for_call = perturbed_living  # type: ignore[method-assign, assignment]
+    PersistentTensors.for_call = perturbed_living  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         room.broadcast_bucket = broadcast_bucket
-        LivingTensors.for_call = living  # type: ignore[method-assign]
+        PersistentTensors.for_call = living  # type: ignore[method-assign]
 
 
 def assert_same_step(

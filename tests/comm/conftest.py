@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 import kernel_runner
-from dataparallel.comm import cupy_kernels, one_launch
-from dataparallel.comm.kernel_tables import Kernel, pack
+from dataparallel.comm.cupy import launch as cupy_kernels
+from dataparallel.comm.cupy import transport
+from dataparallel.comm.cupy.tables import Kernel, pack
 from kernel_launches import Launches
 
 
@@ -29,5 +30,5 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def launches(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> Launches:
     replaced = Launches(launch)
-    monkeypatch.setattr(one_launch, "cupy_kernels", replaced)
+    monkeypatch.setattr(transport, "launch", replaced)
     return replaced

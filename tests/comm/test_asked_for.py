@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import carriers, cupy_kernels, nccl, peer_check, topology
-from dataparallel.comm.carriers import carrier_for
-from dataparallel.comm.one_launch import Kernels
-from dataparallel.comm.routes import STAR, Along
+from dataparallel.comm import nccl, peer_check, select, topology
+from dataparallel.comm.cupy import launch
+from dataparallel.comm.cupy.transport import Kernels
+from dataparallel.comm.routes import STAR, TorchCopies
+from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
 from dataparallel.comm.topology import Link, Topology
 from dataparallel.testing import isolated_slots
@@ -36,9 +37,9 @@ def pure(test: object) -> object:
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
     """Nothing that one of these tests finds out is known to other tests."""
-    carriers._forget()
+    select._forget()
     yield
-    carriers._forget()
+    select._forget()
 
 
 def linked(devices: Sequence[torch.device]) -> Topology:
@@ -60,11 +61,11 @@ class Machine:
         self.asked: list[str] = []
         monkeypatch.setenv(peer_check.VARIABLE, "0")
         monkeypatch.setattr(topology, "of", linked)
-        monkeypatch.setattr(carriers, "_first_comparison", self.compare)
-        monkeypatch.setattr(carriers, "wrong_sums", lambda add_up, devices: None)
+        monkeypatch.setattr(select, "_first_comparison", self.compare)
+        monkeypatch.setattr(select, "wrong_sums", lambda add_up, devices: None)
         monkeypatch.setattr(nccl, "why_not", lambda: self.asked.append("nccl"))
-        monkeypatch.setattr(cupy_kernels, "why_not", lambda: self.asked.append("cupy"))
-        monkeypatch.setattr(cupy_kernels, "why_not_installed", lambda: self.asked.append("cupy's files"))
+        monkeypatch.setattr(launch, "why_not", lambda: self.asked.append("cupy"))
+        monkeypatch.setattr(launch, "why_not_installed", lambda: self.asked.append("cupy's files"))
 
     def compare(self, spread: object, devices: tuple[torch.device, ...]) -> str | None:
         self.compared.append(devices)
@@ -81,8 +82,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_a_transport_that_is_asked_for_is_compared_once_where_it_carries(name: str, machine: Machine) -> None:
     with comm.using(transport=name, deterministic=False):
         for tensors in (LARGE, SMALL):
-            assert isinstance(carrier_for("broadcast", machine.devices, tensors), NAMES[name])
-            assert isinstance(carrier_for("reduce_add", machine.devices, tensors), NAMES[name])
+            assert isinstance(transport_for("broadcast", machine.devices, tensors), NAMES[name])
+            assert isinstance(transport_for("reduce_add", machine.devices, tensors), NAMES[name])
     assert machine.compared == [tuple(machine.devices)]
     assert machine.asked == [name]
 
@@ -92,21 +93,21 @@ def test_a_transport_that_is_asked_for_is_compared_once_where_it_carries(name: s
 def test_where_it_carries_nothing_it_is_not_tried(name: str, machine: Machine) -> None:
     with_cpu = [CPU, *machine.devices]
     with comm.using(transport=name):
-        assert carrier_for("gather", machine.devices, LARGE) == STAR
-        assert carrier_for("gather", with_cpu, LARGE) == STAR
-        assert carrier_for("scatter", with_cpu, LARGE) == STAR
-        assert carrier_for("reduce_add", with_cpu, LARGE) == STAR
-        assert carrier_for("broadcast", with_cpu, LARGE) == STAR
-        assert carrier_for("broadcast", with_cpu[:2], LARGE) == STAR
+        assert transport_for("gather", machine.devices, LARGE) == STAR
+        assert transport_for("gather", with_cpu, LARGE) == STAR
+        assert transport_for("scatter", with_cpu, LARGE) == STAR
+        assert transport_for("reduce_add", with_cpu, LARGE) == STAR
+        assert transport_for("broadcast", with_cpu, LARGE) == STAR
+        assert transport_for("broadcast", with_cpu[:2], LARGE) == STAR
     assert machine.compared == []
 
 
 @pure
 def test_sums_in_slot_order_are_made_by_plain_copies(machine: Machine) -> None:
     with comm.using(transport="nccl"):
-        assert carrier_for("reduce_add", machine.devices, LARGE) == Along("chain")
-        assert carrier_for("reduce_add", machine.devices, SMALL) == STAR
-        assert not isinstance(carrier_for("broadcast", machine.devices, SMALL), Along)
+        assert transport_for("reduce_add", machine.devices, LARGE) == TorchCopies("chain")
+        assert transport_for("reduce_add", machine.devices, SMALL) == STAR
+        assert not isinstance(transport_for("broadcast", machine.devices, SMALL), TorchCopies)
 
 
 @pure
@@ -118,8 +119,8 @@ def test_one_that_brings_other_data_is_refused(name: str, machine: Machine) -> N
             pytest.warns(RuntimeWarning, match=f"'{name}' is not used"),
             pytest.raises(ValueError, match=f"'{name}' was asked for .* other data to cuda:1"),
         ):
-            carrier_for("broadcast", machine.devices, LARGE)
-        assert carrier_for("gather", machine.devices, LARGE) == STAR
+            transport_for("broadcast", machine.devices, LARGE)
+        assert transport_for("gather", machine.devices, LARGE) == STAR
     assert len(machine.compared) == 1
 
 
@@ -128,7 +129,7 @@ def test_one_that_brings_other_data_is_refused(name: str, machine: Machine) -> N
 def test_of_one_that_nobody_has_asked_for_nothing_is_asked(asked: dict, machine: Machine) -> None:
     with comm.using(**asked):
         for work in ("broadcast", "reduce_add", "gather", "scatter"):
-            carrier_for(work, machine.devices, LARGE)
+            transport_for(work, machine.devices, LARGE)
             comm.choose_transport(machine.devices, work=work)
     assert (machine.asked, machine.compared) == ([], [])
 
@@ -152,11 +153,11 @@ def taken_for_cuda(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Libra
     library = Library()
     monkeypatch.setenv(peer_check.VARIABLE, "0")
     monkeypatch.setattr(topology, "of", of)
-    monkeypatch.setattr(carriers, "_first_comparison", lambda spread, devices: None)
-    monkeypatch.setattr(carriers, "wrong_sums", lambda add_up, devices: None)
+    monkeypatch.setattr(select, "_first_comparison", lambda spread, devices: None)
+    monkeypatch.setattr(select, "wrong_sums", lambda add_up, devices: None)
     monkeypatch.setattr(nccl, "why_not", lambda: None)
     monkeypatch.setattr(nccl, "nccl", library)
-    monkeypatch.setattr(cupy_kernels, "why_not", lambda: None)
+    monkeypatch.setattr(launch, "why_not", lambda: None)
     return library
 
 

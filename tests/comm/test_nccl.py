@@ -24,7 +24,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 @pytest.mark.slots(3)
 def test_a_bucket_is_one_call(slots: list, root: torch.device, library: Library) -> None:
     tensors = [torch.randn(5, device=root), torch.randn(2, 3, device=root)]
-    sent = copies.broadcast_coalesced(tensors, slots, 2**20, own=False, carrier=Nccl(sums=False))
+    sent = copies.broadcast_coalesced(tensors, slots, 2**20, own=False, transport=Nccl(sums=False))
     assert library.calls == [("broadcast", 3, 0)]
     for slot, on_slot in zip(slots, sent, strict=True):
         for copy, tensor in zip(on_slot, tensors, strict=True):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from counting import Counts
-from living import Net, build
+from persistent import Net, build
 from torch import Tensor
 
 

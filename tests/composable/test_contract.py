@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dataparallel.composable.contract import KEY, Form, ManagedModule, original_class
-from dataparallel.module_plan import ModulePlan
+from dataparallel.modules.plan import ModulePlan
 
 
 class State:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from living import Net, assert_same, build, gradients, living, loss, numbers
+from persistent import Net, assert_same, build, gradients, living, loss, numbers
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.streams import current
+from dataparallel.streams.current import streams_set
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -104,7 +104,7 @@ def test_on_streams_of_the_callers(wrapped: DataParallel, net: Net, twin: Net, s
     streams = {device: torch.Stream(device) for device in devices}
     for device, stream in streams.items():
         stream.wait_stream(torch.accelerator.current_stream(device))
-    with current(streams):
+    with streams_set(streams):
         for are_on, x in zip((True, False, False, True) * 2, batches(root, slots) * 3, strict=False):
             sums_are(wrapped, are_on)
             loss(wrapped(x)).backward()

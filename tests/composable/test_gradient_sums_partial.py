@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from living import Net, assert_same, build, gradients, living, loss, numbers
 from loops import assert_same_loop, mean_square, waits
+from persistent import Net, assert_same, build, gradients, living, loss, numbers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dataparallel.composable import replicate
 from dataparallel.composable.gradient_sums import WaitingBucket
-from dataparallel.streams import current_streams
+from dataparallel.streams.current import current_streams
 
 on_accelerators = pytest.mark.devices("sim", "cuda")
 
@@ -139,7 +139,7 @@ def test_each_bucket_is_looked_at_once_when_a_pass_ends(
 def test_streams_are_those_of_before_when_setting_them_is_interrupted(
     slots: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataparallel import streams
+    from dataparallel.streams import current as streams
 
     devices = [torch.device(slot) for slot in slots]
     before = current_streams(devices)

@@ -7,8 +7,8 @@ import time
 import psutil
 import pytest
 import torch
-from living import Net, assert_same, gradients, numbers
 from loops import SMALL, adamw, mean_square, waits
+from persistent import Net, assert_same, gradients, numbers
 from torch import nn
 
 from dataparallel.composable import replicate

@@ -6,8 +6,8 @@ test_replicate_errors_meanwhile.
 
 import pytest
 import torch
-from living import Net, assert_same, gradients, numbers
 from loops import SMALL, kept_on_slots, left_behind, mean_square, waits
+from persistent import Net, assert_same, gradients, numbers
 from torch import Tensor, nn
 
 from dataparallel.composable import replicate

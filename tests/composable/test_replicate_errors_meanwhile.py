@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from living import assert_same, gradients, numbers
 from loops import SMALL, kept_on_slots, left_behind, waits
 from memory import allocated
+from persistent import assert_same, gradients, numbers
 from torch import Tensor, nn
 
 from dataparallel.composable import replicate

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from counting import Counts
-from living import assert_same, gradients
 from loops import SMALL
+from persistent import assert_same, gradients
 from torch import Tensor, nn
 
-from dataparallel import kept_replicas
 from dataparallel.composable import replicate
+from dataparallel.kept import replicas as kept_replicas
+from dataparallel.kept import shell
 from dataparallel.testing.cases import seeded
 
 pytestmark = [
@@ -111,9 +112,9 @@ def test_nothing_is_built_anew_at_the_next_call(build, batch, which, record, mon
     built: list[str] = []
     of = kept_replicas.ModulePlan.of
     monkeypatch.setattr(kept_replicas.ModulePlan, "of", lambda network: built.append("a plan") or of(network))
-    for name in ("build_replica", "bare_module"):
-        make = getattr(kept_replicas, name)
-        monkeypatch.setattr(kept_replicas, name, lambda *args, name=name, make=make: built.append(name) or make(*args))
+    for room, name in ((kept_replicas, "build_replica"), (shell, "bare_module")):
+        make = getattr(room, name)
+        monkeypatch.setattr(room, name, lambda *args, name=name, make=make: built.append(name) or make(*args))
     state: Any = replicate.state(net)
     made = state._tensors._made
     for _ in range(3):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from living import Net, numbers
 from loops import adamw, assert_same_loop, mean_square, waits
+from persistent import Net, numbers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

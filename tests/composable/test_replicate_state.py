@@ -14,8 +14,9 @@ from counting import Counts
 from torch import nn
 
 import dataparallel
-from dataparallel import DataParallel, data_parallel, kept_replicas
+from dataparallel import DataParallel, data_parallel
 from dataparallel.composable import register_forward_method, replicate
+from dataparallel.kept import replicas
 
 
 def frozen(module, slots):
@@ -136,8 +137,8 @@ class TestCall:
         replicate(counts, devices=slots)
         counts(batch)
         made = []
-        of = kept_replicas.ModulePlan.of
-        monkeypatch.setattr(kept_replicas.ModulePlan, "of", lambda network: made.append(network) or of(network))
+        of = replicas.ModulePlan.of
+        monkeypatch.setattr(replicas.ModulePlan, "of", lambda network: made.append(network) or of(network))
         counts(batch)
         assert not made
         counts.new = 1

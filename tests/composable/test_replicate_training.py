@@ -5,8 +5,8 @@ Loops with several modules or several calls are in test_replicate_loops.
 
 import pytest
 import torch
-from living import Net, numbers
 from loops import SMALL, adamw, assert_same_loop, kept_on_slots, mean_square, waits
+from persistent import Net, numbers
 from torch import Tensor, nn
 
 from dataparallel.composable import register_forward_method, replicate

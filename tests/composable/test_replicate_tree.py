@@ -10,7 +10,7 @@ from torch import nn
 
 from dataparallel.composable import replicate
 from dataparallel.composable.contract import KEY
-from dataparallel.module_plan import STANDS_FOR
+from dataparallel.modules.plan import STANDS_FOR
 from dataparallel.testing import parity
 from dataparallel.testing.cases import numbers, seeded
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from dataparallel import thread_state
 from dataparallel.testing.simulated import device_module
+from dataparallel.threads import settings
 
 __all__ = ["ROW", "carry_knowledge"]
 
@@ -32,7 +32,7 @@ def carry_knowledge() -> None:
     thread._bootstrap_inner = _begin_knowing(thread._bootstrap_inner)
     thread.join = _join_learning(thread.join)
     thread.is_alive = _look_learning(thread.is_alive)
-    thread_state.carry(thread_state.Setting(ROW, _read, _hold))
+    settings.carry(settings.Setting(ROW, _read, _hold))
 
 
 def _start_telling(start: Any) -> Any:

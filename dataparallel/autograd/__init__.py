@@ -1,0 +1,1 @@
+"""`dataparallel.comm` in the graph of autograd: functions of tensors, and the nodes of buckets of parameters."""

@@ -1,0 +1,114 @@
+"""What is wrong with the arguments of a call, in words, before anything is moved.
+
+Only ``comm`` and ``scatter_gather``, which names places in nested structures, ask here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from dataparallel.comm.buckets import PLAIN_TYPES
+
+__all__ = [
+    "check_chunk_sizes",
+    "check_exactly_one",
+    "check_movable",
+    "check_summable",
+    "near_equal_sizes",
+    "why_not_gatherable",
+    "why_not_movable",
+]
+
+
+def near_equal_sizes(total: int, slots: int) -> list[int]:
+    """Chunk sizes as ``torch.chunk`` makes them: equal but for the last, and fewer than ``slots`` where need be.
+
+    A batch of none is one empty chunk.
+    """
+    if total == 0:
+        return [0]
+    size = -(-total // slots)
+    return [min(size, total - start) for start in range(0, total, size)]
+
+
+def check_chunk_sizes(chunk_sizes: Sequence[int], slots: int, total: int) -> list[int]:
+    """``chunk_sizes`` as a list, if there is one for each slot, and they add up to ``total``.
+
+    Raises:
+        ValueError: says which of these does not hold.
+    """
+    sizes = [operator.index(size) for size in chunk_sizes]
+    if len(sizes) != slots:
+        raise ValueError(f"chunk_sizes={sizes} has {len(sizes)} entries for {slots} slots; pass one for each")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"chunk_sizes={sizes}: sizes cannot be negative")
+    if sum(sizes) != total:
+        raise ValueError(
+            f"chunk_sizes={sizes} add up to {sum(sizes)}, but the batch has {total} samples; pass sizes that "
+            "fit this batch (a smaller last batch needs its own), or None for near-equal chunks"
+        )
+    return sizes
+
+
+def why_not_movable(tensor: Tensor) -> str | None:
+    """What keeps the tensor from being moved, as the rest of a sentence; ``None`` if nothing does."""
+    if is_lazy(tensor):
+        return "is an uninitialised lazy parameter; run the module once on a sample batch first"
+    if tensor.is_meta:
+        return f"of shape {tuple(tensor.shape)} is on the meta device and has no data to move"
+    return None
+
+
+def why_not_gatherable(tensors: Sequence[Tensor], dim: int) -> str | None:
+    """What keeps the tensors from being joined along ``dim``, in words; ``None`` if nothing does."""
+    first = tensors[0]
+    for slot, tensor in enumerate(tensors[1:], start=1):
+        if tensor.dtype != first.dtype:
+            return f"tensor 0 has dtype {first.dtype}, tensor {slot} has {tensor.dtype}"
+        ours, theirs = list(first.shape), list(tensor.shape)
+        if len(ours) == len(theirs) and -len(ours) <= dim < len(ours):
+            ours[dim] = theirs[dim] = 0
+        if ours != theirs:
+            return (
+                f"tensor 0 has shape {tuple(first.shape)}, tensor {slot} has {tuple(tensor.shape)}; "
+                f"shapes may differ only along dimension {dim}"
+            )
+    return None
+
+
+def check_exactly_one(devices: object, out: object) -> None:
+    """Raises ``ValueError`` unless one of the two is ``None`` and the other is not."""
+    if (devices is None) == (out is None):
+        raise ValueError(f"pass exactly one of devices and out; got devices={devices!r} and out={out!r}")
+
+
+def check_movable(tensors: Sequence[Tensor]) -> None:
+    """Raises ``ValueError`` for the first tensor that cannot be moved, and says why."""
+    for index, tensor in enumerate(tensors):
+        if tensor.is_meta or type(tensor) not in PLAIN_TYPES:
+            problem = why_not_movable(tensor)
+            if problem:
+                raise ValueError(f"tensor {index} {problem}")
+
+
+def check_summable(tensors: Sequence[Tensor], where: str = "") -> None:
+    """Raises ``ValueError`` for no tensors, and for shapes or dtypes that differ; ``where`` says where."""
+    if not tensors:
+        raise ValueError("cannot add no tensors; pass at least one")
+    check_movable(tensors)
+    first = tensors[0]
+    for slot, tensor in enumerate(tensors):
+        if tensor.shape != first.shape:
+            raise ValueError(
+                f"cannot add tensors of different shapes{where}: tensor 0 has {tuple(first.shape)}, "
+                f"tensor {slot} has {tuple(tensor.shape)}"
+            )
+        if tensor.dtype != first.dtype:
+            raise ValueError(
+                f"cannot add tensors of different dtypes{where}: tensor 0 has {first.dtype}, "
+                f"tensor {slot} has {tensor.dtype}"
+            )

@@ -1,0 +1,175 @@
+"""One replica of a module tree, built around its tensors from a plan.
+
+``plan`` says which modules there are and what each of them has. Where the tensors come from is the business of
+``replicate``, ``kept`` and the composable forms, which all build their replicas here.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from dataparallel import _torch
+from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
+from dataparallel.modules.cycles import note_circles
+from dataparallel.modules.plan import MADE, NOTHING, STANDS_FOR, ModuleEntry, ModulePlan, dotted
+from dataparallel.modules.references import Rebinding
+from dataparallel.replica_parameter import ReplicaParameter
+
+__all__ = [
+    "bare_module",
+    "build_replica",
+    "collector_paused",
+    "hook_flags",
+    "make_parameters",
+    "own_attributes",
+]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """While replicas are made the garbage collector waits.
+
+    They are thousands of objects, all of them in use, through which it would walk again and again in vain. It is a
+    switch of the whole process: other threads' garbage waits for these milliseconds too. Where it is off it stays off.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    try:
+        gc.disable()
+        yield
+    finally:
+        gc.enable()
+
+
+def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
+    """One replica of the plan's tree around ``tensors``, which become its parameters and buffers."""
+    make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
+    held = [*tensors, *plan.as_they_are, None]  # None at `NOTHING`
+    flags = hook_flags()
+    modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
+    placed = [*modules, *plan.as_they_are, None]
+    for entry, module in zip(plan.entries, modules, strict=True):
+        if entry.is_script:
+            _fill_script(entry, module, placed, held)
+        else:
+            own = own_attributes(entry, vars(module) if entry.has_own_rule else entry.attributes.copy(), flags)
+            _fill_registries(entry, own, placed, held)
+            # Past `Module.__setattr__`, which would look for parameters in it.
+            object.__setattr__(module, "__dict__", own)
+            for name in entry.slots:
+                if hasattr(entry.module, name):
+                    setattr(module, name, getattr(entry.module, name))
+    if plan.has_references:
+        _point_attributes(plan, modules, tensors)
+    return modules[0]
+
+
+def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) -> None:
+    """Makes copies of plain parameters instances of ``cls``."""
+    for i in plan.parameters:
+        if type(tensors[i]) is Tensor:
+            # The object stays what the broadcast returned, graph included; only its Python class changes.
+            tensors[i].__class__ = cls
+
+
+def _point_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor]) -> None:
+    """Points what attributes outside of the registries hold at the replica."""
+    table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
+    table[plan.source] = modules[0]
+    table.update({id(source): tensor for source, tensor in zip(plan.tensors, tensors, strict=True)})
+    rebinding = Rebinding(table)
+    for entry, module in zip(plan.entries, modules, strict=True):
+        attributes = vars(module)
+        for key in entry.references:
+            if key in attributes:
+                try:
+                    attributes[key] = rebinding.rebound(attributes[key])
+                except Exception as error:
+                    raise RuntimeError(
+                        f"cannot replicate {dotted(entry.name, key)!r}: it refers to modules of the tree, and another "
+                        f"{type(attributes[key]).__name__} that refers to their replicas could not be built"
+                    ) from error
+    if plan.may_hold_cycles:
+        note_circles(modules[0], rebinding.made)
+
+
+def bare_module(cls: type[nn.Module]) -> nn.Module:
+    """An instance without any attribute."""
+    try:
+        return object.__new__(cls)  # a class's own may want arguments
+    except TypeError:  # a class that is also a built-in type
+        return cls.__new__(cls)
+
+
+def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
+    """What the class's ``_replicate_for_data_parallel`` makes of the source."""
+    replica: nn.Module = entry.module._replicate_for_data_parallel()
+    own = vars(replica)
+    # What its rule leaves out comes along, but for methods of a ScriptModule, which are bound to the source.
+    left_out = entry.attributes.keys() - own.keys()
+    own.update(
+        {key: entry.attributes[key] for key in left_out if not isinstance(entry.attributes[key], _torch.ScriptMethod)}
+    )
+    own.pop(MADE, None)
+    return replica
+
+
+def hook_flags() -> dict[str, Any]:
+    """Empty tables for the replicas of one call: what they note of hooks by their numbers."""
+    return {name: OrderedDict() for name in HOOK_FLAGS}
+
+
+def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """``own``, a copy of the source's attributes, with empty registries and with tables for hooks that are its own.
+
+    ``flags`` are those tables that replicas may share, see `hook_flags`.
+    """
+    attributes = entry.attributes
+    own["_is_replica"] = True
+    own.pop(STANDS_FOR, None)
+    for name in REGISTRIES:
+        own[name] = {}
+    own["_non_persistent_buffers_set"] = attributes["_non_persistent_buffers_set"].copy()
+    if entry.has_hooks:
+        for name in HOOK_TABLES:
+            own[name] = attributes[name].copy()
+    else:
+        for name in OWN_HOOK_TABLES:
+            own[name] = OrderedDict()
+        own.update(flags)
+    return own
+
+
+def _fill_registries(entry: ModuleEntry, own: dict[str, Any], modules: list[Any], held: list[Any]) -> None:
+    """Puts tensors and children of the replica where the source has its own. Both lists end with ``None``."""
+    if entry.parameters:
+        registry = own["_parameters"]
+        for key, i in entry.parameters.items():
+            registry[key] = held[i]
+    if entry.buffers:
+        registry = own["_buffers"]
+        for key, i in entry.buffers.items():
+            registry[key] = held[i]
+    if entry.children:
+        registry = own["_modules"]
+        for key, i in entry.children.items():
+            registry[key] = modules[i]
+        for key in entry.proxied:
+            registry[key] = weakref.proxy(registry[key])
+
+
+def _fill_script(entry: ModuleEntry, replica: nn.Module, modules: list[Any], held: list[Any]) -> None:
+    """The registries of a ScriptModule are views of a C++ object, which is written through attributes."""
+    for key, i in (*entry.parameters.items(), *entry.buffers.items()):
+        if i != NOTHING:
+            setattr(replica, key, held[i])
+    for key, i in entry.children.items():
+        replica._modules[key] = modules[i]

@@ -1,0 +1,238 @@
+"""What hangs on an instance: references to a module tree that plain attributes hold, found and pointed elsewhere.
+
+A module's parameters, buffers and children are in its registries; this room is about the rest of its ``__dict__``:
+bound methods (``m.forward = MethodType(f, m)``), partials, functions with closures or defaults, caches, weak references
+and proxies over modules of the tree, and those modules and tensors themselves, directly or within one level of list,
+tuple, set, deque or dict (hooks, RNN weight lists, a list that holds the parent). A replica that kept them would
+compute with the source's weights. Weak references to tensors stay: torch's RNNs tell by them that their weights have
+changed. Used by ``modules.plan``, ``modules.snapshot`` and ``replicate`` only.
+
+Types are asked with ``type``, never ``isinstance``: an attribute may pretend to be of another class, or be dead.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import types
+import weakref
+from collections import UserDict, deque
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from dataparallel import _torch
+
+__all__ = ["ATOMIC", "Rebinding", "behind_proxy", "compiled_over", "reached"]
+
+ATOMIC = frozenset({type(None), bool, int, float, complex, str, bytes, type, types.ModuleType})
+"""Types of values that refer to nothing."""
+
+_NOT_ENTERED = ATOMIC | {list, tuple, dict, set, frozenset}  # as elements: only one level is looked at
+_BUILT_IN_METHODS = (types.BuiltinFunctionType, types.MethodWrapperType)
+_CACHE = type(functools.lru_cache(lambda: None))
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict, UserDict)
+
+
+def reached(value: Any) -> list[Any]:
+    """Every object that `Rebinding` would look at to point ``value`` elsewhere, ``value`` itself among them."""
+    found: list[Any] = []
+    waiting = [value, *_elements(value)]
+    seen: set[int] = set()
+    while waiting:
+        item = waiting.pop()
+        if type(item) in ATOMIC or id(item) in seen:
+            continue
+        seen.add(id(item))
+        found.append(item)
+        for behind in _behind(item):
+            waiting += [behind, *_elements(behind)]
+    return found
+
+
+def _elements(value: Any) -> list[Any]:
+    """What a container holds, one level deep, without what leads nowhere: word lists and tables are long."""
+    cls = type(value)
+    if issubclass(cls, (list, tuple, set, frozenset, deque)):
+        return [item for item in value if type(item) not in _NOT_ENTERED]
+    if issubclass(cls, (dict, UserDict)):
+        return [item for pair in _items(value) for item in pair if type(item) not in _NOT_ENTERED]
+    return []
+
+
+def _items(value: Any) -> Collection[tuple[Any, Any]]:
+    """The items of a dict, whatever its class makes of its methods."""
+    table = vars(value).get("data") if issubclass(type(value), UserDict) else value
+    return dict.items(table) if isinstance(table, dict) else ()
+
+
+def _behind(item: Any) -> list[Any]:
+    """What a callable or weak reference leads to."""
+    cls = type(item)
+    if cls is types.MethodType:
+        return [item.__self__, item.__func__]
+    if cls in _BUILT_IN_METHODS:
+        return [item.__self__]
+    if cls is types.FunctionType:
+        contents = [content for _, content in _filled(item)]
+        return [*contents, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values(), *vars(item).values()]
+    if issubclass(cls, functools.partial):
+        return [item.func, *item.args, *item.keywords.values(), *vars(item).values()]
+    if cls is _CACHE:
+        return [item.__wrapped__]
+    if issubclass(cls, weakref.ref):
+        referent = item()
+        return [referent] if issubclass(type(referent), (nn.Module, types.MethodType)) else []
+    if cls in _PROXIES:
+        return [behind_proxy(item)]
+    return []
+
+
+def behind_proxy(item: Any) -> Any:
+    """The module behind a ``weakref.proxy``; ``item`` itself if it is none, or its module is gone."""
+    try:
+        if type(item) in _PROXIES and issubclass(item.__class__, nn.Module):
+            return item.modules.__self__  # a method, looked up through the proxy, is bound to what is behind it
+    except ReferenceError:
+        pass
+    return item
+
+
+def _filled(function: types.FunctionType) -> Iterator[tuple[types.CellType, Any]]:
+    """The cells of a closure with their contents; one that is still empty has none."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell, cell.cell_contents
+        except ValueError:
+            continue
+
+
+def compiled_over(items: Collection[Any], known: Collection[int]) -> bool:
+    """Whether among ``items`` is something that ``torch.compile`` made over an object whose id is in ``known``."""
+    if not _torch.is_compiler_loaded():  # nothing is compiled
+        return False
+    return any(id(original) in known for item in items for original in reached(_torch.compiled_original(item)))
+
+
+class Rebinding:
+    """Points what the attributes of one replica hold at that replica.
+
+    Containers, methods, partials, functions and weak references are built anew, never changed, and once: what two
+    attributes share, the replica's share too. A function keeps its code and those cells of its closure that do not lead
+    into the tree, so that counters outside are still counted.
+
+    Args:
+        table: from ids of the source's modules and tensors to those of the replica.
+
+    Attributes:
+        made: every object built here that holds others.
+    """
+
+    def __init__(self, table: Mapping[int, Any]) -> None:
+        self._table = table
+        self._done: dict[int, tuple[Any, Any]] = {}
+        self.made: list[Any] = []
+
+    def rebound(self, value: Any) -> Any:
+        """``value``, which may be a container, with every reference into the tree replaced; itself if it has none."""
+        cls = type(value)
+        if id(value) in self._table or not issubclass(cls, _CONTAINERS):
+            return self._one(value)
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        if not self._leads_into_the_tree(value):
+            return value
+        if not issubclass(cls, (list, deque, dict, UserDict)):
+            elements = [self._one(item) for item in value]
+            return self._made(value, cls._make(elements) if hasattr(cls, "_make") else cls(elements))
+        # Noted before it is filled: what it holds may lead back to it.
+        new = self._made(value, copy.copy(value))
+        if issubclass(cls, (list, deque)):
+            new.clear()
+            new.extend(self._one(item) for item in value)
+            return new
+        items = [(self._one(key), self._one(item)) for key, item in _items(value)]
+        table = new.data if issubclass(cls, UserDict) else new
+        if table is not new:
+            self.made += [vars(new), table]
+        dict.clear(table)
+        dict.update(table, items)
+        return new
+
+    def _made(self, item: Any, new: Any) -> Any:
+        # With the item, so that its id stays taken.
+        self._done[id(item)] = item, new
+        self.made.append(new)
+        return new
+
+    def _one(self, item: Any) -> Any:
+        """A value of which nothing is looked at but itself and, if it is callable, what it calls."""
+        cls = type(item)
+        if cls in ATOMIC:
+            return item
+        if id(item) in self._table:
+            return self._table[id(item)]
+        if id(item) in self._done:
+            return self._done[id(item)][1]
+        if issubclass(cls, _CONTAINERS) or not self._leads_into_the_tree(item):
+            return item
+        if cls is types.MethodType:
+            return self._made(item, types.MethodType(self._one(item.__func__), self._one(item.__self__)))
+        if cls in _BUILT_IN_METHODS:
+            owner = self._one(item.__self__)
+            return item if owner is item.__self__ else self._made(item, getattr(owner, item.__name__))
+        if cls is types.FunctionType:
+            return self._function(item)
+        if issubclass(cls, functools.partial):
+            return self._partial(item)
+        if cls is _CACHE:
+            return self._made(item, functools.lru_cache(**item.cache_parameters())(self.rebound(item.__wrapped__)))
+        if issubclass(cls, weakref.ref):
+            return self._weak(item)
+        if cls in _PROXIES:
+            return weakref.proxy(self._table[id(behind_proxy(item))])
+        return item
+
+    def _weak(self, item: weakref.ref[Any]) -> weakref.ref[Any]:
+        referent = item()
+        if issubclass(type(referent), nn.Module) and id(referent) in self._table:
+            return weakref.ref(self._table[id(referent)])
+        if type(referent) is types.MethodType and id(referent.__self__) in self._table:
+            return weakref.WeakMethod(types.MethodType(referent.__func__, self._table[id(referent.__self__)]))
+        return item
+
+    def _partial(self, item: functools.partial[Any]) -> functools.partial[Any]:
+        args = [self.rebound(arg) for arg in item.args]
+        keywords = {key: self.rebound(value) for key, value in item.keywords.items()}
+        new: functools.partial[Any] = self._made(item, type(item)(self.rebound(item.func), *args, **keywords))
+        vars(new).update({key: self.rebound(value) for key, value in vars(item).items()})
+        # The empty tuple is everybody's.
+        self.made += [vars(new), *(part for part in (new.args, new.keywords) if part)]
+        return new
+
+    def _function(self, item: types.FunctionType) -> types.FunctionType:
+        cells = {id(cell): types.CellType() for cell, content in _filled(item) if self._leads_into_the_tree(content)}
+        closure = tuple(cells.get(id(cell), cell) for cell in item.__closure__ or ())
+        # Noted before it is complete: a cell may lead back to it.
+        new: types.FunctionType = self._made(
+            item, types.FunctionType(item.__code__, item.__globals__, item.__name__, None, closure)
+        )
+        new.__defaults__ = item.__defaults__ and self.rebound(item.__defaults__)
+        new.__kwdefaults__ = item.__kwdefaults__ and self.rebound(item.__kwdefaults__)
+        new.__qualname__ = item.__qualname__
+        if sys.version_info >= (3, 14):
+            new.__annotate__ = item.__annotate__
+        else:
+            new.__annotations__ = item.__annotations__
+        vars(new).update({key: self.rebound(value) for key, value in vars(item).items()})
+        for cell, content in _filled(item):
+            if id(cell) in cells:
+                cells[id(cell)].cell_contents = self.rebound(content)
+        self.made += [vars(new), *([closure] if closure else []), *cells.values()]
+        return new
+
+    def _leads_into_the_tree(self, value: Any) -> bool:
+        return any(id(item) in self._table for item in reached(value))

@@ -1,0 +1,165 @@
+"""Nested arguments, walked: what is in them, which tensors every replica gets whole, and how many replicas they are
+for.
+
+``batch_types`` says which types are containers. What is done with the leaves is the business of those who walk:
+``scatter_gather`` splits and joins them, ``parallel_apply`` and ``prefetch`` look at tensors. Nothing is moved here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel.batch_types import batch_of, container_of, is_written_to
+from dataparallel.comm.copies import alias
+from dataparallel.per_replica import PerReplica
+
+__all__ = [
+    "Arguments",
+    "arguments_of_one",
+    "children_of",
+    "is_whole",
+    "leaves",
+    "mark_whole",
+    "number_of_replicas",
+    "tensors_in",
+    "whole",
+]
+
+_WHOLE = "_dataparallel_whole"
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Marks a tensor that every replica gets whole (a mask, a table) instead of a chunk of it.
+
+    Returns another tensor on the same memory and in the same graph; the argument itself is not marked. Results of
+    operators carry no mark, so mark last: ``model(x, mask=dataparallel.whole(mask))``. A module that is not wrapped
+    takes it as the tensor it is.
+
+    Raises:
+        TypeError: ``tensor`` is no tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"whole() marks a tensor; got {type(tensor).__name__}: everything else is handed on whole anyway"
+        )
+    recorded = tensor.requires_grad and torch.is_grad_enabled()
+    marked = tensor.view_as(tensor) if recorded else alias(tensor, 0)
+    mark_whole(marked)
+    return marked
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether every replica gets the tensor whole: it is marked, or has no dimension to split."""
+    return tensor.dim() == 0 or hasattr(tensor, _WHOLE)
+
+
+def mark_whole(tensor: Tensor) -> None:
+    """Marks this very tensor; see `whole`."""
+    setattr(tensor, _WHOLE, True)
+
+
+class Arguments(tuple[Any, ...]):
+    """Positional and keyword arguments of one call, walked together so that their batch sizes are compared."""
+
+    __slots__ = ()
+
+
+def children_of(obj: Any, path: str) -> list[tuple[str, Any]] | None:
+    """Paths and values of a container's children; ``None`` for a leaf."""
+    if type(obj) is Arguments:
+        args, kwargs = obj
+        return [("args", args), ("kwargs", kwargs)]
+    if isinstance(obj, Tensor) or batch_of(obj) is not None:
+        return None
+    container = container_of(obj)
+    return None if container is None else [(path + key, value) for key, value in container.children(obj)]
+
+
+def leaves(obj: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Paths and values of all that is no container, in order.
+
+    Raises:
+        ValueError: a container contains itself.
+    """
+    children = children_of(obj, path)
+    if children is None:
+        yield path, obj
+        return
+    if id(obj) in above:
+        raise ValueError(f"{path} contains itself; a structure to scatter or gather must be a tree")
+    for child_path, child in children:
+        yield from leaves(child, child_path, (*above, id(obj)))
+
+
+def tensors_in(obj: Any) -> Iterator[Tensor]:
+    """Every tensor of a nested structure, batch types aside, in order."""
+    return (leaf for _, leaf in leaves(obj, "") if isinstance(leaf, Tensor))
+
+
+def number_of_replicas(
+    found_leaves: Sequence[tuple[str, Any]], batch_size: int | None, sizes: Sequence[int] | None, slots: int
+) -> int:
+    """How many replicas get a structure, which all that has one entry for each of them must agree with."""
+    found: tuple[str, int] | None = None
+    if sizes is not None:
+        found = f"a batch of {batch_size} on {slots} slots is for {len(sizes)}", len(sizes)
+    for path, leaf in found_leaves:
+        if not isinstance(leaf, PerReplica):
+            continue
+        if not leaf:
+            raise ValueError(f"{path} is an empty PerReplica; it needs one entry for each replica")
+        if found is None and len(leaf) > slots:
+            found = "there is only 1 slot" if slots == 1 else f"there are only {slots} slots", slots
+        if found is not None and len(leaf) != found[1]:
+            raise ValueError(
+                f"{path} has entries for {len(leaf)} replicas, but {found[0]}; pass a PerReplica to calls with as many "
+                "replicas as the one that returned it"
+            )
+        found = f"{path} has entries for {len(leaf)}", len(leaf)
+    replicas = slots if found is None else found[1]
+    for path, leaf in found_leaves:
+        if replicas > 1 and is_written_to(leaf):
+            raise ValueError(
+                f"{path} is one {type(leaf).__name__}, to which {replicas} replicas would write at the same time; let "
+                "each have its own: pass what an earlier call returned in its place, a dataparallel.PerReplica, or "
+                "make one with an entry for each replica. In `generate` of a module that is replicated, call "
+                "register_forward_method(model, 'generate') first"
+            )
+    return replicas
+
+
+def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call without slots: as they are, but for each `PerReplica`, whose only entry it gets.
+
+    Raises:
+        ValueError: a `PerReplica` with another number of entries; the message names the place.
+    """
+    if torch.compiler.is_compiling():  # which cannot follow the walk: a `PerReplica` is handed on as it is
+        return inputs, kwargs
+    both = Arguments((inputs, kwargs))
+    if not _holds_entries(both, ()):
+        return inputs, kwargs
+    number_of_replicas([*leaves(both, "")], None, None, 1)
+    args, keywords = (_entries_of_one(part) for part in both)
+    return args, keywords
+
+
+def _holds_entries(obj: Any, above: tuple[int, ...]) -> bool:
+    """Whether there is a `PerReplica` in a structure, which may contain itself: without slots nothing is split."""
+    if isinstance(obj, PerReplica):
+        return True
+    children = None if id(obj) in above else children_of(obj, "")
+    return children is not None and any(_holds_entries(child, (*above, id(obj))) for _, child in children)
+
+
+def _entries_of_one(obj: Any) -> Any:
+    if isinstance(obj, PerReplica):
+        return obj[0]
+    container = None if isinstance(obj, Tensor) or batch_of(obj) is not None else container_of(obj)
+    if container is None:
+        return obj
+    return container.rebuild(obj, [_entries_of_one(value) for _, value in container.children(obj)])

@@ -1,0 +1,298 @@
+"""Broadcast, ReduceAdd, ReduceAddCoalesced, Scatter and Gather are as differentiable as one device would be."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn import functional as F
+
+from dataparallel.autograd import functions
+from dataparallel.autograd.functions import Broadcast, Gather, ReduceAdd, ReduceAddCoalesced, Scatter
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+on_a_single_slot = pytest.mark.parametrize(
+    "function",
+    [
+        lambda root, tensor: Broadcast.apply([root], tensor)[0],
+        lambda root, tensor: ReduceAdd.apply(root, tensor),
+        lambda root, tensor: ReduceAddCoalesced.apply(root, 1, tensor)[0],
+        lambda root, tensor: Scatter.apply([root], None, 0, tensor)[0],
+        lambda root, tensor: Gather.apply(root, 0, tensor),
+    ],
+    ids=["Broadcast", "ReduceAdd", "ReduceAddCoalesced", "Scatter", "Gather"],
+)
+
+
+def leaf(*shape: int, device: Any, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+
+
+def leaves(slots: list, *shape: int) -> list[Tensor]:
+    return [leaf(*shape, device=slot) for slot in slots]
+
+
+def assert_twice_differentiable(function: Callable, *inputs: Tensor) -> None:
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs)
+
+
+# First and second derivatives
+
+
+def test_broadcast_is_twice_differentiable(slots: list, root: torch.device) -> None:
+    tensors = leaf(2, device=root), leaf(2, 2, device=root, dtype=torch.complex128)
+    assert_twice_differentiable(lambda *tensors: Broadcast.apply(["cpu", *slots], *tensors), *tensors)
+
+
+def test_reduce_add_is_twice_differentiable(slots: list, root: torch.device) -> None:
+    assert_twice_differentiable(lambda *terms: ReduceAdd.apply(root, *terms), *leaves(["cpu", *slots], 2, 2))
+
+
+def test_reduce_add_coalesced_is_twice_differentiable(slots: list, root: torch.device) -> None:
+    terms = [term for slot in ["cpu", *slots] for term in (leaf(2, device=slot), leaf(1, 2, device=slot))]
+    assert_twice_differentiable(lambda *terms: ReduceAddCoalesced.apply(root, 2, *terms), *terms)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("sizes", [None, [1, 0, 3]], ids=["near-equal", "given sizes"])
+def test_scatter_is_twice_differentiable(slots: list, root: torch.device, dim: int, sizes: list | None) -> None:
+    shape = (4, 2) if dim == 0 else (2, 4)
+    assert_twice_differentiable(lambda tensor: Scatter.apply(slots, sizes, dim, tensor), leaf(*shape, device=root))
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_gather_is_twice_differentiable(slots: list, root: torch.device, dim: int) -> None:
+    chunks = [leaf(*((rows, 2) if dim == 0 else (2, rows)), device=slot) for rows, slot in enumerate(slots)]
+    assert_twice_differentiable(lambda *chunks: Gather.apply(root, dim, *chunks), *chunks)
+
+
+def test_gather_of_numbers_is_a_twice_differentiable_vector(slots: list, root: torch.device) -> None:
+    numbers = leaves(slots)
+    vector = Gather.apply(root, 5, *numbers)
+    assert vector.tolist() == [number.item() for number in numbers]
+    assert_twice_differentiable(lambda *numbers: Gather.apply(root, 0, *numbers), *numbers)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_scatter_then_gather_passes_gradients_through(make_slots: Callable, data: st.DataObject) -> None:
+    slots = make_slots(data.draw(st.integers(1, 4)))
+    shape = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.complex64]))
+    source = leaf(*shape, device=slots[0], dtype=dtype)
+    whole = Gather.apply(slots[0], dim, *Scatter.apply(slots, None, dim, source))
+    gradient = torch.randn_like(whole)
+    whole.backward(gradient)
+    assert torch.equal(whole, source)
+    assert torch.equal(source.grad, gradient)
+
+
+# Which gradients there are
+
+
+def test_a_gradient_is_none_exactly_where_no_slot_has_one(slots: list, root: torch.device) -> None:
+    all_use, some_use, none_use = (leaf(2, device=root) for _ in range(3))
+    outputs = Broadcast.apply(slots, all_use, some_use, none_use)
+    on_slots = [outputs[k : k + 3] for k in range(0, len(outputs), 3)]
+    losses = [on_slot[0].sum() * (k + 1) for k, on_slot in enumerate(on_slots)]
+    losses += [on_slot[1].sum() * (k + 1) for k, on_slot in enumerate(on_slots) if k != 1]
+    sum(loss.to(root) for loss in losses).backward()
+    assert all_use.grad.tolist() == [6.0] * 2
+    assert some_use.grad.tolist() == [4.0] * 2
+    assert none_use.grad is None
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_an_undefined_gradient_stays_undefined(slots: list, root: torch.device, create_graph: bool) -> None:
+    """Through every function: what is not used has no gradient, not one of zeros."""
+    used, unused = leaves([root, root], 4)
+    idle = Gather.apply(root, 0, *Scatter.apply(slots, None, 0, Broadcast.apply(slots, unused)[0]))
+    idle = ReduceAdd.apply(root, idle, idle)
+    total, _ = ReduceAddCoalesced.apply(root, 2, *[tensor for _ in slots for tensor in (used, idle)])
+    grads = torch.autograd.grad(total.sum(), [used, unused], allow_unused=True, create_graph=create_graph)
+    assert grads[0].tolist() == [len(slots)] * 4
+    assert grads[1] is None
+
+
+def test_unused_chunks_count_as_zeros(slots: list, root: torch.device) -> None:
+    source = leaf(6, device=root)
+    Scatter.apply(slots, None, 0, source)[1].sum().backward()
+    assert source.grad.tolist() == [0, 0, 1, 1, 0, 0]
+
+
+def test_what_needs_no_gradient_gets_none(slots: list, root: torch.device) -> None:
+    weight, buffer, count = leaf(2, device=root), torch.randn(2, device=root), torch.tensor([3], device=root)
+    outputs = Broadcast.apply(slots, weight, buffer, count)
+    assert [output.requires_grad for output in outputs] == [True, False, False] * len(slots)
+    assert all(torch.equal(output.to(root), count) for output in outputs[2::3])
+    batch = torch.arange(6, device=root)
+    whole = Gather.apply(root, 0, *Scatter.apply(slots, None, 0, batch))
+    assert torch.equal(whole, batch)
+    assert not whole.requires_grad
+    assert ReduceAdd.apply(root, *[torch.tensor([2], device=slot) for slot in slots]).tolist() == [2 * len(slots)]
+    total, counted = ReduceAddCoalesced.apply(root, 2, *[tensor for _ in slots for tensor in (weight, count)])
+    assert (total.requires_grad, counted.requires_grad) == (True, False)
+
+
+@pytest.mark.parametrize("dense_slot", [None, 0, 2])
+def test_sparse_gradients_add_up(slots: list, root: torch.device, dense_slot: int | None) -> None:
+    table = leaf(5, 2, device=root)
+    loss: Any = 0
+    for k, replica in enumerate(Broadcast.apply(slots, table)):
+        rows = F.embedding(torch.tensor([k, 1], device=replica.device), replica, sparse=True)
+        loss = loss + (replica if k == dense_slot else rows).sum().to(root)
+    loss.backward()
+    assert table.grad.is_sparse == (dense_slot is None)
+    expected = sum(1 if k == dense_slot else torch.tensor([k, 1]).bincount(minlength=5) for k in range(len(slots)))
+    assert table.grad.to_dense()[:, 0].tolist() == expected.tolist()
+
+
+def test_some_slots_may_have_sparse_gradients_of_their_chunk(slots: list, root: torch.device) -> None:
+    tables = leaf(6, 2, device=root)
+    chunks = Scatter.apply(slots, None, 0, tables)
+    F.embedding(torch.tensor([0], device=chunks[0].device), chunks[0], sparse=True).sum().backward()
+    assert tables.grad.to_dense().sum(1).tolist() == [2, 0, 0, 0, 0, 0]
+
+
+# Memory and version counters
+
+
+def test_leaves_of_one_sum_do_not_share_their_grad(slots: list, root: torch.device) -> None:
+    first, second = leaf(2, device=slots[0]), leaf(2, device=slots[0])
+    (ReduceAdd.apply(root, first, second) * 2).sum().backward()
+    first.grad.zero_()
+    assert second.grad.tolist() == [2.0] * 2
+    pairs = [leaf(2, device=slots[0]) for _ in range(4)]
+    sum(total.sum() for total in ReduceAddCoalesced.apply(root, 2, *pairs)).backward()
+    pairs[0].grad.zero_()
+    assert all(other.grad.tolist() == [1.0] * 2 for other in pairs[1:])
+
+
+@on_a_single_slot
+def test_a_single_slot_keeps_gradients_apart(root: torch.device, function: Callable) -> None:
+    """What is handed through forward and backward is nobody else's ``.grad``, nor the caller's gradient."""
+    source, other, gradient = leaf(2, device=root), leaf(2, device=root), torch.ones(2, device=root).double()
+    (function(root, source) + other).backward(gradient)
+    source.grad.zero_()
+    assert other.grad.tolist() == gradient.tolist() == [1.0] * 2
+    assert function(root, source) is not source
+
+
+def test_chunks_may_be_changed_in_place(slots: list, root: torch.device) -> None:
+    """As on one device the change reaches the memory of the batch, and autograd knows it."""
+    source = leaf(6, device=root)
+    batch = source * 1
+    chunks = Scatter.apply(slots, None, 0, batch)
+    for chunk in chunks:
+        chunk.mul_(3)
+    Gather.apply(root, 0, *chunks).sum().backward()
+    assert source.grad.tolist() == [3.0] * 6
+
+
+def test_one_slots_change_of_its_chunk_is_not_anothers(slots: list, root: torch.device) -> None:
+    batch, weight = torch.ones(6, device=root).double(), leaf(1, device=root)
+    outputs = []
+    for chunk, replica in zip(Scatter.apply(slots, None, 0, batch), Broadcast.apply(slots, weight), strict=True):
+        chunk.add_(1)
+        outputs.append(chunk * replica)
+    Gather.apply(root, 0, *outputs).sum().backward()
+    assert weight.grad.item() == 12.0
+
+
+@on_a_single_slot
+def test_what_is_handed_through_may_be_changed_in_place(root: torch.device, function: Callable) -> None:
+    source = leaf(2, device=root)
+    output = function(root, source * 1)
+    output.mul_(3)
+    output.sum().backward()
+    assert source.grad.tolist() == [3.0] * 2
+
+
+def test_an_optimizer_between_forward_and_backward_is_noticed(slots: list, root: torch.device) -> None:
+    weight = leaf(2, device=root)
+    loss = Broadcast.apply(slots, weight)[0].square().sum()
+    with torch.no_grad():
+        weight.sub_(0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_batch_changed_between_forward_and_backward_is_noticed(slots: list, root: torch.device) -> None:
+    batch, weight = torch.ones(6, device=root).double(), leaf(1, device=root)
+    loss = (Scatter.apply(slots, None, 0, batch)[0] * weight).sum()
+    batch.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_outputs_keep_python_attributes(slots: list, root: torch.device) -> None:
+    weight = leaf(2, device=root)
+    weight.tag = "mine"
+    assert all(output.tag == "mine" for output in Broadcast.apply(slots, weight))
+
+
+# Errors and the shape of the graph
+
+
+def test_sums_refuse_mixed_shapes_and_dtypes(root: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"tensor 0 has \(2,\), tensor 1 has \(3,\)"):
+        ReduceAdd.apply(root, leaf(2, device=root), leaf(3, device=root))
+    with pytest.raises(ValueError, match=r"tensor 0 has torch.float64, tensor 1 has torch.float32"):
+        ReduceAdd.apply(root, leaf(2, device=root), leaf(2, device=root, dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"at position 1.*2,.*3,"):
+        ReduceAddCoalesced.apply(root, 2, *(leaf(size, device=root) for size in (2, 2, 2, 3)))
+    with pytest.raises(ValueError, match="3 tensors cannot be 2 for each slot"):
+        ReduceAddCoalesced.apply(root, 2, *(leaf(2, device=root) for _ in range(3)))
+
+
+def test_gather_refuses_numbers_beside_vectors(root: torch.device) -> None:
+    for shapes in ([(), (2,)], [(2,), ()]):
+        with pytest.raises(ValueError, match=r"tensor 0 has shape .*, tensor 1 has"):
+            Gather.apply(root, 0, *(leaf(*shape, device=root) for shape in shapes))
+
+
+def test_the_gather_is_one_node_that_leads_to_every_output(slots: list, root: torch.device) -> None:
+    outputs = [tensor * 2 for tensor in leaves(slots, 2)]
+    gathered = Gather.apply(root, 0, *outputs)  # kept: its node says nothing without it
+    assert [function for function, _ in gathered.grad_fn.next_functions if function] == [
+        output.grad_fn for output in outputs
+    ]
+
+
+# The CPU generator
+
+
+class Restoring(torch.autograd.Function):
+    """Asks, in its backward, for the CPU generator to be put back; what it then was is appended to ``seen``."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, seen: list) -> Tensor:
+        ctx.seen = seen
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.seen.append(torch.get_rng_state())
+        functions._restore_cpu_generator_after_backward()
+        torch.rand(3)
+        return grad, None
+
+
+def test_backward_leaves_the_cpu_generator_as_the_first_gather_found_it() -> None:
+    source = leaf(2, device="cpu")
+    for _ in range(2):
+        seen: list[Tensor] = []
+        output = Restoring.apply(Restoring.apply(source, seen), seen)
+        torch.rand(5)
+        output.sum().backward()
+        assert len(seen) == 2
+        assert not torch.equal(seen[0], seen[1])
+        assert torch.equal(torch.get_rng_state(), seen[0])

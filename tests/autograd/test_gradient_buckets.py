@@ -1,0 +1,184 @@
+"""Gradients travel in buckets while backward still runs; where buckets end changes nothing but the order of events."""
+
+import functools
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+
+import dataparallel as dp
+from dataparallel import DataParallel
+from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.testing.models import CASES
+from dataparallel.testing.parity import assert_same_training
+from overlap import Overlap
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+WIDTH = 48
+LAYER_MB = (WIDTH * WIDTH + WIDTH) * 8 / 2**20
+"""One layer in float64 fills a bucket of this size."""
+
+
+class Layers(nn.Module):
+    """A bucket for each layer. Notes when a replica has the gradients of the first one's weights."""
+
+    def __init__(self, count: int, width: int = WIDTH, note=None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.note = note
+
+    def forward(self, x):
+        # Cuts the first layer off, so that a node comes to have its gradients just before the broadcast does.
+        weight, bias = self.layers[0].weight * 1, self.layers[0].bias * 1
+        if self.note is not None and weight.requires_grad:
+            weight.grad_fn.register_hook(self.note)
+        x = torch.tanh(nn.functional.linear(x, weight, bias))
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def sums_of(output) -> list:
+    """The distinct `ToSlots` nodes of a graph."""
+    found, waiting = {}, [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            waiting += [following for following, _ in node.next_functions]
+    return [node for node in found if node.name() == "ToSlotsBackward"]
+
+
+@pytest.mark.alone
+@pytest.mark.slots(2, 8)
+def test_a_bucket_is_summed_before_the_slowest_slot_has_the_gradient_of_its_first_layer(
+    slots, root, monkeypatch, capsys
+):
+    """At least 80 % of them, by the order of events, in the median of ten steps.
+
+    Layers take about a millisecond each: the order is not up to which thread gets a core first.
+    """
+    width = 192
+    overlap = Overlap(monkeypatch)
+    model = Layers(20, width, overlap.note_first_layer).double().to(root)
+    wrapped = DataParallel(model, slots, bucket_cap_mb=(width * width + width) * 8 / 2**20)
+    x = torch.randn(128 * len(slots), width, dtype=torch.float64, device=root)
+    share = overlap.median_share(lambda: wrapped(x).square().sum().backward(), len(slots))
+    with capsys.disabled():
+        print(f" [{share:.0%} of the buckets]", end="")
+    assert share >= 0.8
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.slots(2)
+def test_a_sum_is_accumulated_before_the_slowest_slot_has_the_gradient_of_its_first_layer(slots, root):
+    """So an optimizer step in backward frees it early. One thread runs all of it here: the order is certain."""
+    events = []
+    model = Layers(6, note=lambda grad_inputs, grad_outputs: events.append("first layer")).double().to(root)
+    model.layers[-1].weight.register_post_accumulate_grad_hook(lambda parameter: events.append("accumulated"))
+    x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
+    DataParallel(model, slots, bucket_cap_mb=LAYER_MB)(x).square().sum().backward()
+    assert events == ["first layer", "accumulated", "first layer"]
+
+
+def test_buckets_are_filled_from_the_last_layer_and_grow(make_slots, monkeypatch):
+    slots = make_slots(2)
+    # The package has a function of that name, which hides the module.
+    room = importlib.import_module("dataparallel.replicate")
+    monkeypatch.setattr(room, "FIRST_BUCKET_BYTES", int(LAYER_MB * 2**20 / 2))
+    model = Layers(5).double().to(slots[0])
+    sent = []
+    monkeypatch.setattr(
+        room, "broadcast_bucket", lambda *arguments: sent.append(arguments[1]) or broadcast_bucket(*arguments)
+    )
+    dp.replicate(model, slots, bucket_cap_mb=2 * LAYER_MB)
+    position = {parameter.data_ptr(): i for i, parameter in enumerate(model.parameters())}
+    buckets = [sorted((position[tensor.data_ptr()] for tensor in tensors), reverse=True) for tensors in sent]
+    # Of a layer the bias comes first; its weights alone are more than half of it.
+    assert [len(bucket) for bucket in buckets] == [1, 2, 4, 3]
+    assert [i for bucket in buckets for i in bucket] == list(range(9, -1, -1))
+
+
+@pytest.mark.slots(2, 3)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-9, LAYER_MB, 25])
+def test_a_node_for_each_bucket_and_the_same_bits(slots, root, bucket_cap_mb):
+    torch.manual_seed(0)
+    model = Layers(4).double().to(root)
+    x = torch.randn(7, WIDTH, dtype=torch.float64, device=root)
+    reference = torch.autograd.grad(DataParallel(model, slots)(x).square().sum(), list(model.parameters()))
+    output = DataParallel(model, slots, bucket_cap_mb=bucket_cap_mb)(x)
+    assert len(sums_of(output)) == {1e-9: 8, LAYER_MB: 4, 25: 1}[bucket_cap_mb]
+    gradients = torch.autograd.grad(output.square().sum(), list(model.parameters()))
+    for gradient, expected in zip(gradients, reference, strict=True):
+        assert torch.equal(gradient, expected)
+
+
+@pytest.mark.slots(2, 3)
+def test_gradcheck_and_gradgradcheck_through_several_buckets(slots, root):
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double().to(root)
+    x = torch.randn(5, 2, dtype=torch.float64, device=root, requires_grad=True)
+    wrapped = DataParallel(layer, slots, bucket_cap_mb=1e-9)
+    parameters = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+
+    def call(x, *parameters):
+        names = [(module, name) for module in (layer[0], layer[2]) for name in ("weight", "bias")]
+        for (module, name), parameter in zip(names, parameters, strict=True):
+            module._parameters[name] = parameter
+        return wrapped(x)
+
+    assert gradcheck(call, (x, *parameters))
+    assert gradgradcheck(call, (x, *parameters))
+
+
+@pytest.mark.slots(2, 3)
+def test_gradients_of_some_parameters_only(slots, root):
+    """Buckets of which nobody wants a gradient are not summed."""
+    model = Layers(4).double().to(root)
+    x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
+    wanted = [model.layers[3].bias, model.layers[1].weight]
+    expected = torch.autograd.grad(model(x).square().sum(), wanted)
+    output = DataParallel(model, slots, bucket_cap_mb=1e-9)(x)
+    actual = torch.autograd.grad(output.square().sum(), wanted)
+    for gradient, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-9)
+
+
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_training_is_the_same_with_a_bucket_for_each_parameter(case, slots):
+    assert_same_training(
+        case.build,
+        [case.batch(7, step) for step in range(2)],
+        slots,
+        dim=case.dim,
+        optimizer=case.optimizer,
+        by_chunks=case.by_chunks,
+        wrap=functools.partial(DataParallel, bucket_cap_mb=1e-9),
+    )
+
+
+@pytest.mark.slots(2)
+def test_without_sequence_numbers_only_the_order_goes(slots, root, monkeypatch):
+    for room in ("functions", "bucket_nodes"):
+        monkeypatch.setattr(f"dataparallel.autograd.{room}.sum_as_soon_as_ready", lambda node: None)
+    model = Layers(4).double().to(root)
+    x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    wrapped = DataParallel(model, slots, bucket_cap_mb=LAYER_MB)
+    for gradient, reference in zip(
+        torch.autograd.grad(wrapped(x).square().sum(), list(model.parameters())), expected, strict=True
+    ):
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [0, -1, float("nan")])
+def test_a_cap_without_room_is_refused(make_slots, bucket_cap_mb):
+    slots = make_slots(2)
+    model = nn.Linear(2, 2).to(slots[0])
+    with pytest.raises(ValueError, match=r"bucket_cap_mb=.*: a bucket holds more than 0 MiB"):
+        DataParallel(model, slots, bucket_cap_mb=bucket_cap_mb)
+    with pytest.raises(ValueError, match=r"bucket_cap_mb=.*: a bucket holds more than 0 MiB"):
+        dp.replicate(model, slots, bucket_cap_mb=bucket_cap_mb)

@@ -1,0 +1,232 @@
+"""The CUDA kernels copy and sum as torch does, to the bit, and write nowhere else; run on the CPU, thread by thread."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dataparallel.comm.cupy import launch as cupy_kernels
+from dataparallel.comm.cupy.tables import SUM_KERNELS
+from kernel_runner import SOURCE, Kernels, copying, summing
+
+# They know no slots: once is enough.
+pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.devices("cpu")]
+
+COPIED = [*SUM_KERNELS, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
+HALVES = [torch.float16, torch.bfloat16]
+COPY_EXAMPLES = 310
+SUM_EXAMPLES = 46  # for each of 15 dtypes
+
+PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
+"""The dtype of a complex number's real and imaginary part."""
+SIGNED = {torch.uint64: torch.int64, torch.uint32: torch.int32, torch.uint16: torch.int16}
+"""torch adds few unsigned integers; their sums have the bits of signed ones."""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(tmp_path_factory.mktemp("kernels"))
+
+
+class Arena:
+    """Memory of random bytes: tensors lie in it with random gaps, and any write between them is seen."""
+
+    def __init__(self, numels: list[int], dtypes: list[torch.dtype], random: torch.Generator, aligned: bool) -> None:
+        self.places: list[tuple[int, int, torch.dtype]] = []
+        end = 0
+        gaps = torch.randint(1, 40, (len(numels),), generator=random).tolist()
+        for numel, dtype, gap in zip(numels, dtypes, gaps, strict=True):
+            step = 16 if aligned else dtype.itemsize
+            start = -(-(end + gap) // step) * step
+            self.places.append((start, numel, dtype))
+            end = start + numel * dtype.itemsize
+        self.bytes = torch.randint(0, 256, (-(-end // 16) * 16 + 64,), dtype=torch.uint8, generator=random)
+
+    def tensors(self, memory: Tensor | None = None) -> list[Tensor]:
+        memory = self.bytes if memory is None else memory
+        return [memory[start : start + numel * d.itemsize].view(d) for start, numel, d in self.places]
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[list[int], torch.Generator]:
+    """The numbers of elements of 1 to 200 tensors, and where all else that is random comes from."""
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    count = draw(st.one_of(st.integers(1, 8), st.integers(1, 200)))
+    largest = draw(st.sampled_from([1, 5, 40, 300, 2_000 if count > 20 else 30_000]))
+    # Small ones are as frequent as large ones.
+    exponents = torch.rand(count, generator=random)
+    return [int((largest + 1) ** exponent - 1 + 1e-6) for exponent in exponents.tolist()], random
+
+
+launches = st.fixed_dictionaries(
+    {"threads": st.sampled_from([1, 7, 32, 256]), "backwards": st.booleans()},
+)
+blocks = st.sampled_from([1, 2, 13, 1000])
+
+
+@settings(max_examples=COPY_EXAMPLES)
+@given(drawn=sizes(), count=st.integers(1, 4), max_blocks=blocks, aligned=st.booleans(), launch=launches)
+def test_copies_have_the_bits_of_their_sources_and_nothing_else_is_written(
+    kernels: Kernels, drawn: tuple, count: int, max_blocks: int, aligned: bool, launch: dict
+) -> None:
+    numels, random = drawn
+    dtypes = [COPIED[i] for i in torch.randint(0, len(COPIED), (len(numels),), generator=random).tolist()]
+    source = Arena(numels, dtypes, random, aligned)
+    arenas = [Arena(numels, dtypes, random, aligned) for _ in range(count)]
+    before, expected = source.bytes.clone(), [arena.bytes.clone() for arena in arenas]
+    for arena, memory in zip(arenas, expected, strict=True):
+        for (start, numel, dtype), (origin, _, _) in zip(arena.places, source.places, strict=True):
+            nbytes = numel * dtype.itemsize
+            memory[start : start + nbytes] = before[origin : origin + nbytes]
+    kernels.run(copying(source.tensors(), [arena.tensors() for arena in arenas], max_blocks=max_blocks), **launch)
+    assert torch.equal(source.bytes, before)
+    for arena, memory in zip(arenas, expected, strict=True):
+        assert torch.equal(arena.bytes, memory)
+
+
+def fill(memory: Tensor, dtype: torch.dtype, kind: str, random: torch.Generator) -> None:
+    """Values worth adding; ``bits`` leaves random ones, which have NaNs, infinities and exponents far apart."""
+    if kind == "bits" or not dtype.is_floating_point:
+        return
+    info, values = torch.finfo(dtype), memory.view(dtype)
+    if kind == "ordinary":
+        values.copy_(torch.randn(values.shape, generator=random))
+    elif kind == "subnormal":
+        scale = 8 * info.smallest_normal
+        values.copy_(torch.randn(values.shape, generator=random, dtype=torch.float64) * scale)
+    else:
+        top, low, small = info.max, info.smallest_normal, info.smallest_normal * info.eps
+        edges = [0.0, -0.0, top, -top, top / 2, -top / 2, low, -low, small, -small, 1.0, 1 + info.eps, info.eps / 2]
+        edges += [float("inf"), -float("inf"), float("nan"), top * info.eps / 4, -top * info.eps / 4]
+        values.copy_(
+            torch.tensor(edges, dtype=torch.float64)[torch.randint(0, len(edges), values.shape, generator=random)]
+        )
+
+
+def sum_by_torch(terms: list[Tensor]) -> Tensor:
+    """In slot order; halves in float32, rounded once."""
+    dtype = terms[0].dtype
+    wide = torch.float32 if dtype in HALVES else dtype
+    total = terms[0].to(wide)
+    for term in terms[1:]:
+        total = total + term.to(wide)
+    return total.to(dtype)
+
+
+def as_summed(tensor: Tensor) -> Tensor:
+    """The same memory with the dtype that torch is asked to add."""
+    return tensor.view(PARTS.get(tensor.dtype, SIGNED.get(tensor.dtype, tensor.dtype)))
+
+
+def with_one_nan(arena: Arena) -> Tensor:
+    """The arena's bytes, where every NaN has the same bits."""
+    memory = arena.bytes.clone()
+    for tensor in map(as_summed, arena.tensors(memory)):
+        if tensor.is_floating_point():
+            tensor[tensor.isnan()] = float("nan")
+    return memory
+
+
+@pytest.mark.parametrize("dtype", SUM_KERNELS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@settings(max_examples=SUM_EXAMPLES)
+@given(
+    drawn=sizes(),
+    count=st.integers(1, 8),
+    max_blocks=blocks,
+    aligned=st.booleans(),
+    kind=st.sampled_from(["bits", "ordinary", "subnormal", "edges"]),
+    in_place=st.booleans(),
+    launch=launches,
+)
+def test_sums_have_the_bits_of_torch_and_nothing_else_is_written(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    drawn: tuple,
+    count: int,
+    max_blocks: int,
+    aligned: bool,
+    kind: str,
+    in_place: bool,
+    launch: dict,
+) -> None:
+    numels, random = drawn
+    dtypes = [dtype] * len(numels)
+    slots = [Arena(numels, dtypes, random, aligned) for _ in range(count)]
+    for arena in slots:
+        fill(arena.bytes, PARTS.get(dtype, dtype), kind, random)
+    out = slots[0] if in_place else Arena(numels, dtypes, random, aligned)
+    expected = Arena(numels, dtypes, random, aligned)
+    expected.places, expected.bytes = out.places, out.bytes.clone()
+    for target, *terms in zip(expected.tensors(), *(arena.tensors() for arena in slots), strict=True):
+        as_summed(target).copy_(sum_by_torch([as_summed(term) for term in terms]))
+    unchanged = [arena.bytes.clone() for arena in slots if arena is not out]
+    kernels.run(summing([arena.tensors() for arena in slots], out.tensors(), max_blocks=max_blocks), **launch)
+    assert torch.equal(with_one_nan(out), with_one_nan(expected))
+    assert all(map(torch.equal, unchanged, [arena.bytes for arena in slots if arena is not out]))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_half_is_widened_and_rounded_as_torch_does(kernels: Kernels, dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    info = torch.finfo(dtype)
+    small = info.smallest_normal * info.eps
+    for number in (None, 0.0, small, -3 * small, info.smallest_normal, 1.0, 1 / 3, 1 + info.eps, info.max, -info.max):
+        terms = [every] if number is None else [every, torch.full_like(every, number)]
+        out = torch.empty_like(every)
+        kernels.run(summing([[term] for term in terms], [out], max_blocks=4))
+        assert_same_bits_but_for_nans(out, sum_by_torch(terms))
+
+
+@pytest.mark.parametrize(("dtype", "dropped"), [(torch.float16, 13), (torch.bfloat16, 16)])
+def test_floats_of_every_kind_are_rounded_as_torch_does(kernels: Kernels, dtype: torch.dtype, dropped: int) -> None:
+    """All that is kept with what decides how the rest rounds, NaNs of any bits among them."""
+    kept = torch.arange(-(2 ** (31 - dropped)), 2 ** (31 - dropped), dtype=torch.int64) << dropped
+    half = 1 << (dropped - 1)
+    rest = torch.tensor([0, 1, half - 1, half, half + 1, 2 * half - 1])
+    sums = (kept[:, None] + rest).to(torch.int32).view(torch.float32).flatten()
+    assert_same_bits_but_for_nans(kernels.narrow(sums, dtype), sums.to(dtype))
+
+
+def assert_same_bits_but_for_nans(actual: Tensor, expected: Tensor) -> None:
+    assert torch.equal(actual.isnan(), expected.isnan())
+    numbers = ~expected.isnan()
+    assert torch.equal(actual.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
+
+
+def test_ten_thousand_tensors_of_16_slots(kernels: Kernels) -> None:
+    random = torch.Generator().manual_seed(0)
+    numels = torch.randint(0, 40, (10_000,), generator=random).tolist()
+    dtypes = [torch.float32] * len(numels)
+    slots = [Arena(numels, dtypes, random, aligned=False) for _ in range(16)]
+    for arena in slots:
+        fill(arena.bytes, torch.float32, "ordinary", random)
+    out = torch.empty(sum(numels))
+    copies = torch.empty(sum(numels))
+    tensors = [arena.tensors() for arena in slots]
+    kernels.run(summing(tensors, out.split(numels), max_blocks=100), threads=32)
+    kernels.run(copying(tensors[3], [copies.split(numels)], max_blocks=100), threads=32)
+    assert torch.equal(out, sum_by_torch([torch.cat(row) for row in tensors]))
+    assert torch.equal(copies, torch.cat(tensors[3]))
+
+
+def test_a_copy_needs_no_alignment_at_all(kernels: Kernels) -> None:
+    sources = [torch.frombuffer(bytearray(range(100)), dtype=torch.float32, offset=k, count=20) for k in range(4)]
+    targets = [torch.frombuffer(bytearray(100), dtype=torch.float32, offset=k, count=20) for k in (1, 1, 0, 2)]
+    kernels.run(copying(sources, [targets], max_blocks=8))
+    assert [t.numpy().tobytes() for t in targets] == [t.numpy().tobytes() for t in sources]
+
+
+def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    flags = [*cupy_kernels.OPTIONS, "--cubin", "--Werror=all-warnings"]
+    done = subprocess.run(
+        [nvcc, *flags, str(SOURCE), "-o", str(tmp_path / "kernels.cubin")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

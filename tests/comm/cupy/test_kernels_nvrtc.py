@@ -1,0 +1,100 @@
+"""The CUDA kernels as NVIDIA's compiler sees them, with the options that CuPy adds: subnormals are not flushed to zero.
+
+No GPU is needed: NVRTC comes as a wheel (the extra ``cuda-checks``) and compiles for every GPU. This proves that the
+kernels compile for them, and which instructions add, widen and round. It does not prove what a GPU does with these
+instructions, and launches nothing: how elements are found, and what is summed, is checked on the CPU.
+"""
+
+import re
+from functools import cache
+from importlib import metadata
+
+import pytest
+
+from dataparallel.comm.cupy import launch
+from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS
+from kernel_runner import SOURCE
+from nvrtc import CUPYS_OPTIONS, Nvrtc
+
+pytestmark = pytest.mark.devices("cpu")
+
+FIRST = 70  # torch's own kernels need no less
+COMPILERS = {"cuda12": "nvidia-cuda-nvrtc-cu12", "cuda13": "nvidia-cuda-nvrtc"}
+DEPRECATED = r"nvrtc: warning: Architectures prior to '<compute/sm>_75' are deprecated .*"
+
+# Of each kernel that handles floating point, all instructions on it but for those that move it.
+ARITHMETIC = {
+    "sum_float64": {"add.f64"},
+    "sum_float32": {"add.rn.f32"},
+    "sum_float16": {"cvt.f32.f16", "add.rn.f32", "cvt.rn.f16.f32"},
+    "sum_bfloat16": {"add.rn.f32"},
+}
+MOVES = ("mov", "ld", "st", "selp")
+
+
+@cache
+def compiler(name: str) -> Nvrtc | None:
+    try:
+        return Nvrtc(COMPILERS[name])
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every architecture of every compiler is a test; a compiler that is missing is one, and skipped."""
+    if "architecture" not in metafunc.fixturenames:
+        return
+    found = []
+    for name, distribution in COMPILERS.items():
+        nvrtc = compiler(name)
+        skip = pytest.mark.skip(reason=f"needs {distribution}: pip install 'dataparallel[cuda-checks]'")
+        if nvrtc is None:
+            found.append(pytest.param(name, FIRST, id=name, marks=skip))
+        else:
+            numbers = [number for number in nvrtc.architectures() if number >= FIRST]
+            found += [pytest.param(name, number, id=f"{name}-{number}") for number in numbers]
+    metafunc.parametrize(("name", "architecture"), found)
+
+
+@cache
+def compiled(name: str, architecture: int, source: str) -> tuple[str, str]:
+    nvrtc = compiler(name)
+    assert nvrtc is not None
+    return nvrtc.ptx(source, (*launch.OPTIONS, *CUPYS_OPTIONS, f"-arch=compute_{architecture}"))
+
+
+def instructions(ptx: str) -> dict[str, set[str]]:
+    """For each kernel its instructions, without operands."""
+    assert ".func" not in ptx, "a function that is called belongs to no kernel"
+    kernels = re.split(r"\.entry\s+(\w+)\(", ptx)[1:]
+    bodies = dict(zip(kernels[::2], kernels[1::2], strict=True))
+    found = r"^\s*(?:\{\s*)?(?:@!?%\w+\s+)?([a-z][\w.:]*)[^:\w]"
+    return {kernel: {*re.findall(found, body, re.MULTILINE)} for kernel, body in bodies.items()}
+
+
+def test_they_compile_without_a_warning(name: str, architecture: int) -> None:
+    _, log = compiled(name, architecture, SOURCE.read_text())
+    assert re.sub(DEPRECATED, "", log).strip() == ""
+
+
+def test_all_kernels_are_there(name: str, architecture: int) -> None:
+    ptx, _ = compiled(name, architecture, SOURCE.read_text())
+    assert {*instructions(ptx)} == {COPY_KERNEL.name, *(kernel.name for kernel in SUM_KERNELS.values())}
+
+
+def test_sums_are_made_by_instructions_that_keep_subnormals(name: str, architecture: int) -> None:
+    ptx, _ = compiled(name, architecture, SOURCE.read_text())
+    assert ".ftz" not in ptx
+    for kernel, all_of_it in instructions(ptx).items():
+        assert {opcode for opcode in all_of_it if computes(opcode)} == ARITHMETIC.get(kernel, set()), kernel
+
+
+def computes(opcode: str) -> bool:
+    operation, *types = opcode.split(".")
+    return operation not in MOVES and bool({"f16", "f32", "f64", "bf16", "f16x2", "bf16x2"}.intersection(types))
+
+
+def test_without_them_subnormals_would_be_flushed(name: str, architecture: int) -> None:
+    """What is looked for is what the compiler writes where the source says no more than ``+``."""
+    ptx, _ = compiled(name, architecture, 'extern "C" __global__ void add(float* sum, float term) { *sum += term; }')
+    assert "add.ftz.f32" in instructions(ptx)["add"]

@@ -1,0 +1,228 @@
+"""Which transport a call gets, where its settings come from, and what becomes of a transport that brings other data."""
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dataparallel
+from dataparallel import DataParallel, comm
+from dataparallel.comm import peer_check, select
+from dataparallel.comm.cupy import launch
+from dataparallel.comm.cupy.tables import SUM_KERNELS
+from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.routes import STAR, TorchCopies
+from dataparallel.comm.select import transport_for
+from dataparallel.comm.settings import ROUTE_VARIABLE, TRANSPORT_VARIABLE
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
+LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Nothing that one of these tests finds out is known to other tests."""
+    select._forget()
+    yield
+    select._forget()
+
+
+def on_all(slots: list) -> list[torch.device]:
+    return [torch.device(slot) for slot in slots]
+
+
+@pytest.mark.not_isolated("what slots on one device share")
+def test_within_one_device_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "settings", None)
+    assert transport_for("broadcast", [torch.device("cpu")] * 3, LARGE) is STAR
+
+
+@pytest.mark.not_isolated("distinct devices")
+@pytest.mark.devices("sim")
+@pytest.mark.slots(8)
+def test_the_librarys_choice(slots: list) -> None:
+    devices = on_all(slots)
+    assert transport_for("broadcast", devices, LARGE) == TorchCopies("chain")
+    assert transport_for("broadcast", devices, SMALL) == TorchCopies("tree")
+    assert transport_for("reduce_add", devices, LARGE) == TorchCopies("chain")
+    assert transport_for("reduce_add", devices, SMALL) == TorchCopies("star")
+    assert transport_for("gather", devices, LARGE) == transport_for("scatter", devices, LARGE) == TorchCopies("star")
+    assert transport_for("broadcast", devices[:2], LARGE) == TorchCopies("star")
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(3)
+def test_the_context_counts_before_the_environment(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = on_all(slots)
+    monkeypatch.setenv(ROUTE_VARIABLE, "tree")
+    assert transport_for("broadcast", devices, LARGE) == TorchCopies("tree")
+    with comm.using(route="star"):
+        assert transport_for("broadcast", devices, LARGE) == TorchCopies("star")
+    monkeypatch.setenv(TRANSPORT_VARIABLE, "host")
+    assert isinstance(transport_for("broadcast", devices, LARGE), ThroughHost)
+    with comm.using(transport="cupy"), pytest.raises(ValueError, match=r"'cupy' was asked for.*CUDA"):
+        comm.broadcast(torch.zeros(3, device=devices[0]), slots)
+
+
+@pytest.mark.not_isolated("distinct devices")
+@pytest.mark.devices("sim")
+@pytest.mark.slots(3)
+def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    def garbage(source: Tensor, target: Tensor) -> None:
+        target.fill_(0)
+
+    peer_check._forget()
+    monkeypatch.setattr(torch.sim, "copies_cannot_fail", False)
+    monkeypatch.setattr(peer_check, "_copy", garbage)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            transport = transport_for("broadcast", on_all(slots), LARGE)
+        assert isinstance(transport, ThroughHost)
+        assert len(caught) == 6
+        tensors = [torch.randn(3, 4, device=slots[0]), torch.arange(5, device=slots[0])]
+        for on_slot in comm.broadcast_coalesced(tensors, slots):
+            assert all(torch.equal(copy.cpu(), tensor.cpu()) for copy, tensor in zip(on_slot, tensors, strict=True))
+        (total,) = comm.reduce_add_coalesced([[torch.ones(4, device=slot)] for slot in slots])
+        assert torch.equal(total.cpu(), torch.full((4,), 3.0))
+        chunks = comm.scatter(torch.arange(6.0, device=slots[0]), slots)
+        assert torch.equal(comm.gather(chunks, 0, slots[0]).cpu(), torch.arange(6.0))
+    finally:
+        peer_check._forget()
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("by", ["context", "environment"])
+def test_a_whole_step_takes_the_route_of_its_forward(by: str, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums run in threads of the engine, which know nothing of the caller's context."""
+    taken: list[tuple[str, bool]] = []
+
+    def note(self: TorchCopies, *args: Any) -> Any:
+        taken.append((self.route, threading.current_thread() is threading.main_thread()))
+        return add_up(self, *args)
+
+    add_up = TorchCopies.add_up
+    monkeypatch.setattr(TorchCopies, "add_up", note)
+    model = DataParallel(nn.Linear(4, 3).to(slots[0]), slots)
+    x = torch.randn(6, 4, device=slots[0])
+    if by == "context":
+        with comm.using(route="chain"):
+            loss = model(x).square().sum()
+    else:
+        monkeypatch.setenv(ROUTE_VARIABLE, "chain")
+        loss = model(x).square().sum()
+    loss.backward()
+    assert taken
+    assert {*taken} == {("chain", False)}
+
+
+class Faulty:
+    """In the place of a transport."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.used = 0
+
+    def spread(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
+        self.used += 1
+        if self.fault == "raises":
+            raise RuntimeError("no link")
+        for buffer in buffers:
+            buffer.copy_(source)
+            if self.fault == "garbage":
+                buffer[-1] += 1
+
+
+@pytest.mark.parametrize(("fault", "why"), [("garbage", "other data"), ("raises", "it has failed: no link")])
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.slots(3)
+def test_a_transport_that_fails_its_first_comparison_is_dropped(fault: str, why: str, slots: list) -> None:
+    theirs = Faulty(fault)
+    devices = tuple(on_all(slots))
+    with pytest.warns(RuntimeWarning, match=rf"'theirs' is not used between .*{why}"):
+        assert why in str(select._compared("theirs", theirs.spread, devices))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert why in str(select._compared("theirs", theirs.spread, devices))
+    assert theirs.used == 1
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.slots(3)
+def test_one_that_does_not_stays(slots: list) -> None:
+    state = torch.get_rng_state()
+    assert select._compared("theirs", Faulty().spread, tuple(on_all(slots))) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.slots(3)
+def test_kernels_whose_copies_are_right_and_whose_sums_are_not_are_dropped(
+    slots: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flushing(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
+        small = [flat.abs() < torch.finfo(flat.dtype).smallest_normal for flat in flats]
+        return STAR.add_up([flat.masked_fill(where, 0) for flat, where in zip(flats, small, strict=True)], destination)
+
+    devices = tuple(on_all(slots))
+    monkeypatch.setitem(select._ADDING, "cupy", flushing)
+    with pytest.warns(RuntimeWarning, match=r"'cupy' is not used between .*: in torch.float32 it has made 0.0 of"):
+        assert select._compared("cupy", Faulty().spread, devices) is not None
+    select._forget()
+    monkeypatch.setitem(select._ADDING, "cupy", STAR.add_up)
+    assert select._compared("cupy", Faulty().spread, devices) is None
+
+
+def test_the_kernels_sums_are_compared_by_the_kernels_that_will_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple] = []
+    monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
+    flats = [torch.ones(5, dtype=torch.bfloat16) for _ in range(3)]
+    total = select._ADDING["cupy"](flats, torch.device("cpu"))
+    rows = [[tensor.data_ptr()] for tensor in (total, *flats)]
+    assert launched == [(SUM_KERNELS[torch.bfloat16], rows, [5], torch.device("cpu"), [torch.device("cpu")] * 3)]
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_route_gives_the_same_gradients(dtype: torch.dtype, slots: list) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 3)).to(slots[0], dtype)
+    x = torch.randn(16, 64, dtype=dtype, device=slots[0])
+    found = []
+    for settings in ({"route": "star"}, {"route": "tree"}, {"route": "chain"}, {"transport": "host"}, {}):
+        net.zero_grad()
+        with comm.using(**settings):
+            dataparallel.data_parallel(net, x, slots).square().sum().backward()
+        found.append([parameter.grad.cpu() for parameter in net.parameters()])
+    for gradients in found[1:]:
+        assert all(map(torch.equal, gradients, found[0]))
+
+
+def test_a_device_is_listed_as_often_as_it_is_a_slot(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transports that take each device once would else refuse every call that begins or ends on a slot."""
+    asked: list[list[torch.device]] = []
+
+    def ask(work: str, devices: Sequence[torch.device], tensors: Sequence[Tensor]) -> TorchCopies:
+        asked.append([*devices])
+        return TorchCopies("star")
+
+    monkeypatch.setattr(comm, "transport_for", ask)
+    root = slots[0]
+    tensor, on_slots = torch.ones(6, device=root), [torch.ones(6, device=slot) for slot in slots]
+    comm.broadcast(tensor, slots)
+    comm.broadcast_coalesced([tensor, tensor], slots)
+    comm.reduce_add(on_slots, root)
+    comm.reduce_add_coalesced([[each] for each in on_slots], root)
+    comm.scatter(tensor, slots)
+    comm.gather(on_slots, 0, root)
+    comm.gather(on_slots, 0, out=torch.empty(6 * len(slots), device=root))
+    assert asked == [[torch.device(slot) for slot in slots]] * len(asked)
+    comm.gather(on_slots, 0, "cpu")
+    devices = [torch.device(slot) for slot in slots]
+    assert asked[-1] == (devices if root == "cpu" else [torch.device("cpu"), *devices])

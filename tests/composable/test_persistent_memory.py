@@ -1,0 +1,233 @@
+"""Other memory, given to a replica's tensor by its forward, is gone at the next call; the source's values are there."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from loops import adamw, assert_same_loop, mean_square, waits
+from persistent import living
+from torch import Tensor, nn
+
+from dataparallel.composable.persistent_memory import MemoryOfCopies
+from dataparallel.testing.cases import seeded
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+def set_(tensor: Tensor) -> None:
+    tensor.set_(tensor.detach().clone())
+
+
+def data(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
+    def move(tensor: Tensor) -> None:
+        tensor.data = make(tensor.data)
+
+    return move
+
+
+def not_of(source: Tensor, move: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
+    """``move`` for copies of ``source`` only. It knows the source by its number: a reference would be the replica's."""
+    number = id(source)
+
+    def move_copy(tensor: Tensor) -> None:
+        if id(tensor) != number:
+            move(tensor)
+
+    return move_copy
+
+
+MOVES: dict[str, Callable[[Tensor], None]] = {
+    "set_": set_,
+    ".data =": data(Tensor.clone),
+    ".data = a neighbour": data(lambda old: old.new_zeros(3, *old.shape)[1]),
+    ".data = transposed": data(Tensor.t),
+    ".data = a part": data(lambda old: old[:1]),
+    ".data = another dtype": data(Tensor.float),
+    ".data = the same bytes as another dtype": data(lambda old: old.view(torch.complex64)),
+    ".data = nothing": data(lambda old: old.new_empty(0)),
+}
+TENSORS = ["linear.weight", "tied.weight", "frozen", "single", "unused", "shift"]
+
+
+class Moved(nn.Module):
+    """Gives a tensor other memory when it has used it, and notes what each replica had before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tied = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.tied.weight = self.linear.weight
+        self.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.single, self.unused = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("shift", torch.randn(4, 4))
+        self.name = ""
+        self.move: Callable[[Tensor], None] = lambda tensor: None
+        self.seen: list[dict[str, Tensor]] = []
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        tensors = self.tensors()
+        self.seen.append({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()})
+        y = self.tied(torch.tanh(self.linear(x) @ self.frozen)) @ self.single + self.shift[0]
+        if self.name:
+            with torch.no_grad():
+                self.move(tensors[self.name])
+        return y
+
+
+@pytest.fixture
+def moved(root: torch.device) -> Moved:
+    torch.manual_seed(0)
+    with torch.device(root):  # moving a module to a simulated device unties its weights
+        module = Moved().double()
+    module.single.mark = "travels singly"
+    return module
+
+
+def assert_replicas_saw(moved: Moved, count: int) -> None:
+    expected = {name: tensor.detach().cpu() for name, tensor in moved.tensors().items()}
+    assert len(moved.seen) == count
+    for seen in moved.seen:
+        assert seen.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert seen[name].dtype == tensor.dtype, name
+            assert seen[name].stride() == tensor.stride(), name
+            assert torch.equal(seen[name], tensor), name
+    moved.seen.clear()
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("how", MOVES)
+def test_every_replica_has_the_sources_values_at_each_call(
+    moved: Moved, slots: list, root: torch.device, how: str, name: str
+) -> None:
+    if name == "shift":  # slot 0's buffer is the source's: what happens to it there is no business of the replicas
+        moved.move = not_of(moved.shift, MOVES[how])
+    else:
+        moved.move = MOVES[how]
+    moved.name = name
+    wrapped = living(moved, slots)
+    x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
+    for context in (torch.enable_grad, torch.enable_grad, torch.enable_grad, torch.no_grad, torch.inference_mode) * 2:
+        with torch.no_grad():
+            for tensor in moved.tensors().values():
+                tensor.add_(1)
+        with context():
+            output = wrapped(x)
+        assert_replicas_saw(moved, len(slots))
+        if output.requires_grad and how == ".data =":  # on one device too others break the graph
+            output.sum().backward()
+
+
+def test_tensors_and_nodes_stay_when_their_memory_does_not(moved: Moved, slots: list, root: torch.device) -> None:
+    wrapped = living(moved, slots)
+    x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
+    for _ in range(2):
+        wrapped(x).sum().backward()
+    made = wrapped._kept._tensors._made
+    moved.name, moved.move = "linear.weight", MOVES[".data ="]
+    for _ in range(3):
+        wrapped(x).sum().backward()
+        assert wrapped._kept._tensors._made is made
+
+
+def test_a_buffer_that_moves_on_slot_0_moves_in_the_module(moved: Moved, slots: list, root: torch.device) -> None:
+    """As on one device; the other replicas get its values at the next call."""
+    moved.name, moved.move = "shift", data(lambda old: old + 1)
+    wrapped = living(moved, slots)
+    x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
+    for _ in range(3):
+        before = moved.shift.clone()
+        wrapped(x)
+        assert torch.equal(moved.shift, before + 1)
+        moved.name = ""
+        moved.seen.clear()
+        wrapped(x)
+        assert_replicas_saw(moved, len(slots))
+        moved.name = "shift"
+
+
+def test_memory_that_is_gone_is_made_anew(moved: Moved, slots: list, root: torch.device) -> None:
+    moved.name, moved.move = "shift", not_of(moved.shift, lambda tensor: tensor.untyped_storage().resize_(0))
+    wrapped = living(moved, slots)
+    x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
+    for _ in range(4):
+        wrapped(x)
+        assert_replicas_saw(moved, len(slots))
+
+
+def test_buffers_of_their_own_keep_what_forward_gave_to_them(moved: Moved, slots: list, root: torch.device) -> None:
+    """Where they are not sent at each call: given other memory or changed in place, that makes no difference."""
+    source = moved.shift
+    moved.name, moved.move = "shift", not_of(source, data(lambda old: old + 1))
+    wrapped = living(moved, slots, broadcast_buffers=False)
+    x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
+    for _ in range(2):
+        wrapped(x).sum().backward()
+    for calls in range(1, 4):
+        moved.seen.clear()
+        wrapped(x)
+        added = sorted(float((seen["shift"] - source.cpu()).mean()) for seen in moved.seen)
+        assert added == pytest.approx([0.0] + [float(calls)] * (len(slots) - 1))
+
+
+class Flattened(nn.Module):
+    """An LSTM that lays its weights one after the other at each forward, as ``flatten_parameters`` does on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 5, batch_first=True, bidirectional=True), nn.Linear(10, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.lstm._flat_weights
+        with torch.no_grad():
+            flat = torch.cat([weight.flatten() for weight in weights])
+            for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+                weight.set_(part.view(weight.shape))
+        return self.head(self.lstm(x)[0])
+
+
+@pytest.mark.slots(2, 3, 8)
+def test_an_lstm_that_flattens_its_parameters_trains_as_on_one_device(slots, root):
+    def loop(net):
+        optimizer = adamw(net)
+        outputs = []
+        for step, micro in itertools.product(range(4), range(2)):
+            generator = torch.Generator().manual_seed(2 * step + micro)
+            x = torch.randn(2 * len(slots) + 1, 3, 4, dtype=torch.float64, generator=generator).to(root)
+            with waits(net) if micro == 0 else torch.enable_grad():
+                outputs.append(net(x))
+                mean_square(outputs[-1]).backward()
+            if micro:
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    outputs.append(net.eval()(x))
+                net.train()
+        return outputs
+
+    assert_same_loop(loop, slots, seeded(Flattened))
+
+
+def test_put_back_is_only_for_what_has_moved() -> None:
+    copies = [torch.zeros(3, 4), torch.ones(2), torch.empty(0)]
+    memory = MemoryOfCopies(copies)
+    own = copies[0].data_ptr()
+    assert memory.put_back()
+    copies[0].data = torch.ones(4, 3)
+    version = copies[1]._version
+    assert memory.put_back()
+    assert (copies[0].data_ptr(), copies[0].shape) == (own, (3, 4))
+    assert copies[1]._version == version
+    copies[1].untyped_storage().resize_(0)
+    assert not memory.put_back()
+
+
+def test_a_conjugate_view_of_its_own_memory_is_other_memory_too() -> None:
+    copy = torch.tensor([1 + 2j])
+    memory = MemoryOfCopies([torch.ones(1), copy])
+    copy.data = copy.data.conj()
+    assert memory.put_back()
+    assert copy.tolist() == [1 + 2j]

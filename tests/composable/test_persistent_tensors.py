@@ -1,0 +1,471 @@
+"""Tensors of replicas that stay: one kept broadcast, in every graph, with the source's values at every forward."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from persistent import Net, assert_same, gradients, living, loss, numbers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dataparallel import DataParallel, comm
+from dataparallel.autograd.bucket_nodes import OnSlot, ToSlots
+from dataparallel.composable.gradient_sums import WaitingBucket
+from dataparallel.testing.models import CASES
+from dataparallel.testing.parity import assert_same_training
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+@pytest.fixture
+def x(slots: list, root: torch.device) -> Tensor:
+    return numbers(root, 2 * len(slots) + 1)
+
+
+def settled(net: nn.Module, slots: list, x: Tensor, **options: bool) -> DataParallel:
+    """After the steps in which the order of gradients is learnt."""
+    wrapped = living(net, slots, **options)
+    for _ in range(2):
+        loss(wrapped(x)).backward()
+        net.zero_grad()
+    return wrapped
+
+
+def tensors_of(wrapped: DataParallel) -> list[list[Tensor]]:
+    return wrapped._kept._tensors._made.copies
+
+
+@pytest.mark.slots(2, 8)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_training_is_that_of_one_device(case, slots):
+    assert_same_training(
+        case.build,
+        [case.batch(7, step) for step in range(5)],
+        slots,
+        dim=case.dim,
+        optimizer=case.optimizer,
+        by_chunks=case.by_chunks,
+        wrap=living,
+    )
+
+
+def test_tensors_and_nodes_stay(net: Net, slots: list, x: Tensor) -> None:
+    wrapped = settled(net, slots, x)
+    before = [[id(tensor) for tensor in on_slot] for on_slot in tensors_of(wrapped)]
+    nodes = {tensor.grad_fn for on_slot in tensors_of(wrapped) for tensor in on_slot}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        loss(wrapped(x)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        wrapped(x)
+    assert [[id(tensor) for tensor in on_slot] for on_slot in tensors_of(wrapped)] == before
+    assert {tensor.grad_fn for on_slot in tensors_of(wrapped) for tensor in on_slot} == nodes
+
+
+def test_a_smaller_batch_uses_the_first_slots(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+    wrapped = settled(net, slots, x)
+    before = id(tensors_of(wrapped))
+    for samples in (1, len(slots) - 1, 2 * len(slots)):
+        net.zero_grad()
+        twin.zero_grad()
+        loss(wrapped(x[:samples])).backward()
+        loss(twin(x[:samples])).backward()
+        assert_same(gradients(net), gradients(twin))
+    assert id(tensors_of(wrapped)) == before
+
+
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "copy_": lambda net: net.second.weight.detach().copy_(torch.ones(8, 8)),
+    "a write through .data": lambda net: net.second.weight.data.fill_(0.5),
+    "a view of .data": lambda net: net.second.weight.data[2].mul_(3),
+    ".data = another tensor": lambda net: setattr(net.second.weight, "data", net.second.weight.data * 2),
+    "load_state_dict": lambda net: net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}),
+    "a replaced parameter": lambda net: setattr(net.second, "weight", nn.Parameter(net.second.weight.detach() * 2)),
+    "a replaced module": lambda net: setattr(net, "second", nn.Linear(8, 8).to(net.last.weight)),
+    "a tied parameter": lambda net: setattr(net.second, "bias", net.first.bias),
+    "frozen": lambda net: net.first.requires_grad_(False),
+    "a parameter that is now None": lambda net: setattr(net.second, "bias", None),
+    "another dtype and back": lambda net: net.float().double(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_is_seen_at_the_next_forward(net: Net, twin: Net, slots: list, x: Tensor, name: str) -> None:
+    wrapped = settled(net, slots, x)
+    for module in (net, twin):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            CHANGES[name](module)
+    for _ in range(3):
+        loss(wrapped(x)).backward()
+        loss(twin(x)).backward()
+        assert_same(gradients(net), gradients(twin))
+
+
+def test_frozen_and_unfrozen_layers(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+    wrapped = living(net, slots)
+    for step in range(6):
+        for module in (net, twin):
+            module.zero_grad()
+            module.second.requires_grad_(step % 3 != 1)
+        loss(wrapped(x)).backward()
+        loss(twin(x)).backward()
+        assert_same(gradients(net), gradients(twin))
+
+
+def test_two_forwards_before_one_backward(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+    wrapped = settled(net, slots, x)
+    for call, module in ((wrapped, net), (twin, twin)):
+        one, two = call(x), call(x * 2)
+        (loss(one) + loss(two)).backward()
+        one, two = call(x), call(x * 2)
+        loss(two).backward()
+        loss(one).backward()
+        module.grads = gradients(module)
+    assert_same(net.grads, twin.grads)
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_a_graph_may_be_used_twice_if_it_is_retained(net: Net, twin: Net, slots: list, x: Tensor, retain: bool) -> None:
+    wrapped = settled(net, slots, x)
+    for call in (wrapped, twin):
+        value = loss(call(x))
+        value.backward(retain_graph=retain)
+        if retain:
+            value.backward()
+        else:
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                value.backward()
+    assert_same(gradients(net), gradients(twin))
+
+
+@pytest.mark.parametrize("of", ["parameters", "input"])
+def test_a_graph_whose_values_are_gone_raises_as_on_one_device(net: Net, slots: list, x: Tensor, of: str) -> None:
+    """The second forward brings other values to the memory that the first one's backward would read."""
+    wrapped = settled(net, slots, x)
+    leaf = x.clone().requires_grad_()
+    value = loss(wrapped(leaf))
+    with torch.no_grad():
+        net.second.weight.mul_(2)
+    wrapped(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(value, [leaf] if of == "input" else list(net.parameters()))
+    assert gradients(net) == [None] * len(gradients(net))
+
+
+@pytest.mark.slots(2)
+def test_replicas_on_other_slots_notice_too(net: Net, slots: list, x: Tensor) -> None:
+    """Slot 0 shares the versions of the source; here only the last slot's backward runs."""
+    wrapped = settled(net, slots, x)
+    leaf = x.clone().requires_grad_()
+    output = wrapped(leaf)
+    with torch.no_grad():
+        net.second.weight.mul_(2)
+    wrapped(x)
+    kept = tensors_of(wrapped)[1]
+    assert all(tensor._version > 0 for tensor in kept if tensor.shape == (8, 8))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output[-1].sum().backward()
+
+
+def test_gradients_of_inputs_write_none(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+    wrapped = settled(net, slots, x)
+    leaf = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss(wrapped(leaf)), leaf)
+    (expected,) = torch.autograd.grad(loss(twin(leaf)), leaf)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    assert gradients(net) == [None] * len(gradients(net))
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_gradients_of_parameters_are_the_sum(net: Net, twin: Net, slots: list, x: Tensor, create_graph: bool) -> None:
+    wrapped = settled(net, slots, x)
+    found = torch.autograd.grad(loss(wrapped(x)), list(net.parameters()), create_graph=create_graph)
+    expected = torch.autograd.grad(loss(twin(x)), list(twin.parameters()), create_graph=create_graph)
+    assert_same([*found], [*expected])
+    assert gradients(net) == [None] * len(found)
+    if create_graph:
+        sum(each.square().sum() for each in found).backward()
+        sum(each.square().sum() for each in expected).backward()
+        assert_same(gradients(net), gradients(twin))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside_and_around(net: Net, twin: Net, slots: list, x: Tensor, reentrant: bool) -> None:
+    class Inside(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    net.__class__ = twin.__class__ = Inside
+    wrapped = living(net, slots)
+    leaf = x.clone().requires_grad_()
+    for _ in range(3):
+        for call, module in ((wrapped, net), (twin, twin)):
+            module.zero_grad()
+            loss(checkpoint(call, leaf, use_reentrant=reentrant)).backward()
+        assert_same(gradients(net), gradients(twin))
+
+
+def test_a_parameter_that_no_replica_uses_has_no_gradient(net: Net, slots: list, root: torch.device) -> None:
+    wrapped = living(net, slots)
+    for _ in range(3):
+        net.zero_grad()
+        loss(wrapped(numbers(root, 2 * len(slots), positive=True))).backward()
+        assert net.branch.weight.grad is None
+        assert net.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_first_forward_without_a_graph(net: Net, twin: Net, slots: list, x: Tensor, context: Callable) -> None:
+    wrapped = living(net, slots)
+    for _ in range(2):
+        with context():
+            torch.testing.assert_close(wrapped(x), twin(x), rtol=0, atol=1e-9)
+        net.zero_grad()
+        twin.zero_grad()
+        loss(wrapped(x)).backward()
+        loss(twin(x)).backward()
+        assert_same(gradients(net), gradients(twin))
+
+
+def test_buckets_follow_the_order_in_which_gradients_came(net: Net, slots: list, x: Tensor) -> None:
+    class Reversed(Net):
+        """The layer that is registered last is used first."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(torch.tanh(self.second(torch.tanh(nn.functional.pad(self.branch(x), (0, 6))))))[:, :2]
+
+    net.__class__ = Reversed
+    net.first, net.second = nn.Linear(8, 8).to(net.last.weight), nn.Linear(8, 8).to(net.last.weight)
+    wrapped = settled(net, slots, x)
+    made = wrapped._kept._tensors._made
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    order = [names[id(made.plan.tensors[i])].split(".")[0] for group in made.recorded_groups for i in group]
+    assert list(dict.fromkeys(order)) == ["first", "second", "branch", "last"]
+    assert len(made.recorded_groups) > 2
+
+
+def test_sums_are_launched_in_the_order_of_buckets(
+    slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever order gradients come in, which may change from step to step, and whatever is not used."""
+
+    class EitherWay(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+        def forward(self, x: Tensor, order: list[int]) -> Tensor:
+            for k in order:
+                x = torch.tanh(self.layers[k](x))
+            return x
+
+    net = EitherWay().double().to(root)
+    wrapped = living(net, slots)
+    for _ in range(2):
+        loss(wrapped(x, [0, 1, 2, 3, 4])).backward()
+    with_kept = WaitingBucket.with_kept
+    kept = wrapped._kept
+    assert len(kept._tensors._made.recorded_groups) > 3
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4], [3, 1]):
+        launched: list[int] = []
+        buckets = kept._tensors.sums.buckets[::-1]  # made from the last to the first
+
+        def noted(bucket: WaitingBucket, *arguments, launched=launched, buckets=buckets):
+            launched.append(buckets.index(bucket))
+            return with_kept(bucket, *arguments)
+
+        monkeypatch.setattr(WaitingBucket, "with_kept", noted)
+        loss(wrapped(x, order)).backward()
+        assert launched == sorted(launched)
+        assert len(launched) >= len(order) - 1
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.not_isolated("one thread has all slots then")
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread takes buckets that are ready in any order: here all of them are, before it takes the second one."""
+    layers = 12
+    root, other = torch.device("sim", 0), torch.device("sim", 1)
+    left = {root: 2 * layers, other: 2 * layers}
+    done = {device: threading.Event() for device in left}
+    backward, brought = OnSlot.backward, ToSlots.brought
+
+    def noted(ctx, *grads):
+        if ctx.device == other:
+            assert done[root].wait(20)
+        found = backward(ctx, *grads)
+        left[ctx.device] -= 1
+        if left[ctx.device] == 0:
+            done[ctx.device].set()
+        return found
+
+    def late(*arguments):
+        assert done[other].wait(20)
+        return brought(*arguments)
+
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).double().to(root)
+    wrapped = living(net, [root, other])
+    with monkeypatch.context() as patch:
+        patch.setattr(OnSlot, "backward", noted)
+        patch.setattr(ToSlots, "brought", late)
+        loss(wrapped(numbers(root, 4))).backward()
+    loss(wrapped(numbers(root, 4))).backward()
+    order = [i // 2 for group in wrapped._kept._tensors._made.recorded_groups for i in group]
+    assert order == sorted(order, reverse=True)
+
+
+def test_graphs_over_former_tensors_still_count(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+    """Their gradients are summed at once: nobody would ask their buckets for what is kept."""
+    wrapped = settled(net, slots, x)
+    for call, module in ((wrapped, net), (twin, twin)):
+        before = loss(call(x))
+        module.first.weight.requires_grad_(False)
+        after = loss(call(x))
+        wrapped._kept._tensors.sums.are_on = False
+        before.backward()
+        wrapped._kept._tensors.sums.are_on = True
+        after.backward()
+        module.first.weight.requires_grad_(True)
+        loss(call(x)).backward()
+        loss(call(x)).backward()
+    assert_same(gradients(net), gradients(twin))
+
+
+@pytest.mark.not_isolated("slots on one device share the pieces here")
+def test_copies_that_are_in_several_pieces_are_filled_one_by_one(
+    net: Net, twin: Net, slots: list, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another transport may put them elsewhere."""
+
+    def in_pieces(tensors: list[Tensor], devices: list, *args: object, **kwargs: object) -> list[list[Tensor]]:
+        pieces = {device: [tensor.to(device) for tensor in tensors] for device in devices}
+        return [list(pieces[device]) for device in devices]
+
+    monkeypatch.setattr(comm, "broadcast_coalesced", in_pieces)
+    wrapped = settled(net, slots, x)
+    monkeypatch.undo()
+    for module in (net, twin):
+        with torch.no_grad():
+            module.second.weight.mul_(2)
+    torch.testing.assert_close(wrapped(x), twin(x), rtol=0, atol=1e-9)
+
+
+def test_buffers_are_slot_0s(slots: list, root: torch.device) -> None:
+    net = nn.BatchNorm1d(4, momentum=0.5).double().to(root)
+    wrapped = living(net, slots)
+    for step in range(3):
+        wrapped(numbers(root, 4 * len(slots), seed=step))
+    first = tensors_of(wrapped)[0]
+    assert any(tensor is net.running_mean for tensor in first)
+    seen = []
+
+    def look(module: nn.Module, args: tuple) -> None:
+        seen.append(module.running_mean.cpu().clone())
+
+    net.register_forward_pre_hook(look)
+    wrapped(numbers(root, 4 * len(slots)))
+    assert len(seen) == len(slots)
+    assert all(torch.equal(each, seen[0]) for each in seen)
+
+
+def test_buffers_may_stay_what_each_replica_made_of_them(slots: list, root: torch.device) -> None:
+    net = nn.BatchNorm1d(4, momentum=0.5).double().to(root)
+    wrapped = settled(net, slots, numbers(root, 4 * len(slots)), broadcast_buffers=False)
+    wrapped(numbers(root, 4 * len(slots)))
+    means = [on_slot[2].cpu() for on_slot in tensors_of(wrapped)]
+    assert not any(torch.equal(mean, means[0]) for mean in means[1:])
+
+
+def test_an_error_leaves_the_next_step_right(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+    class Fails(Net):
+        fails = ""
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if Fails.fails == "forward":
+                raise ArithmeticError("in forward")
+            if Fails.fails == "backward":
+                y.register_hook(raises)
+            return y
+
+    def raises(gradient: Tensor) -> None:
+        raise ArithmeticError("in backward")
+
+    net.__class__ = Fails
+    wrapped = living(net, slots)
+    for step in range(8):
+        Fails.fails = ("", "forward", "", "backward")[step % 4]
+        net.zero_grad()
+        if Fails.fails:
+            with pytest.raises(ArithmeticError, match=Fails.fails):
+                loss(wrapped(x)).backward()
+            continue
+        twin.zero_grad()
+        loss(wrapped(x)).backward()
+        loss(twin(x)).backward()
+        assert_same(gradients(net), gradients(twin))
+
+
+def test_several_threads_may_call(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+    wrapped = settled(net, slots, x)
+    expected = twin(x).detach()
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            for _ in range(10):
+                torch.testing.assert_close(wrapped(x).detach(), expected, rtol=0, atol=1e-9)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_they_belong_to_one_module_and_cannot_be_copied(net: Net, slots: list) -> None:
+    kept = living(net, slots)._kept
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="belong to one module and cannot be copied"):
+            copied(kept)
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(8)
+def test_a_forward_sends_the_values_in_a_few_launches(slots: list, root: torch.device) -> None:
+    """At most three for each slot and bucket, whatever the number of tensors."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100))).to(root)
+    wrapped = living(model, slots)
+    wrapped._kept._tensors._first_bytes = wrapped._kept._tensors._cap_bytes = 2**20
+    x = torch.ones(len(slots), 2, device=root)
+    for _ in range(2):
+        wrapped(x).sum().backward()
+    with torch.sim.counted() as counts:
+        wrapped._kept.replicas(model, [torch.device(slot) for slot in slots], 2**20)
+    assert sum(counts.launches) <= 3 * len(slots)
+
+
+@pytest.mark.devices("sim")
+def test_a_slot_holds_one_copy_of_the_parameters(slots: list, root: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(root)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    others = [torch.device(slot) for slot in slots[1:]]
+    if len({*slots}) < len(slots):
+        pytest.skip("slots that share a device share the parameters")
+    before = [torch.sim.memory_allocated(device) for device in (root, *others)]
+    wrapped = settled(model, slots, torch.ones(len(slots), 64, device=root))
+    for device in (root, *others):
+        torch.sim.synchronize(device)
+    after = [torch.sim.memory_allocated(device) for device in (root, *others)]
+    assert [new - old for old, new in zip(before, after, strict=True)] == [0] + [nbytes] * len(others)
+    wrapped._kept.clear()
+    assert [torch.sim.memory_allocated(device) for device in (root, *others)] == before

@@ -1,0 +1,359 @@
+"""Replicas that are used again between calls without a graph: nothing of the last call is in the next.
+
+What a call leaves on tensors is in test_kept_copies, what somebody else holds in test_kept_replicas_held, `frozen` in
+test_kept_replicas_frozen, which changes of a tree are noticed in test_module_snapshot.
+"""
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, scatter_kwargs
+from dataparallel.kept.replicas import KeptReplicas
+from dataparallel.modules.plan import ModulePlan
+from dataparallel.testing.cases import Case
+from dataparallel.testing.models import CASES
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+DOES: list[Callable[[nn.Module], Any]] = []
+"""What each replica does in its forward. It is no attribute: a changed tree would have other replicas."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.register_buffer("shift", torch.ones(4))
+        self.register_buffer("scratch", torch.ones(4), persistent=False)
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x)) * self.scale + self.shift + self.training
+        for does in DOES:
+            does(self)
+        return y
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_do():
+    yield
+    DOES.clear()
+
+
+def build(root) -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Net().double().to(root)
+
+
+@pytest.fixture
+def net(root) -> Net:
+    return build(root)
+
+
+@pytest.fixture
+def x(root) -> Tensor:
+    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
+
+
+def on_one_device(net: nn.Module, x: Tensor) -> Tensor:
+    does, DOES[:] = [*DOES], []
+    with torch.no_grad():
+        expected = net(x)
+    DOES[:] = does
+    return expected
+
+
+def shells(wrapped: DataParallel) -> list[Any]:
+    return [*wrapped._kept._shells]
+
+
+@pytest.mark.reuses("modules are used again")
+def test_modules_are_used_again(wrapped, call) -> None:
+    call()
+    before = shells(wrapped)
+    call()
+    assert len(before) == 3
+    assert all(a is b for a, b in zip(before, shells(wrapped), strict=True))
+
+
+@pytest.mark.reuses("attributes are used again")
+def test_attributes_are_used_again_until_a_forward_leaves_something(wrapped, call) -> None:
+    def attributes() -> list[int]:
+        return [id(vars(module)) for shell in shells(wrapped) for module in shell._modules]
+
+    call()
+    before = attributes()
+    assert len(before) == 3 * 5
+    call()
+    assert attributes() == before
+    DOES.append(lambda replica: setattr(replica, "left", 1))
+    call()
+    kept = shells(wrapped)
+    DOES.clear()
+    assert not any("left" in vars(module) for shell in kept for module in shell._modules)
+    call()
+    assert all(a is b for a, b in zip(kept, shells(wrapped), strict=True))
+
+
+def constant_layer(net: Net) -> nn.Linear:
+    layer = nn.Linear(4, 4).to(net.shift)
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, 0.1)
+    return layer
+
+
+MUTATIONS: dict[str, Callable[[Net], Any]] = {
+    "copy_": lambda net: net.first.weight.detach().copy_(net.first.weight * 2),
+    "data.fill_": lambda net: net.first.weight.data.fill_(0.3),
+    "data =": lambda net: setattr(net.first.weight, "data", net.first.weight.data.t() * 0.5),
+    "load_state_dict": lambda net: net.load_state_dict({k: v * 0.5 for k, v in net.state_dict().items()}),
+    "a swapped parameter": lambda net: setattr(net.first, "weight", nn.Parameter(net.first.weight.detach() + 1)),
+    "a tie": lambda net: setattr(net.first, "weight", net.second[0].weight),
+    "a child replaced": lambda net: net.second.__setitem__(1, nn.ReLU()) if len(net.second) > 1 else None,
+    "a child added": lambda net: net.second.append(constant_layer(net)),
+    "a child removed": lambda net: net.second.__delitem__(-1) if len(net.second) > 1 else None,
+    "an attribute": lambda net: setattr(net, "scale", net.scale + 1),
+    "an attribute more": lambda net: setattr(net, f"more{len(vars(net))}", 1),
+    "another mode": lambda net: net.train(not net.training),
+    "a hook": lambda net: setattr(net, "handle", net.first.register_forward_hook(lambda m, args, y: y * 2)),
+    "no hook": lambda net: vars(net).pop("handle").remove() if "handle" in vars(net) else None,
+    "another forward": lambda net: setattr(net.first, "forward", net.second[0].forward),
+    "requires_grad": lambda net: net.first.requires_grad_(not net.first.weight.requires_grad),
+    "a buffer in place": lambda net: net.shift.add_(1),
+    "another buffer": lambda net: setattr(net, "shift", net.shift * 2),
+    "a buffer more": lambda net: net.first.register_buffer("late", torch.ones_like(net.shift)),
+    "another dtype and back": lambda net: net.float().double(),
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS.keys())
+def test_a_change_is_seen_at_the_next_forward(mutate, net, wrapped, call, x) -> None:
+    call()
+    call()
+    for _ in range(2):
+        mutate(net)
+        torch.testing.assert_close(call(), on_one_device(net, x), rtol=0, atol=1e-9)
+
+
+@given(st.lists(st.sampled_from([*MUTATIONS, "call", "inference", "step", "frozen"]), max_size=12))
+def test_any_changes_and_calls_in_any_order(slots, root, x, names) -> None:
+    net = build(root)
+    wrapped = DataParallel(net, slots)
+    for name in names:
+        if name in MUTATIONS:
+            MUTATIONS[name](net)
+        elif name == "step":
+            wrapped(x).sum().backward()
+        elif name == "frozen":
+            with wrapped.frozen(), torch.no_grad():
+                torch.testing.assert_close(wrapped(x), net(x), rtol=0, atol=1e-9)
+        with torch.inference_mode() if name == "inference" else torch.no_grad():
+            torch.testing.assert_close(wrapped(x), net(x), rtol=0, atol=1e-9)
+
+
+def by_chunks(twin: nn.Module, count: int, args: tuple, kwargs: dict) -> Tensor:
+    """What the module gives for each chunk. Only the first one leaves something in its buffers, as replicas do."""
+    chunks = zip(*scatter_kwargs(args, kwargs, [next(twin.parameters()).device] * count), strict=True)
+    modules = [twin, *(copy.deepcopy(twin) for _ in range(count - 1))]
+    return torch.cat([module(*own, **keywords) for module, (own, keywords) in zip(modules, chunks, strict=True)])
+
+
+@pytest.mark.slots(3, 8)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_calls_without_a_graph_equal_one_device(case: Case, slots: list, root: torch.device) -> None:
+    source, twin = (case.build().to(root).train(case.by_chunks) for _ in range(2))
+    wrapped = DataParallel(source, slots, dim=case.dim)
+    for step in range(3):
+        args, kwargs = case.batch(2 * len(slots), step)
+        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to(root), (args, kwargs))
+        with torch.no_grad():
+            for module in (source, twin):
+                for index, parameter in enumerate(module.parameters()):
+                    parameter.data += 0.01 * (index + step)
+            found = wrapped(*args, **kwargs)
+            expected = by_chunks(twin, len(slots), args, kwargs) if case.by_chunks else twin(*args, **kwargs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    if case.by_chunks:
+        assert not torch.equal(found, twin(*args, **kwargs)), "the samples of a chunk see each other"
+
+
+class Other(Net):
+    pass
+
+
+def swap_persistence(replica: nn.Module) -> None:
+    replica.register_buffer("scratch", replica.shift.clone())
+    replica.register_buffer("shift", replica.shift.clone(), persistent=False)
+
+
+def rename(attributes: dict[str, Any], name: str, other: str) -> None:
+    """Everything else stays, the order too."""
+    items = [*attributes.items()]
+    attributes.clear()
+    attributes.update({other if key == name else key: value for key, value in items})
+
+
+LEAVES: dict[str, Callable[[Any], Any]] = {
+    "an attribute": lambda replica: setattr(replica, "left", 1),
+    "a changed attribute": lambda replica: setattr(replica, "scale", 0.0),
+    "an attribute of the last module": lambda replica: setattr(replica.second[1], "left", 1),
+    "another name": lambda replica: rename(vars(replica), "scale", "left"),
+    "no attribute": lambda replica: delattr(replica, "scale"),
+    "a buffer": lambda replica: replica.first.register_buffer("left", torch.ones(1)),
+    "another buffer": lambda replica: setattr(replica, "scratch", replica.shift * 0),
+    "a parameter": lambda replica: replica.register_parameter("left", nn.Parameter(torch.ones(1))),
+    "another parameter": lambda replica: setattr(replica.first, "weight", nn.Parameter(torch.ones(1))),
+    "no parameter": lambda replica: delattr(replica.first, "weight"),
+    "a child": lambda replica: replica.second[1].add_module("left", nn.ReLU()),
+    "another child": lambda replica: replica.second.__setitem__(0, nn.ReLU()),
+    "no child": lambda replica: delattr(replica, "first"),
+    "a hook": lambda replica: replica.first.register_forward_hook(lambda m, args, y: y * 0),
+    "another mode": lambda replica: replica.train(not replica.training),
+    "another class": lambda replica: setattr(replica, "__class__", Other),
+    "other non-persistent buffers": swap_persistence,
+    "other registries": lambda replica: vars(replica).update(_parameters={}, _modules={}),
+    "requires_grad": lambda replica: replica.requires_grad_(False),
+    "a gradient": lambda replica: setattr(replica.first.weight, "grad", torch.zeros_like(replica.first.weight)),
+}
+
+
+def look(replica: nn.Module) -> list[Any]:
+    return [
+        (
+            name,
+            type(module),
+            {key: value for key, value in vars(module).items() if key[0] != "_"},
+            module._non_persistent_buffers_set,
+            [(key, p is None or (p.shape, p.requires_grad, p.grad)) for key, p in module._parameters.items()],
+            [(key, b.shape) for key, b in module._buffers.items()],
+            len(module._forward_hooks),
+        )
+        for name, module in replica.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES.keys())
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+def test_what_a_forward_leaves_on_its_replica_is_dropped(leave, fails, net, wrapped, call, x) -> None:
+    clean: list[Any] = []
+    DOES.append(lambda replica: clean.append(copy.deepcopy(look(replica))))
+    call()
+    for _ in range(2):
+        DOES[:] = [leave, *([lambda replica: 1 / 0] if fails else [])]
+        try:
+            call()
+        except ZeroDivisionError:
+            assert fails
+        else:
+            assert not fails
+        after: list[Any] = []
+        DOES[:] = [lambda replica, after=after: after.append(copy.deepcopy(look(replica)))]
+        torch.testing.assert_close(call(), on_one_device(net, x), rtol=0, atol=1e-9)
+        assert after == [clean[0]] * 3
+
+
+def test_a_wrapper_inside_a_wrapped_module(net, slots, x, without_graph) -> None:
+    inside = nn.Sequential(DataParallel(net, [slots[0]] * 2), nn.Tanh())
+    outer = DataParallel(inside, [slots[0]] * 2)
+    for _ in range(3):
+        net.first.weight.data.mul_(1.5)
+        with without_graph():
+            torch.testing.assert_close(outer(x), on_one_device(nn.Sequential(net, nn.Tanh()), x))
+
+
+def test_calls_from_several_threads(net, wrapped, root, without_graph) -> None:
+    batches = [torch.randn(n, 4, dtype=torch.float64).to(root) for n in (3, 5, 7, 9)]
+    expected = [on_one_device(net, batch) for batch in batches]
+    failed: list[BaseException] = []
+
+    def run(n: int) -> None:
+        try:
+            for _ in range(25):
+                with without_graph():
+                    torch.testing.assert_close(wrapped(batches[n]), expected[n], rtol=0, atol=1e-9)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_replicas_of_the_stage_alone_leave_nothing_either(net, wrapped, slots, without_graph) -> None:
+    with without_graph():
+        for _ in range(3):
+            replicas = wrapped.replicate(net, slots)
+            assert not any(vars(replica.first.weight) for replica in replicas)
+            for replica in replicas:
+                replica.first.weight.note = 1
+            del replica, replicas
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_other_devices(wrapped, call) -> None:
+    seen = []
+    DOES.append(lambda replica: seen.append(replica.shift.device.index))
+    for ids in ([0, 1, 2], [0, 2, 1], [0, 1, 1, 2], [0, 0, 3]):
+        wrapped.device_ids = ids
+        seen.clear()
+        call()
+        assert sorted(seen) == sorted(ids)
+
+
+def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) -> None:
+    """Who makes them is told what becomes of calls; nothing has to be overridden."""
+
+    class Ones:
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def for_call(self, plan: ModulePlan, slots: list, cap_bytes: int, record: bool) -> list[list[Tensor]]:
+            self.told.append(f"for_call, {record}")
+            return [[torch.ones_like(tensor, device=slot) for tensor in plan.tensors] for slot in slots]
+
+        def end_call(self) -> None:
+            self.told.append("end_call")
+
+        def forget_last_call(self) -> None:
+            self.told.append("forget_last_call")
+
+        def clear(self) -> None:
+            self.told.append("clear")
+
+    ones = Ones()
+    model = DataParallel(nn.Linear(2, 1, bias=False).to(root), slots)
+    model._kept = KeptReplicas(ones)
+    x = torch.ones(len(slots), 2, device=root)
+    assert model(x).tolist() == [[2.0]] * len(slots)
+    with torch.no_grad():
+        assert model(x).tolist() == [[2.0]] * len(slots)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(x[:, :1])
+    model._kept.clear()
+    told = ["for_call, True", "end_call", "for_call, False", "end_call", "for_call, True", "forget_last_call", "clear"]
+    assert ones.told == ["clear", *told]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))])
+def test_copies_are_empty_and_their_own(slots: list, root: torch.device, copied: Callable) -> None:
+    model = DataParallel(nn.Linear(2, 1).to(root), slots)
+    with torch.no_grad():
+        model(torch.ones(len(slots), 2, device=root))
+    other = copied(model._kept)
+    assert other._tensors is not model._kept._tensors
+    assert other._tensors._copies._copies == {}
+    assert other._shells == []

@@ -1,0 +1,107 @@
+"""The house: a room imports only from rooms below it, and no two files import each other."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dataparallel
+
+ROOT = Path(dataparallel.__file__).parent
+
+FLOORS = """
+    __main__
+    testing            simulated accelerators and helpers for tests: nobody in the library imports them
+    report             what the machine has, and how tensors would travel
+    __init__           the public names
+    prefetch           a loader whose batches are on the devices before the call
+    composable         forms without a wrapper
+    data_parallel      the wrapper
+    stages             what surrounds the four stages of a call
+    kept               replicas and tensors that later calls use again
+    scatter_gather     nested structures in, nested structures out
+    replicate          one module, a copy for each slot
+    parallel_apply     each copy runs on its device
+    threads            the threads that run replicas, and the settings that replicas see
+    autograd           functions and nodes of the graph
+    modules            a module tree, read once and copied
+    streams            which stream does what, and what orders them
+    structures         nested arguments, walked
+    comm               tensors between devices
+    streams.current    current streams and events: comm's check of peers needs them too
+    batch_types        which types are containers, which are batches
+    per_replica        one value for each replica
+    replica_parameter  the class of a replica's parameters
+    ownership          who else holds an object
+    profiling          named ranges
+    devices            which devices a caller may pass
+    environment        switches in the environment
+    _torch             every private name of torch
+    _version
+"""
+
+ROOMS = [line.split()[0] for line in FLOORS.strip().splitlines()]
+
+
+def files() -> dict[str, Path]:
+    """Every Python file by its name below the package: ``comm.copies``, ``comm.__init__``."""
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imported_by(path: Path, names: dict[str, Path]) -> Iterator[str]:
+    """The files of the package that a file imports, at its top or in a function."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in found:
+            if name.split(".")[0] == "dataparallel":
+                yield file_of(name.split(".")[1:], names)
+
+
+def file_of(parts: list[str], names: dict[str, Path]) -> str:
+    """The file that an imported name is in: ``comm.copies.alias`` is in ``comm.copies``."""
+    while parts:
+        for name in (".".join(parts), ".".join([*parts, "__init__"])):
+            if name in names:
+                return name
+        parts = parts[:-1]
+    return "__init__"
+
+
+def floor_of(name: str) -> int:
+    rooms = [room for room in ROOMS if name == room or name.startswith(f"{room}.")]
+    assert rooms, f"dataparallel.{name} is in no room; give it a line in FLOORS"
+    return ROOMS.index(max(rooms, key=len))
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    names = files()
+    return {name: {*imported_by(path, names)} - {name} for name, path in names.items()}
+
+
+def test_every_room_is_there() -> None:
+    names = files()
+    assert [room for room in ROOMS if room not in names and f"{room}.__init__" not in names] == []
+
+
+def test_nothing_is_imported_from_above(graph: dict[str, set[str]]) -> None:
+    upward = [(a, b) for a, found in graph.items() for b in sorted(found) if floor_of(a) > floor_of(b)]
+    assert upward == []
+
+
+def test_no_files_import_each_other(graph: dict[str, set[str]]) -> None:
+    """Not by way of others either: files without imports among the rest are taken away until none is left."""
+    left = dict(graph)
+    while free := [name for name, found in left.items() if not found & left.keys()]:
+        for name in free:
+            del left[name]
+    assert left == {}

@@ -1,0 +1,137 @@
+"""Ranges: which ones a profiler sees, with what inside, and that there are none without a profiler."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd import profiler
+
+from dataparallel import DataParallel, profiling
+from dataparallel.profiling import is_recording, stage
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+STAGES = ["scatter", "replicate", "parallel_apply", "gather"]
+
+
+def events(all_threads: bool, step: Any) -> list[Any]:
+    options = {"experimental_config": _ExperimentalConfig(profile_all_threads=True)} if all_threads else {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options) as profile:
+        step()
+    return list(profile.events())
+
+
+def ours(found: list[Any]) -> list[str]:
+    """The library's ranges in the order of their beginning."""
+    found = sorted(found, key=lambda event: event.time_range.start)
+    return [event.name.removeprefix("dataparallel::") for event in found if event.name.startswith("dataparallel::")]
+
+
+def step_of(slots: list, **options: Any) -> Any:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh()).to(slots[0])
+    model, x = DataParallel(module, slots, **options), torch.ones(6, 4, device=slots[0])
+    model(x)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    return step
+
+
+def test_the_callers_thread_shows_the_stages(slots: list) -> None:
+    found = ours(events(False, step_of(slots)))
+    assert [name for name in found if name in STAGES] == STAGES
+
+
+def test_all_threads_show_the_replicas_and_their_operators(slots: list) -> None:
+    found = events(True, step_of(slots, workers=3))
+    names = ours(found)
+    assert [name for name in names if name in STAGES] == STAGES
+    replicas = [event for event in found if event.name.startswith("dataparallel::replica ")]
+    assert sorted(event.name for event in replicas) == [f"dataparallel::replica {slot}" for slot in range(3)]
+    (whole,) = (event for event in found if event.name == "dataparallel::parallel_apply")
+    for replica in replicas:
+        assert replica.thread != whole.thread
+        assert whole.time_range.start <= replica.time_range.start
+        assert replica.time_range.end <= whole.time_range.end
+        inside = [event.name for event in found if event.thread == replica.thread and _within(event, replica)]
+        assert "aten::linear" in inside
+        assert "aten::tanh" in inside
+
+
+def _within(event: Any, range_: Any) -> bool:
+    return range_.time_range.start <= event.time_range.start and event.time_range.end <= range_.time_range.end
+
+
+def test_serial_replicas_are_in_the_callers_thread(slots: list) -> None:
+    names = ours(events(False, step_of(slots, serial=True)))
+    assert [name for name in names if name.startswith("replica ")] == ["replica 0", "replica 1", "replica 2"]
+
+
+@pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
+def test_a_range_ends_where_its_stage_fails(serial: bool, slots: list) -> None:
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("as asked")
+
+    def step() -> None:
+        with pytest.raises(ValueError, match="as asked"):
+            DataParallel(Failing(), slots, serial=serial)(torch.ones(6, 4, device=slots[0]))
+        with stage("after"):
+            pass
+
+    found = {event.name: event for event in events(True, step) if event.name.startswith("dataparallel::")}
+    after = found["dataparallel::after"].time_range.start
+    for name in ("parallel_apply", "replica 0"):
+        assert found[f"dataparallel::{name}"].time_range.end <= after
+
+
+def test_without_a_profiler_nothing_is_made(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of(slots)
+    made: list[str] = []
+
+    class Noting(profiler.record_function):
+        def __init__(self, name: str, args: str | None = None) -> None:
+            made.append(name)
+            super().__init__(name, args)
+
+    monkeypatch.setattr(profiler, "record_function", Noting)
+    step()
+    assert made == []
+    assert stage("scatter") is stage("gather")
+    events(False, step)
+    assert "dataparallel::scatter" in made
+
+
+def test_whether_a_profiler_runs() -> None:
+    def from_a_thread() -> bool:
+        found: list[bool] = []
+        thread = threading.Thread(target=lambda: found.append(is_recording()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    assert not is_recording()
+    for all_threads in (False, True):
+        found: list[bool] = []
+        events(all_threads, lambda found=found: found.extend([is_recording(), from_a_thread()]))
+        assert found == [True, True]
+    with profiler.emit_itt():
+        assert is_recording()
+    assert not is_recording()
+
+
+def test_a_context_is_used_again() -> None:
+    with stage("outer"), stage("inner"):
+        assert isinstance(profiling._NOTHING, type(stage("outer")))
+
+
+@pytest.mark.devices("cuda")
+def test_ranges_are_those_of_nvtx(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of(slots)
+    with profiler.emit_nvtx():
+        assert is_recording()
+        step()

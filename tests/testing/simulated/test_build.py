@@ -1,0 +1,392 @@
+"""What is compiled on first use: once, by one process, with words where it cannot be, and leaving nothing half-made.
+
+The sources here are three lines, so that it takes a second; compilers, ninja, locks and processes are real.
+"""
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from dataparallel.testing import SimulationUnavailable, ToolsMissing
+from dataparallel.testing.simulated import build
+from processes import Ahead, Job, environment, run_pytest
+
+# Their processes are their own: once is enough.
+pytestmark = pytest.mark.devices("cpu")
+
+SOURCE = """
+#include <Python.h>
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "dataparallel_simulated"};
+PyMODINIT_FUNC PyInit_dataparallel_simulated() {
+  PyObject* module = PyModule_Create(&definition);
+  PyModule_AddIntConstant(module, "ANSWER", 42);
+  return module;
+}
+"""
+
+LOAD = """
+import sys
+from pathlib import Path
+from dataparallel.testing.simulated import build
+
+build.SOURCES = Path(sys.argv[1])
+print(build.load_extension().ANSWER)
+"""
+
+# A compiler that tells when it begins, and goes on when it may.
+PATIENT_COMPILER = """#!/bin/sh
+case " $* " in *" -c "*)
+    touch "{0}/compiling.$$"
+    while [ ! -e "{0}/go" ]; do sleep 0.05; done
+esac
+exec {1} "$@"
+"""
+
+REFUSING_COMPILER = """#!/bin/sh
+case " $* " in *" -c "*) echo "I refuse" >&2; exit 1; esac
+exec {} "$@"
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch) -> Path:
+    """Three lines of C++ in the place of the accelerators."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "module.cpp").write_text(SOURCE)
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setattr(build, "_loaded", {})
+    # torch counts what a process compiles under one name; every test is a first time.
+    monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", type(cpp_extension.JIT_EXTENSION_VERSIONER)())
+    return folder
+
+
+@pytest.fixture
+def compiler() -> str:
+    """The C++ compiler, where there is one and all else that compiling needs."""
+    try:
+        build._check_tools()
+    except ToolsMissing as error:
+        pytest.skip(str(error))
+    return cpp_extension.get_cxx_compiler()
+
+
+@pytest.fixture
+def no_scripts(tmp_path, monkeypatch) -> None:
+    """Nothing lies beside Python."""
+    get_path = sysconfig.get_path
+    monkeypatch.setattr(
+        sysconfig, "get_path", lambda name: str(tmp_path / "none") if name == "scripts" else get_path(name)
+    )
+
+
+def left_behind(cache: Path) -> set[str]:
+    return {path.name for path in cache.rglob("*") if path.is_file()} - {"lock"}
+
+
+def test_compiled_once_and_found_afterwards(cache, sources, compiler, capfd):
+    assert build.load_extension().ANSWER == 42
+    assert "compiling the simulated accelerators, once" in capfd.readouterr().err
+    assert left_behind(cache) == {f"{build.NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"}
+    build._loaded.clear()  # as in another process
+    assert build.load_extension().ANSWER == 42
+    assert capfd.readouterr() == ("", "")
+
+
+def test_loaded_once_in_a_process(cache, sources, compiler):
+    first = build.load_extension()
+    assert build.load_extension() is first
+    shutil.rmtree(cache)
+    assert build.load_extension() is first
+
+
+def test_what_takes_long_says_so_on_stderr(cache, sources, compiler, monkeypatch, capsys):
+    stderr = io.StringIO()
+    before_the_first_dot = []
+
+    def load(name: str, sources: list, build_directory: str, **_) -> None:
+        Path(build_directory, f"{name}.so").touch()
+        before_the_first_dot.append(stderr.getvalue().rstrip("."))
+        wait_until(lambda: stderr.getvalue().endswith(".."))
+
+    monkeypatch.setattr(cpp_extension, "load", load)
+    monkeypatch.setattr(build, "SECONDS_TO_A_DOT", 0.01)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    build.load_extension()
+    text = "dataparallel: compiling the simulated accelerators, once, for a minute or two "
+    assert before_the_first_dot == [text]
+    assert re.fullmatch(text + r"\.+ \d+ s\n", stderr.getvalue())
+    assert capsys.readouterr().out == ""
+
+
+def test_no_compiler(cache, sources, monkeypatch):
+    monkeypatch.setenv("CXX", "nonexistent-compiler")
+    with pytest.raises(ToolsMissing, match=r"lacks.*C\+\+ compiler.*'nonexistent-compiler'.*CXX"):
+        build.load_extension()
+    assert left_behind(cache) == set()
+
+
+def test_nothing_on_path_and_no_headers_are_named_together(cache, sources, no_scripts, tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "none"))
+    with pytest.raises(ToolsMissing, match=r"compiler \('c\+\+' is not.*Python\.h does not.*python3-dev.*ninja"):
+        build.load_extension()
+    assert left_behind(cache) == set()
+
+
+def test_no_ninja(cache, sources, compiler, no_scripts, tmp_path, monkeypatch):
+    found = shutil.which(compiler)
+    assert found is not None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "c++").symlink_to(found)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(ToolsMissing, match=r"lacks ninja \(pip install ninja\)$"):
+        build.load_extension()
+    assert left_behind(cache) == set()
+
+
+def test_no_setuptools_which_torch_compiles_with(cache, sources, compiler, monkeypatch):
+    monkeypatch.setitem(sys.modules, "setuptools", None)
+    with pytest.raises(ToolsMissing, match=r"lacks setuptools \(pip install setuptools\)$"):
+        build.load_extension()
+
+
+def test_windows(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ToolsMissing, match=r"need a POSIX system.*this is Windows"):
+        build.load_extension()
+
+
+@pytest.fixture
+def ninja(tmp_path, monkeypatch) -> str:
+    """A ninja beside Python."""
+    path = tmp_path / "ninja"
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    return str(path)
+
+
+def test_a_ninja_beside_python_needs_no_path(ninja, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with build._path_with_ninja():
+        assert shutil.which("ninja") == ninja
+        assert os.environ["PATH"] == f"/nowhere:{Path(ninja).parent}"
+    assert os.environ["PATH"] == "/nowhere"
+    with pytest.raises(ZeroDivisionError), build._path_with_ninja():
+        raise ZeroDivisionError
+    assert os.environ["PATH"] == "/nowhere"
+
+
+@pytest.mark.parametrize(("before", "searched"), [(None, os.defpath.split(":")), ("", [])])
+def test_a_path_that_is_unset_or_empty_stays_so(ninja, monkeypatch, before, searched):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("PATH")
+    if before is not None:
+        monkeypatch.setenv("PATH", before)
+    with build._path_with_ninja():
+        assert os.environ["PATH"].split(":") == [*searched, str(Path(ninja).parent)]
+    assert os.environ.get("PATH") == before
+
+
+def test_a_ninja_on_path_leaves_path_alone(ninja, monkeypatch):
+    path = str(Path(ninja).parent)
+    monkeypatch.setenv("PATH", path)
+    with build._path_with_ninja():
+        assert os.environ["PATH"] == path
+
+
+def test_what_the_compiler_refuses_is_told_in_its_words(cache, sources, compiler):
+    (sources / "module.cpp").write_text("this_is_no_type x;")
+    with pytest.raises(SimulationUnavailable, match="this_is_no_type") as refused:
+        build.load_extension()
+    assert not isinstance(refused.value, ToolsMissing)
+    assert left_behind(cache) == set()
+
+
+UNWRITABLE = r"compiled into .*cache.*cannot be made or written.*TORCH_EXTENSIONS_DIR names another folder"
+
+
+def test_a_cache_that_cannot_be_made(cache, sources):
+    cache.write_text("a file")
+    with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
+        build.load_extension()
+
+
+def test_a_lock_that_cannot_be_opened(cache, sources):
+    (cache / build._fingerprint() / "lock").mkdir(parents=True)
+    with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
+        build.load_extension()
+
+
+@pytest.mark.parametrize("function", ["tempfile.mkdtemp", "fcntl.flock"])
+def test_a_cache_that_cannot_be_written(cache, sources, compiler, monkeypatch, function):
+    def refuse(*_, **__) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(function, refuse)  # permissions themselves do not stop root
+    with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
+        build.load_extension()
+
+
+def test_what_cannot_be_kept_is_loaded_all_the_same_and_once(cache, sources, compiler, monkeypatch, capfd):
+    def refuse(*_) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    module = build.load_extension()
+    assert module.ANSWER == 42
+    assert "cannot be kept for the next process: [Errno 13] Permission denied" in capfd.readouterr().err
+    assert left_behind(cache) == set()
+    assert build.load_extension() is module
+    assert capfd.readouterr().err == ""
+
+
+def test_a_second_try_in_one_process_succeeds(cache, sources, compiler):
+    right = (sources / "module.cpp").read_text()
+    (sources / "module.cpp").write_text("this_is_no_type x;")
+    with pytest.raises(SimulationUnavailable):
+        build.load_extension()
+    (sources / "module.cpp").write_text(right)
+    assert build.load_extension().ANSWER == 42
+
+
+def test_every_change_of_sources_torch_python_and_flags_is_another_build(sources, monkeypatch):
+    def changed(change: Callable[[], object]) -> bool:
+        before = build._fingerprint()
+        change()
+        return build._fingerprint() != before
+
+    assert not changed(lambda: None)
+    module, header = sources / "module.cpp", sources / "limits.h"
+    assert changed(lambda: module.write_text(SOURCE.replace("42", "43")))
+    assert changed(header.touch)
+    assert changed(lambda: header.rename(sources / "other.h"))
+    assert changed(lambda: monkeypatch.setattr(torch, "__version__", "99.0"))
+    assert changed(lambda: monkeypatch.setattr(torch, "__file__", "/elsewhere/torch/__init__.py"))
+    assert changed(lambda: monkeypatch.setattr(build, "FLAGS", ["-O0"]))
+    assert changed(lambda: monkeypatch.setattr(sysconfig, "get_config_var", lambda name: ".cpython-399.so"))
+
+
+class Loading:
+    """A process that loads the extension; what it says is in a file."""
+
+    def __init__(self, log: Path, *arguments: str, **changes: str) -> None:
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", LOAD, *arguments],
+                env=environment(**changes),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def says(self, words: str) -> bool:
+        return words in self.log.read_text()
+
+    def answers(self) -> bool:
+        return self.process.wait(60) == 0 and self.log.read_text().splitlines()[-1] == "42"
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def load(cache, sources, compiler, tmp_path):
+    """Starts processes whose compilers wait for the file ``go``."""
+    script = tmp_path / "patient-g++"
+    script.write_text(PATIENT_COMPILER.format(tmp_path, compiler))
+    script.chmod(0o755)
+    processes: list[Loading] = []
+
+    def start() -> Loading:
+        changes = {"TORCH_EXTENSIONS_DIR": str(cache), "CXX": str(script)}
+        processes.append(Loading(tmp_path / f"log{len(processes)}", str(sources), **changes))
+        return processes[-1]
+
+    yield start
+    (tmp_path / "go").touch()
+    for loading in processes:
+        loading.process.kill()
+        loading.process.wait()
+
+
+WAITING = "waiting for another process to compile"
+COMPILING = "compiling the simulated accelerators, once"
+
+
+def test_of_two_processes_one_compiles(load, cache, tmp_path):
+    both = [load(), load()]
+    wait_until(lambda: list(tmp_path.glob("compiling.*")) and any(loading.says(WAITING) for loading in both))
+    (tmp_path / "go").touch()
+    assert all(loading.answers() for loading in both)
+    assert len(list(tmp_path.glob("compiling.*"))) == 1
+    assert sorted(loading.says(WAITING) for loading in both) == [False, True]
+    assert sorted(loading.says(COMPILING) for loading in both) == [False, True]
+    assert len(left_behind(cache)) == 1
+
+
+def test_a_process_that_is_killed_while_it_compiles_leaves_no_lock(load, tmp_path):
+    both = [load(), load()]
+    wait_until(lambda: list(tmp_path.glob("compiling.*")) and any(loading.says(WAITING) for loading in both))
+    first, second = sorted(both, key=lambda loading: loading.says(WAITING))
+    first.process.kill()
+    wait_until(lambda: second.says(COMPILING))
+    (tmp_path / "go").touch()
+    assert second.answers()
+
+
+@pytest.fixture(scope="module")
+def processes(request, tmp_path_factory):
+    """Runs of a file of this suite on simulated devices; the compiler is a name, or the text of a script."""
+
+    def suite(compiler: str) -> Job:
+        folder = tmp_path_factory.mktemp("suite")
+        if compiler.startswith("#!"):
+            script = folder / "g++"
+            script.write_text(compiler)
+            script.chmod(0o755)
+            compiler = str(script)
+        file = Path(__file__).with_name("test_lists.py")
+        changes = {"TORCH_EXTENSIONS_DIR": str(folder / "cache"), "CXX": compiler}
+        return run_pytest(file.parents[1], "-q", "--devices=sim", str(file), **changes)
+
+    with Ahead(request, tmp_path_factory.mktemp("ahead"), suite) as ahead:
+        yield ahead
+
+
+@pytest.mark.ahead(REFUSING_COMPILER.format(cpp_extension.get_cxx_compiler()))
+def test_a_compiler_that_refuses_ends_the_suite_with_an_error(compiler, result):
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --devices=sim: compiling the simulated accelerators failed*"])
+    result.stderr.fnmatch_lines(["*I refuse*"])
+
+
+@pytest.mark.ahead("nonexistent-compiler")
+def test_without_a_compiler_the_suite_is_skipped_and_says_why(result):
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["*this machine lacks a C++ compiler*"])
+    assert result.parseoutcomes().keys() == {"skipped"}

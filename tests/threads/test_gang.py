@@ -1,0 +1,227 @@
+"""Gangs: permits, order, turns, nested and concurrent calls, failures."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dataparallel.threads.gang import Gang, Skipped
+from gangs import values, worker_threads
+
+pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
+
+TIMEOUT = 20.0  # of every wait that a correct gang ends at once
+
+
+def in_user_threads(count: int, job: Callable[[], Any]) -> None:
+    """Runs ``job`` in several threads of the user's at once, and raises what went wrong in them."""
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+        assert not thread.is_alive(), "a user's thread hangs in a gang"
+    if errors:
+        raise errors[0]
+
+
+class Overlap:
+    """Counts how many tasks are inside at the same time, in all and by key."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside: list[Any] = []
+        self.most = 0
+        self.most_of_one_key = 0
+
+    def task(self, key: Any = None, seconds: float = 0.002) -> None:
+        with self.lock:
+            self.inside.append(key)
+            self.most = max(self.most, len(self.inside))
+            self.most_of_one_key = max(self.most_of_one_key, self.inside.count(key))
+        time.sleep(seconds)
+        with self.lock:
+            self.inside.remove(key)
+
+
+def test_results_are_in_slot_order_whatever_ends_first() -> None:
+    def task(slot: int) -> int:
+        time.sleep(0.01 * (4 - slot))
+        return slot
+
+    assert values([lambda slot=slot: task(slot) for slot in range(4)], 4) == [0, 1, 2, 3]
+
+
+def test_a_gang_without_tasks_ends_at_once() -> None:
+    assert Gang([], 1).run() == []
+
+
+def test_without_a_permit_nothing_can_run() -> None:
+    with pytest.raises(ValueError, match="at least 1 permit; got 0"):
+        Gang([int], 0)
+
+
+@pytest.mark.parametrize("permits", [1, 2, 3, 8])
+def test_never_more_tasks_run_than_there_are_permits(permits: int) -> None:
+    overlap = Overlap()
+    assert values([overlap.task] * 12, permits) == [None] * 12
+    assert overlap.most <= permits
+
+
+@pytest.mark.parametrize("permits", [2, 3, 8])
+def test_as_many_tasks_run_as_there_are_permits(permits: int) -> None:
+    together = threading.Barrier(permits)
+    values([lambda: together.wait(TIMEOUT)] * (2 * permits), permits)
+
+
+@pytest.mark.parametrize("permits", [1, 2, 3])
+def test_tasks_start_in_slot_order(permits: int) -> None:
+    started: list[int] = []
+    values([lambda slot=slot: started.append(slot) for slot in range(12)], permits)
+    # Threads that were admitted together may reach their tasks in another order.
+    assert all(slot < place + permits for place, slot in enumerate(started))
+    assert sorted(started) == list(range(12))
+
+
+def test_tasks_with_one_turn_never_run_at_the_same_time() -> None:
+    overlap = Overlap()
+    turns = ["a", "b", "a", "b", "a", "b"]
+    values([lambda key=key: overlap.task(key) for key in turns], 6, turns)
+    assert overlap.most_of_one_key == 1
+
+
+def test_tasks_with_one_turn_run_in_slot_order() -> None:
+    started: list[int] = []
+    values([lambda slot=slot: started.append(slot) for slot in range(8)], 8, ["a"] * 8)
+    assert started == list(range(8))
+
+
+@pytest.mark.parametrize("turns", [["a", "b"], [None, None], ["a", None]])
+def test_tasks_with_other_turns_or_none_run_at_the_same_time(turns: list) -> None:
+    together = threading.Barrier(2)
+    values([lambda: together.wait(TIMEOUT)] * 2, 2, turns)
+
+
+def tree(depth: int, width: int, permits: int) -> int:
+    """A gang of gangs of gangs; returns how many tasks are at the bottom."""
+    if depth == 0:
+        return 1
+    return sum(values([lambda: tree(depth - 1, width, permits)] * width, permits))
+
+
+@pytest.mark.parametrize("permits", [1, 2, 4])
+@pytest.mark.parametrize(("depth", "width"), [(8, 1), (5, 2), (3, 4)])
+def test_nested_gangs_do_not_wait_for_each_other(depth: int, width: int, permits: int) -> None:
+    for _ in range(100):
+        assert tree(depth, width, permits) == width**depth
+
+
+def test_concurrent_gangs_do_not_wait_for_each_other() -> None:
+    def job() -> None:
+        for _ in range(100):
+            assert values([lambda slot=slot: slot for slot in range(4)], 2) == [0, 1, 2, 3]
+
+    in_user_threads(6, job)
+
+
+def test_concurrent_gangs_have_permits_of_their_own() -> None:
+    together = threading.Barrier(6)
+    in_user_threads(6, lambda: values([lambda: together.wait(TIMEOUT)], 1))
+
+
+def test_nested_and_concurrent_gangs_together() -> None:
+    def job() -> None:
+        for _ in range(100):
+            assert tree(2, 3, 1) == 9
+
+    in_user_threads(6, job)
+
+
+def test_a_task_that_waits_for_a_nested_gang_gives_its_permit_back() -> None:
+    second_runs = threading.Event()
+
+    def first() -> bool:
+        return values([lambda: second_runs.wait(TIMEOUT)], 1)[0]
+
+    assert values([first, second_runs.set], 1) == [True, None]
+
+
+def test_it_takes_a_permit_again_before_it_goes_on() -> None:
+    overlap = Overlap()
+
+    def task() -> None:
+        overlap.task()
+        values([int], 1)
+        overlap.task()
+
+    values([task] * 8, 2)
+    assert overlap.most <= 2
+
+
+def test_a_task_that_waits_for_a_nested_gang_keeps_its_turn() -> None:
+    order: list[str] = []
+
+    def first() -> None:
+        values([lambda: time.sleep(0.1)], 1)
+        order.append("first goes on")
+
+    values([first, lambda: order.append("second")], 2, ["a", "a"])
+    assert order == ["first goes on", "second"]
+
+
+def fail() -> None:
+    raise KeyError("slot")
+
+
+def test_a_failure_skips_higher_slots_that_have_not_started() -> None:
+    outcomes = Gang([int, fail, int, int], 1).run()
+    assert [type(outcome.error) for outcome in outcomes] == [type(None), KeyError, Skipped, Skipped]
+
+
+def test_a_failure_neither_stops_running_tasks_nor_skips_lower_ones() -> None:
+    failing, ran = threading.Event(), []
+
+    def running() -> None:
+        assert failing.wait(TIMEOUT)
+        time.sleep(0.05)
+
+    def fails() -> None:
+        failing.set()
+        fail()
+
+    # Slot 1 waits for slot 0's turn, and is lower than the one that fails; slot 4 waits for slot 3's.
+    tasks = [running, lambda: ran.append(1), fails, running, lambda: ran.append(4)]
+    outcomes = Gang(tasks, 5, ["a", "a", "b", "c", "c"]).run()
+    assert ran == [1]
+    kinds = [type(outcome.error) for outcome in outcomes]
+    assert kinds == [type(None), type(None), KeyError, type(None), Skipped]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration(1)])
+def test_any_exception_is_an_outcome(error: BaseException) -> None:
+    def task() -> None:
+        raise error
+
+    outcomes = Gang([int, task], 1).run()
+    assert outcomes[0].value == 0
+    assert outcomes[1].error is error
+    before = worker_threads()
+    assert values([int] * 2, 1) == [0, 0]
+    assert worker_threads() == before
+
+
+def test_the_traceback_of_an_outcome_begins_in_the_task() -> None:
+    error = Gang([fail], 1).run()[0].error
+    assert error is not None
+    assert error.__traceback__ is not None
+    assert error.__traceback__.tb_frame.f_code is fail.__code__

@@ -1,0 +1,309 @@
+"""Ctrl-C while a gang runs: the first waits for what runs and starts nothing more, the second is raised at once."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from processes import Ahead, Job
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system"),
+    pytest.mark.devices("cpu"),  # its processes are its own: once is enough
+]
+
+PRELUDE = """
+import contextlib, gc, os, signal, threading, time, weakref
+from dataparallel.threads import pool
+from dataparallel.threads.in_turn import InTurn
+from dataparallel.threads.gang import Gang, Skipped
+
+TIMEOUT = 20
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
+
+
+def afterwards(*steps):
+    '''Runs the steps one after the other, in a thread of their own.'''
+    thread = threading.Thread(target=lambda: [step() for step in steps], daemon=True)
+    thread.start()
+    return thread
+
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.4)  # longer than a waiting thread needs to look up
+
+
+class Task:
+    '''Goes on until it may end.'''
+
+    def __init__(self):
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self.thread, self.has_ended = None, False
+
+    def __call__(self):
+        self.thread = threading.current_thread()
+        self.began.set()
+        assert self.may_end.wait(TIMEOUT)
+        self.has_ended = True
+
+
+@contextlib.contextmanager
+def interrupted():
+    try:
+        yield
+    except KeyboardInterrupt:
+        return
+    raise AssertionError("no KeyboardInterrupt")
+
+
+def idents(count):
+    together = threading.Barrier(count)
+    outcomes = Gang([lambda: (together.wait(TIMEOUT), threading.get_ident())[1]] * count, count).run()
+    return {outcome.value for outcome in outcomes}
+
+
+def threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("dataparallel-worker")}
+
+
+def gangs_work():
+    for permits in (1, 4):
+        assert [outcome.value for outcome in Gang([lambda i=i: i for i in range(4)], permits).run()] == [0, 1, 2, 3]
+"""
+
+
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
+    with Ahead(request, tmp_path_factory.mktemp("ahead"), lambda script: Job(PRELUDE + script)) as ahead:
+        yield ahead
+
+
+@pytest.mark.ahead("""
+for permits in (1, 2, 4):
+    tasks = [Task() for _ in range(4)]
+    running, waiting = tasks[:permits], tasks[permits:]
+    begun = [task.began.wait for task in running]
+    afterwards(*begun, ctrl_c, *[task.may_end.set for task in running])
+    with interrupted():
+        Gang(tasks, permits).run()
+    assert all(task.has_ended for task in running)
+    assert not any(task.began.is_set() for task in waiting)
+    before = threads()
+    idents(permits)
+    assert threads() == before
+    gangs_work()
+    assert not any(task.began.is_set() for task in waiting)
+""")
+def test_the_first_waits_for_running_tasks_and_starts_none(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+tasks = [Task() for _ in range(4)]
+running, waiting = tasks[:2], tasks[2:]
+afterwards(*[task.began.wait for task in running], ctrl_c, ctrl_c, *[task.may_end.set for task in running])
+with interrupted():
+    Gang(tasks, 2).run()
+assert not any(task.has_ended for task in running)
+assert not {task.thread.ident for task in running} & idents(4)
+gangs_work()
+for task in running:
+    assert task.may_end.wait(TIMEOUT)
+deadline = time.monotonic() + TIMEOUT
+while not {task.thread.ident for task in running} <= idents(len(threads())):
+    assert time.monotonic() < deadline, "a thread that was left to itself is not used again"
+assert all(task.has_ended for task in running)
+assert not any(task.began.is_set() for task in waiting)
+""")
+def test_the_second_is_raised_at_once_and_leaves_the_threads_to_themselves(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+def fails():
+    task()
+    raise ValueError("as asked")
+
+
+task = Task()
+afterwards(task.began.wait, ctrl_c, task.may_end.set)
+with interrupted():
+    Gang([fails, int], 1).run()
+assert task.has_ended
+""")
+def test_it_is_raised_where_a_task_fails_too(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+inner = [[Task() for _ in range(3)] for _ in range(2)]
+outcomes = []
+first = [tasks[0] for tasks in inner]
+afterwards(*[task.began.wait for task in first], ctrl_c, *[task.may_end.set for task in first])
+with interrupted():
+    Gang([lambda tasks=tasks: outcomes.append(Gang(tasks, 1).run()) for tasks in inner], 2).run()
+assert [task.has_ended for tasks in inner for task in tasks] == [True, False, False] * 2
+assert [[type(outcome.error) for outcome in found] for found in outcomes] == [[type(None), Skipped, Skipped]] * 2
+gangs_work()
+""")
+def test_nested_gangs_start_none_either(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+def nests(make):
+    task()
+    return [type(outcome.error) for outcome in make([Task(), Task()]).run()]
+
+
+for make in (lambda tasks: Gang(tasks, 2), InTurn, lambda tasks: InTurn(tasks, tasks, patience=0.2)):
+    task, found = Task(), []
+    afterwards(task.began.wait, ctrl_c, task.may_end.set)
+    with interrupted():
+        Gang([lambda: found.append(nests(make))], 1).run()
+    assert found == [[Skipped, Skipped]]
+""")
+def test_nor_do_nested_calls_that_begin_after_it(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+tasks, found = [Task(), Task()], []
+afterwards(tasks[0].began.wait, ctrl_c, tasks[0].may_end.set)
+with interrupted():
+    Gang([lambda: found.append([type(outcome.error) for outcome in InTurn(tasks).run()])], 1).run()
+assert found == [[type(None), Skipped]]
+""")
+def test_nor_do_nested_calls_in_turn(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+holds, goes_on = Task(), []
+
+
+def waits_for_a_permit():
+    Gang([holds.began.wait], 1).run()
+    goes_on.append(True)
+
+
+afterwards(holds.began.wait, ctrl_c, holds.may_end.set)
+with interrupted():
+    Gang([waits_for_a_permit, holds], 1).run()
+assert holds.has_ended and goes_on
+gangs_work()
+""")
+def test_a_task_that_waits_for_a_permit_ends_its_work_too(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+tasks = [Task() for _ in range(3)]
+afterwards(*[task.began.wait for task in tasks], ctrl_c, *[task.may_end.set for task in tasks])
+with interrupted():
+    Gang(tasks, 1, patience=0.2).run()
+assert all(task.has_ended for task in tasks)
+
+tasks = [Task() for _ in range(3)]
+afterwards(tasks[0].began.wait, ctrl_c, lambda: time.sleep(1), tasks[0].may_end.set)
+with interrupted():
+    Gang(tasks, 1, patience=0.8).run()
+assert [task.has_ended for task in tasks] == [True, False, False]
+gangs_work()
+""")
+def test_before_and_after_patience_has_ended(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+others, task, outcomes = Task(), Task(), []
+user = afterwards(lambda: outcomes.extend(Gang([others, int], 1).run()))
+assert others.began.wait(TIMEOUT)
+afterwards(task.began.wait, ctrl_c, task.may_end.set)
+with interrupted():
+    Gang([task], 1).run()
+others.may_end.set()
+user.join(TIMEOUT)
+assert [outcome.error for outcome in outcomes] == [None, None]
+""")
+def test_gangs_of_other_threads_are_left_alone(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+class Activation:
+    pass
+
+
+def fails():
+    activation = Activation()
+    held.append(weakref.ref(activation))
+    task()
+    raise ValueError("as asked")
+
+
+task, held = Task(), []
+gc.collect()
+gc.disable()
+afterwards(task.began.wait, ctrl_c, task.may_end.set)
+with interrupted():
+    Gang([fails] * 2, 1).run()
+assert [reference() for reference in held] == [None]
+""")
+def test_memory_of_the_call_is_free_afterwards(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+begin = pool.Worker.start
+
+
+def press(worker):
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(TIMEOUT)
+
+
+def press_before(worker):
+    press(worker)
+
+
+def press_after(worker):
+    begin(worker)
+    press(worker)
+
+
+for patch in (press_before, press_after):
+    pool._pool = pool.Pool()
+    pool.Worker.start = patch
+    with interrupted():
+        Gang([int] * 3, 3).run()
+    pool.Worker.start = begin
+    gangs_work()
+""")
+def test_while_the_first_thread_is_being_started(printed: str) -> None:
+    assert printed == ""
+
+
+@pytest.mark.ahead("""
+begin = pool.Worker.start
+
+
+def waits(worker):
+    if threading.current_thread() is not threading.main_thread():
+        starting.set()
+        assert may_start.wait(TIMEOUT)
+    begin(worker)
+
+
+starting, may_start, found = threading.Event(), threading.Event(), []
+pool.Worker.start = waits
+afterwards(starting.wait, ctrl_c, may_start.set)
+with interrupted():
+    Gang([lambda: found.append([type(outcome.error) for outcome in Gang([int] * 2, 2).run()])], 1).run()
+assert found == [[Skipped, Skipped]]
+pool.Worker.start = begin
+gangs_work()
+""")
+def test_while_a_task_starts_a_nested_gang(printed: str) -> None:
+    assert printed == ""

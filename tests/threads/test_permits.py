@@ -1,0 +1,389 @@
+"""The number of permits: what is chosen for which costs, how little the choice costs, and when it is made again."""
+
+import copy
+import pickle
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, parallel_apply
+from dataparallel.threads import permits
+from dataparallel.threads.permits import PermitChooser, size_of
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+TIMEOUT = 20.0
+
+# Seconds of a call with 8 slots, by the number of permits.
+LAUNCH_BOUND = {1: 20.0, 2: 24.0, 4: 30.0, 8: 35.0}
+COMPUTE_BOUND_ON_2_CORES = {1: 63.0, 2: 30.0, 4: 33.0, 8: 36.0}
+SLEEPING = {1: 103.0, 2: 56.0, 4: 28.0, 8: 14.0}
+WORST_IN_THE_MIDDLE = {1: 40.0, 2: 50.0, 4: 45.0, 8: 30.0}
+COSTS = [LAUNCH_BOUND, COMPUTE_BOUND_ON_2_CORES, SLEEPING, WORST_IN_THE_MIDDLE]
+any_cost = pytest.mark.parametrize("cost", COSTS, ids=["launch-bound", "compute-bound", "sleeping", "middle worst"])
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permits.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    permits._ladder.cache_clear()
+
+
+Noise = Callable[[float], float]
+
+
+def exactly(seconds: float) -> float:
+    return seconds
+
+
+def call(chooser: PermitChooser, cost: dict[int, float], size: Any = 0, noise: Noise = exactly) -> tuple[int, float]:
+    """One call: the number it ran with, and the seconds it took."""
+    trial = chooser.begin("kind", size, 8)
+    seconds = noise(cost[trial.permits])
+    chooser.end(trial, seconds)
+    return trial.permits, seconds
+
+
+def calls(count: int, *args: Any, **kwargs: Any) -> tuple[list[int], float]:
+    """Several of them: the numbers, and the sum of the seconds."""
+    numbers, seconds = zip(*[call(*args, **kwargs) for _ in range(count)], strict=True)
+    return list(numbers), sum(seconds)
+
+
+def best(cost: dict[int, float]) -> int:
+    return min(cost, key=lambda number: cost[number])
+
+
+@any_cost
+def test_the_best_number_is_chosen_within_thirty_calls(cost: dict[int, float]) -> None:
+    numbers, _ = calls(100, PermitChooser(), cost)
+    assert set(numbers[30:]) == {best(cost)}
+
+
+def disturbed(seed: int) -> Noise:
+    """Other programs make every fifth call longer, by up to its own duration."""
+    draw = random.Random(seed)
+    return lambda s: s * (1 + 0.03 * draw.random() + (draw.random() < 0.2) * draw.random())
+
+
+@any_cost
+def test_so_it_is_where_other_programs_disturb_a_call_in_five(cost: dict[int, float]) -> None:
+    good = 0
+    for seed in range(200):
+        chooser, noise = PermitChooser(), disturbed(seed)
+        calls(60, chooser, cost, noise=noise)
+        good += cost[call(chooser, cost, noise=noise)[0]] <= 1.1 * cost[best(cost)]
+    assert good >= 180, "the rest is mended by a check"
+
+
+def test_of_numbers_that_are_as_good_the_smallest_is_chosen() -> None:
+    numbers, _ = calls(50, PermitChooser(), {1: 10.5, 2: 10.1, 4: 10.0, 8: 10.2})
+    assert numbers[-1] == 2
+
+
+@any_cost
+def test_what_is_slow_is_tried_once(cost: dict[int, float]) -> None:
+    numbers, _ = calls(50, PermitChooser(), cost)
+    for number, seconds in cost.items():
+        if seconds > 1.8 * cost[best(cost)] and number != 8:  # 8 is what the unmeasured calls run with
+            assert numbers.count(number) <= 1
+
+
+@any_cost
+def test_sizes_that_change_every_50_calls_cost_less_than_a_tenth(cost: dict[int, float]) -> None:
+    chooser = PermitChooser()
+    calls(50, chooser, cost, size=0)
+    for size in range(1, 5):
+        _, seconds = calls(50, chooser, cost, size=size)
+        assert seconds <= 1.1 * 50 * cost[best(cost)]
+    for size in range(5):
+        numbers, _ = calls(50, chooser, cost, size=size)
+        assert set(numbers) == {best(cost)}, "it is remembered"
+
+
+def test_a_size_with_another_best_number_is_found_step_by_step() -> None:
+    chooser = PermitChooser()
+    calls(50, chooser, LAUNCH_BOUND, size="small")
+    numbers, _ = calls(60, chooser, SLEEPING, size="large")
+    assert numbers[:2] == [1, 1]
+    assert numbers[-1] == 8
+    assert calls(50, chooser, LAUNCH_BOUND, size="small")[0] == [1] * 50
+
+
+def test_a_kind_says_nothing_about_another() -> None:
+    chooser = PermitChooser()
+    calls(50, chooser, LAUNCH_BOUND)
+    trial = chooser.begin("another kind", 0, 8)
+    assert (trial.permits, trial.measured) == (8, False)
+    chooser.end(trial, 1.0)
+    assert chooser.begin("kind", 0, 3).permits == 3
+
+
+def test_once_chosen_nothing_is_measured_until_a_check_that_costs_less_than_a_hundredth() -> None:
+    chooser, measured, seconds = PermitChooser(), [], 0.0
+    for number in range(5000):
+        trial = chooser.begin("kind", 0, 8)
+        measured += [number] * trial.measured
+        seconds += LAUNCH_BOUND[trial.permits] * (number >= 100)
+        chooser.end(trial, LAUNCH_BOUND[trial.permits])
+    first = [number for number in measured if number < 100]
+    assert first[-1] < 30
+    assert [number for number in measured if first[-1] < number < first[-1] + permits.FIRST_CHECK] == []
+    assert len(measured) - len(first) < 0.02 * 5000
+    assert seconds < 1.01 * 4900 * LAUNCH_BOUND[1]
+
+
+def test_a_choice_that_became_wrong_is_mended_by_a_check() -> None:
+    chooser = PermitChooser()
+    calls(100, chooser, LAUNCH_BOUND)
+    numbers, _ = calls(2000, chooser, SLEEPING)
+    assert numbers[0] == 1
+    assert numbers[-1] == 8
+
+
+def test_calls_that_overlap_are_not_counted() -> None:
+    chooser = PermitChooser()
+    for _ in range(50):
+        one, other = chooser.begin("kind", 0, 8), chooser.begin("kind", 1, 8)
+        assert not other.measured
+        chooser.end(one, 1.0)
+        chooser.end(other, 1.0)
+    assert not chooser._choices
+    assert not any(situation._times for situation in chooser._situations.values())
+
+
+def test_calls_that_fail_are_not_counted() -> None:
+    chooser = PermitChooser()
+    for _ in range(50):
+        chooser.end(chooser.begin("kind", 0, 8), None)
+    assert chooser._situations[("kind", 8), 0]._times == {}
+    assert calls(50, chooser, LAUNCH_BOUND)[0][-1] == 1
+
+
+def test_a_trial_that_was_lost_does_not_stop_measuring() -> None:
+    chooser = PermitChooser()
+    chooser.begin("kind", 0, 8)  # interrupted before it could end
+    assert calls(50, chooser, LAUNCH_BOUND)[0][-1] == 1
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    chooser = PermitChooser()
+    for size in range(3 * permits.SITUATIONS):
+        for _ in range(20):
+            trial = chooser.begin(size, size, 2)
+            chooser.end(trial, 1.0)
+    assert len(chooser._situations) == len(chooser._choices) == permits.SITUATIONS
+
+
+@pytest.mark.parametrize(
+    ("at_once", "numbers"),
+    [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8)), (32, (1, 2, 4, 8, 16, 32))],
+)
+def test_which_numbers_there_are_to_choose_from(at_once: int, numbers: tuple) -> None:
+    assert permits._ladder(at_once) == numbers
+
+
+def test_the_number_of_cores_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permits.os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    assert permits._ladder(8) == (1, 2, 4, 6, 8)
+    permits._ladder.cache_clear()
+
+
+def test_batches_padded_to_many_lengths_are_a_few_sizes() -> None:
+    sizes = {size_of((torch.empty(4, length),), {}) for length in range(64, 512)}
+    assert len(sizes) <= 13
+    assert size_of((torch.empty(4, 8),), {}) != size_of((torch.empty(8, 8),), {})
+
+
+def test_what_tells_the_size() -> None:
+    x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
+    assert size_of((x, y), {}) == ((torch.long, 4), (torch.float, 8))
+    assert set(size_of(({"x": [x], "y": (y, 3, "words")}, None), {"mask": x})) == {(torch.long, 4), (torch.float, 8)}
+    assert size_of((), {}) == ()
+    assert len(size_of([x] * 1000, {})) == permits.TENSORS
+
+
+class Counting(nn.Module):
+    """Notes how many replicas are inside at the same time; each sleeps."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.lock = seconds, threading.Lock()
+        self.inside: list[int] = []
+        self.most: list[int] = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            self.inside.append(0)
+            self.most[0] = max(self.most[0], len(self.inside))
+        time.sleep(self.seconds)
+        with self.lock:
+            self.inside.pop()
+        return x + 1
+
+
+def most_at_once(model: DataParallel[Counting], x: Tensor) -> int:
+    model.module.most[0] = 0
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x), x + 1)
+    return model.module.most[0]
+
+
+def wrapper(slots: list, seconds: float = 0.0, **options: Any) -> DataParallel[Counting]:
+    return DataParallel(Counting(seconds), slots, **options)
+
+
+@pytest.mark.slots(8)
+def test_a_model_that_sleeps_gets_a_permit_for_each_slot(slots: list, root: torch.device) -> None:
+    model, x = wrapper(slots, 0.02), torch.zeros(16, 2, device=root)
+    numbers = [most_at_once(model, x) for _ in range(25)]
+    assert numbers[0] == numbers[-1] == 8
+    assert min(numbers) < 8, "others were tried"
+
+
+@pytest.mark.slots(8)
+def test_it_runs_as_many_as_were_chosen(slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = wrapper(slots, 0.01), torch.zeros(16, 2, device=root)
+    for number in (1, 3):
+        monkeypatch.setattr(permits._Situation, "number", number)
+        monkeypatch.setattr(permits._Situation, "next_to_measure", lambda self: None)
+        assert most_at_once(model, x) == number
+
+
+@pytest.mark.parametrize("options", [{"workers": 2}, {"serial": True}], ids=["workers", "serial"])
+def test_nothing_is_measured_where_the_caller_has_chosen(
+    options: dict, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(PermitChooser, "begin")
+    most_at_once(wrapper(slots, **options), torch.zeros(6, 2, device=root))
+
+
+def test_nothing_is_measured_where_one_replica_runs_at_a_time(
+    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(PermitChooser, "begin")
+    same = [slots[0]] * 3
+    wrapper(same)(torch.zeros(6, 2, device=root, requires_grad=True))
+
+
+def test_a_call_without_a_wrapper_runs_all_replicas_at_once(slots: list) -> None:
+    barrier = threading.Barrier(3)
+    modules = [Waiting(barrier).eval() for _ in range(3)]
+    with torch.no_grad():
+        parallel_apply(modules, [(torch.zeros(1),)] * 3, devices=slots)
+
+
+@pytest.mark.not_isolated("replicas on one device and the caller's stream")
+@pytest.mark.devices("sim", "cuda")
+def test_devices_are_waited_for_while_measuring_only(
+    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[Any] = []
+    # The package has a function of the module's name.
+    monkeypatch.setattr(
+        sys.modules["dataparallel.parallel_apply"], "_synchronize", lambda streams: waits.append([*streams])
+    )
+    model, x = wrapper(slots), torch.zeros(6, 2, device=root)
+    for _ in range(2):
+        most_at_once(model, x)
+    assert waits == [[]] * 4
+    most_at_once(model, x)
+    assert waits[4:] == [[torch.accelerator.current_stream(slot) for slot in dict.fromkeys(slots)]] * 2
+    for _ in range(40):
+        most_at_once(model, x)
+    assert waits[-1] == []
+
+
+class Waiting(nn.Module):
+    """Its replicas wait for each other."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.barrier = barrier
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.barrier.wait(TIMEOUT)
+        return x
+
+
+@pytest.mark.slots(8)
+def test_replicas_that_wait_for_each_other_do_not_hang_and_run_together_from_then_on(
+    slots: list, root: torch.device
+) -> None:
+    model = DataParallel(Waiting(threading.Barrier(8)), slots).eval()
+    stalls = []
+    with torch.no_grad():
+        for size in (8, 16):
+            for _ in range(30):
+                start = time.monotonic()
+                model(torch.zeros(size, 2, device=root))
+                stalls.append(time.monotonic() - start > 0.9 * permits.PATIENCE)
+    assert sum(stalls) == 1
+
+
+def test_a_slow_first_call_of_another_size_is_no_stall() -> None:
+    chooser = PermitChooser()
+    calls(50, chooser, LAUNCH_BOUND)
+    trial = chooser.begin("kind", "much larger", 8)
+    assert trial.patience == permits.PATIENCE
+    chooser.end(trial, 60.0, stalled=True)
+    assert not chooser._wait_for_each_other
+    trial = chooser.begin("kind", "much larger", 8)
+    assert (trial.permits, trial.patience) == (1, 60.0 * permits.PATIENCE_TIMES)
+    chooser.end(trial, 60.0, stalled=True)
+    assert chooser.begin("kind", "much larger", 8).permits == 8
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_starts_afresh(copied: Callable[[Any], Any], slots: list, root: torch.device) -> None:
+    model, x = DataParallel(nn.Linear(2, 2).to(root), slots), torch.zeros(6, 2, device=root)
+    model(x)
+    other = copied(model)
+    assert not other._permits._situations
+    assert other._permits is not model._permits
+    assert list(other.state_dict()) == ["module.weight", "module.bias"]
+    assert torch.equal(other(x), model(x))
+
+
+@pytest.mark.slots(8)
+def test_gradients_and_outputs_do_not_depend_on_the_number(slots: list, root: torch.device) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).to(root)
+    x = torch.randn(16, 4).to(root)
+    model, found = DataParallel(module, slots), []
+    for _ in range(40):
+        module.zero_grad()
+        output = model(x)
+        output.square().sum().backward()
+        found.append([output.detach().clone(), *(p.grad.clone() for p in module.parameters())])
+    for step in found[1:]:
+        assert all(map(torch.equal, step, found[0]))
+
+
+def test_calls_from_several_threads(slots: list, root: torch.device) -> None:
+    model, x, errors = wrapper(slots, 0.001).eval(), torch.zeros(6, 2, device=root), []
+
+    def several() -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(30):
+                    assert torch.equal(model(x), x + 1)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=several) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len(model._permits._running) == 0

@@ -1,0 +1,157 @@
+"""Kept threads: each for one home, as few as there can be, and what happens where no more can be had.
+
+Libraries keep handles for each pair of thread and device until the thread ends, so these pairs are counted.
+"""
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel
+from dataparallel.threads import pool
+from dataparallel.threads.gang import Gang
+from gangs import worker_threads
+
+CALLS = 200
+TIMEOUT = 20.0
+
+
+class Meets(nn.Module):
+    """Notes which threads run on each device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: defaultdict[Hashable, set[int]] = defaultdict(set)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.threads[x.device].add(threading.get_ident())
+        return x + 1
+
+
+def call_often(wrapped: DataParallel, root: torch.device) -> None:
+    batch = torch.zeros(len(wrapped.device_ids), 1, device=root)
+    for _ in range(CALLS):
+        wrapped(batch)
+
+
+@pytest.mark.slots(8)
+def test_a_device_meets_one_thread_for_each_of_its_slots(slots: list, root: torch.device) -> None:
+    module = Meets()
+    call_often(DataParallel(module, slots, workers=8), root)
+    for device, number in Counter(map(torch.device, slots)).items():
+        assert 1 <= len(module.threads[device]) <= number
+
+
+@pytest.mark.slots(8)
+def test_two_wrappers_at_a_time_meet_two_for_each(slots: list, root: torch.device) -> None:
+    module = Meets()
+    with ThreadPoolExecutor(2) as users:
+        for done in [users.submit(call_often, DataParallel(module, slots, workers=8), root) for _ in range(2)]:
+            done.result()
+    for device, number in Counter(map(torch.device, slots)).items():
+        assert 1 <= len(module.threads[device]) <= 2 * number
+
+
+@pytest.mark.slots(8)
+def test_wrappers_of_other_devices_leave_them_where_they_are(slots: list, root: torch.device) -> None:
+    module = Meets()
+    wrappers = [DataParallel(module, half, workers=4) for half in (slots[:4], slots[4:])]
+    for _ in range(CALLS):
+        for wrapped in wrappers:
+            wrapped(torch.zeros(4, 1, device=wrapped.src_device_obj))
+    for device, number in Counter(map(torch.device, slots)).items():
+        assert 1 <= len(module.threads[device]) <= number
+
+
+@pytest.mark.slots(8)
+@pytest.mark.parametrize("permits", [2, 3])
+def test_with_few_permits_as_many_threads_meet_all_devices(permits: int, slots: list, root: torch.device) -> None:
+    module = Meets()
+    call_often(DataParallel(module, slots, workers=permits), root)
+    assert 1 <= len(set.union(*module.threads.values())) <= permits
+
+
+class Homes:
+    """Tasks of a gang that note which thread runs for which home."""
+
+    def __init__(self) -> None:
+        self.threads: defaultdict[Hashable, set[str]] = defaultdict(set)
+
+    def run(self, homes: list, permits: int, wait: Any = lambda: None, **options: Any) -> None:
+        def task(home: Hashable) -> None:
+            self.threads[home].add(threading.current_thread().name)
+            wait()
+
+        gang = Gang([lambda home=home: task(home) for home in homes], permits, homes=homes, **options)
+        assert [outcome.error for outcome in gang.run()] == [None] * len(homes)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool without threads."""
+    monkeypatch.setattr(pool, "_pool", pool.Pool())
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.usefixtures("fresh")
+class TestHomes:
+    """Of gangs that know no slots: once is enough."""
+
+    def test_each_home_has_one_thread_whatever_gangs_ask_for(self):
+        seen = Homes()
+        for call in range(CALLS):
+            homes = [(call + place) % 8 for place in range(1 + call % 8)]
+            seen.run(homes, 8)
+        assert {home: len(threads) for home, threads in seen.threads.items()} == dict.fromkeys(range(8), 1)
+        assert len(set.union(*seen.threads.values())) == 8
+
+    def test_threads_are_idle_before_the_next_call(self, monkeypatch):
+        take_back, seen = pool.take_back, Homes()
+
+        def take_back_late(worker: pool.Worker) -> None:
+            time.sleep(0.01)
+            take_back(worker)
+
+        monkeypatch.setattr(pool, "take_back", take_back_late)
+        for _ in range(10):
+            seen.run([0, 1], 2)
+        assert {home: len(threads) for home, threads in seen.threads.items()} == {0: 1, 1: 1}
+
+    def test_with_turns_they_are_kept_too(self):
+        seen = Homes()
+        for _ in range(CALLS):
+            seen.run([0, 0, 1, 1, 2, 2], 3, turns=[0, 0, 1, 1, 2, 2])
+        assert {home: len(threads) for home, threads in seen.threads.items()} == dict.fromkeys(range(3), 1)
+
+    def test_without_homes_all_threads_are_alike(self):
+        before = len(worker_threads())
+        for homes in (None, ["here"] * 4):
+            for _ in range(CALLS):
+                Gang([threading.Barrier(4).wait] * 4, 4, homes=homes).run()
+        assert len(worker_threads()) - before == 8
+
+    def test_a_gang_whose_patience_ends_has_each_task_started_at_home(self):
+        seen, barrier = Homes(), threading.Barrier(4)
+        for _ in range(3):
+            seen.run([0, 1, 2, 3], 1, lambda: barrier.wait(TIMEOUT), patience=0.2)
+        assert {home: len(threads) for home, threads in seen.threads.items()} == dict.fromkeys(range(4), 1)
+
+    def test_where_the_system_has_no_more_threads_those_of_other_homes_help(self, monkeypatch):
+        Homes().run([0, 1, 2], 3, threading.Barrier(3).wait)
+        before = worker_threads()
+
+        def no_threads(worker: pool.Worker) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(pool.Worker, "start", no_threads)
+        Homes().run([3, 4, 5], 3, threading.Barrier(3).wait)
+        assert worker_threads() == before
+        outcomes = Gang([threading.Barrier(3).wait] * 3 + [int], 4, homes=[6, 7, 8, 9]).run()
+        assert [str(outcome.error) for outcome in outcomes] == ["None"] * 3 + ["can't start new thread"]

@@ -1,0 +1,275 @@
+"""One test per row of the table: what a replica sees of the caller's settings, and what it leaves behind.
+
+What carried settings do: ``test_thread_state_effects``. What is global or refused: ``test_thread_state_refused``.
+"""
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C import _autograd
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dataparallel.testing.simulated import threads
+from dataparallel.threads import settings as thread_state
+from dataparallel.threads.settings import CARRIED, TRANSLATED, Setting
+from probe import Probe
+
+serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def pack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+VARIABLE = contextvars.ContextVar("variable", default="default")
+
+
+@contextlib.contextmanager
+def variable_set() -> Iterator[None]:
+    token = VARIABLE.set("the caller's")
+    yield
+    VARIABLE.reset(token)
+
+
+@contextlib.contextmanager
+def default_device_set(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    yield
+    torch.set_default_device(None)
+
+
+def autocast_now() -> tuple:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+def function_modes() -> list:
+    return [type(mode).__name__ for mode in _get_current_function_mode_stack()]
+
+
+def dispatch_modes() -> list:
+    return [type(mode).__name__ for mode in _python_dispatch._get_current_dispatch_mode_stack()]
+
+
+def saved_tensor_hooks() -> tuple:
+    disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    return _autograd._top_saved_tensors_default_hooks(True), disabled
+
+
+def torch_function() -> tuple:
+    return torch._C._is_torch_function_enabled(), torch._C._is_torch_function_all_disabled()
+
+
+@contextlib.contextmanager
+def intra_op_threads_set() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a user changes a setting, how it is read, and what then is read in a replica."""
+
+    name: str
+    change: Callable[[], contextlib.AbstractContextManager[Any]]
+    read: Callable[[], Any]
+    expected: Any = field(default=True)
+    note: str = ""
+
+
+ROWS = [
+    Row("inference mode", torch.inference_mode, torch.is_inference_mode_enabled),
+    Row("grad mode", torch.no_grad, torch.is_grad_enabled, False),
+    Row("grad mode", torch.inference_mode, torch.is_grad_enabled, False, "in inference mode"),
+    Row(
+        "forward-mode gradients",
+        lambda: torch.autograd.forward_ad._set_fwd_grad_enabled(False),
+        torch._C._is_fwd_grad_enabled,
+        False,
+    ),
+    Row(
+        "multithreaded backward",
+        lambda: torch.autograd.set_multithreading_enabled(False),
+        torch._C._is_multithreading_enabled,
+        False,
+    ),
+    Row(
+        "view replay",
+        lambda: torch.autograd._force_original_view_tracking(True),
+        torch._C._is_view_replay_enabled,
+    ),
+    Row("autocast", lambda: torch.autocast("cpu"), autocast_now, (True, torch.bfloat16, True)),
+    Row(
+        "autocast",
+        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+        autocast_now,
+        (True, torch.float16, False),
+        "dtype and cache",
+    ),
+    Row("torch function", torch._C.DisableTorchFunctionSubclass, torch_function, (False, False), "of subclasses"),
+    Row("torch function", torch._C.DisableTorchFunction, torch_function, (False, True), "all"),
+    Row("torch function modes", FunctionMode, function_modes, ["FunctionMode"]),
+    Row("torch dispatch modes", DispatchMode, dispatch_modes, ["DispatchMode"]),
+    Row(
+        "saved-tensor hooks",
+        lambda: torch.autograd.graph.saved_tensors_hooks(pack, pack),
+        saved_tensor_hooks,
+        ((pack, pack), None),
+    ),
+    Row(
+        "saved-tensor hooks",
+        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        saved_tensor_hooks,
+        (None, "not here"),
+        "disabled",
+    ),
+    Row("default device", lambda: default_device_set("meta"), torch.get_default_device, torch.device("meta")),
+    Row("default device", lambda: torch.device("meta"), torch.get_default_device, torch.device("meta"), "with"),
+    Row("intra-op threads", intra_op_threads_set, torch.get_num_threads, 3),
+    Row("context variables", variable_set, VARIABLE.get, "the caller's"),
+]
+
+NEED_AN_ACCELERATOR = {"current device", "current stream"}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name} {row.note}".strip())
+@serial_or_not
+def test_replicas_see_it_and_leave_nothing_behind(row: Row, serial: bool, slots: list) -> None:
+    probe = Probe(row.read)
+    here = row.read()
+    baseline = probe.run(slots, serial)
+    assert row.expected not in baseline
+    with row.change():
+        assert row.read() == row.expected
+        for _ in range(2):
+            assert probe.run(slots, serial) == [row.expected] * len(slots)
+        assert row.read() == row.expected
+    assert row.read() == here
+    assert probe.run(slots, serial) == baseline
+
+
+def test_every_row_has_a_test() -> None:
+    rows = {setting.name for setting in (*CARRIED, *TRANSLATED)} | {"context variables"}
+    # What simulated accelerators add is tested with them.
+    assert {row.name for row in ROWS} | NEED_AN_ACCELERATOR == rows - {threads.ROW}
+
+
+def test_another_librarys_thread_local_state_can_be_added(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_state, "CARRIED", thread_state.CARRIED)
+    local = threading.local()
+
+    def hold(value: str, slots: list, device: torch.device) -> Callable[[], object]:
+        local.value = value
+        return lambda: vars(local).clear()
+
+    thread_state.carry(Setting("theirs", lambda slots: getattr(local, "value", None), hold))
+    local.value = "the caller's"
+    probe = Probe(lambda: getattr(local, "value", None))
+    assert probe.run(slots, serial=False) == ["the caller's"] * len(slots)
+    del local.value
+    assert probe.run(slots, serial=False) == [None] * len(slots)
+
+
+@serial_or_not
+def test_several_settings_at_once(serial: bool, slots: list) -> None:
+    changes = [row for row in ROWS if not row.note and row.name not in ("grad mode", "context variables")]
+    probe = Probe(lambda: [row.read() for row in changes])
+    baseline = probe.run(slots, serial)
+    with contextlib.ExitStack() as stack:
+        for row in changes:
+            stack.enter_context(row.change())
+        here = probe.read()
+        seen = probe.run(slots, serial)
+    if serial:
+        modes = [row.name for row in changes].index("torch function modes")
+        seen = [[*one[:modes], here[modes], *one[modes + 1 :]] for one in seen]
+    assert seen == [here] * len(slots)
+    assert probe.run(slots, serial) == baseline
+
+
+@serial_or_not
+def test_what_a_replica_changes_is_dropped(serial: bool, slots: list) -> None:
+    def change() -> str:
+        seen = VARIABLE.get()
+        VARIABLE.set("a replica's")
+        return seen
+
+    assert Probe(change).run(slots, serial) == ["default"] * len(slots)
+    assert VARIABLE.get() == "default"
+
+
+@serial_or_not
+def test_a_failing_replica_leaves_nothing_behind_either(serial: bool, slots: list) -> None:
+    class Failing(Probe):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
+            if self.fails:
+                raise ValueError("as asked")
+            return x
+
+    for row in ROWS:
+        probe = Failing(row.read)
+        baseline = probe.run(slots, serial)
+        probe.fails = True
+        with row.change(), pytest.raises(ValueError, match="as asked"):
+            probe.run(slots, serial)
+        probe.fails = False
+        assert probe.run(slots, serial) == baseline, row.name
+
+
+def test_a_default_device_equal_to_the_root_becomes_the_slots() -> None:
+    (row,) = (setting for setting in TRANSLATED if setting.name == "default device")
+    slots = [torch.device("cpu"), torch.device("meta")]
+    for change in (lambda: default_device_set("cpu"), lambda: torch.device("cpu")):
+        with change():
+            value = row.read(slots)
+        end = row.hold(value, slots, slots[1])
+        assert end is not None
+        try:
+            assert torch.get_default_device() == slots[1]
+        finally:
+            end()
+        assert torch.get_default_device() == slots[0]
+    assert row.hold(row.read(slots), slots, slots[1]) is None
+
+
+@pytest.mark.not_isolated("replicas on one device and the caller's stream")
+@serial_or_not
+def test_current_device_and_stream_are_the_slots(serial: bool, slots: list) -> None:
+    devices = [torch.device(slot) for slot in slots]
+    if devices[0].type == "cpu":
+        pytest.skip("the CPU has neither a current device nor streams")
+    probe = Probe(lambda: (torch.accelerator.current_device_index(), torch.accelerator.current_stream()))
+    with contextlib.ExitStack() as stack:
+        streams = {device: torch.Stream(device) for device in {*devices}}
+        for stream in streams.values():
+            stack.enter_context(stream)
+        torch.accelerator.set_device_index(devices[0].index)
+        seen = sorted(probe.run(slots, serial), key=lambda pair: pair[0])
+    assert seen == sorted(((device.index, streams[device]) for device in devices), key=lambda pair: pair[0])
+    default = {device: torch.accelerator.current_stream(device) for device in devices}
+    assert all(stream == default[devices[0]] for index, stream in probe.run(slots, serial) if index == devices[0].index)

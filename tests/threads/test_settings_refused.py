@@ -1,0 +1,104 @@
+"""What replicas share with the caller already, and what cannot be extended to them: one test per row."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, parallel_apply
+from dataparallel.threads import settings
+from dataparallel.threads.settings import GLOBAL_ALREADY, REFUSED
+from probe import Probe
+
+serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
+
+
+def attribute(owner: Any, name: str) -> Callable[[Any], None]:
+    return lambda value: setattr(owner, name, value)
+
+
+GLOBAL_CHANGES: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "default dtype": (torch.set_default_dtype, torch.float64),
+    "anomaly mode": (torch.autograd.set_detect_anomaly, True),
+    "deterministic algorithms": (torch.use_deterministic_algorithms, True),
+    "float32 matmul precision": (torch.set_float32_matmul_precision, "high"),
+    "flash attention": (torch.backends.cuda.enable_flash_sdp, False),
+    "memory-efficient attention": (torch.backends.cuda.enable_mem_efficient_sdp, False),
+    "math attention": (torch.backends.cuda.enable_math_sdp, False),
+    "cuDNN": (attribute(torch.backends.cudnn, "enabled"), False),
+    "cuDNN benchmark": (attribute(torch.backends.cudnn, "benchmark"), True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+@pytest.mark.parametrize("name", GLOBAL_CHANGES)
+@serial_or_not
+def test_what_is_global_needs_nothing(name: str, serial: bool, slots: list) -> None:
+    change, value = GLOBAL_CHANGES[name]
+    read = dict(GLOBAL_ALREADY)[name]
+    before = read()
+    assert before != value
+    probe = Probe(read)
+    change(value)
+    try:
+        assert probe.run(slots, serial) == [value] * len(slots)
+    finally:
+        change(before)
+    assert probe.run(slots, serial) == [before] * len(slots)
+
+
+def capture(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        call(x)
+
+
+REFUSALS: dict[str, dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]]] = {
+    "functorch transform": {
+        "vmap": lambda call, x: torch.func.vmap(call)(x),
+        "grad": lambda call, x: torch.func.grad(lambda t: call(t).sum())(x),
+        "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+        "functionalize": lambda call, x: torch.func.functionalize(call)(x),
+    },
+    "CUDA graph capture": {"graph": capture},
+    "jit trace": {"trace": lambda call, x: torch.jit.trace(call, x)},
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(("name", "how"), [(name, how) for name, hows in REFUSALS.items() for how in hows])
+@serial_or_not
+def test_what_is_refused_says_so_and_runs_nothing(name: str, how: str, serial: bool, slots: list) -> None:
+    probe = Probe()
+    model = DataParallel(probe, slots, serial=serial)
+    x = torch.ones(3, 3, 2, device=slots[0])
+    (sentence,) = (sentence for row, _, sentence in REFUSED if row == name)
+
+    def directly(t: Tensor) -> Tensor:
+        return parallel_apply([probe, probe], [t, t], devices=slots[:2], serial=serial)[0]
+
+    for call in (model, directly):
+        with pytest.raises(RuntimeError) as caught:
+            REFUSALS[name][how](call, x)
+        assert str(caught.value) == f"replicas cannot run here: {sentence}"
+        assert probe.seen == []
+    settings.refuse_what_cannot_be_shared()
+    torch.testing.assert_close(model(x), x)
+
+
+def test_every_row_has_a_test() -> None:
+    assert set(GLOBAL_CHANGES) == {name for name, _ in GLOBAL_ALREADY}
+    assert set(REFUSALS) == {name for name, _, _ in REFUSED}
+
+
+@serial_or_not
+def test_a_transform_inside_the_forward_is_fine(serial: bool, slots: list, root: torch.device) -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(torch.func.grad(lambda t: t.square().sum()))(x)
+
+    x = torch.randn(7, 3, device=root)
+    torch.testing.assert_close(DataParallel(Square(), slots, serial=serial)(x), 2 * x)
