@@ -38,6 +38,7 @@ FLOORS = """
     ownership          who else holds an object
     profiling          named ranges
     devices            which devices a caller may pass
+    forks              what begins anew in a forked child
     environment        switches in the environment
     _torch             every private name of torch
     _version

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.environment import says_no
+from dataparallel.forks import in_forked_child
 from dataparallel.streams.current import streams_set
 
 __all__ = ["VARIABLE", "Pair", "check_all", "is_on", "trusted"]
@@ -115,13 +116,10 @@ def _stream(device: torch.device) -> torch.Stream:
     return _streams[device]
 
 
+@in_forked_child
 def _forget() -> None:
     """In a forked child: another thread may have held the lock, and its devices are the parent's."""
     global _lock
     _lock = threading.Lock()
     _answers.clear()
     _streams.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

@@ -24,6 +24,7 @@ from dataparallel.comm.routes import STAR, TorchCopies, Transport
 from dataparallel.comm.settings import ROUTES, Settings, are_slots_isolated
 from dataparallel.comm.sum_check import AddUp, wrong_sums
 from dataparallel.comm.topology import Topology
+from dataparallel.forks import in_forked_child
 
 __all__ = ["choose_for", "transport_for"]
 
@@ -142,11 +143,8 @@ _ADDING: dict[str, AddUp] = {"cupy": _KERNELS.add_up}
 """Those of them whose sums have to be plain copies', bit for bit. NCCL's are in an order of its own."""
 
 
+@in_forked_child
 def _forget() -> None:
     _dropped.clear()
     _decided.cache_clear()
     _available.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

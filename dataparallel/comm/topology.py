@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +17,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+
+from dataparallel.forks import in_forked_child
 
 __all__ = ["Link", "Topology", "of"]
 
@@ -123,10 +124,7 @@ def _are_linked_by_nvlink(one: torch.device, other: torch.device) -> bool:
         return False
 
 
+@in_forked_child
 def _forget() -> None:
     _of.cache_clear()
     _link.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

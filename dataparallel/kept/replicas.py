@@ -16,7 +16,6 @@ each wrapper.
 from __future__ import annotations
 
 import copy
-import os
 import threading
 import weakref
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import ownership
+from dataparallel.forks import in_forked_child
 from dataparallel.kept.frozen import FrozenSet
 from dataparallel.kept.shell import Shell
 from dataparallel.kept.tensors import KeptCopies
@@ -215,6 +215,7 @@ class KeptReplicas:
             self._shells = []
 
 
+@in_forked_child
 def _start_afresh_after_fork() -> None:
     """Another thread may have been in the middle of something when the process was forked.
 
@@ -224,7 +225,3 @@ def _start_afresh_after_fork() -> None:
     for kept in _all:
         kept._lock = threading.Lock()
         kept._is_of_a_parent = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh_after_fork)

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
+from dataparallel.forks import in_forked_child
 from dataparallel.threads import pool
 from dataparallel.threads.pool import Worker
 
@@ -313,11 +313,8 @@ class Gang:
         admitted.wait()
 
 
+@in_forked_child
 def _start_afresh_after_fork() -> None:
     """A child that is forked inside a task is not inside of it."""
     global _here
     _here = _Here()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh_after_fork)

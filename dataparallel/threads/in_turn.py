@@ -11,7 +11,6 @@ process looks at such calls now and then, and hands tasks that have not started 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+from dataparallel.forks import in_forked_child
 from dataparallel.threads import gang, pool
 from dataparallel.threads.gang import Gang, Outcome, Skipped
 
@@ -189,11 +189,8 @@ class _Watch:
 _watch = _Watch()
 
 
+@in_forked_child
 def _start_afresh_after_fork() -> None:
     """A forked child has no looking thread."""
     global _watch
     _watch = _Watch()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh_after_fork)

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dataparallel.forks import in_forked_child
 from dataparallel.structures import tensors_in
 
 __all__ = ["PermitChooser", "Trial", "size_of"]
@@ -129,14 +130,11 @@ class PermitChooser:
         return situation
 
 
+@in_forked_child
 def _start_afresh_after_fork() -> None:
     """Another thread may have been in the middle of something when the process was forked."""
     for chooser in list(_all):
         chooser.__init__()  # type: ignore[misc]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh_after_fork)
 
 
 class _Situation:

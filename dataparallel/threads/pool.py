@@ -11,7 +11,6 @@ What a job is, and when it is over, is the business of ``workers``: a job says i
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -20,6 +19,7 @@ from queue import SimpleQueue
 import torch
 
 from dataparallel import _torch
+from dataparallel.forks import in_forked_child
 
 __all__ = ["Job", "Worker", "note_use", "start", "take_back"]
 
@@ -112,6 +112,7 @@ def note_use() -> None:
     _pool.used = True
 
 
+@in_forked_child
 def _start_afresh_after_fork() -> None:
     """A forked child has none of the threads."""
     global _pool
@@ -120,7 +121,3 @@ def _start_afresh_after_fork() -> None:
         torch.set_num_threads(1)
     _pool = Pool()
     _pool.engine_is_stale = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh_after_fork)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.cupy.tables import THREADS, Kernel, Launch, pack
+from dataparallel.forks import in_forked_child
 
 _SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("--std=c++17",)
@@ -182,12 +182,9 @@ def _max_blocks(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * _BLOCKS_PER_MULTIPROCESSOR
 
 
+@in_forked_child
 def _forget() -> None:
     """In a forked child: another thread may have held the lock, and what is mapped is mapped in the parent."""
     global _reaching
     _reaching = threading.Lock()
     _reachable.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
