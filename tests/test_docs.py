@@ -1,0 +1,60 @@
+"""The manual has every public name, every environment variable, every setting and all results that are committed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import dataparallel
+import dataparallel.composable
+import dataparallel.testing
+from dataparallel import thread_state
+
+pytestmark = pytest.mark.devices("cpu")  # they read files: once is enough
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PACKAGES = (dataparallel, dataparallel.composable, dataparallel.testing)
+
+reference = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.rst")))
+
+
+def documented() -> set[str]:
+    return set(re.findall(r"^\.\. auto\w+:: (.+)$", reference, re.M))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_public_names_are_in_the_reference(package):
+    public = {f"{package.__name__}.{name}" for name in package.__all__ if not name.startswith("_")}
+    assert public - documented() == set()
+
+
+def test_what_replaces_torchs_comm_is_in_the_reference():
+    names = ("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter")
+    assert {f"dataparallel.comm.{name}" for name in names} <= documented()
+
+
+def test_environment_variables_are_in_the_reference():
+    sources = [path.read_text(encoding="utf-8") for path in Path(dataparallel.__file__).parent.rglob("*.py")]
+    used = {name for source in sources for name in re.findall(r"DATAPARALLEL_[A-Z_]+", source)}
+    assert used == set(re.findall(r"^\.\. envvar:: (\w+)$", reference, re.M))
+
+
+def test_settings_that_reach_replicas_are_in_the_reference():
+    carried = [setting.name for setting in (*thread_state.CARRIED, *thread_state.TRANSLATED)]
+    others = [name for name, *_ in (*thread_state.GLOBAL_ALREADY, *thread_state.REFUSED)]
+    _, _, section = reference.partition(".. _settings-that-reach-the-replicas:")
+    listed = {" ".join(item.split()) for item in re.split(r"[,;]|\* - | - |\n\n", section)}
+    assert {*carried, *others} - listed == set()
+
+
+@pytest.mark.parametrize(("directive", "suffix"), [("include", "rst"), ("image", "png")])
+def test_the_committed_results_are_on_the_page_of_benchmarks(directive, suffix):
+    page = (DOCS / "benchmarks.rst").read_text(encoding="utf-8")
+    shown = re.findall(rf"^\.\. {directive}:: \.\./bench/results/(.+)$", page, re.M)
+    assert sorted(shown) == sorted(path.name for path in (ROOT / "bench" / "results").glob(f"*.{suffix}"))
+
+
+def test_every_page_is_reached_from_the_index():
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.glob("*.rst")} - {"index"}
+    assert pages <= set(re.findall(r"^   (\S+)$", (DOCS / "index.rst").read_text(encoding="utf-8"), re.M))
