@@ -8,7 +8,7 @@ import pytest
 import dataparallel
 import dataparallel.composable
 import dataparallel.testing
-from dataparallel import thread_state
+from dataparallel.threads import settings
 
 pytestmark = pytest.mark.devices("cpu")  # they read files: once is enough
 
@@ -41,8 +41,8 @@ def test_environment_variables_are_in_the_reference():
 
 
 def test_settings_that_reach_replicas_are_in_the_reference():
-    carried = [setting.name for setting in (*thread_state.CARRIED, *thread_state.TRANSLATED)]
-    others = [name for name, *_ in (*thread_state.GLOBAL_ALREADY, *thread_state.REFUSED)]
+    carried = [setting.name for setting in (*settings.CARRIED, *settings.TRANSLATED)]
+    others = [name for name, *_ in (*settings.GLOBAL_ALREADY, *settings.REFUSED)]
     _, _, section = reference.partition(".. _settings-that-reach-the-replicas:")
     listed = {" ".join(item.split()) for item in re.split(r"[,;]|\* - | - |\n\n", section)}
     assert {*carried, *others} - listed == set()
