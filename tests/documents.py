@@ -146,8 +146,14 @@ def run(blocks: list[Block], kind: str) -> dict[str, Any]:
         del sys.modules[module.__name__]
 
 
-def run_page(page: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """`run` for a test: in an empty folder, with a seed."""
+def run_page(page: Path, config: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """`run` for a test: in an empty folder, with a seed, on the devices that the options name.
+
+    Code for simulated devices is about eight of them, as tests are: with fewer, none of it runs.
+    """
+    kind = config.getoption("--devices")
+    if kind == "sim" and config.getoption("--sim-devices") < 8:
+        kind = "fewer"
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     return run(blocks_of(page), kind)

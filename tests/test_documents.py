@@ -10,7 +10,8 @@ block, and several may be combined:
 ``.. test: skip REASON``
     The block is not run. It must still be valid Python.
 ``.. test: devices sim``
-    The block runs only with this kind of ``--devices``, or with one of several: ``.. test: devices cpu sim``.
+    The block runs only with this kind of ``--devices``, or with one of several: ``.. test: devices cpu sim``. There
+    are eight simulated devices.
 ``.. test: needs lightning``
     The block runs only where this package is installed, or all of several. ``tests/frameworks`` runs such pages too.
 
@@ -41,7 +42,7 @@ every_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.rela
 
 @every_page
 def test_the_code_of_the_page_runs(page, request, tmp_path, monkeypatch):
-    run_page(page, request.config.getoption("--devices"), tmp_path, monkeypatch)
+    run_page(page, request.config, tmp_path, monkeypatch)
 
 
 @every_page
@@ -56,7 +57,7 @@ def test_the_readme_and_the_guide_have_code_that_runs():
 
 
 def test_the_complete_example_of_the_readme_learns(request, tmp_path, monkeypatch):
-    names = run_page(README, request.config.getoption("--devices"), tmp_path, monkeypatch)
+    names = run_page(README, request.config, tmp_path, monkeypatch)
     assert names["loss"] < 5
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 

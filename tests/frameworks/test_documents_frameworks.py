@@ -13,4 +13,4 @@ PAGES = [(page, packages) for page in pages() if (packages := {p for b in blocks
 def test_the_code_of_the_page_runs(page, packages, request, tmp_path, monkeypatch):
     for package in packages:
         pytest.importorskip(package)
-    run_page(page, request.config.getoption("--devices"), tmp_path, monkeypatch)
+    run_page(page, request.config, tmp_path, monkeypatch)
