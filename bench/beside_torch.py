@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import DataParallel
+from gradients import assert_same_gradients, take_gradients
 from pairs import Call, Comparison, load, take_turns
 from ready_replicas import ReadyReplicas
 from shapes import Shape
@@ -116,6 +117,11 @@ class BesideTorch:
     def torch_infer(self) -> None:
         self.theirs(self.batch)
 
+    def infer_in_a_row(self) -> None:
+        """The chunks one after the other on the first device."""
+        for chunk in self.batch.chunk(len(self.devices)):
+            self.module(chunk)
+
     def train(self) -> None:
         mean_square(self.ours(self.batch)).backward()
         self.module.zero_grad()
@@ -142,13 +148,7 @@ class BesideTorch:
         ready: Mapping[int, Call] = MappingProxyType({}),
     ) -> Timed:
         """Lets the calls take turns, after ``settle`` of ours alone, in which the library finds out how to run it."""
-        shares: list[float] = []
-
-        def counted() -> None:
-            self.stand_ins.take_seconds()
-            theirs()
-            shares.append(self.stand_ins.take_seconds())
-
+        counted, shares = self.stand_ins.count(theirs)
         before = load()
         with self.stand_ins.installed():
             for _ in range(settle):
@@ -205,23 +205,13 @@ class BesideTorch:
             outputs.append(self.module(chunk))
             (mean_square(outputs[-1]) / len(self.devices)).backward()
         expected = torch.cat(outputs).detach()
-        gradients = self._take_gradients()
+        gradients = take_gradients(self.module)
         with self.stand_ins.installed():
             for wrapper in (self.ours, self.theirs):
                 output = wrapper(self.batch)
                 mean_square(output).backward()
                 torch.testing.assert_close(output.detach(), expected)
-                single = self.batch.dtype != torch.float64 and expected.dtype != torch.float64
-                rtol, atol = (1e-4, 1e-5) if single else (1e-9, 1e-12)
-                for gradient, wanted in zip(self._take_gradients(), gradients, strict=True):
-                    # Sums of chunks in another order; single entries may cancel nearly to zero.
-                    torch.testing.assert_close(gradient, wanted, rtol=rtol, atol=atol * float(wanted.abs().max()))
-
-    def _take_gradients(self) -> list[Tensor]:
-        gradients = [parameter.grad for parameter in self.module.parameters()]
-        assert all(gradient is not None for gradient in gradients)
-        self.module.zero_grad()
-        return gradients
+                assert_same_gradients(take_gradients(self.module), gradients)
 
 
 def check_tensors(source: nn.Module, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from beside_torch import Timed
 from pairs import Comparison, Verdict
 from places import device_name
+from plots import figure_for
 from shapes import NARROW_GPT, RESNET, WIDE_GPT
 
 CAPTION = """\
@@ -138,34 +139,34 @@ def summarise(model: str, devices: Sequence[Any], work: str, timed: Timed) -> li
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """For each model: how many times faster than torch, and its steps beside the same chunks in a row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     models = list(dict.fromkeys(row.model for row in rows))
     counts = sorted({row.devices for row in rows})
     size = (3.6 * len(models), 6.4)
-    figure, axes = pyplot.subplots(2, len(models), figsize=size, sharey="row", layout="constrained", squeeze=False)
-    for column, model in enumerate(models):
-        own = [row for row in rows if row.model == model]
-        faster, steps = axes[0][column], axes[1][column]
-        works = [work for work in WORKS if any(row.work == work for row in own)]
-        by_work = [(work, [row for row in own if (row.work, row.quotient) == (work, FASTER)]) for work in works]
-        _bars(faster, counts, by_work)
-        quotients = (OVER_IN_A_ROW, TORCH_OVER_IN_A_ROW)
-        _bars(steps, counts, [(quotient, [row for row in own if row.quotient == quotient]) for quotient in quotients])
-        faster.set_title(model)
-        faster.set_yscale("log", base=2)
-        faster.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes[0][0].set_ylabel("torch's time / ours")
-    axes[1][0].set_ylabel("time of a step / single-device steps in a row")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{k}") for k in range(len(counts))]
-    handles.append(pyplot.Line2D([], [], color="red", linewidth=2))
-    labels = [f"{count} devices ({rows[0].device})" for count in counts] + ["bar"]
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with figure_for(path, size, 2, len(models), sharey="row") as figure:
+        upper, lower = figure.axes[: len(models)], figure.axes[len(models) :]
+        for column, model in enumerate(models):
+            own = [row for row in rows if row.model == model]
+            faster, steps = upper[column], lower[column]
+            works = [work for work in WORKS if any(row.work == work for row in own)]
+            by_work = [(work, [row for row in own if (row.work, row.quotient) == (work, FASTER)]) for work in works]
+            _bars(faster, counts, by_work)
+            by_quotient = [
+                (quotient, [row for row in own if row.quotient == quotient])
+                for quotient in (OVER_IN_A_ROW, TORCH_OVER_IN_A_ROW)
+            ]
+            _bars(steps, counts, by_quotient)
+            faster.set_title(model)
+            faster.set_yscale("log", base=2)
+            faster.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        upper[0].set_ylabel("torch's time / ours")
+        lower[0].set_ylabel("time of a step / single-device steps in a row")
+        handles = [Patch(color=f"C{k}") for k in range(len(counts))]
+        handles.append(Line2D([], [], color="red", linewidth=2))
+        labels = [f"{count} devices ({rows[0].device})" for count in counts] + ["bar"]
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
 
 
 def _bars(axes: Any, counts: Sequence[int], groups: Sequence[tuple[str, Sequence[Row]]]) -> None:

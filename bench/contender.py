@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from by_hand import ByHand
 from dataparallel import DataParallel
 from dataparallel.composable import ReplicatedModule, replicate
 from shapes import GPT, VOCABULARY
+from ways import ByHand
 
 SLOTS = 2
 SAMPLES_PER_SLOT = 8

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from contender import COLLECT, DONE, SAVE
+from processes import environment
 
 SCRIPT = Path(__file__).with_name("contender.py")
 
@@ -38,8 +38,6 @@ class Contender:
     """
 
     def __init__(self, name: str, arguments: Sequence[Sequence[str]], folder: Path) -> None:
-        # Whatever this process imports, those find too, installed or not.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._name = name
         self._errors = [folder / f"{name} {number}.txt" for number in range(len(arguments))]
         self._folder = folder
@@ -51,7 +49,7 @@ class Contender:
                     self._processes.append(
                         subprocess.Popen(
                             [sys.executable, str(SCRIPT), *own],
-                            env=environment,
+                            env=environment(),
                             stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE,
                             stderr=file,

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, replicate
-from dataparallel.testing import ToolsMissing, simulate
+from dataparallel.testing import SimulationUnavailable, simulate
+from gradients import assert_same_gradients, gradients_of
 
 SLOTS = (1, 2, 4, 8, 16, 24, 32)
 PARAMETERS = (10, 30, 100, 300, 1_000, 3_000, 10_000)
@@ -89,11 +90,9 @@ class Work:
         self.model.zero_grad()
         expected = self.model(self.batch)
         loss_of(expected).backward()
-        gradients = [parameter.grad for parameter in self.model.parameters()]
+        gradients = gradients_of(self.model)
         self.training()
-        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
-            # Sums of chunks in another order.
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
+        assert_same_gradients(gradients_of(self.model), gradients, rtol=1e-3, atol=1e-3)
         self.model.zero_grad()
         torch.testing.assert_close(self.inference(), expected.detach())
         for replica, slot in zip(replicate(self.model, self.slots), self.slots, strict=True):
@@ -150,7 +149,7 @@ def main(slot_rounds: str, most_slots: str, parameter_rounds: str, most_paramete
     by_parameters = [Size(FIXED_SLOTS, number) for number in PARAMETERS if number <= int(most_parameters)]
     try:
         devices = simulate(max(size.slots for size in by_slots + by_parameters))
-    except ToolsMissing as error:
+    except SimulationUnavailable as error:
         print(json.dumps({"why_not": str(error)}))
         return
     measure(by_slots, devices, int(slot_rounds))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from linear_cost import CALLS, Size
+from plots import figure_for
 
 R_SQUARED_BAR = 0.98
 
@@ -96,29 +97,22 @@ def summarise(grows: str, sizes: Sequence[Size], decided: bool) -> list[Row]:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Points and lines, slots on the left; parameters on the right, where both axes are logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, plots = pyplot.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
-    for axes, grows in zip(plots, ("slots", "parameters"), strict=True):
-        own = [row for row in rows if row.grows == grows]
-        for row in own:
-            sizes, milliseconds = row.points()
-            (points,) = axes.plot(sizes, milliseconds, "o", markersize=4, label=row.call)
-            x = np.geomspace(sizes[0], sizes[-1], 200)
-            y = 1e-3 * row.slope_microseconds * x + row.intercept_milliseconds
-            shown = y > 0  # a line may begin below nothing
-            label = f"{row.slope_microseconds:,.1f} µs each, R² {row.r_squared:.4f}"
-            axes.plot(x[shown], y[shown], color=points.get_color(), linewidth=1, label=label)
-        if grows == "parameters":
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-        axes.set_title(f"{own[0].other} {'parameters' if grows == 'slots' else 'slots'}")
-        axes.set_xlabel(grows)
-        axes.set_ylabel("milliseconds of CPU time")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with figure_for(path, (9.5, 3.8), columns=2) as figure:
+        for axes, grows in zip(figure.axes, ("slots", "parameters"), strict=True):
+            own = [row for row in rows if row.grows == grows]
+            for row in own:
+                sizes, milliseconds = row.points()
+                (points,) = axes.plot(sizes, milliseconds, "o", markersize=4, label=row.call)
+                x = np.geomspace(sizes[0], sizes[-1], 200)
+                y = 1e-3 * row.slope_microseconds * x + row.intercept_milliseconds
+                shown = y > 0  # a line may begin below nothing
+                label = f"{row.slope_microseconds:,.1f} µs each, R² {row.r_squared:.4f}"
+                axes.plot(x[shown], y[shown], color=points.get_color(), linewidth=1, label=label)
+            if grows == "parameters":
+                axes.set_xscale("log")
+                axes.set_yscale("log")
+            axes.set_title(f"{own[0].other} {'parameters' if grows == 'slots' else 'slots'}")
+            axes.set_xlabel(grows)
+            axes.set_ylabel("milliseconds of CPU time")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="x-small")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pairs import Comparison, Verdict
+from plots import figure_for
 
 CAPTION = """\
 Milliseconds of a call on 8 devices with the chosen number of permits and with each fixed one, medians. at once is how
@@ -95,28 +96,22 @@ def summarise(
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """For each model and work the time with each number of permits over that of the best fixed one."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    places = range(len(rows))
-    for number in FIXED:
-        over_best = [row.fixed_ms(number) / row.fixed_ms(row.best) for row in rows]
-        axes.plot(places, over_best, "_", markersize=18, markeredgewidth=2, label=f"{number} fixed")
-    middle = [row.over_best for row in rows]
-    spread = [
-        [max(0.0, row.over_best - row.over_best_low) for row in rows],
-        [max(0.0, row.over_best_high - row.over_best) for row in rows],
-    ]
-    axes.errorbar(places, middle, yerr=spread, fmt="ko", capsize=4, label="chosen")
-    axes.axhline(BAR, color="grey", linestyle="--", linewidth=1, label=f"bar, {BAR:g}")
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xticks(places, [f"{row.model}\n{row.work}" for row in rows], rotation=25, ha="right", fontsize="small")
-    axes.set_ylabel("time / that of the best fixed number")
-    axes.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with figure_for(path, (9, 4)) as figure:
+        (axes,) = figure.axes
+        places = range(len(rows))
+        for number in FIXED:
+            over_best = [row.fixed_ms(number) / row.fixed_ms(row.best) for row in rows]
+            axes.plot(places, over_best, "_", markersize=18, markeredgewidth=2, label=f"{number} fixed")
+        middle = [row.over_best for row in rows]
+        spread = [
+            [max(0.0, row.over_best - row.over_best_low) for row in rows],
+            [max(0.0, row.over_best_high - row.over_best) for row in rows],
+        ]
+        axes.errorbar(places, middle, yerr=spread, fmt="ko", capsize=4, label="chosen")
+        axes.axhline(BAR, color="grey", linestyle="--", linewidth=1, label=f"bar, {BAR:g}")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xticks(places, [f"{row.model}\n{row.work}" for row in rows], rotation=25, ha="right", fontsize="small")
+        axes.set_ylabel("time / that of the best fixed number")
+        axes.grid(axis="y", alpha=0.3)
+        figure.legend(loc="outside right upper", fontsize="small")

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from gradients import assert_same_gradients, gradients_of
 from stages import mean_square
 
 R = TypeVar("R")
@@ -48,11 +49,11 @@ class ReadyReplicas:
         torch.autograd.backward(self._on_each(self._losses))
         for chunk in batch.chunk(len(self._devices)):
             (mean_square(module(chunk)) / len(self._devices)).backward()
-        for wanted, *found in zip(
-            module.parameters(), *(replica.parameters() for replica in self._replicas), strict=True
-        ):
-            total = torch.stack([parameter.grad.to(batch.device) for parameter in found]).sum(0)
-            torch.testing.assert_close(total, wanted.grad, rtol=1e-4, atol=1e-5 * float(wanted.grad.abs().max()))
+        totals = [
+            torch.stack([gradient.to(batch.device) for gradient in found]).sum(0)
+            for found in zip(*map(gradients_of, self._replicas), strict=True)
+        ]
+        assert_same_gradients(totals, gradients_of(module))
         for network in (module, *self._replicas):
             network.zero_grad()
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from by_hand import ByHand
 from dataparallel import DataParallel
+from gradients import assert_same_gradients, gradients_of
+from ways import ByHand
 
 STAGES = ("scatter", "replicate", "parallel_apply", "gather", "backward")
 
@@ -78,7 +79,7 @@ class StagedTraining:
             with watch.time("backward"):
                 loss.backward()
         self.steps.append(watch.seconds)
-        return output.detach(), self._gradients()
+        return output.detach(), gradients_of(self.module)
 
     def step_by_hand(self) -> tuple[Tensor, list[Tensor]]:
         """The same step without the library, noted with the last one by the stages."""
@@ -88,24 +89,17 @@ class StagedTraining:
             output = ByHand(self.module, len(self.devices))(self.batch)
             mean_square(output).backward()
         self.steps[-1] |= watch.seconds
-        return output.detach(), self._gradients()
+        return output.detach(), gradients_of(self.module)
 
     def check(self) -> None:
         """Raises `AssertionError` unless a step by the stages gives what the one by hand gives."""
         output, gradients = self.step()
         expected_output, expected_gradients = self.step_by_hand()
         torch.testing.assert_close(output, expected_output)
-        for gradient, expected in zip(gradients, expected_gradients, strict=True):
-            # Sums of chunks in another order; single entries may cancel nearly to zero.
-            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        assert_same_gradients(gradients, expected_gradients)
 
     def seconds(self, name: str) -> list[float]:
         return [step[name] for step in self.steps]
-
-    def _gradients(self) -> list[Tensor]:
-        gradients = [parameter.grad for parameter in self.module.parameters()]
-        assert all(gradient is not None for gradient in gradients)
-        return gradients
 
 
 def staged(build: Callable[[], nn.Module], batch: Tensor, devices: Sequence[torch.device]) -> StagedTraining:

@@ -52,18 +52,9 @@ def report(reports: list[Report], places: Places) -> Report:
 
 @pytest.fixture
 def devices(shape: Shape, count: int, places: Places, short: bool, report: Report) -> list[torch.device]:
-    """Accelerators, else simulated ones: ``torch.nn.parallel`` knows no others."""
-    found = places.simulated or [device for device in places.real if device.type != "cpu"]
-    if not found:
-        note = f"Nothing was compared with torch.nn.parallel: {places.why_not_simulated}."
-        if note not in report.notes:
-            report.notes.append(note)
-        pytest.skip(note)
-    if len(found) < count:
-        pytest.skip(f"takes {count} devices")
     if short and (shape, count) not in ((NARROW_GPT, 8), (RESNET, 2)):
         pytest.skip("short")
-    return found[:count]
+    return places.apart_or_skip(count, report)[:count]
 
 
 @pytest.fixture
@@ -94,14 +85,6 @@ def measure(
             report.rows += summarise(shape.name, beside.devices, work, timed)
 
     return run
-
-
-def test_shape(shape: Shape, count: int) -> None:
-    """However many devices there are."""
-    model = shape.model()
-    assert len(list(model.modules())) == shape.modules
-    assert len(list(model.parameters())) == shape.parameters
-    assert len(list(model.buffers())) == shape.buffers
 
 
 def test_same_results_in_float64(shape: Shape, devices: list[torch.device]) -> None:

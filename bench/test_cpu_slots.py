@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-from torch import Tensor
 
 from contender import LENGTH, SAMPLES_PER_SLOT, SLOTS
 from cpu_slots import Contender, memory_of
 from cpu_slots_report import CAPTION, Other, summarise
+from gradients import assert_same_gradients
 from pairs import Comparison, alternate
 from reporting import Report
 
@@ -60,7 +60,7 @@ def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report
                 contender.tell(command)
                 found.append(contender.gradients())
             for other in found[1:]:
-                assert_close(found[0], other)
+                assert_same_gradients(found[0], other)
 
         def collect_garbage() -> None:
             """So that no step pays for what another has left."""
@@ -103,13 +103,6 @@ def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report
         )
         if memory_of_slots is None:
             report.notes.append("Memory was not measured: this system has no /proc/PID/smaps.")
-
-
-def assert_close(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Up to rounding: sums of float32 in another order."""
-    for gradient, wanted in zip(gradients, expected, strict=True):
-        # Single entries may cancel nearly to zero.
-        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
 
 
 HOLDS = """

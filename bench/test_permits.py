@@ -111,13 +111,7 @@ def report(reports: list[Report], places: Places) -> Report:
 
 @pytest.fixture
 def devices(places: Places, report: Report) -> list[torch.device]:
-    found = places.simulated or [device for device in places.real if device.type != "cpu"]
-    if len(found) < DEVICES:
-        note = f"Permits were not measured, which takes {DEVICES} devices: {places.why_not_simulated}."
-        if note not in report.notes:
-            report.notes.append(note)
-        pytest.skip(note)
-    return found[:DEVICES]
+    return places.apart_or_skip(DEVICES, report)[:DEVICES]
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])

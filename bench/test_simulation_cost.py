@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from places import Places
+from processes import environment
 from reporting import Report, quartiles, ratios
 from shapes import GPT, SHAPES
 
@@ -172,12 +172,14 @@ print(seconds, torch.full((3,), 2.0, device=device).sum().item())
 @pytest.fixture
 def first_use(tmp_path: Path) -> Iterator[Callable[[], float]]:
     """A function that simulates in a process of its own and returns how long that took, `import torch` apart."""
-    # Whatever this process imports, that one finds too, installed or not.
-    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
 
     def run() -> float:
         output = subprocess.run(
-            [sys.executable, "-c", FIRST_USE], env=environment, check=True, capture_output=True, text=True
+            [sys.executable, "-c", FIRST_USE],
+            env=environment(TORCH_EXTENSIONS_DIR=str(tmp_path)),
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
         seconds, total = map(float, output.split())
         assert total == 6

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-from tqdm import tqdm
 
 from places import Places
+from progress import Progress
 from reporting import Report
 from shapes import SHAPES, Shape
 from stages import staged
@@ -28,31 +27,11 @@ def report(reports: list[Report]) -> Report:
     return reports[-1]
 
 
-@pytest.fixture
-def devices(places: Places, report: Report) -> list[torch.device]:
-    """Accelerators, else simulated ones: slots on one device have nothing to scatter or replicate over."""
-    if places.simulated or places.real[0].type != "cpu":
-        return places.simulated or places.real
-    note = f"Stages were not measured: {places.why_not_simulated}."
-    if note not in report.notes:
-        report.notes.append(note)
-    pytest.skip(note)
-
-
-@each_shape
-def test_shape(shape: Shape) -> None:
-    model = shape.model()
-    assert len(list(model.modules())) == shape.modules
-    assert len(list(model.parameters())) == shape.parameters
-    assert len(list(model.buffers())) == shape.buffers
-
-
 @each_shape
 def test_stages(
     shape: Shape,
-    devices: list[torch.device],
     benchmark: BenchmarkFixture,
-    capsys: pytest.CaptureFixture[str],
+    progress: Progress,
     report: Report,
     places: Places,
     short: bool,
@@ -61,6 +40,7 @@ def test_stages(
 
     Before and after, a step's outputs and gradients are those of the chunks by hand on one device.
     """
+    devices = places.apart_or_skip(1, report)
     rounds = SHORT_ROUNDS if short else ROUNDS
     counts = [n for n in (1, 2, 4, 8) if n <= len(devices)]
     trainings = [staged(shape.model, shape.batch(SAMPLES), devices[:n]) for n in counts]
@@ -76,11 +56,7 @@ def test_stages(
             training.step_by_hand()
         bar.update()
 
-    with (
-        capsys.disabled(),
-        tqdm(total=rounds, desc=shape.name, unit="round", disable=None) as bar,
-        places.clocks_off(),
-    ):
+    with progress(shape.name, rounds) as bar, places.clocks_off():
         benchmark.pedantic(step_each, rounds=rounds)
     if benchmark.enabled:
         report.rows += summarise(shape.name, trainings)

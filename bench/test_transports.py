@@ -27,13 +27,7 @@ def report(reports: list[Report], places: Places) -> Report:
 
 @pytest.fixture
 def devices(places: Places, report: Report) -> list[torch.device]:
-    found = places.simulated or [device for device in places.real if device.type != "cpu"]
-    if len(found) < 2:
-        note = f"Transports were not measured, which takes two devices: {places.why_not_simulated}."
-        if note not in report.notes:
-            report.notes.append(note)
-        pytest.skip(note)
-    return found
+    return places.apart_or_skip(2, report)
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from places import computing_devices, device_name
+from plots import figure_for
 from reporting import quartiles, ratios
 
 CAPTION = """\
@@ -101,35 +102,29 @@ def compare(runs: Sequence[Run], by_hand: Mapping[Run, Run]) -> list[Row]:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Samples per second and efficiency over the number of slots."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (speed, efficiency) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for label, series in _series(rows).items():
-        slots = [row.slots for row in series]
-        speed.plot(slots, [row.samples_per_second for row in series], "o-", label=label)
-        middle = [row.efficiency for row in series]
-        spread = [
-            [row.efficiency - row.efficiency_low for row in series],
-            [row.efficiency_high - row.efficiency for row in series],
-        ]
-        efficiency.errorbar(slots, middle, yerr=spread, fmt="o-", capsize=3, label=label)
-    efficiency.axhline(1, color="grey", linestyle=":", label="ideal")
-    speed.set_ylabel("training samples per second")
-    efficiency.set_ylabel("efficiency (see the table)")
-    for axes in (speed, efficiency):
-        axes.set_xscale("log", base=2)
-        ticks = sorted({row.slots for row in rows})
-        axes.set_xticks(ticks, [str(slots) for slots in ticks])
-        axes.minorticks_off()
-        axes.set_xlabel("slots")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    efficiency.legend(fontsize="small", loc="lower left")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with figure_for(path, (9, 3.6), columns=2) as figure:
+        speed, efficiency = figure.axes
+        for label, series in _series(rows).items():
+            slots = [row.slots for row in series]
+            speed.plot(slots, [row.samples_per_second for row in series], "o-", label=label)
+            middle = [row.efficiency for row in series]
+            spread = [
+                [row.efficiency - row.efficiency_low for row in series],
+                [row.efficiency_high - row.efficiency for row in series],
+            ]
+            efficiency.errorbar(slots, middle, yerr=spread, fmt="o-", capsize=3, label=label)
+        efficiency.axhline(1, color="grey", linestyle=":", label="ideal")
+        speed.set_ylabel("training samples per second")
+        efficiency.set_ylabel("efficiency (see the table)")
+        for axes in (speed, efficiency):
+            axes.set_xscale("log", base=2)
+            ticks = sorted({row.slots for row in rows})
+            axes.set_xticks(ticks, [str(slots) for slots in ticks])
+            axes.minorticks_off()
+            axes.set_xlabel("slots")
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+        efficiency.legend(fontsize="small", loc="lower left")
 
 
 def _series(rows: Sequence[Row]) -> dict[str, list[Row]]:

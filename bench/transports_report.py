@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from places import device_name
+from plots import figure_for
 from reporting import ratios
 from transports import Traffic
 
@@ -71,26 +72,19 @@ def summarise(traffic: Traffic, seconds: Sequence[Sequence[float]], copies: Sequ
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Bandwidth over the size of the bucket, for the most tensors that all sizes have."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     works = list(dict.fromkeys(row.work for row in rows))
-    figure, plots = pyplot.subplots(1, len(works), figsize=(4.5 * len(works), 3.6), layout="constrained", squeeze=False)
-    for axes, work in zip(plots[0], works, strict=True):
-        own = [row for row in rows if row.work == work]
-        for way in dict.fromkeys(row.way for row in own):
-            for tensors, style in ((1, "-"), (100, "--")):
-                line = [row for row in own if row.way == way and row.tensors == tensors]
-                label = f"{way}, {tensors} tensor{'s' if tensors > 1 else ''}"
-                axes.plot([row.nbytes / 2**10 for row in line], [row.of_a_copy for row in line], style, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_title(work)
-        axes.set_xlabel(f"KiB on each of {own[0].devices} devices ({own[0].device})")
-        axes.set_ylabel("bandwidth / that of a copy")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    plots[0][0].legend(fontsize="x-small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with figure_for(path, (4.5 * len(works), 3.6), columns=len(works)) as figure:
+        for axes, work in zip(figure.axes, works, strict=True):
+            own = [row for row in rows if row.work == work]
+            for way in dict.fromkeys(row.way for row in own):
+                for tensors, style in ((1, "-"), (100, "--")):
+                    line = [row for row in own if row.way == way and row.tensors == tensors]
+                    label = f"{way}, {tensors} tensor{'s' if tensors > 1 else ''}"
+                    axes.plot([row.nbytes / 2**10 for row in line], [row.of_a_copy for row in line], style, label=label)
+            axes.set_xscale("log", base=2)
+            axes.set_title(work)
+            axes.set_xlabel(f"KiB on each of {own[0].devices} devices ({own[0].device})")
+            axes.set_ylabel("bandwidth / that of a copy")
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+        figure.axes[0].legend(fontsize="x-small")
