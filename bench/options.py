@@ -39,9 +39,7 @@ def add_options(parser: pytest.Parser) -> None:
 def check_options(config: pytest.Config) -> None:
     """Raises `pytest.UsageError` if a short run would replace what a full run has measured."""
     if is_short(config) and results_folder(config) == COMMITTED:
-        raise pytest.UsageError(
-            "a short run must not replace the results of a full one: leave out --short or --results"
-        )
+        raise pytest.UsageError("a short run must not replace the committed results: leave out --short or --results")
 
 
 def is_short(config: pytest.Config) -> bool:
@@ -54,11 +52,14 @@ def results_folder(config: pytest.Config) -> Path:
 
 
 def left_out(path: Path, config: pytest.Config) -> bool:
-    """Whether a folder of benchmarks stands for less than this file: without ``--all`` it stands for the main job.
+    """Whether a run has no place for this file: without ``--all`` a folder stands for its main job only.
 
-    pytest does not ask about files that are named on the command line.
+    Files that are named on the command line run in any case.
     """
-    return path.name.startswith("test_") and path.name != MAIN_JOB.name and not config.getoption("all_suites")
+    if config.getoption("all_suites") or path.name == MAIN_JOB.name or not path.name.startswith("test_"):
+        return False
+    named = (config.invocation_params.dir / argument.split("::")[0] for argument in config.args)
+    return path.resolve() not in [given.resolve() for given in named]
 
 
 def shown(path: Path) -> str:

@@ -1,6 +1,6 @@
-"""How results are reported: a table for the terminal and as reStructuredText, CSV, a plot, and what they stand on.
+"""How results are reported: a table for the terminal and as reStructuredText, a CSV file, a plot, and the environment.
 
-Knows nothing of what was measured, and measures nothing itself.
+Does not know what was measured, and measures nothing itself.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Row(Protocol):
     __dataclass_fields__: dict[str, Any]
 
     def cells(self) -> dict[str, str]:
-        """The row of the table: a text for each title, for every row the same titles."""
+        """The row of the table: a text for each title. All rows have the same titles."""
 
 
 @dataclass
 class Report:
-    """Filled by the tests of one file, printed and written when all are through."""
+    """The results of one file of benchmarks. Its tests fill it; at the end it is printed and written."""
 
     name: str
     caption: str
@@ -71,7 +71,7 @@ class Report:
 def table(rows: Sequence[dict[str, str]]) -> str:
     """A simple reStructuredText table. The first cell of a row must not be empty.
 
-    Titles may have several lines, but for the first title.
+    All titles but the first may have several lines.
     """
     head = list(zip_longest(*(title.split("\n") for title in rows[0]), fillvalue=""))
     lines = [*head, *(tuple(row.values()) for row in rows)]
@@ -82,7 +82,7 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 
 
 class Quartiles(NamedTuple):
-    """The median of several measurements, and where their middle half lies."""
+    """The median of several measurements, and the bounds of their middle half."""
 
     low: float
     middle: float
@@ -90,17 +90,17 @@ class Quartiles(NamedTuple):
 
 
 def quartiles(values: Iterable[float]) -> Quartiles:
-    """Of at least two values."""
+    """The quartiles of at least two values."""
     return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
 def ratios(these: Sequence[float], those: Sequence[float]) -> list[float]:
-    """Round by round, because times of one round can be compared on a machine that does other things too."""
+    """Round by round: on a machine that does other things too, only times of the same round can be compared."""
     return [this / that for this, that in zip(these, those, strict=True)]
 
 
 def environment() -> str:
-    """One line on when and with what this was measured."""
+    """One line that says when and with what this was measured."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
         f"Measured on {datetime.date.today().isoformat()} with Python {platform.python_version()}, "

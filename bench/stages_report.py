@@ -1,4 +1,4 @@
-"""What the times of the stages mean: medians, and the whole step beside the same chunks by hand; rows and a plot."""
+"""From the times of the stages to a table and a plot: medians, and the whole step beside the same chunks by hand."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from reporting import quartiles, ratios
 from stages import STAGES, StagedTraining
 
 CAPTION = """\
-Milliseconds, medians over the rounds. step/by hand is the time of the whole step over that of the same chunks called
-one after the other on the first device, without the library: median over the rounds, and their middle half. Simulated
-devices are no accelerators: all of them compute on the CPU's cores. Their clocks were off."""
+Median milliseconds of a training step without its optimizer. Devices are idle before and after each stage, so nothing
+overlaps that could overlap in DataParallel. step is all of it, with the loss and letting go of the replicas; medians of
+the parts do not add up to the median of the whole. step/by hand is the time of the step over that of the same chunks
+one after the other on the first device, without the library: the median over the rounds, and their middle half.
+Simulated devices are no accelerators: all of them compute on the CPU's cores. Their clocks were off."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def summarise(model: str, trainings: Sequence[StagedTraining]) -> list[Row]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """For each model its stages, piled up over the number of devices."""
+    """For each model its stages, stacked, over the number of devices."""
     models = list(dict.fromkeys(row.model for row in rows))
     with figure_for(path, (4.5 * len(models), 3.6), columns=len(models)) as figure:
         for axes, model in zip(figure.axes, models, strict=True):

@@ -1,6 +1,7 @@
 """A training step by ``composable.replicate`` beside the wrapper, ``torch.nn.DataParallel``, single steps and DDP.
 
-What is asserted is that all do the same work. The bars of the report say what its ratios should be, and fail nothing.
+On 8 devices, where all take turns, and on two CPU slots in processes of their own (see `test_cpu_slots`). The tests
+assert that all do the same work. The bars of the report say what its ratios should be; they fail no test.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from beside_torch import SETTLE, SHORT_SETTLE
 from contender import SLOTS
 from cpu_slots import Contender
 from forms import Forms
@@ -33,7 +35,6 @@ from reporting import Report
 from shapes import NARROW_GPT, RESNET, WIDE_GPT, Shape
 from simulator import simulator_notes
 
-SETTLE, SHORT_SETTLE = 32, 3  # calls in which the library finds out how many replicas to run at a time
 STEPS_BEFORE_MEMORY, SHORT_STEPS_BEFORE_MEMORY = 10, 1
 
 
@@ -73,7 +74,7 @@ def test_on_devices(shape: Shape, benchmark: BenchmarkFixture, places: Places, r
 
 
 def test_on_cpu_slots(benchmark: BenchmarkFixture, report: Report, tmp_path: Path, short: bool) -> None:
-    """In processes of their own, beside as many processes of DDP as there are slots."""
+    """In a process of its own, beside as many processes of DDP as there are slots."""
     if short or not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("short" if short else "torch without gloo")
     ranks = [["1", str(rank), str(tmp_path / "rendezvous")] for rank in range(SLOTS)]

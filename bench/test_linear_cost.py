@@ -1,4 +1,4 @@
-"""Whether host cost grows linearly: replication and whole calls on 1 to 32 slots and with 10 to 10,000 parameters."""
+"""Whether the cost on the host grows linearly: with 1 to 32 slots, and with 10 to 10,000 parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report(reports: list[Report]) -> Report:
 
 
 def measured(slot_rounds: int, most_slots: int, parameter_rounds: int, most_parameters: int) -> dict[str, Any]:
-    """What the script finds, which simulates more devices than there are in this process, and checks results."""
+    """What the script finds. It needs a process of its own because it simulates more devices than this one."""
     arguments = map(str, (slot_rounds, most_slots, parameter_rounds, most_parameters))
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *arguments], env=environment(), capture_output=True, text=True, check=False
@@ -43,7 +43,7 @@ def measured(slot_rounds: int, most_slots: int, parameter_rounds: int, most_para
 
 
 def test_slots_and_parameters(benchmark: BenchmarkFixture, report: Report, short: bool) -> None:
-    """Every size has its turn again and again. Replicas, outputs and gradients are checked before and after."""
+    """All sizes take turns. The script checks replicas, outputs and gradients before and after."""
     if short:
         arguments = (SHORT_ROUNDS, SHORT_MOST_SLOTS, SHORT_ROUNDS, SHORT_MOST_PARAMETERS)
     else:

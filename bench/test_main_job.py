@@ -27,7 +27,7 @@ from ways import Way, by_hand, data_parallel, replicated, torch_data_parallel
 SLOTS = 4
 EPOCHS, SHORT_EPOCHS = 12, 6
 EPOCHS_IN_FLOAT64, SHORT_EPOCHS_IN_FLOAT64 = 4, 1
-SETTLE, SHORT_SETTLE = 20, 1  # calls in which the library finds out how many replicas to run at a time
+SETTLE, SHORT_SETTLE = 20, 1  # calls in which the library chooses how many replicas run at a time
 WARM_UP = 2
 
 TRAINING = {ONE_DEVICE: by_hand, TORCH: torch_data_parallel, WRAPPER: data_parallel, REPLICATE: replicated}

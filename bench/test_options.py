@@ -29,8 +29,10 @@ class Row:
         return {"seconds": str(self.seconds)}
 
 
-def test_tiny(reports):
-    reports.append(Report("forms", "Seconds.", rows=[Row(1.5)]))
+def test_tiny(reports, progress):
+    with progress("counting", 2) as bar:
+        bar.update()
+    reports.append(Report("tiny", "Seconds.", rows=[Row(1.5)]))
 """
 
 
@@ -64,32 +66,51 @@ class TestSelection:
         assert collected("bench", "bench/test_permits.py") == {MAIN_JOB.name, "test_permits.py"}
 
 
-class TestResults:
-    @pytest.fixture
-    def repository(self, tmp_path: Path) -> Path:
-        """A repository with the benchmarks, their committed results and a suite that takes no time."""
-        if shutil.which("git") is None:
-            pytest.skip("git is not installed")
-        python = shutil.ignore_patterns("__pycache__", "latest", "test_*.py", "*.png")
-        shutil.copytree(BENCH, tmp_path / "bench", ignore=python)
-        for name in (".gitignore", "setup.cfg"):
-            shutil.copy(BENCH.parent / name, tmp_path)
-        (tmp_path / "bench" / "test_main_job.py").write_text(TINY)
-        (tmp_path / "bench" / "results" / "forms.rst").write_text("committed")
-        git(tmp_path, "init", "--quiet")
-        git(tmp_path, "add", ".")
-        git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message=a")
-        return tmp_path
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with the benchmarks and a committed result. Its main job takes no time."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    left_out = shutil.ignore_patterns("__pycache__", "results", "latest", "test_*")
+    shutil.copytree(BENCH, tmp_path / "bench", ignore=left_out)
+    for name in (".gitignore", "setup.cfg"):
+        shutil.copy(BENCH.parent / name, tmp_path)
+    main_job(tmp_path).write_text(TINY)
+    result(tmp_path, "results").parent.mkdir()
+    result(tmp_path, "results").write_text("committed")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message=a")
+    return tmp_path
 
+
+def main_job(repository: Path) -> Path:
+    return repository / "bench" / MAIN_JOB.name
+
+
+def result(repository: Path, folder: str) -> Path:
+    return repository / "bench" / folder / "tiny.rst"
+
+
+def git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+class TestResults:
     def test_a_run_without_options_changes_no_file_of_the_repository(self, repository: Path) -> None:
+        """It ends with the table and the paths. Bars of progress are for terminals."""
         done = run_pytest("bench", folder=repository)
         assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
-        assert "1.5" in (repository / "bench" / "latest" / "forms.rst").read_text()
+        assert "1.5" in result(repository, "latest").read_text()
         assert git(repository, "status", "--porcelain") == ""
+        *_, row, rule, blank, text, numbers = done.stdout.splitlines()
+        assert (row, rule, blank) == ("1.5", "=======", "")
+        assert (text, numbers) == ("table: bench/latest/tiny.rst", "table: bench/latest/tiny.csv")
+        assert "counting" not in done.stdout + done.stderr
 
     def test_committed_results_are_replaced_when_they_are_named(self, repository: Path) -> None:
         run_pytest("bench", "--results=bench/results", folder=repository)
-        assert "1.5" in (repository / "bench" / "results" / "forms.rst").read_text()
+        assert "1.5" in result(repository, "results").read_text()
 
     def test_a_short_run_does_not_replace_them(self, repository: Path) -> None:
         done = run_pytest("bench", "--short", "--results=bench/results", folder=repository)
@@ -97,35 +118,12 @@ class TestResults:
         assert "a short run must not replace" in done.stderr
         assert git(repository, "status", "--porcelain") == ""
 
-    def test_another_folder_is_made(self, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-        folder = tmp_path_factory.mktemp("results") / "new"
-        run_pytest("bench", "--short", f"--results={folder}", folder=repository)
-        assert {path.name for path in folder.iterdir()} == {"forms.rst", "forms.csv"}
-        assert not (repository / "bench" / "latest").exists()
-
     def test_results_of_a_run_that_failed_are_not_written(self, repository: Path) -> None:
-        with (repository / "bench" / "test_main_job.py").open("a") as file:
+        with main_job(repository).open("a") as file:
             file.write("\n\ndef test_fails():\n    assert False\n")
         done = run_pytest("bench", folder=repository)
         assert "not written to files: not every test has passed" in done.stdout
-        assert not (repository / "bench" / "latest").exists()
-
-    def test_the_table_and_the_paths_are_the_last_lines(self, repository: Path) -> None:
-        *_, row, rule, blank, text, numbers = run_pytest("bench", folder=repository).stdout.splitlines()
-        assert (row, rule, blank) == ("1.5", "=======", "")
-        assert (text, numbers) == ("table: bench/latest/forms.rst", "table: bench/latest/forms.csv")
-
-    def test_nothing_but_pytest_writes_to_a_pipe(self, repository: Path) -> None:
-        """No progress bar where there is no terminal."""
-        with (repository / "bench" / "test_main_job.py").open("a") as file:
-            file.write("\n\ndef test_bar(progress):\n    with progress('work', 2) as bar:\n        bar.update()\n")
-        done = run_pytest("bench", folder=repository)
-        assert done.returncode == pytest.ExitCode.OK
-        assert "work" not in done.stdout + done.stderr
-
-
-def git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
+        assert not result(repository, "latest").exists()
 
 
 def test_titles_of_a_table_may_have_several_lines() -> None:

@@ -1,4 +1,7 @@
-"""Transports and routes against each other, and against a copy from device to device. All give the same bits."""
+"""Transports and routes beside each other and beside a copy from device to device. All give the same bits.
+
+Buckets have 1 KiB to 32 MiB on simulated devices, up to 1 GiB on accelerators, and 1 to 10,000 tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the times of transports and routes mean: bandwidths, beside that of one copy; rows and a plot."""
+"""From the times of transports and routes to a table and a plot: bandwidths, beside that of one copy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from reporting import ratios
 from transports import Traffic
 
 CAPTION = """\
-GB/s counts what the work needs at least as read plus written: a transfer of the bucket for each device but the first.
-of a copy is the same over what one copy of 64 MiB between two of the devices does, pair by pair, and star/this how many
-times as fast as the star: medians. Simulated devices are no accelerators: every copy is one within the CPU's memory, by
-one core, and no two run at a time, so that only the number of launches and of bytes can be seen here. Clocks off."""
+A bucket of so many KiB and tensors is sent from the first device to all others, or summed over all devices. GB/s counts
+the bytes read plus written by the fewest transfers possible: one of the bucket for each device but the first. "of a
+copy" is that bandwidth over the bandwidth of one copy of 64 MiB between two of the devices, "star/this" how many times
+as fast as the star the row is: medians over the rounds. Simulated devices are no accelerators. Every copy is one within
+the CPU's memory, by one core, and no two run at a time. So only the numbers of launches and of bytes show here, and
+several links at a time, which routes are for, do not. Clocks were off."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Row:
 
 
 def summarise(traffic: Traffic, seconds: Sequence[Sequence[float]], copies: Sequence[float], copied: int) -> list[Row]:
-    """A row for each way; ``copies`` are the seconds of copies of ``copied`` bytes, in the same rounds."""
+    """A row for each way. ``copies`` has the seconds of copies of ``copied`` bytes in the same rounds."""
     by_way = dict(zip(traffic.ways, seconds, strict=True))
     case, rows = traffic.case, []
     for way, own in by_way.items():
