@@ -1,6 +1,6 @@
 """The one table and the one picture of the main job: the same work by each way to do it.
 
-Knows nothing of how the times came about, and measures nothing itself.
+Does not know how the times were taken, and measures nothing itself.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         shown = [way for way in WAYS if any(way in row.by_way() for row in rows)]
         bars = [figure.axes[0].barh(0, 0, color=color(way)) for way in shown]
         figure.legend(bars, shown, loc="outside lower center", ncols=len(shown), fontsize="medium")
-        figure.supxlabel("milliseconds (less is better)", fontsize="medium")
+        figure.suptitle("milliseconds (less is better)", fontsize="medium")
 
 
 def color(way: str) -> str:
