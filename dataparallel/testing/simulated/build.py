@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -120,7 +121,7 @@ def _build(library: Path) -> ModuleType:
         sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
         try:
             module = cpp_extension.load(NAME, sources, extra_cflags=FLAGS, build_directory=folder)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             raise SimulationUnavailable(f"compiling the simulated accelerators failed: {error}") from error
         try:
             os.replace(Path(folder, f"{NAME}.so"), library)  # whoever sees the file sees all of it

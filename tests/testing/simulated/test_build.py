@@ -215,6 +215,13 @@ def test_a_ninja_on_path_leaves_path_alone(ninja, monkeypatch):
         assert os.environ["PATH"] == path
 
 
+def test_a_compiler_that_cannot_tell_its_version(cache, sources, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(SimulationUnavailable, match="compiling the simulated accelerators failed: .*'false'"):
+        build.load_extension()
+    assert left_behind(cache) == set()
+
+
 def test_what_the_compiler_refuses_is_told_in_its_words(cache, sources, compiler):
     (sources / "module.cpp").write_text("this_is_no_type x;")
     with pytest.raises(SimulationUnavailable, match="this_is_no_type") as refused:
