@@ -217,7 +217,7 @@ def test_a_ninja_on_path_leaves_path_alone(ninja, monkeypatch):
 
 def test_a_compiler_that_cannot_tell_its_version(cache, sources, monkeypatch, compiler):
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(SimulationUnavailable, match="compiling the simulated accelerators failed: .*'false'"):
+    with pytest.raises(SimulationUnavailable, match=r"compiling the simulated accelerators failed: .*'false'"):
         build.load_extension()
     assert left_behind(cache) == set()
 
