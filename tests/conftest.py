@@ -6,8 +6,9 @@ Some ideas are plugins of their own, in files beside this one: `kinds` runs the 
 ``pytest`` runs the short tests on CPU slots and on simulated devices, ``pytest --all`` all tests. `--devices` picks one
 kind, `--sim-devices` the number of simulated devices, and `--arrangement` the devices of the slots. A test asks for
 `slots` (a list of three slots, or one run for each number in its marker `slots(2, 8)`), for `root` (the device of the
-first slot) or for `make_slots` (a function from a number to slots, for tests that draw the number). A test marked
-`devices("sim")` runs on these kinds only. With `--no-skips`, a run fails if any test is skipped.
+first slot) or for `make_slots` (a function from a number to slots, for tests that draw the number). With
+`slots(2, long=[8])`, the run with eight is one of the long tests. A test marked `devices("sim")` runs on these kinds
+only. With `--no-skips`, a run fails if any test is skipped.
 
 With `--arrangement=isolated`, all slots are on one device, and every test runs inside `isolated_slots`. Tests marked
 `not_isolated` say why they are skipped there.
@@ -75,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slots(*counts): run the test once per number of slots")
+    config.addinivalue_line("markers", "slots(*counts, long=[]): once per number of slots, with --all those of long")
     config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
     config.addinivalue_line("markers", "not_isolated(why): not with --arrangement=isolated")
     config.addinivalue_line("markers", "reuses(what): only where reference counts tell what may be used again")
@@ -95,8 +96,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("slots")
     if marker is not None and "slots" in metafunc.fixturenames:
-        ids = [f"{count}slots" for count in marker.args]
-        metafunc.parametrize("slots", marker.args, indirect=True, ids=ids)
+        counts = [pytest.param(count, id=f"{count}slots") for count in marker.args]
+        long = marker.kwargs.get("long", [])
+        counts += [pytest.param(count, id=f"{count}slots", marks=pytest.mark.long) for count in long]
+        metafunc.parametrize("slots", counts, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

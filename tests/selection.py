@@ -5,6 +5,9 @@ A test marked `long` runs with `--all`, with `--rest`, and where the command lin
 test once.
 """
 
+from collections.abc import Collection, Iterable
+from typing import Any
+
 import pytest
 
 LEFT_OUT = pytest.StashKey[int]()
@@ -40,3 +43,8 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
     if config.getoption("--rest"):
         return f"not among the rest: {config.stash[LEFT_OUT]} tests, which run without --rest"
     return f"left out: {config.stash[LEFT_OUT]} long tests, which run with --all"
+
+
+def others_long(values: Iterable[Any], short: Collection[Any]) -> list[Any]:
+    """The values for `parametrize`, of which all but the short ones are marked long."""
+    return [value if value in short else pytest.param(value, marks=pytest.mark.long) for value in values]

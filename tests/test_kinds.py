@@ -11,6 +11,7 @@ import torch
 import kinds
 from company import ROOM
 from processes import Ahead, run_pytest
+from selection import others_long
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
@@ -72,7 +73,11 @@ def test_a_kind_that_is_named_runs_alone(result):
     "words",
     [
         pytest.param("*=cpu: exit status 1", marks=pytest.mark.ahead("-k", "passes or fails_on_cpu"), id="cpu"),
-        pytest.param("*=sim: exit status 1", marks=pytest.mark.ahead("-k", "passes or fails_on_sim"), id="sim"),
+        pytest.param(
+            "*=sim: exit status 1",
+            marks=[pytest.mark.ahead("-k", "passes or fails_on_sim"), pytest.mark.long],
+            id="sim",
+        ),
     ],
 )
 def test_a_failure_of_either_kind_is_one_of_the_run(result, words):
@@ -80,11 +85,13 @@ def test_a_failure_of_either_kind_is_one_of_the_run(result, words):
     result.stdout.fnmatch_lines([words])
 
 
+@pytest.mark.long
 @pytest.mark.ahead("-k", "ends_on_sim")
 def test_a_process_that_crashes_fails_the_run(result):
     assert result.ret == 128 + signal.SIGABRT
 
 
+@pytest.mark.long
 @pytest.mark.ahead("-k", "none")
 def test_a_run_without_tests_says_so(result):
     assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
@@ -96,6 +103,7 @@ def test_a_question_is_answered_by_one_process(result):
     assert str(result.stdout).count("test_kinds.py::test_passes") == 1
 
 
+@pytest.mark.long
 @pytest.mark.ahead("-k", "passes", "--pdb")
 def test_a_debugger_has_the_terminal_to_itself(result):
     assert result.ret == pytest.ExitCode.OK
@@ -108,7 +116,7 @@ def test_one_report_of_two_processes_is_refused(result):
     result.stderr.fnmatch_lines(["ERROR: --junitxml is for one process: say which with --devices=*"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", others_long([signal.SIGINT, signal.SIGTERM], [signal.SIGINT]))
 def test_ctrl_c_ends_every_process_and_shows_what_they_say(tmp_path, number):
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "waits"],

@@ -71,6 +71,7 @@ def test_the_example_passes(result):
     result.assert_outcomes(passed=2)
 
 
+@pytest.mark.long
 @pytest.mark.ahead(change=mistaken)
 def test_each_mistake_that_it_tells_of_fails(result, done):
     result.assert_outcomes(passed=4, failed=4)
