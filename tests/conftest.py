@@ -77,7 +77,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slots(*counts, long=[]): once per number of slots, with --all those of long")
-    config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
     config.addinivalue_line("markers", "not_isolated(why): not with --arrangement=isolated")
     config.addinivalue_line("markers", "reuses(what): only where reference counts tell what may be used again")
     config.addinivalue_line("markers", "ahead(...): what the test's own process is to do, see processes.Ahead")

@@ -24,6 +24,7 @@ import pytest
 from company import ROOM
 
 KINDS = ("cpu", "sim", "cuda")
+RUNNING = "DATAPARALLEL_TESTS_KINDS"  # which of them the processes of a run are for
 
 # With one of these, a run answers a question and runs no test: one process is enough.
 QUESTIONS = (
@@ -41,6 +42,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the kind of devices that slots are on. Without it, cpu and sim run side by side, each in a process of "
         "its own, and cuda too where torch.cuda.is_available(). With --pdb they run one after the other",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What another process of this run runs is not skipped here, but no business of this one."""
+    running = {*os.environ.get(RUNNING, "").split()}
+    chosen, others = [], []
+    for item in items:
+        marker = item.get_closest_marker("devices")
+        fits = marker is None or config.option.devices in marker.args or not {*marker.args} & running
+        (chosen if fits else others).append(item)
+    if others:
+        items[:] = chosen
+        config.hook.pytest_deselected(items=others)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -120,7 +139,7 @@ def _start(config: pytest.Config, kind: str, folder: Path, output: BinaryIO | No
     return subprocess.Popen(
         command,
         cwd=config.invocation_params.dir,
-        env={**os.environ, ROOM: str(folder)},
+        env={**os.environ, ROOM: str(folder), RUNNING: " ".join(available())},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
