@@ -31,7 +31,7 @@ def afterwards(*steps):
 
 def ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.4)  # longer than a waiting thread needs to look up
+    time.sleep(0.25)  # longer than a waiting thread needs to look up
 
 
 class Task:
