@@ -5,7 +5,8 @@ own. Without `--devices`, the process that was started runs no test itself. It s
 the same arguments and `--devices=KIND`, passes signals on, and ends with the worst of their exit statuses. The first
 kind writes to the terminal; what the others write is shown afterwards, live where they still run.
 
-The plugin `company` finds in the environment where the processes meet.
+Each process finds two variables in its environment: `RUNNING` says which kinds the others run, and `company.ROOM` where
+tests wait for those of the others.
 """
 
 import os
@@ -24,12 +25,15 @@ import pytest
 from company import ROOM
 
 KINDS = ("cpu", "sim", "cuda")
-RUNNING = "DATAPARALLEL_TESTS_KINDS"  # which of them the processes of a run are for
+RUNNING = "DATAPARALLEL_TESTS_KINDS"
 
 # With one of these, a run answers a question and runs no test: one process is enough.
 QUESTIONS = (
     "help", "version", "markers", "showfixtures", "show_fixtures_per_test", "cacheshow", "collectonly", "setupplan",
 )  # fmt: skip
+
+# With one of these, the kinds run one after the other in the foreground, where a debugger reads what is typed.
+FOREGROUND = ("usepdb", "trace")
 
 # A file or folder that each process would write over the others'.
 ONE_PLACE = {"xmlpath": "--junitxml", "basetemp": "--basetemp", "pastebin": "--pastebin", "looponfail": "--looponfail"}
@@ -50,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What another process of this run runs is not skipped here, but no business of this one."""
+    """Leaves out tests that another process of this run runs. They would only be skipped here."""
     running = {*os.environ.get(RUNNING, "").split()}
     chosen, others = [], []
     for item in items:
@@ -74,7 +78,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     for name, flag in ONE_PLACE.items():
         if getattr(options, name, None):
             raise pytest.UsageError(f"{flag} is for one process: say which with --devices={'|'.join(KINDS)}")
-    statuses = _one_after_the_other(config) if options.usepdb or options.trace else _side_by_side(config)
+    in_foreground = any(getattr(options, name, None) for name in FOREGROUND)
+    statuses = _one_after_the_other(config) if in_foreground else _side_by_side(config)
     _heading("each kind of devices")
     for kind, status in statuses.items():
         print(f"--devices={kind}: {'passed' if status == pytest.ExitCode.OK else f'exit status {status}'}")
@@ -108,11 +113,7 @@ def _command(config: pytest.Config, kind: str) -> list[str]:
 
 
 def _one_after_the_other(config: pytest.Config) -> dict[str, int]:
-    """In the foreground, where a debugger reads what is typed."""
-    statuses = {}
-    for kind in available():
-        statuses[kind] = subprocess.call(_command(config, kind), cwd=config.invocation_params.dir)
-    return statuses
+    return {kind: subprocess.call(_command(config, kind), cwd=config.invocation_params.dir) for kind in available()}
 
 
 def _side_by_side(config: pytest.Config) -> dict[str, int]:
@@ -163,17 +164,17 @@ def _follow(path: Path, process: subprocess.Popen) -> None:
 
 @contextmanager
 def _signals_passed_on(running: dict[str, subprocess.Popen]) -> Iterator[None]:
-    """Ctrl-C ends the processes, each with its summary, and this one after them."""
+    """Ctrl-C ends the processes, each with its summary, and then this one."""
 
     def pass_on(number: int, frame: object) -> None:
         for process in running.values():
             if process.poll() is None:
                 os.killpg(process.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        pass_on(signal.SIGTERM, None)  # where an error has come between
+        pass_on(signal.SIGTERM, None)  # if an error has ended this run before them
         for number, handler in before.items():
             signal.signal(number, handler)

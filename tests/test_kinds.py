@@ -133,6 +133,7 @@ def test_one_report_of_two_processes_is_refused(result):
 
 
 @pytest.mark.parametrize("number", others_long([signal.SIGINT, signal.SIGTERM], [signal.SIGINT]))
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_every_process_and_shows_what_they_say(tmp_path, number):
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "waits"],
@@ -148,7 +149,10 @@ def test_ctrl_c_ends_every_process_and_shows_what_they_say(tmp_path, number):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=30)
+    try:
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == (pytest.ExitCode.INTERRUPTED if number == signal.SIGINT else 128 + number), output
     assert output.count("! KeyboardInterrupt !") == (2 if number == signal.SIGINT else 0)
 
