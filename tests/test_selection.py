@@ -1,5 +1,7 @@
 """What a run is for: the short tests, the rest, or all."""
 
+from pathlib import Path
+
 import pytest
 
 from processes import Ahead, run_pytest
@@ -25,7 +27,9 @@ def test_both(count):
 
 @pytest.fixture(scope="module")
 def processes(request, tmp_path_factory):
-    def run(*arguments):
+    def run(*arguments, this_file=False):
+        if this_file:
+            return run_pytest(Path(__file__).parent, "--devices=cpu", "-v", *arguments, __file__)
         folder = tmp_path_factory.mktemp("project")
         (folder / "conftest.py").write_text('pytest_plugins = ["selection"]\n')
         (folder / "test_user.py").write_text(TESTS)
@@ -65,3 +69,18 @@ def test_a_long_test_runs_where_it_is_named(result):
 def test_both_options_are_one_too_many(result):
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --all runs what --rest runs too: pass one of them"])
+
+
+@pytest.mark.slots(2, long=[4])
+def test_slots(slots):
+    assert len(slots) in (2, 4)
+
+
+@pytest.mark.ahead("-k", "test_slots", this_file=True)
+def test_of_further_numbers_of_slots_the_run_leaves_out_those_that_are_long(result):
+    assert passed(result) == {"test_slots[2slots]"}
+
+
+@pytest.mark.ahead("-k", "test_slots", "--rest", this_file=True)
+def test_the_rest_has_those(result):
+    assert passed(result) == {"test_slots[4slots]"}
