@@ -22,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: only with --all or --rest, or where it is named by its node id")
     if config.getoption("--all") and config.getoption("--rest"):
         raise pytest.UsageError("--all runs what --rest runs too: pass one of them")
+    if config.option.durations is None:
+        config.option.durations = 10  # a run names its longest tests
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

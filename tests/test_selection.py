@@ -49,6 +49,11 @@ def test_a_run_without_options_leaves_the_long_ones_out_and_says_how_to_run_them
     result.stdout.fnmatch_lines(["left out: 2 long tests, which run with --all"])
 
 
+@pytest.mark.ahead("test_user.py::test_short")
+def test_a_run_names_its_longest_tests(result):
+    result.stdout.fnmatch_lines(["*slowest 10 durations*"])
+
+
 @pytest.mark.ahead("--rest")
 def test_the_rest_is_what_that_run_leaves_out(result):
     assert passed(result) == {"test_long", "test_both[8]"}
