@@ -160,7 +160,7 @@ def test_a_script_that_ends_right_after_a_backward_ends_well(available):
         subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(5)
     ]
-    outputs = [process.communicate(timeout=60) for process in ending]
+    outputs = [process.communicate(timeout=100) for process in ending]
     assert [process.returncode for process in ending] == [0] * 5, outputs
     assert outputs == [("", "")] * 5
 
