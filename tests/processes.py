@@ -67,8 +67,9 @@ class Job(NamedTuple):
 
 
 def run_pytest(folder: Path, *arguments: str, **changes: str) -> Job:
-    """Like ``python -m pytest`` in the folder."""
-    changes["PYTEST_ADDOPTS"] = ""
+    """Like ``python -m pytest`` in the folder, of a run of its own: its tests wait for none of the run that asks."""
+    of_this_run = [name for name in os.environ if name.startswith("DATAPARALLEL_TESTS_")]
+    changes |= dict.fromkeys(["PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", *of_this_run], "")
     script = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
     return Job(script, ["-p", "no:cacheprovider", *arguments], folder, changes)
 

@@ -80,6 +80,7 @@ def test_the_files_of_a_page_pass(page, result):
     result.assert_outcomes(passed=tests)
 
 
+@pytest.mark.long
 @pytest.mark.ahead(TESTING, change=mistaken)
 def test_each_mistake_that_the_guide_tells_of_fails(result, done):
     result.assert_outcomes(passed=4, failed=4)

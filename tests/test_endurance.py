@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
+from selection import others_long
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -59,6 +60,7 @@ def live_objects() -> int:
     return len(gc.get_objects())
 
 
+@pytest.mark.long
 @pytest.mark.slots(4)
 def test_a_thousand_training_steps_grow_nothing(slots, root):
     model = mlp(root)
@@ -168,7 +170,9 @@ def call_often(wrapped, expected, x, recording) -> None:
 
 
 @pytest.mark.parametrize("recording", [True, False])
-@pytest.mark.parametrize("arrangement", ["one wrapper", "two wrappers", "a wrapper in a wrapper"])
+@pytest.mark.parametrize(
+    "arrangement", others_long(["one wrapper", "two wrappers", "a wrapper in a wrapper"], ["one wrapper"])
+)
 def test_six_threads_call_at_once(arrangement, recording, slots, root):
     if arrangement == "a wrapper in a wrapper":
         if len({*slots}) > 1:

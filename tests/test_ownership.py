@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, ownership
 from dataparallel.composable import replicate
 from processes import run_script
+from selection import others_long
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -40,7 +41,7 @@ def test_counts_are_trusted_here(trial: Callable) -> None:
 
 
 @once
-@pytest.mark.parametrize("value", ["0", "no", "False", "off"])
+@pytest.mark.parametrize("value", others_long(["0", "no", "False", "off"], ["0"]))
 def test_reuse_can_be_turned_off(value: str) -> None:
     script = "from dataparallel import ownership; print(ownership.can_be_told(), ownership.why_not())"
     assert run_script(script, DATAPARALLEL_REUSE=value).split("\n")[0] == f"False DATAPARALLEL_REUSE={value} says so"

@@ -14,6 +14,7 @@ from dataparallel.comm import nccl
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.topology import Link, Topology
 from dataparallel.report import Cpu, Gpu, Memory, Nvml, Report, Transport, ask_nvml, format_report, look_at_reuse
+from selection import others_long
 
 GIB = 2**30
 
@@ -385,7 +386,7 @@ print(launch.why_not())
 
 
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
-@pytest.mark.parametrize("asked", ["", "cupy"])
+@pytest.mark.parametrize("asked", others_long(["", "cupy"], [""]))
 def test_cupy_is_imported_where_it_is_asked_for_and_not_by_a_report(asked, tmp_path):
     """Here torch says that there is CUDA, and CuPy says that it is imported, and then that it cannot be."""
     (tmp_path / "cupy.py").write_text("print('imported')\nraise RuntimeError('numpy is too new')")

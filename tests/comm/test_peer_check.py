@@ -253,6 +253,7 @@ def test_in_any_mode(pair: tuple, mode: Callable) -> None:
         assert trusted(*pair)
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu")  # its processes are its own: once is enough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_knows_nothing_and_waits_for_nobody() -> None:

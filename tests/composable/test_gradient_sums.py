@@ -33,7 +33,7 @@ def waiting(wrapped: DataParallel) -> int:
     return sum(len(bucket._kept) for bucket in wrapped._kept._tensors.sums.buckets)
 
 
-@pytest.mark.slots(2, 3, 8)
+@pytest.mark.slots(3, long=[2, 8])
 @pytest.mark.parametrize(
     "synchronised", [(True,) * 3, (False, False, True), (False, True, False, True), (True, False, True)]
 )

@@ -30,7 +30,7 @@ STEPS = 4
 net = seeded(Net)
 
 
-@pytest.mark.slots(2, 8)
+@pytest.mark.slots(2, long=[8])
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.name not in ("scripted", "traced")])
 def test_twenty_steps_in_small_buckets_equal_one_device(name, slots):
     """With batches that divide, that do not, and that leave slots without samples. Eight slots see some models only."""

@@ -169,7 +169,7 @@ def by_chunks(twin: nn.Module, count: int, args: tuple, kwargs: dict) -> Tensor:
     return torch.cat([module(*own, **keywords) for module, (own, keywords) in zip(modules, chunks, strict=True)])
 
 
-@pytest.mark.slots(3, 8)
+@pytest.mark.slots(3, long=[8])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_calls_without_a_graph_equal_one_device(case: Case, slots: list, root: torch.device) -> None:
     source, twin = (case.build().to(root).train(case.by_chunks) for _ in range(2))

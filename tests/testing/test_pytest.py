@@ -109,6 +109,7 @@ def test_count(sim_devices):
 """
 
 
+@pytest.mark.long
 @pytest.mark.ahead(
     COUNT.format(2), conftest="import torch\ntorch.cuda.is_available = lambda: True\n", ini="sim_devices = 2"
 )
@@ -127,11 +128,13 @@ torch.ones(1, device="sim:15", requires_grad=True).sum().backward()
 """
 
 
+@pytest.mark.long
 @pytest.mark.ahead(COUNT.format(3), "--sim-devices=3", conftest=MAKES_SIXTEEN, ini="sim_devices = 2")
 def test_the_command_line_says_how_many_of_those_that_a_conftest_has_made(available, result):
     result.assert_outcomes(passed=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [
@@ -162,6 +165,7 @@ def test_on_devices(sim_devices):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "argument",
     [
@@ -180,6 +184,7 @@ def test_without_a_compiler_tests_are_skipped_and_told_why(result):
     result.stdout.fnmatch_lines(["SKIPPED*simulated accelerators are compiled on first use*lacks a C++ compiler*"])
 
 
+@pytest.mark.long
 @pytest.mark.ahead(
     NEEDS_NONE, conftest="import torch\ntorch.utils.rename_privateuse1_backend('other')\ntorch.other = None\n"
 )
@@ -188,6 +193,7 @@ def test_what_is_no_missing_tool_fails_the_tests(result):
     result.stdout.fnmatch_lines(["another backend, 'other', has torch's PrivateUse1 slot*"])
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
         import unittest
 
@@ -219,6 +225,7 @@ def test_freed_too_early_fails_a_test_that_skips_or_expects_to_fail(available, r
     result.stdout.fnmatch_lines(["E *RuntimeError: freed too early*"] * 3)
 
 
+@pytest.mark.long
 @pytest.mark.ahead(COUNT.format(8), conftest="import torch\ntorch.ones(1, requires_grad=True).sum().backward()\n")
 def test_a_backward_at_import_fails_the_tests_with_a_sentence(available, result):
     result.assert_outcomes(errors=1)

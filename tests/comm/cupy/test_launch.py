@@ -214,6 +214,7 @@ def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
     assert counts.copied == {(slots[0].index, slots[1].index): 1}
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu")  # its processes are its own: once is enough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_copies_again_and_waits_for_nobody() -> None:

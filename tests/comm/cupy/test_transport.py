@@ -318,6 +318,7 @@ def test_any_mix_has_the_bits_of_plain_copies(launch: Callable, drawn: list, cou
         assert_alike(tensors, inputs[0] if tensors is copied[0] else [tensor.clone() for tensor in inputs[0]])
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu")
 def test_ten_thousand_tensors_of_16_slots(launches: Launches) -> None:
     random = torch.Generator().manual_seed(0)

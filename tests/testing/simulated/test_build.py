@@ -345,6 +345,7 @@ WAITING = "waiting for another process to compile"
 COMPILING = "compiling the simulated accelerators, once"
 
 
+@pytest.mark.long
 def test_of_two_processes_one_compiles(load, cache, tmp_path):
     both = [load(), load()]
     wait_until(lambda: list(tmp_path.glob("compiling.*")) and any(loading.says(WAITING) for loading in both))
@@ -356,6 +357,7 @@ def test_of_two_processes_one_compiles(load, cache, tmp_path):
     assert len(left_behind(cache)) == 1
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_while_it_compiles_leaves_no_lock(load, tmp_path):
     both = [load(), load()]
     wait_until(lambda: list(tmp_path.glob("compiling.*")) and any(loading.says(WAITING) for loading in both))
@@ -385,6 +387,7 @@ def processes(request, tmp_path_factory):
         yield ahead
 
 
+@pytest.mark.long
 @pytest.mark.ahead(REFUSING_COMPILER.format(cpp_extension.get_cxx_compiler()))
 def test_a_compiler_that_refuses_ends_the_suite_with_an_error(compiler, result):
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -392,6 +395,7 @@ def test_a_compiler_that_refuses_ends_the_suite_with_an_error(compiler, result):
     result.stderr.fnmatch_lines(["*I refuse*"])
 
 
+@pytest.mark.long
 @pytest.mark.ahead("nonexistent-compiler")
 def test_without_a_compiler_the_suite_is_skipped_and_says_why(result):
     assert result.ret == pytest.ExitCode.OK

@@ -121,5 +121,6 @@ def run_pair(script: str, folder: Path) -> None:
     assert second.returncode == 0, output
 
 
+@pytest.mark.long
 def test_collectives_and_distributed_data_parallel(tmp_path: Path) -> None:
     run_pair(COLLECTIVES + DATA_PARALLEL, tmp_path)

@@ -149,6 +149,7 @@ sum((x.to(device) @ x.to(device)).sin().sum().to("sim:0") for device in devices)
 """
 
 
+@pytest.mark.long
 def test_a_script_that_ends_right_after_a_backward_ends_well(available):
     """Threads of the autograd engine may still be dropping graphs then.
 
@@ -159,7 +160,7 @@ def test_a_script_that_ends_right_after_a_backward_ends_well(available):
         subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(5)
     ]
-    outputs = [process.communicate(timeout=60) for process in ending]
+    outputs = [process.communicate(timeout=100) for process in ending]
     assert [process.returncode for process in ending] == [0] * 5, outputs
     assert outputs == [("", "")] * 5
 
@@ -259,6 +260,7 @@ def test_a_module_that_moves_keeps_its_parameters(available, printed):
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 from unittest import mock
 import pytest, torch
@@ -278,6 +280,7 @@ def test_a_start_that_failed_half_way_is_told_each_time(available, printed):
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.ahead("""
 import os, signal, threading, warnings
@@ -325,6 +328,7 @@ def test_a_forked_child_frees_while_threads_of_its_parent_launch(available, prin
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 import threading
 from unittest import mock
@@ -353,6 +357,7 @@ def test_a_thread_that_could_not_start_can_be_started_again(available, printed):
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 import gc, threading, weakref
 import torch
@@ -389,6 +394,7 @@ def test_threads_are_freed_when_they_have_run_without_a_collection(available, pr
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 import threading
 import torch

@@ -209,6 +209,7 @@ def test_a_replica_without_memory_raises_and_the_next_smaller_batch_works(distin
     torch.testing.assert_close(model.layer.weight.grad, expected.module.layer.weight.grad)
 
 
+@pytest.mark.long
 @on_distinct(8)
 @pytest.mark.usefixtures("one_intra_op_thread")
 def test_a_thousand_steps_leave_no_byte_on_any_device(distinct):

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from like_the_cpu import DEVICE, to_cpu
+from selection import others_long
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 common_modules = pytest.importorskip("torch.testing._internal.common_modules")
@@ -29,6 +30,11 @@ torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = 
 pytestmark = pytest.mark.devices("sim")
 
 MANY = 200  # inputs of one module, which are enough
+# One for each way to compute: what most models are made of.
+SHORT = {
+    nn.BatchNorm2d, nn.Conv2d, nn.CrossEntropyLoss, nn.Dropout, nn.Embedding, nn.GELU, nn.LSTM, nn.LayerNorm, nn.Linear,
+    nn.MaxPool2d, nn.MultiheadAttention, nn.TransformerEncoderLayer,
+}  # fmt: skip
 
 
 def is_leaf(value: object) -> bool:
@@ -101,10 +107,13 @@ def samples(info: Any, dtype: torch.dtype, training: bool) -> Iterator[tuple[nn.
 
 def every_module(test: Callable[..., None]) -> Callable[..., None]:
     infos = sorted(common_modules.module_db, key=lambda info: info.name)
-    return pytest.mark.parametrize("info", infos, ids=[info.formatted_name for info in infos])(test)
+    short = [info for info in infos if info.module_cls in SHORT]
+    return pytest.mark.parametrize("info", others_long(infos, short), ids=[info.formatted_name for info in infos])(test)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype", others_long([torch.float32, torch.float64], [torch.float32]), ids=["float32", "float64"]
+)
 @every_module
 def test_a_module_on_a_device_is_the_module_on_the_cpu(info: Any, dtype: torch.dtype) -> None:
     if dtype not in info.supported_dtypes("cpu"):
