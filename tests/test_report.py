@@ -199,11 +199,11 @@ def test_broken_nvml_is_a_line_of_the_report(function):
 
 def test_unknown_peers_are_no_reason_to_refuse(monkeypatch):
     monkeypatch.setattr(launch, "why_not_installed", lambda: None)
-    comm.select._forget()
+    comm.select.forget()
     gpus = [torch.device("cuda", index) for index in range(2)]
     with comm.using(transport="cupy"):
         found = report.look_at_transport(gpus, report._between(gpus, Nvml()), are_peers_known=False)
-    comm.select._forget()
+    comm.select.forget()
     assert found.ways["broadcast"].startswith("cupy: ")
     assert found.ways["broadcast"].endswith("if all are peers, which NVML does not tell")
     assert "NVML" not in found.ways["gather"]
@@ -292,9 +292,9 @@ def installed(monkeypatch):
     monkeypatch.setattr(nccl, "why_not", lambda: None)
     monkeypatch.setattr(launch, "why_not", imported)
     monkeypatch.setattr(launch, "why_not_installed", lambda: None)
-    comm.select._forget()
+    comm.select.forget()
     yield
-    comm.select._forget()
+    comm.select.forget()
 
 
 def transport_lines(known):
@@ -310,7 +310,7 @@ def test_where_nothing_is_asked_for_one_line_says_how_a_bucket_travels(installed
     ("name", "ways", "words"),
     [
         ("nccl", ["copy", "nccl", "copy", "copy"], "deterministic=False"),
-        ("cupy", ["copy", "cupy", "cupy", "copy"], "does no gather"),
+        ("cupy", ["copy", "cupy", "cupy", "copy"], "has no gather"),
     ],
 )
 def test_where_a_transport_is_asked_for_each_call_has_its_line(name, ways, words, installed, monkeypatch):
@@ -340,7 +340,7 @@ def test_a_refusal_is_a_line_too(installed):
         _, _, broadcast, _, gather = transport_lines(OUT_OF_REACH)
     assert "refused: transport 'cupy' was asked for" in broadcast
     assert "cuda:0 and cuda:1 have none" in broadcast
-    assert "copy: 'cupy' was asked for and leaves this gather to plain copies" in gather
+    assert "copy: 'cupy' was asked for, but this gather falls back to plain copies" in gather
 
 
 def test_an_unknown_transport_is_a_line_too(monkeypatch):

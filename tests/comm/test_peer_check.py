@@ -25,9 +25,9 @@ on_devices = pytest.mark.devices("sim", "cuda")
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("DATAPARALLEL_PEER_CHECK", raising=False)
     monkeypatch.setattr(torch.get_device_module(), "copies_cannot_fail", False, raising=False)
-    peer_check._forget()
+    peer_check.forget()
     yield
-    peer_check._forget()
+    peer_check.forget()
 
 
 @pytest.fixture

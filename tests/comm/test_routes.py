@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dataparallel.comm import copies, routes
+from dataparallel.comm import routes
 from dataparallel.comm.routes import TorchCopies, hops
 from dataparallel.comm.settings import ROUTES
 
@@ -85,7 +85,7 @@ def test_pieces_follow_each_other_along_a_chain(count: int, pieces: int) -> None
 def test_buffers_are_filled(route: str, size: int, slots: list, root: torch.device) -> None:
     source = torch.randn(size, device=root)
     buffers = {slot: torch.empty(size, device=slot) for slot in map(torch.device, slots) if slot != root}
-    TorchCopies(route).spread(source, [*buffers.values()])
+    TorchCopies(route).broadcast_flat(source, [*buffers.values()])
     assert all(torch.equal(buffer.to(root), source) for buffer in buffers.values())
 
 
@@ -109,7 +109,7 @@ def test_coalesced_broadcasts_along_every_route(own: bool, route: str, slots: li
     everyone = [torch.device(slot) for slot in slots] + [root, torch.device(slots[-1])]
     tensors = [torch.randn(3, 5), torch.arange(7), torch.randn(4, 3).t(), torch.randn(400), torch.eye(3).to_sparse()]
     tensors = [tensor.to(root) for tensor in tensors]
-    results = copies.broadcast_coalesced(tensors, everyone, 2**20, own=own, transport=TorchCopies(route))
+    results = TorchCopies(route).broadcast_coalesced(tensors, everyone, 2**20, own=own)
     for device, on_slot in zip(everyone, results, strict=True):
         for copy, tensor in zip(on_slot, tensors, strict=True):
             assert copy.device == device
@@ -126,7 +126,7 @@ def test_coalesced_sums_along_every_route(route: str, slots: list, root: torch.d
     shapes = [(3, 5), (1,), (0,), (300,), (4, 4)]
     inputs = [[of_many_magnitudes(*shape).to(slot) for shape in shapes] for slot in slots]
     before = [[tensor.clone() for tensor in on_slot] for on_slot in inputs]
-    totals = copies.reduce_add_coalesced(inputs, root, 2**20, TorchCopies(route))
+    totals = TorchCopies(route).reduce_add_coalesced(inputs, root, 2**20)
     for total, *terms in zip(totals, *inputs, strict=True):
         assert torch.equal(total.cpu(), reduce(operator.add, [term.cpu() for term in terms]))
     for on_slot, old in zip(inputs, before, strict=True):
@@ -151,7 +151,7 @@ BYTES = MANY * 17 * 4
 @pytest.mark.parametrize("route", ROUTES)
 def test_traffic_of_a_broadcast(route: str, slots: list, bucket: list[list[Tensor]]) -> None:
     with torch.sim.counted() as counts:
-        copies.broadcast_coalesced(bucket[0], slots, 2**30, own=False, transport=TorchCopies(route))
+        TorchCopies(route).broadcast_coalesced(bucket[0], slots, 2**30, own=False)
     assert sum(counts.launches) <= 3 * len(slots)
     most = max(counts.sent(slot.index) for slot in slots)
     assert most == {"star": 7, "tree": 2, "chain": 1}[route] * BYTES
@@ -164,7 +164,7 @@ def test_traffic_of_a_broadcast(route: str, slots: list, bucket: list[list[Tenso
 @pytest.mark.parametrize("route", ["star", "chain"])
 def test_traffic_of_a_sum(route: str, slots: list, bucket: list[list[Tensor]]) -> None:
     with torch.sim.counted() as counts:
-        copies.reduce_add_coalesced(bucket, slots[0], 2**30, TorchCopies(route))
+        TorchCopies(route).reduce_add_coalesced(bucket, slots[0], 2**30)
     assert sum(counts.launches) <= {"star": 3, "chain": 6}[route] * len(slots)
     most = max(counts.received(slot.index) for slot in slots)
     assert most == {"star": 7, "chain": 1}[route] * BYTES

@@ -1,8 +1,8 @@
-"""Which transport a call gets, where its settings come from, and what becomes of a transport that brings other data."""
+"""The transport of a call, the source of its settings, and what becomes of a transport that brings other data."""
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import ROUTE_VARIABLE, TRANSPORT_VARIABLE
+from dataparallel.comm.transport import Transport
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
@@ -26,9 +27,9 @@ LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Nothing that one of these tests finds out is known to other tests."""
-    select._forget()
+    select.forget()
     yield
-    select._forget()
+    select.forget()
 
 
 def on_all(slots: list) -> list[torch.device]:
@@ -75,7 +76,7 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
     def garbage(source: Tensor, target: Tensor) -> None:
         target.fill_(0)
 
-    peer_check._forget()
+    peer_check.forget()
     monkeypatch.setattr(torch.sim, "copies_cannot_fail", False)
     monkeypatch.setattr(peer_check, "_copy", garbage)
     try:
@@ -92,7 +93,7 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
         chunks = comm.scatter(torch.arange(6.0, device=slots[0]), slots)
         assert torch.equal(comm.gather(chunks, 0, slots[0]).cpu(), torch.arange(6.0))
     finally:
-        peer_check._forget()
+        peer_check.forget()
 
 
 @pytest.mark.devices("sim")
@@ -121,14 +122,18 @@ def test_a_whole_step_takes_the_route_of_its_forward(by: str, slots: list, monke
     assert {*taken} == {("chain", False)}
 
 
-class Faulty:
-    """In the place of a transport."""
+class Faulty(Transport):
+    """Copies with a fault, and adds with one."""
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, fault: str = "", add_up: Callable = STAR.add_up) -> None:
         self.fault = fault
         self.used = 0
+        self._add_up = add_up
 
-    def spread(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
+    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
+        return self._add_up(flats, destination)
+
+    def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         self.used += 1
         if self.fault == "raises":
             raise RuntimeError("no link")
@@ -145,10 +150,10 @@ def test_a_transport_that_fails_its_first_comparison_is_dropped(fault: str, why:
     theirs = Faulty(fault)
     devices = tuple(on_all(slots))
     with pytest.warns(RuntimeWarning, match=rf"'theirs' is not used between .*{why}"):
-        assert why in str(select._compared("theirs", theirs.spread, devices))
+        assert why in str(select.why_dropped("theirs", theirs, devices))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert why in str(select._compared("theirs", theirs.spread, devices))
+        assert why in str(select.why_dropped("theirs", theirs, devices))
     assert theirs.used == 1
 
 
@@ -156,33 +161,29 @@ def test_a_transport_that_fails_its_first_comparison_is_dropped(fault: str, why:
 @pytest.mark.slots(3)
 def test_one_that_does_not_stays(slots: list) -> None:
     state = torch.get_rng_state()
-    assert select._compared("theirs", Faulty().spread, tuple(on_all(slots))) is None
+    assert select.why_dropped("theirs", Faulty(), tuple(on_all(slots))) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3)
-def test_kernels_whose_copies_are_right_and_whose_sums_are_not_are_dropped(
-    slots: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_whose_copies_are_right_and_whose_sums_are_not_are_dropped(slots: list) -> None:
     def flushing(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
         small = [flat.abs() < torch.finfo(flat.dtype).smallest_normal for flat in flats]
         return STAR.add_up([flat.masked_fill(where, 0) for flat, where in zip(flats, small, strict=True)], destination)
 
     devices = tuple(on_all(slots))
-    monkeypatch.setitem(select._ADDING, "cupy", flushing)
     with pytest.warns(RuntimeWarning, match=r"'cupy' is not used between .*: in torch.float32 it has made 0.0 of"):
-        assert select._compared("cupy", Faulty().spread, devices) is not None
-    select._forget()
-    monkeypatch.setitem(select._ADDING, "cupy", STAR.add_up)
-    assert select._compared("cupy", Faulty().spread, devices) is None
+        assert select.why_dropped("cupy", Faulty(add_up=flushing), devices) is not None
+    select.forget()
+    assert select.why_dropped("cupy", Faulty(), devices) is None
 
 
 def test_the_kernels_sums_are_compared_by_the_kernels_that_will_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple] = []
     monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
     flats = [torch.ones(5, dtype=torch.bfloat16) for _ in range(3)]
-    total = select._ADDING["cupy"](flats, torch.device("cpu"))
+    total = select._COMPARED["cupy"].add_up(flats, torch.device("cpu"))
     rows = [[tensor.data_ptr()] for tensor in (total, *flats)]
     assert launched == [(SUM_KERNELS[torch.bfloat16], rows, [5], torch.device("cpu"), [torch.device("cpu")] * 3)]
 

@@ -13,6 +13,7 @@ import dataparallel
 from dataparallel import DataParallel, comm
 from dataparallel.comm.routes import PIECES_OF_A_BROADCAST
 from dataparallel.comm.settings import are_slots_isolated
+from dataparallel.comm.transport import Transport
 from dataparallel.testing import isolated_slots
 
 SLOTS = 4
@@ -267,7 +268,7 @@ def test_every_backward_is_isolated_in_whatever_thread(
         return note
 
     for name in ("broadcast_coalesced", "reduce_add_coalesced", "scatter"):
-        monkeypatch.setattr(comm.copies, name, noting(getattr(comm.copies, name)))
+        monkeypatch.setattr(Transport, name, noting(getattr(Transport, name)))
     net = build(root)
     step(net, DataParallel(net, slots), batch(root))
     assert seen

@@ -155,10 +155,10 @@ LAUNCH = ("launch", "sum_float32", (1,), (THREADS,), (1, 3, 1024))
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     cupy_kernels._function.cache_clear()
-    cupy_kernels._forget()
+    cupy_kernels.forget()
     yield Machine(monkeypatch)
     cupy_kernels._function.cache_clear()
-    cupy_kernels._forget()
+    cupy_kernels.forget()
 
 
 def test_a_launch_comes_between_what_the_other_devices_did_and_do_next(machine: Machine) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dataparallel import comm
-from dataparallel.comm import copies
+from dataparallel.comm.routes import STAR
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -104,12 +104,12 @@ def test_sums_run_in_slot_order_to_the_bit(destination: torch.device, data: st.D
             on_slot.append(FORMS[form](term))
         expected.append(in_slot_order(terms))
     before = [[tensor.clone() for tensor in on_slot] for on_slot in inputs]
-    totals = copies.reduce_add_coalesced(inputs, destination, cap)
+    totals = STAR.reduce_add_coalesced(inputs, destination, cap)
     for position, (total, exact) in enumerate(zip(totals, expected, strict=True)):
         assert total.dtype == exact.dtype
         assert total.shape == exact.shape
         assert torch.equal(total.cpu(), exact)
-        alone = copies.reduce_add([on_slot[position] for on_slot in inputs], destination)
+        alone = STAR.reduce_add([on_slot[position] for on_slot in inputs], destination)
         assert torch.equal(alone.cpu(), exact)
     for on_slot, old in zip(inputs, before, strict=True):
         assert all(map(torch.equal, on_slot, old)), "a sum changed its terms"
@@ -121,7 +121,7 @@ def test_ten_runs_give_the_same_bits(destination: torch.device) -> None:
     backwards = [in_slot_order(terms) for terms in zip(*inputs[::-1], strict=True)]
     assert not any(map(torch.equal, expected, backwards)), "these values do not show an order"
     for _ in range(10):
-        totals = copies.reduce_add_coalesced(inputs, destination, 4096)
+        totals = STAR.reduce_add_coalesced(inputs, destination, 4096)
         assert all(map(torch.equal, [total.cpu() for total in totals], expected))
 
 
@@ -130,7 +130,7 @@ def test_an_expanded_term_adds_to_every_element(destination: torch.device, first
     """The gradient of a sum is expanded, that of another slot's loss may not be."""
     dense, expanded = torch.arange(6.0).view(2, 3), torch.ones(()).expand(2, 3)
     terms = [[dense], [expanded]] if first == "dense" else [[expanded], [dense]]
-    (total,) = copies.reduce_add_coalesced([*terms, [expanded]], destination, 4096)
+    (total,) = STAR.reduce_add_coalesced([*terms, [expanded]], destination, 4096)
     assert torch.equal(total.cpu(), dense + 2)
     total[0, 0] = -1.0
     assert total.sum() == (dense + 2).sum() - 3.0
@@ -139,7 +139,7 @@ def test_an_expanded_term_adds_to_every_element(destination: torch.device, first
 def test_sums_keep_the_strides_of_the_first_slot(destination: torch.device) -> None:
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     matrix = torch.randn(3, 4).t()
-    totals = copies.reduce_add_coalesced([[images, matrix], [images, matrix]], destination, 4096)
+    totals = STAR.reduce_add_coalesced([[images, matrix], [images, matrix]], destination, 4096)
     assert [total.stride() for total in totals] == [images.stride(), matrix.stride()]
 
 
@@ -149,7 +149,7 @@ def test_sparse_terms_add_up_with_dense_ones(destination: torch.device, kinds: s
     values = [torch.randn(4, 3).to(dtype) * (torch.rand(4, 1) > 0.5) for _ in kinds]
     terms = [value.to_sparse(1) if kind == "s" else value for kind, value in zip(kinds, values, strict=True)]
     dense = [torch.ones(2) for _ in kinds]
-    total, beside = copies.reduce_add_coalesced(
+    total, beside = STAR.reduce_add_coalesced(
         [list(on_slot) for on_slot in zip(terms, dense, strict=True)], destination, 4096
     )
     assert total.is_sparse == ("d" not in kinds)
@@ -161,14 +161,14 @@ def test_sparse_terms_add_up_with_dense_ones(destination: torch.device, kinds: s
 @pytest.mark.parametrize("make", [tagged, with_attribute], ids=["subclass", "attribute"])
 def test_special_tensors_add_up_one_by_one(destination: torch.device, make: Callable[[Tensor], Tensor]) -> None:
     inputs = [[torch.ones(2), make(torch.ones(3))] for _ in range(3)]
-    plain, special = copies.reduce_add_coalesced(inputs, destination, 4096)
+    plain, special = STAR.reduce_add_coalesced(inputs, destination, 4096)
     assert plain.tolist() == [3.0] * 2
     assert special.tolist() == [3.0] * 3
     assert isinstance(special, Tagged) == (make is tagged)
 
 
 def test_parts_of_one_sum_are_independent_for_autograd(destination: torch.device) -> None:
-    totals = copies.reduce_add_coalesced([[torch.ones(2), torch.ones(3)] for _ in range(2)], destination, 4096)
+    totals = STAR.reduce_add_coalesced([[torch.ones(2), torch.ones(3)] for _ in range(2)], destination, 4096)
     version = totals[1]._version
     totals[0].zero_()
     assert totals[1]._version == version
@@ -186,7 +186,7 @@ def test_broadcasts_keep_what_tensors_are(elsewhere: torch.device, data: st.Data
         shape = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 4)))
         values = of_many_magnitudes(shape, data.draw(st.sampled_from(DTYPES)))
         tensors.append(FORMS[data.draw(st.sampled_from(list(FORMS)))](values))
-    results = copies.broadcast_coalesced(tensors, slots, cap, own=own)
+    results = STAR.broadcast_coalesced(tensors, slots, cap, own=own)
     assert [len(on_slot) for on_slot in results] == [len(tensors)] * len(slots)
     for slot, device in enumerate(slots):
         for result, tensor in zip(results[slot], tensors, strict=True):
@@ -206,7 +206,7 @@ def test_broadcasts_keep_what_tensors_are(elsewhere: torch.device, data: st.Data
 def test_only_own_storage_is_copied_again_for_a_device_that_has_it(elsewhere: torch.device, own: bool) -> None:
     tensors = [torch.ones(3), torch.ones(2, dtype=torch.int64), tagged(torch.ones(2)), torch.eye(3).to_sparse()]
     devices = [elsewhere, CPU, elsewhere, CPU, elsewhere]
-    results = copies.broadcast_coalesced(tensors, devices, 4096, own=own)
+    results = STAR.broadcast_coalesced(tensors, devices, 4096, own=own)
     for position in range(len(tensors)):
         used = [storage(on_slot[position]) for on_slot in results] + [storage(tensors[position])]
         assert len(set(used)) == (len(used) if own else 2)
@@ -217,7 +217,7 @@ def test_only_own_storage_is_copied_again_for_a_device_that_has_it(elsewhere: to
 
 def test_expanded_tensors_arrive_expanded(elsewhere: torch.device) -> None:
     expanded = torch.randn(1, 3, 1).expand(4, 3, 5)
-    ((arrived,),) = copies.broadcast_coalesced([expanded], [elsewhere], 4096, own=False)
+    ((arrived,),) = STAR.broadcast_coalesced([expanded], [elsewhere], 4096, own=False)
     assert arrived.stride() == expanded.stride()
     assert arrived.untyped_storage().nbytes() == 3 * expanded.element_size()
     assert torch.equal(arrived.cpu(), expanded)
@@ -226,7 +226,7 @@ def test_expanded_tensors_arrive_expanded(elsewhere: torch.device) -> None:
 @pytest.mark.parametrize("own", [False, True])
 def test_one_tensor_broadcast_alone_keeps_strides_too(elsewhere: torch.device, own: bool) -> None:
     for tensor in (torch.randn(3, 4).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
-        for copy in copies.broadcast(tensor, [CPU, elsewhere, CPU], own=own):
+        for copy in STAR.broadcast(tensor, [CPU, elsewhere, CPU], own=own):
             assert copy.stride() == tensor.stride()
             assert torch.equal(copy.cpu(), tensor)
 
@@ -262,23 +262,23 @@ def test_chunks_that_move_come_together_again(elsewhere: torch.device, data: st.
     values = of_many_magnitudes((sum(sizes), 3) if dim == 0 else (3, sum(sizes)), data.draw(st.sampled_from(DTYPES)))
     tensor = FORMS[data.draw(st.sampled_from(DENSE_FORMS))](values)
     devices = data.draw(st.lists(st.sampled_from([CPU, elsewhere]), min_size=len(sizes), max_size=len(sizes)))
-    chunks = copies.scatter(tensor, devices, sizes, dim)
+    chunks = STAR.scatter(tensor, devices, sizes, dim)
     for device, chunk, expected in zip(devices, chunks, torch.split(values, sizes, dim), strict=True):
         assert torch.equal(chunk.cpu(), expected)
         assert device != CPU or storage(chunk) == storage(tensor)
-    assert torch.equal(copies.gather(chunks, dim, elsewhere).cpu(), values)
-    assert torch.equal(copies.gather(chunks, dim, CPU), values)
+    assert torch.equal(STAR.gather(chunks, dim, elsewhere).cpu(), values)
+    assert torch.equal(STAR.gather(chunks, dim, CPU), values)
 
 
 def test_gather_keeps_the_order_of_dimensions(destination: torch.device) -> None:
     parts = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last) for _ in range(3)]
-    whole = copies.gather(parts, 0, destination)
+    whole = STAR.gather(parts, 0, destination)
     assert whole.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(whole.cpu(), torch.cat(parts))
 
 
 def test_gather_keeps_what_tensors_are(destination: torch.device) -> None:
-    assert type(copies.gather([tagged(torch.ones(2)), tagged(torch.ones(1))], 0, destination)) is Tagged
-    sparse = copies.gather([torch.eye(2).to_sparse(), torch.ones(1, 2).to_sparse()], 0, destination)
+    assert type(STAR.gather([tagged(torch.ones(2)), tagged(torch.ones(1))], 0, destination)) is Tagged
+    sparse = STAR.gather([torch.eye(2).to_sparse(), torch.ones(1, 2).to_sparse()], 0, destination)
     assert sparse.is_sparse
     assert sparse.to_dense().tolist() == [[1, 0], [0, 1], [1, 1]]
