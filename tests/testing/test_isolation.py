@@ -223,7 +223,7 @@ def test_copies_are_counted(slots: list, root: torch.device) -> None:
 @pytest.mark.devices("sim")
 @pytest.mark.parametrize("transport", ["cupy", "nccl"])
 def test_a_transport_between_cuda_devices_is_refused_on_others(transport: str, slots: list, root: torch.device) -> None:
-    with comm.using(transport=transport), pytest.raises(ValueError, match=f"{transport}.*cannot carry"):
+    with comm.using(transport=transport), pytest.raises(ValueError, match=f"{transport}.*cannot serve"):
         comm.broadcast_coalesced([torch.ones(3, device=root)], slots)
 
 
