@@ -21,7 +21,7 @@ from dataparallel.comm.routes import STAR, add_one_by_one
 from dataparallel.comm.transport import Transport
 from dataparallel.devices import CPU
 
-__all__ = ["ThroughHost", "send"]
+__all__ = ["ThroughHost", "can_pin", "send"]
 
 
 def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
@@ -32,7 +32,7 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
     if tensor.device == device or "cpu" in (tensor.device.type, device.type):
         return STAR.to_device(tensor, device, own=own)
     original, tensor = tensor, tensor.detach()
-    if travels_flat(original) and _can_pin(tensor.device.type):
+    if travels_flat(original) and can_pin(tensor.device.type):
         # Devices read and write pinned memory at full speed. The strides are those that `Tensor.to` gives.
         staging = torch.empty_like(tensor, device="cpu", pin_memory=True)
         staging.copy_(tensor)
@@ -43,7 +43,7 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
 
 
 @cache
-def _can_pin(device_type: str) -> bool:
+def can_pin(device_type: str) -> bool:
     """True if the backend has pinned host memory. torch has no question for it, so this tries."""
     try:
         return torch.empty(1, device="cpu", pin_memory=True).is_pinned()

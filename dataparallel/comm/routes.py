@@ -21,7 +21,7 @@ from torch import Tensor
 from dataparallel.comm.settings import ROUTES
 from dataparallel.comm.transport import Transport, summed_in
 
-__all__ = ["PIECES_OF_A_BROADCAST", "PIECES_OF_A_SUM", "STAR", "TorchCopies", "add_one_by_one", "hops"]
+__all__ = ["PIECES_OF_A_BROADCAST", "PIECES_OF_A_SUM", "STAR", "TorchCopies", "add_one_by_one", "hops", "wavefront"]
 
 PIECES_OF_A_BROADCAST = 3
 PIECES_OF_A_SUM = 2
@@ -54,7 +54,7 @@ class TorchCopies(Transport):
         is_chain = self.route == "chain" and len(buffers) > 1
         pieces = [_pieces(flat, PIECES_OF_A_BROADCAST if is_chain else 1) for flat in (source, *buffers)]
         way = hops(self.route, range(len(pieces)))
-        for hop, piece in _wavefront(len(way), len(pieces[0])):
+        for hop, piece in wavefront(len(way), len(pieces[0])):
             sender, receiver = way[hop]
             pieces[receiver][piece].copy_(pieces[sender][piece])
 
@@ -91,7 +91,7 @@ def _add_up_along_a_chain(flats: list[Tensor], destination: torch.device) -> Ten
     pieces = [_pieces(flat, PIECES_OF_A_SUM) for flat in flats]
     dtype, wide = flats[0].dtype, summed_in(flats[0].dtype)
     partial = [piece.to(wide) for piece in pieces[0]]
-    for hop, piece in _wavefront(len(flats) - 1, len(partial)):
+    for hop, piece in wavefront(len(flats) - 1, len(partial)):
         own = pieces[hop + 1][piece]
         partial[piece] = partial[piece].to(own.device).add_(own)
     if len(partial) == 1:
@@ -108,7 +108,7 @@ def _pieces(flat: Tensor, count: int) -> Sequence[Tensor]:
     return flat.split(size) if 0 < size < flat.numel() else (flat,)
 
 
-def _wavefront(hops: int, pieces: int) -> list[tuple[int, int]]:
+def wavefront(hops: int, pieces: int) -> list[tuple[int, int]]:
     """Pairs of hop and piece in the order of their launches.
 
     Hop by hop instead, a device in a chain would receive all pieces before its stream sends the first one on.

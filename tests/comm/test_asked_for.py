@@ -5,7 +5,7 @@ CUDA's, plain copies play NCCL, and the kernels are compiled for the CPU.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -30,16 +30,11 @@ NAMES = {"nccl": nccl.Nccl, "cupy": Kernels}
 
 
 def pure(test: object) -> object:
-    """They know no slots: once is enough."""
+    """For tests without slots: one run is enough."""
     return pytest.mark.devices("cpu")(pytest.mark.not_isolated("no slots")(test))
 
 
-@pytest.fixture(autouse=True)
-def forgetful() -> Iterator[None]:
-    """Nothing that one of these tests finds out is known to other tests."""
-    select.forget()
-    yield
-    select.forget()
+pytestmark = pytest.mark.usefixtures("forgetful")
 
 
 def linked(devices: Sequence[torch.device]) -> Topology:
@@ -52,7 +47,10 @@ def linked(devices: Sequence[torch.device]) -> Topology:
 
 
 class Machine:
-    """Eight CUDA devices linked by NVLink, where NCCL and CuPy are installed; none is touched."""
+    """Eight CUDA devices linked by NVLink, where NCCL and CuPy are installed.
+
+    Only their names exist, so nothing is copied between them: the comparison of copies is a note here.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.devices = [torch.device("cuda", index) for index in range(8)]

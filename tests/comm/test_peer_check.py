@@ -1,6 +1,7 @@
-"""Pairs of devices are trusted once random data has gone from the one to the other; a broken pair is noticed.
+"""A pair of devices is trusted after random data has gone from one to the other; a broken pair is noticed.
 
-A broken pair is played by a copy that brings garbage, or nothing.
+A copy that brings garbage, or nothing, plays a broken pair. It replaces `peer_check._copy`, because machines that run
+these tests have no broken pair. The script of the forked child holds the private lock, as a thread of the parent may.
 """
 
 import itertools

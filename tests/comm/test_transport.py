@@ -1,7 +1,8 @@
-"""Tensors keep what they are on the way, and sums run in slot order, whether in flat buffers or one by one.
+"""Copies keep layout, class and attributes, and sums run in slot order, in flat buffers and one by one.
 
-Buffers are flattened where tensors have to move. Without a second device they move to ``cpu:0``: the CPU under a
-name that is not equal to ``cpu``, so that every copy is really made. What checks arguments is tested in test_comm.
+The operations of every transport are tested by torch's copies. Buffers are flattened if tensors have to move. Without a
+second device they move to ``cpu:0``, a name of the CPU that is not equal to ``cpu``, so that every copy is really made.
+test_comm tests the checks of arguments.
 """
 
 import operator
@@ -12,28 +13,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from dataparallel import comm
 from dataparallel.comm.routes import STAR
+from tensor_kinds import FORMS, Tagged, of_many_magnitudes, strides, tagged, with_attribute
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 CPU = torch.device("cpu")
 CAPS = st.sampled_from([1, 64, 10 * 2**20])
-
-
-class Tagged(Tensor):
-    """A tensor that is more than its data."""
-
-
-def tagged(values: Tensor) -> Tensor:
-    return values.as_subclass(Tagged)
-
-
-def with_attribute(values: Tensor) -> Tensor:
-    values.tag = "mine"
-    return values
 
 
 @pytest.fixture
@@ -47,40 +36,21 @@ def destination(request: pytest.FixtureRequest, elsewhere: torch.device) -> torc
     return elsewhere if request.param == "elsewhere" else CPU
 
 
-# What a position of a list can hold: a function from values to a tensor of equal values, laid out in its own way.
-FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda values: values.clone(),
-    "transposed": lambda values: values.t().contiguous().t(),
-    "offset": lambda values: torch.stack([values, values])[1],
-    "strided": lambda values: torch.stack([values, values], -1)[..., 0],
-    "parameter": lambda values: nn.Parameter(values.clone(), requires_grad=False),
-    "attribute": lambda values: with_attribute(values.clone()),
-    "subclass": lambda values: tagged(values.clone()),
-    "conjugate": lambda values: values.conj().resolve_conj().conj(),
-    "sparse": lambda values: values.to_sparse(),
-}
 DENSE_FORMS = [form for form in FORMS if form != "sparse"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int32, torch.bool]
 
 
-def of_many_magnitudes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Values whose sum depends on the order in which they are added."""
+def made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Values whose sum depends on the order in which they are added, if the dtype rounds."""
     if not dtype.is_floating_point and not dtype.is_complex:
         return torch.randint(0, 9, shape).to(dtype)
-    return (torch.randn(shape) * 10.0 ** torch.randint(-4, 4, shape)).to(dtype)
+    return of_many_magnitudes(*shape).to(dtype)
 
 
 def in_slot_order(terms: Sequence[Tensor]) -> Tensor:
     """The sum; 16-bit floats are added in float32 and rounded once."""
     wide = torch.float32 if terms[0].dtype in (torch.float16, torch.bfloat16) else terms[0].dtype
     return reduce(operator.add, [term.to(wide) for term in terms]).to(terms[0].dtype)
-
-
-def strides(tensor: Tensor) -> list[int]:
-    """Those that mean something."""
-    if tensor.numel() == 0:
-        return []
-    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
 def storage(tensor: Tensor) -> int:
@@ -98,7 +68,7 @@ def test_sums_run_in_slot_order_to_the_bit(destination: torch.device, data: st.D
     for _ in range(data.draw(st.integers(1, 5))):
         shape = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 4)))
         dtype = data.draw(st.sampled_from(DTYPES))
-        terms = [of_many_magnitudes(shape, dtype) for _ in range(slots)]
+        terms = [made(shape, dtype) for _ in range(slots)]
         forms = data.draw(st.lists(st.sampled_from(DENSE_FORMS), min_size=slots, max_size=slots))
         for on_slot, term, form in zip(inputs, terms, forms, strict=True):
             on_slot.append(FORMS[form](term))
@@ -116,7 +86,7 @@ def test_sums_run_in_slot_order_to_the_bit(destination: torch.device, data: st.D
 
 
 def test_ten_runs_give_the_same_bits(destination: torch.device) -> None:
-    inputs = [[of_many_magnitudes((500,), torch.float32) for _ in range(3)] for _ in range(8)]
+    inputs = [[made((500,), torch.float32) for _ in range(3)] for _ in range(8)]
     expected = [in_slot_order(terms) for terms in zip(*inputs, strict=True)]
     backwards = [in_slot_order(terms) for terms in zip(*inputs[::-1], strict=True)]
     assert not any(map(torch.equal, expected, backwards)), "these values do not show an order"
@@ -184,7 +154,7 @@ def test_broadcasts_keep_what_tensors_are(elsewhere: torch.device, data: st.Data
     tensors = []
     for _ in range(data.draw(st.integers(0, 6))):
         shape = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 4)))
-        values = of_many_magnitudes(shape, data.draw(st.sampled_from(DTYPES)))
+        values = made(shape, data.draw(st.sampled_from(DTYPES)))
         tensors.append(FORMS[data.draw(st.sampled_from(list(FORMS)))](values))
     results = STAR.broadcast_coalesced(tensors, slots, cap, own=own)
     assert [len(on_slot) for on_slot in results] == [len(tensors)] * len(slots)
@@ -259,7 +229,7 @@ def test_slots_on_one_device_share_what_is_there(slots: list, root: torch.device
 def test_chunks_that_move_come_together_again(elsewhere: torch.device, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
     dim = data.draw(st.integers(0, 1))
-    values = of_many_magnitudes((sum(sizes), 3) if dim == 0 else (3, sum(sizes)), data.draw(st.sampled_from(DTYPES)))
+    values = made((sum(sizes), 3) if dim == 0 else (3, sum(sizes)), data.draw(st.sampled_from(DTYPES)))
     tensor = FORMS[data.draw(st.sampled_from(DENSE_FORMS))](values)
     devices = data.draw(st.lists(st.sampled_from([CPU, elsewhere]), min_size=len(sizes), max_size=len(sizes)))
     chunks = STAR.scatter(tensor, devices, sizes, dim)

@@ -17,6 +17,7 @@ from dataparallel.comm.cupy import transport
 from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.routes import STAR
 from kernel_launches import Launches, assert_alike, made
+from tensor_kinds import tagged, with_attribute
 
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(3)]
 
@@ -159,10 +160,12 @@ def test_the_transport_is_tried_by_the_same_launch(
 ) -> None:
     launches = Launches(launch)
     monkeypatch.setattr(transport, "launch", launches)
-    assert select._wrong_copies(KERNELS, tuple(map(torch.device, slots))) is None
+    select.forget()
+    assert select.why_dropped("kernels, copies only", KERNELS, tuple(map(torch.device, slots))) is None
     ((name, rows, counts),) = launches.noted
     assert (name, [len(row) for row in rows]) == ("copy_many", [1] * len(slots))
-    assert counts == [select._CHECKED_BYTES]
+    assert len(counts) == 1
+    select.forget()
 
 
 def test_each_tensor_of_the_caller_is_asked_once_and_no_result(
@@ -182,16 +185,6 @@ def test_each_tensor_of_the_caller_is_asked_once_and_no_result(
     of_inputs = Counter(id(tensor) for tensors in inputs for tensor in tensors)
     assert Counter(map(id, asked[:-1])) == of_inputs
     assert asked[-1].shape == (sum(tensor.numel() for tensor in inputs[0]),), "the buffer of the results"
-
-
-class Subclass(Tensor):
-    pass
-
-
-def with_attribute() -> Tensor:
-    tensor = torch.arange(3.0)
-    tensor.note = "mine"
-    return tensor
 
 
 def misaligned(numel: int = 4) -> Tensor:
@@ -217,8 +210,8 @@ COPIED_ONLY = {
 NOT_FLAT = {
     "holes": lambda: torch.randn(6)[::2],
     "repeated": lambda: torch.randn(1).expand(3),
-    "subclass": lambda: torch.randn(3).as_subclass(Subclass),
-    "attribute": with_attribute,
+    "subclass": lambda: tagged(torch.randn(3)),
+    "attribute": lambda: with_attribute(torch.arange(3.0)),
     "sparse": lambda: torch.ones(3).to_sparse(),
     "sparse rows": lambda: torch.ones(3, 3).to_sparse_csr(),
     "negative": lambda: torch.ones(3, dtype=torch.complex64).conj().imag.clone()._neg_view(),
