@@ -103,7 +103,7 @@ def choose(
         ValueError: the transport that was asked for can do nothing between these devices; the message says why.
     """
     if len(topology.distinct) < 2 and not (settings.isolated and len(topology.devices) > 1):
-        return Choice("copy", "star", "fewer than two devices: within one device only sums and own copies are made")
+        return Choice("copy", "star", "fewer than two devices, so nothing has to travel")
     broken = _broken_pair(topology, untrusted)
     asked = settings.transport
     preface = "plain tensor copies serve every backend"

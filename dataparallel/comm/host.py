@@ -9,7 +9,7 @@ the buffer is freed, whatever streams they run on. So no memory has to be held, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dataparallel.comm.buckets import travels_flat
 from dataparallel.comm.copies import same_kind
-from dataparallel.comm.routes import STAR, add_one_by_one
+from dataparallel.comm.routes import STAR
 from dataparallel.comm.transport import Transport
 from dataparallel.devices import CPU
 
@@ -68,7 +68,3 @@ class ThroughHost(Transport):
             staged = send(source, CPU)
             for buffer in buffers:
                 buffer.copy_(staged)
-
-    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """It takes each buffer from ``flats`` after adding the one before."""
-        return add_one_by_one(flats, lambda flat: send(flat, destination))

@@ -11,7 +11,7 @@ on the calling thread's current stream, and torch orders each copy against the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from dataparallel.comm.settings import ROUTES
 from dataparallel.comm.transport import Transport, summed_in
 
-__all__ = ["PIECES_OF_A_BROADCAST", "PIECES_OF_A_SUM", "STAR", "TorchCopies", "add_one_by_one", "hops", "wavefront"]
+__all__ = ["PIECES_OF_A_BROADCAST", "PIECES_OF_A_SUM", "STAR", "TorchCopies", "hops", "wavefront"]
 
 PIECES_OF_A_BROADCAST = 3
 PIECES_OF_A_SUM = 2
@@ -59,10 +59,10 @@ class TorchCopies(Transport):
             pieces[receiver][piece].copy_(pieces[sender][piece])
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """On a star, and on a tree too, it takes each buffer from ``flats`` after adding the one before."""
+        """Along a chain, if that is the route; else the destination adds one by one."""
         if self.route == "chain":
             return _add_up_along_a_chain([*flats], destination)
-        return add_one_by_one(flats, lambda flat: flat.to(destination))
+        return super().add_up(flats, destination)
 
 
 STAR = TorchCopies("star")
@@ -75,16 +75,6 @@ def hops(route: str, places: Sequence[P]) -> list[tuple[P, P]]:
     """
     senders = {"star": lambda k: 0, "tree": lambda k: (k - 1) // 2, "chain": lambda k: k - 1}[route]
     return [(places[senders(k)], places[k]) for k in range(1, len(places))]
-
-
-def add_one_by_one(flats: Iterable[Tensor], to_destination: Callable[[Tensor], Tensor]) -> Tensor:
-    """The sum of flat buffers, in the order given. Each is sent to the destination after the one before is added."""
-    waiting = iter(flats)
-    first = next(waiting)
-    total = to_destination(first).to(summed_in(first.dtype))
-    for flat in waiting:
-        total.add_(to_destination(flat))
-    return total.to(first.dtype)
 
 
 def _add_up_along_a_chain(flats: list[Tensor], destination: torch.device) -> Tensor:

@@ -70,9 +70,17 @@ class Transport(ABC):
         The buffers are on distinct devices other than the source's; buffers of isolated slots may be on any device.
         """
 
-    @abstractmethod
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers."""
+        """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers.
+
+        By default the destination adds them one by one, and takes each from ``flats`` after adding the one before.
+        """
+        waiting = iter(flats)
+        first = next(waiting)
+        total = self.to_device(first, destination).to(summed_in(first.dtype))
+        for flat in waiting:
+            total.add_(self.to_device(flat, destination))
+        return total.to(first.dtype)
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
 
