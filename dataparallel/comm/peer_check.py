@@ -38,29 +38,19 @@ _answers: dict[Pair, bool] = {}
 _streams: dict[torch.device, torch.Stream] = {}  # used with the lock held
 
 
-def trusted(source: torch.device, target: torch.device) -> bool:
-    """True if copies from ``source`` to ``target`` can be trusted. The first call for a pair checks it.
-
-    A failure warns once (``RuntimeWarning``). Copies within one device, and from and to the CPU, are always trusted.
-    """
-    if source == target or not (is_on() and _can_fail(source) and _can_fail(target)):
-        return True
-    return _trusted(source, target)
-
-
 def check_all(devices: Sequence[torch.device]) -> dict[Pair, bool]:
-    """`trusted` for every ordered pair of distinct accelerators among ``devices``."""
+    """`trusted` for every ordered pair of distinct accelerators among ``devices``; all True if checks are off."""
     accelerators = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
     checks = is_on() and all(map(_can_fail, accelerators))
-    return {pair: not checks or _trusted(*pair) for pair in permutations(accelerators, 2)}
+    return {pair: not checks or trusted(*pair) for pair in permutations(accelerators, 2)}
 
 
 def _can_fail(device: torch.device) -> bool:
-    """False for the CPU, and if the backend's device module says so.
+    """False if the backend's device module says so.
 
     Simulated devices do: the host makes their copies, and a check would take memory that tests count to the byte.
     """
-    return device.type != "cpu" and not getattr(torch.get_device_module(device.type), "copies_cannot_fail", False)
+    return not getattr(torch.get_device_module(device.type), "copies_cannot_fail", False)
 
 
 def is_on() -> bool:
@@ -68,7 +58,11 @@ def is_on() -> bool:
     return not says_no(VARIABLE)
 
 
-def _trusted(source: torch.device, target: torch.device) -> bool:
+def trusted(source: torch.device, target: torch.device) -> bool:
+    """True if copies between these two accelerators, in this direction, can be trusted.
+
+    The first call for a pair checks it. A failure warns once (``RuntimeWarning``).
+    """
     pair = source, target
     answer = _answers.get(pair)
     if answer is not None:
