@@ -29,7 +29,7 @@ from dataparallel import _torch, comm
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import Planned
 from dataparallel.comm.copies import alias
-from dataparallel.comm.routes import Travelling
+from dataparallel.comm.transport import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.profiling import stage
 from dataparallel.streams.nodes import note_streams, on_streams_of

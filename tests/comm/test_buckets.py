@@ -1,4 +1,4 @@
-"""Flattening and unflattening keep values, shapes, strides and dtypes; what a flat copy cannot carry travels singly."""
+"""Flattening and unflattening keep values, shapes, strides and dtypes; other tensors travel singly."""
 
 from collections.abc import Callable
 
@@ -20,6 +20,7 @@ from dataparallel.comm.buckets import (
     travels_flat,
     unflatten,
 )
+from tensor_kinds import tagged, with_attribute
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -259,23 +260,13 @@ def test_only_candidates_are_planned() -> None:
 # What travels flat
 
 
-class Tagged(Tensor):
-    """A tensor that is more than its data."""
-
-
-def _with_attribute() -> Tensor:
-    tensor = torch.zeros(2)
-    tensor.tag = "mine"
-    return tensor
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.zeros(2).as_subclass(Tagged),
+        tagged(torch.zeros(2)),
         nn.Buffer(torch.zeros(2)),
         torch.eye(2).to_sparse(),
-        _with_attribute(),
+        with_attribute(torch.zeros(2)),
         torch.ones(2, dtype=torch.complex64).conj(),
         torch._neg_view(torch.ones(2)),
         torch.ones(2, dtype=torch.complex64).conj().imag,

@@ -23,9 +23,9 @@ CUDA = [torch.device("cuda", index) for index in range(4)]
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    topology._forget()
+    topology.forget()
     yield
-    topology._forget()
+    topology.forget()
 
 
 class Gpus:

@@ -13,6 +13,7 @@ import dataparallel
 from dataparallel import DataParallel, comm
 from dataparallel.comm.routes import PIECES_OF_A_BROADCAST
 from dataparallel.comm.settings import are_slots_isolated
+from dataparallel.comm.transport import Transport
 from dataparallel.testing import isolated_slots
 
 SLOTS = 4
@@ -222,7 +223,7 @@ def test_copies_are_counted(slots: list, root: torch.device) -> None:
 @pytest.mark.devices("sim")
 @pytest.mark.parametrize("transport", ["cupy", "nccl"])
 def test_a_transport_between_cuda_devices_is_refused_on_others(transport: str, slots: list, root: torch.device) -> None:
-    with comm.using(transport=transport), pytest.raises(ValueError, match=f"{transport}.*cannot carry"):
+    with comm.using(transport=transport), pytest.raises(ValueError, match=f"{transport}.*cannot serve"):
         comm.broadcast_coalesced([torch.ones(3, device=root)], slots)
 
 
@@ -267,7 +268,7 @@ def test_every_backward_is_isolated_in_whatever_thread(
         return note
 
     for name in ("broadcast_coalesced", "reduce_add_coalesced", "scatter"):
-        monkeypatch.setattr(comm.copies, name, noting(getattr(comm.copies, name)))
+        monkeypatch.setattr(Transport, name, noting(getattr(Transport, name)))
     net = build(root)
     step(net, DataParallel(net, slots), batch(root))
     assert seen

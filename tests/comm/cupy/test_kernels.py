@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dataparallel.comm.cupy import launch as cupy_kernels
+from dataparallel.comm.cupy import launch as launching
 from dataparallel.comm.cupy.tables import SUM_KERNELS
 from kernel_runner import SOURCE, Kernels, copying, summing
 from selection import others_long
@@ -232,7 +232,7 @@ def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("needs nvcc")
-    flags = [*cupy_kernels.OPTIONS, "--cubin", "--Werror=all-warnings"]
+    flags = [*launching.OPTIONS, "--cubin", "--Werror=all-warnings"]
     done = subprocess.run(
         [nvcc, *flags, str(SOURCE), "-o", str(tmp_path / "kernels.cubin")], capture_output=True, text=True, check=False
     )
