@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from dataparallel.autograd import functions
 from dataparallel.autograd.functions import Broadcast, Gather, ReduceAdd, ReduceAddCoalesced, Scatter
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -265,34 +264,3 @@ def test_the_gather_is_one_node_that_leads_to_every_output(slots: list, root: to
     assert [function for function, _ in gathered.grad_fn.next_functions if function] == [
         output.grad_fn for output in outputs
     ]
-
-
-# The CPU generator
-
-
-class Restoring(torch.autograd.Function):
-    """Asks, in its backward, for the CPU generator to be put back; what it then was is appended to ``seen``."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, seen: list) -> Tensor:
-        ctx.seen = seen
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ctx.seen.append(torch.get_rng_state())
-        functions._restore_cpu_generator_after_backward()
-        torch.rand(3)
-        return grad, None
-
-
-def test_backward_leaves_the_cpu_generator_as_the_first_gather_found_it() -> None:
-    source = leaf(2, device="cpu")
-    for _ in range(2):
-        seen: list[Tensor] = []
-        output = Restoring.apply(Restoring.apply(source, seen), seen)
-        torch.rand(5)
-        output.sum().backward()
-        assert len(seen) == 2
-        assert not torch.equal(seen[0], seen[1])
-        assert torch.equal(torch.get_rng_state(), seen[0])

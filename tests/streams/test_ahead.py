@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch, scatter, whole
 from dataparallel.comm.buckets import is_dense
-from dataparallel.streams import ahead
 from dataparallel.streams.ahead import CopiedTensor, Sender, can_be_sent
+from echo import left_behind
 
 pytestmark = pytest.mark.devices("sim", "cuda")
 
@@ -132,7 +132,7 @@ def test_a_loop_that_stops_early_waits_for_the_copies(slots: list) -> None:
         break
     if slots[0].type == "sim":
         torch.sim.check_clocks()
-    assert not ahead._waiting
+    assert left_behind() == []
 
 
 @pytest.mark.devices("sim")
@@ -166,7 +166,7 @@ def test_what_was_copied_before_a_failure_is_waited_for(slots: list, monkeypatch
         for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
             pass
     settled(slots)
-    assert not ahead._waiting
+    assert left_behind() == []
 
 
 def test_pinned_memory_is_sent_from_where_it_is(slots: list) -> None:
@@ -217,18 +217,18 @@ def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, used: list[tor
     distinct = len({*slots})
     assert len(used) == (2 * 2 * distinct if distinct > 1 else 0)
     assert not {*used} & before
-    assert not ahead._waiting
+    assert left_behind() == []
 
 
 def test_a_call_that_cannot_be_scattered_leaves_nothing_on_its_way(slots: list) -> None:
     x, y = torch.arange(6.0), torch.arange(5.0)
     with pytest.raises(ValueError, match="batch sizes"):
         scatter([x, y], slots)
-    assert not ahead._waiting
+    assert left_behind() == []
 
 
-def test_a_batch_that_was_sent_ahead_is_not_sent_again(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_was_sent_ahead_is_not_sent_again(slots: list, used: list[torch.Stream]) -> None:
     model = DataParallel(Doubles(), slots)
-    monkeypatch.setattr(ahead, "_sender", None)
     for x in prefetch(pinned(), model):
         assert torch.equal(model(x).cpu(), x * 2)
+    assert len(used) == 4 * len({*slots})

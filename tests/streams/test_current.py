@@ -18,12 +18,13 @@ from dataparallel import DataParallel, comm, parallel_apply, replicate
 from dataparallel.autograd import bucket_nodes, functions
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.streams.current import Event, current_streams, streams_set
-from dataparallel.streams.gradients import gradient_streams, side_stream
-from dataparallel.streams.isolated import slot_streams
+from dataparallel.streams.gradients import GradientStreams, side_stream
+from dataparallel.streams.isolated import isolated_streams
 from dataparallel.streams.nodes import wait_for_streams
 from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
 from dataparallel.threads.settings import TRANSLATED
+from graphs import nodes_of
 
 pytestmark = pytest.mark.devices("sim", "cuda")
 
@@ -83,7 +84,7 @@ def test_an_event_holds_a_stream_back_until_what_was_launched_before_it(root: to
     event = Event(torch.accelerator.current_stream(root))
     with streams_set({root: side}), pytest.raises(RuntimeError, match="race"):
         x.add_(1)
-    event.hold_back(side)
+    event.make_wait(side)
     with streams_set({root: side}):
         x.add_(1)
     Event(side).synchronize()
@@ -162,12 +163,12 @@ def test_threads_that_make_the_graphs_of_isolated_slots_at_a_time(
 
     monkeypatch.setattr(bucket_nodes, "OnSlot", Meets)
     with isolated_slots():
-        slots_stream = slot_streams(slots)[1].stream
+        slots_stream = isolated_streams(slots)[1].stream
 
     def enter() -> None:
         with isolated_slots():
             x = torch.ones(3, device=root, requires_grad=True)
-            broadcast_bucket(slots, [x], gradient_streams(slots, current_streams(slots)))
+            broadcast_bucket(slots, [x], GradientStreams.for_forward(slots, current_streams(slots)))
 
     assert order.run(root, enter) == [True, True]
 
@@ -300,14 +301,9 @@ def test_nodes_that_a_recorded_backward_makes_know_the_callers_streams(
 ) -> None:
     x = numbers(root)
     (gradient,) = torch.autograd.grad(DataParallel(Cubes().to(root), slots)(x).square().sum(), x, create_graph=True)
-    seen, todo = [], [gradient.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.append(node)
-            todo += [following for following, _ in node.next_functions]
-    noted = [node.streams for node in seen if hasattr(node, "streams")]
-    names = {type(node).__name__ for node in seen}
+    nodes = nodes_of(gradient)
+    noted = [node.streams for node in nodes if hasattr(node, "streams")]
+    names = {type(node).__name__ for node in nodes}
     assert {"ScatterBackward", "GatherBackward"} <= names
     assert all(streams.items() <= side_streams.items() for streams in noted)
 

@@ -123,8 +123,8 @@ torch.ones(1, device=used[1])
 with streams_set({used[0]: side, used[1]: torch.Stream(used[1])}):
     pass
 event = Event(side)
-event.hold_back(one)
-event.hold_back(torch.accelerator.current_stream(used[1]))
+event.make_wait(one)
+event.make_wait(torch.accelerator.current_stream(used[1]))
 event.synchronize()
 del event
 check()

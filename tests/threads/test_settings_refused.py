@@ -1,4 +1,4 @@
-"""What replicas share with the caller already, and what cannot be extended to them: one test per row."""
+"""Settings of the process, which replicas share, and states that cannot be extended to them: one test for each row."""
 
 from collections.abc import Callable
 from typing import Any
