@@ -23,9 +23,9 @@ def worker_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("dataparallel-worker")}
 
 
-def use_new_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends there are no kept threads.
+def forget_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends there are no idle threads.
 
-    The pool belongs to the process. The library never replaces it, except in forked children, so it has no public name.
+    They belong to the process. The library forgets them in forked children only, so this has no public name.
     """
-    monkeypatch.setattr(pool, "_pool", pool.Pool())
+    monkeypatch.setattr(pool, "_idle", {})

@@ -43,54 +43,12 @@ class Worker(threading.Thread):
 Job = Callable[[Worker], object]
 
 
-class Pool:
-    """The idle threads, by device.
-
-    There is no lock: every step is one atomic operation of a dict or a deque. Ctrl-C in the calling thread loses an
-    idle thread at worst.
-    """
-
-    def __init__(self) -> None:
-        self._idle: dict[Hashable, deque[Worker]] = {}
-        self._numbers = itertools.count()
-        self.used = False
-        self.engine_is_stale = False
-
-    def start(self, job: Job, device: Hashable) -> None:
-        """See the function `start`."""
-        self.used = True
-        if self.engine_is_stale:
-            # In a forked child torch destroys and rebuilds its autograd engine when it is next used, which any forward
-            # that saves a tensor does. Two workers at once would both destroy it.
-            _torch.rebuild_engine()
-            self.engine_is_stale = False
-        worker = self._take(device)
-        if worker is not None:
-            worker.jobs.put(job)
-            return
-        worker = Worker(next(self._numbers), device)
-        worker.jobs.put(job)  # before it starts, because Ctrl-C may come right after that
-        try:
-            worker.start()
-        except RuntimeError:  # the system has no more threads: take an idle one of any device
-            idle = next(filter(None, map(self._take, list(self._idle))), None)
-            if idle is None:
-                raise
-            idle.jobs.put(job)
-
-    def release(self, worker: Worker) -> None:
-        """See the function `release`."""
-        self._idle.setdefault(worker.device, deque()).append(worker)
-
-    def _take(self, device: Hashable) -> Worker | None:
-        """The thread of ``device`` that became idle last, if any."""
-        try:
-            return self._idle[device].pop()
-        except LookupError:
-            return None
-
-
-_pool = Pool()
+# There is no lock: every step is one atomic operation of a dict or a deque. Ctrl-C in the calling thread loses an idle
+# thread at worst.
+_idle: dict[Hashable, deque[Worker]] = {}
+_numbers = itertools.count()
+_used = False
+_engine_is_stale = False
 
 
 def start(job: Job, device: Hashable) -> None:
@@ -99,25 +57,53 @@ def start(job: Job, device: Hashable) -> None:
     Raises:
         RuntimeError: no thread is idle, and the system has no more threads.
     """
-    _pool.start(job, device)
+    global _engine_is_stale
+    note_use()
+    if _engine_is_stale:
+        # In a forked child torch destroys and rebuilds its autograd engine when it is next used, which any forward
+        # that saves a tensor does. Two workers at once would both destroy it.
+        _torch.rebuild_engine()
+        _engine_is_stale = False
+    worker = _take(device)
+    if worker is not None:
+        worker.jobs.put(job)
+        return
+    worker = Worker(next(_numbers), device)
+    worker.jobs.put(job)  # before it starts, because Ctrl-C may come right after that
+    try:
+        worker.start()
+    except RuntimeError:  # the system has no more threads: take an idle one of any device
+        idle = next(filter(None, map(_take, list(_idle))), None)
+        if idle is None:
+            raise
+        idle.jobs.put(job)
 
 
 def release(worker: Worker) -> None:
     """Called by a job that is about to end: from now on ``worker`` may get another job."""
-    _pool.release(worker)
+    _idle.setdefault(worker.device, deque()).append(worker)
 
 
 def note_use() -> None:
     """Notes that replicas have run in this process, in whatever thread. A forked child needs to know."""
-    _pool.used = True
+    global _used
+    _used = True
+
+
+def _take(device: Hashable) -> Worker | None:
+    """The thread of ``device`` that became idle last, if any."""
+    try:
+        return _idle[device].pop()
+    except LookupError:
+        return None
 
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
     """A forked child has none of the threads."""
-    global _pool
-    if _pool.used:
+    global _used, _engine_is_stale
+    if _used:
         # torch's intra-op threads do not survive a fork either, and waiting for them would hang.
         torch.set_num_threads(1)
-    _pool = Pool()
-    _pool.engine_is_stale = True
+    _idle.clear()
+    _used, _engine_is_stale = False, True

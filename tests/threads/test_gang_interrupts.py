@@ -274,7 +274,7 @@ def press_after(worker):
 
 
 for patch in (press_before, press_after):
-    pool._pool = pool.Pool()  # as gangs.use_new_pool
+    pool._idle = {}  # as gangs.forget_idle_threads
     pool.Worker.start = patch
     with interrupted():
         Gang([int] * 3, 3).run()

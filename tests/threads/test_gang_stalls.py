@@ -9,7 +9,7 @@ import pytest
 
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
-from gangs import use_new_pool
+from gangs import forget_idle_threads
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -86,7 +86,7 @@ def test_a_nested_gang_may_wait_for_another_tasks_one() -> None:
 def test_workers_that_come_after_the_end_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gang = Gang([int], 1, stall_timeout=0.2)
     run(gang)
-    use_new_pool(monkeypatch)
+    forget_idle_threads(monkeypatch)
     for number in range(2):
         gang._work(None, pool.Worker(number, None))  # as a worker does that was started for a stall, and is late
 

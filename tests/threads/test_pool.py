@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
-from gangs import use_new_pool, worker_threads
+from gangs import forget_idle_threads, worker_threads
 
 CALLS = 200
 TIMEOUT = 20.0
@@ -96,7 +96,7 @@ class Devices:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool without threads."""
-    use_new_pool(monkeypatch)
+    forget_idle_threads(monkeypatch)
 
 
 @pytest.mark.devices("cpu")
