@@ -2,7 +2,8 @@
 
 Much of what torch calls a setting belongs to a thread. A replica runs in another thread and should not notice, so this
 table has a row for each setting: *carried* ones are the same in replicas, *translated* ones depend on the slot,
-*refused* ones cannot be extended to other threads. Settings of the process are listed too, for tests to check.
+*refused* ones cannot be extended to other threads. Settings of the process, such as the default dtype, anomaly mode and
+cuDNN's switches, need no row.
 
 ``holding`` has the functions that read and set each setting. ``caller_state`` reads the table in the calling thread,
 and holds its values around each replica. ``stages`` refuses calls by it.
@@ -11,7 +12,6 @@ and holds its values around each replica. ``stages`` refuses calls by it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ from dataparallel.threads.holding import Setting, switch
 __all__ = [
     "CARRIED",
     "CURRENT_STREAM",
-    "GLOBAL_ALREADY",
     "INTRA_OP_THREADS",
     "REFUSED",
     "TRANSLATED",
@@ -72,19 +71,6 @@ TRANSLATED: tuple[Setting, ...] = (
     Setting("default device", holding.read_default_device, holding.hold_default_device),
 )
 """Settings that depend on the slot: its device, and the caller's current stream there or the slot's isolated stream."""
-
-GLOBAL_ALREADY: tuple[tuple[str, Callable[[], Any]], ...] = (
-    ("default dtype", torch.get_default_dtype),
-    ("anomaly mode", torch.is_anomaly_enabled),
-    ("deterministic algorithms", torch.are_deterministic_algorithms_enabled),
-    ("float32 matmul precision", torch.get_float32_matmul_precision),
-    ("flash attention", torch.backends.cuda.flash_sdp_enabled),
-    ("memory-efficient attention", torch.backends.cuda.mem_efficient_sdp_enabled),
-    ("math attention", torch.backends.cuda.math_sdp_enabled),
-    ("cuDNN", lambda: torch.backends.cudnn.enabled),
-    ("cuDNN benchmark", lambda: torch.backends.cudnn.benchmark),
-)
-"""Settings of the process, with their getters. Replicas see them without help."""
 
 
 def _capturing_cuda_graph() -> bool:
