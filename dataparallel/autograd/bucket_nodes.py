@@ -47,7 +47,7 @@ from dataparallel.profiling import stage
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.streams.gradients import GradientStreams, side_stream
 from dataparallel.streams.isolated import isolated_streams
-from dataparallel.streams.nodes import forward_streams_set, memory_of, note_forward_streams, wait_for_streams
+from dataparallel.streams.nodes import forward_streams_set, memory_of, note_forward_streams
 
 __all__ = ["FromSource", "OnSlot", "ToSlots", "broadcast_bucket"]
 
@@ -157,10 +157,13 @@ def _receive_from_isolated(of_slot: SlotGradients, stream: torch.Stream, use_sid
 
     Their memory returns to ``stream`` when it is freed.
     """
-    wait_for_streams({stream.device: stream}, of_slot.tensors)
+    readers = [torch.accelerator.current_stream(stream.device)]
+    Event(stream).make_wait(readers[0])
     if use_side_stream:
-        for memory in chain.from_iterable(map(memory_of, of_slot.tensors)):
-            memory.record_stream(side_stream(stream.device))
+        readers.append(side_stream(stream.device))
+    for memory in chain.from_iterable(map(memory_of, of_slot.tensors)):
+        for reader in readers:
+            memory.record_stream(reader)
 
 
 def _sums(

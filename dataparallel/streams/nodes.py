@@ -23,7 +23,7 @@ from dataparallel import _torch
 from dataparallel.devices import CPU
 from dataparallel.streams.current import Event, current_streams, streams_set
 
-__all__ = ["forward_streams_set", "memory_of", "note_forward_streams", "wait_for_streams"]
+__all__ = ["forward_streams_set", "memory_of", "note_forward_streams"]
 
 
 def note_forward_streams(node: Any, inputs: Sequence[torch.device], outputs: Sequence[torch.device]) -> None:
@@ -57,18 +57,6 @@ def forward_streams_set(node: Any, grads: Sequence[Tensor | None]) -> Iterator[N
         yield
         for device in node.results_on & others.keys():
             Event(others[device]).make_wait(known[device])
-
-
-def wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[Tensor | None]) -> None:
-    """Makes the current streams wait for ``streams``, which made ``grads``, and records ``grads`` on them."""
-    for device, stream in streams.items():
-        here = torch.accelerator.current_stream(device)
-        if here != stream:
-            Event(stream).make_wait(here)
-            for grad in grads:
-                if grad is not None and grad.device == device:
-                    for memory in memory_of(grad):
-                        memory.record_stream(here)
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 import torch
 
 from dataparallel import _torch
-from dataparallel.devices import current_device_set
 
 Slots: TypeAlias = Sequence[torch.device]
 End: TypeAlias = "Callable[[], object] | None"
@@ -57,17 +56,14 @@ def switch(name: str, get: Callable[[], Any], set_: Callable[[Any], Any]) -> Set
     return Setting(name, lambda slots: get(), hold, restore)
 
 
-def _entered(context: AbstractContextManager[Any]) -> End:
+def entered(context: AbstractContextManager[Any]) -> End:
+    """Enters ``context``; the result leaves it."""
     context.__enter__()
     return lambda: context.__exit__(None, None, None)
 
 
-def read_inference_mode(slots: Slots) -> bool:
-    return torch.is_inference_mode_enabled()
-
-
 def hold_inference_mode(value: bool, slots: Slots, device: torch.device) -> End:
-    return None if value == torch.is_inference_mode_enabled() else _entered(torch.inference_mode(value))
+    return None if value == torch.is_inference_mode_enabled() else entered(torch.inference_mode(value))
 
 
 Autocast: TypeAlias = tuple[bool, list[tuple[str, bool, torch.dtype]]]
@@ -137,7 +133,7 @@ def read_torch_function(slots: Slots) -> str:
 def hold_torch_function(value: str, slots: Slots, device: torch.device) -> End:
     if value == read_torch_function(slots):
         return None
-    return _entered(_torch.DisableTorchFunction() if value == "disabled" else _torch.DisableTorchFunctionSubclass())
+    return entered(_torch.DisableTorchFunction() if value == "disabled" else _torch.DisableTorchFunctionSubclass())
 
 
 def read_saved_tensor_hooks(slots: Slots) -> tuple[Any, str | None]:
@@ -161,26 +157,14 @@ def hold_saved_tensor_hooks(value: tuple[Any, str | None], slots: Slots, device:
     return end
 
 
-def read_intra_op_threads(slots: Slots) -> int:
-    return torch.get_num_threads()
-
-
-def restore_intra_op_threads(value: int) -> None:
+def set_threads(value: int) -> None:
     if torch.get_num_threads() != value:
         torch.set_num_threads(value)
 
 
-def hold_intra_op_threads(value: int, slots: Slots, device: torch.device) -> End:
-    restore_intra_op_threads(value)
-    return None  # the worker may keep the number, because each call sets it again
-
-
-def read_nothing(slots: Slots) -> None:
-    return None
-
-
-def hold_current_device(value: None, slots: Slots, device: torch.device) -> End:
-    return _entered(current_device_set(device))
+def keep_intra_op_threads(value: int, slots: Slots, device: torch.device) -> End:
+    set_threads(value)
+    return None  # not ended: each call sets the worker's number again
 
 
 def read_default_device(slots: Slots) -> torch.device | None:

@@ -16,9 +16,10 @@ from collections.abc import Callable
 import torch
 
 from dataparallel import _torch
+from dataparallel.devices import current_device_set
 from dataparallel.streams.current import current_streams
 from dataparallel.threads import holding
-from dataparallel.threads.holding import Setting, switch
+from dataparallel.threads.holding import Setting, entered, switch
 
 __all__ = [
     "CARRIED",
@@ -36,7 +37,7 @@ CURRENT_STREAM = "current stream"
 
 CARRIED: tuple[Setting, ...] = (
     # Inference mode changes grad mode, so it comes first.
-    Setting("inference mode", holding.read_inference_mode, holding.hold_inference_mode),
+    Setting("inference mode", lambda slots: torch.is_inference_mode_enabled(), holding.hold_inference_mode),
     switch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
     switch("forward-mode gradients", _torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),
     switch("multithreaded backward", _torch.is_multithreading_enabled, _torch.set_multithreading_enabled),
@@ -47,10 +48,7 @@ CARRIED: tuple[Setting, ...] = (
     Setting("torch dispatch modes", holding.read_dispatch_modes, holding.hold_dispatch_modes, one_at_a_time=True),
     Setting("saved-tensor hooks", holding.read_saved_tensor_hooks, holding.hold_saved_tensor_hooks, one_at_a_time=True),
     Setting(
-        INTRA_OP_THREADS,
-        holding.read_intra_op_threads,
-        holding.hold_intra_op_threads,
-        holding.restore_intra_op_threads,
+        INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), holding.keep_intra_op_threads, holding.set_threads
     ),
 )
 """Settings of the calling thread that are the same in replicas. `CallerState` carries context variables too.
@@ -66,7 +64,7 @@ def carry(setting: Setting) -> None:
 
 
 TRANSLATED: tuple[Setting, ...] = (
-    Setting("current device", holding.read_nothing, holding.hold_current_device),
+    Setting("current device", lambda slots: None, lambda value, slots, device: entered(current_device_set(device))),
     Setting(CURRENT_STREAM, current_streams, holding.hold_stream),
     Setting("default device", holding.read_default_device, holding.hold_default_device),
 )

@@ -20,7 +20,6 @@ from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.streams.current import Event, current_streams, streams_set
 from dataparallel.streams.gradients import GradientStreams, side_stream
 from dataparallel.streams.isolated import isolated_streams
-from dataparallel.streams.nodes import wait_for_streams
 from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
 from dataparallel.threads.settings import TRANSLATED
@@ -506,20 +505,3 @@ def test_sparse_gradients_and_gradients_of_gradients(slots: list, root: torch.de
 
     for ours, theirs in zip(second(DataParallel(layer, slots)), second(layer), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.devices("sim")
-def test_gradients_that_are_summed_elsewhere_are_kept_until_then(slots: list, root: torch.device) -> None:
-    """They belong to the caller's streams, and are read on the default ones of the thread that sums."""
-    recorded = []
-    grads = [torch.ones(2, device=slot) for slot in slots]
-    streams = {torch.device(slot): torch.Stream(torch.device(slot)) for slot in slots}
-    for stream in streams.values():
-        stream.wait_stream(torch.accelerator.current_stream(stream.device))
-
-    class Recording(Tensor):
-        def record_stream(self, stream: torch.Stream) -> None:
-            recorded.append((self.device, stream))
-
-    wait_for_streams(streams, [grad.as_subclass(Recording) for grad in grads])
-    assert {*recorded} == {(grad.device, torch.accelerator.current_stream(grad.device)) for grad in grads}
