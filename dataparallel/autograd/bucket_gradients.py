@@ -60,15 +60,10 @@ def contents_of(envelope: Tensor | None) -> Any:
 
 
 class Packing:
-    """How the gradients of one bucket are flattened. All slots share one object.
-
-    Args:
-        slots: devices.
-        tensors: the bucket's parameters.
-        may_flatten: returns in each backward whether gradients travel, so that flattening them is of use.
+    """How the gradients of one bucket are flattened. All slots share one object. For arguments see `broadcast_bucket`.
 
     Attributes:
-        planned: how the tensors themselves travel, if they do.
+        planned: how the bucket's parameters themselves travel, if they do.
     """
 
     def __init__(
@@ -139,11 +134,6 @@ class SlotGradients:
     def is_empty(self) -> bool:
         """True if there is no gradient."""
         return self.flat is None and not self.others
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that hold the gradients."""
-        return [*self.others.values()] if self.flat is None else [self.flat, *self.others.values()]
 
     def as_list(self) -> list[Tensor | None]:
         """The gradients by position, taken out of the flat buffer."""

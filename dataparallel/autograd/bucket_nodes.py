@@ -161,7 +161,8 @@ def _receive_from_isolated(of_slot: SlotGradients, stream: torch.Stream, use_sid
     Event(stream).make_wait(readers[0])
     if use_side_stream:
         readers.append(side_stream(stream.device))
-    for memory in chain.from_iterable(map(memory_of, of_slot.tensors)):
+    flat = () if of_slot.flat is None else (of_slot.flat,)
+    for memory in chain.from_iterable(map(memory_of, (*flat, *of_slot.others.values()))):
         for reader in readers:
             memory.record_stream(reader)
 

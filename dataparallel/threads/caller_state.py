@@ -16,13 +16,7 @@ import torch
 from dataparallel import _torch
 from dataparallel.streams.isolated import isolated_streams
 from dataparallel.threads import settings
-from dataparallel.threads.settings import (
-    CURRENT_STREAM,
-    INTRA_OP_THREADS,
-    TRANSLATED,
-    Setting,
-    refuse_what_cannot_be_shared,
-)
+from dataparallel.threads.settings import CURRENT_STREAM, INTRA_OP_THREADS, TRANSLATED, Setting
 
 __all__ = ["CallerState"]
 
@@ -40,7 +34,7 @@ class CallerState:
     """The settings of the thread that makes this object, for replicas on ``slots``. The first slot is the root."""
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
-        refuse_what_cannot_be_shared()
+        settings.refuse_what_cannot_be_shared()
         self.slots = slots
         self._carried = [(setting, setting.read(slots)) for setting in settings.CARRIED]
         self._translated = [(setting, setting.read(slots)) for setting in TRANSLATED]

@@ -162,14 +162,6 @@ class Gang:
         if outer is not None:
             outer._pause(slot)
         try:
-            self._go_through(steps)
-        finally:
-            if outer is not None:
-                outer._resume(slot)
-        return self._take_outcomes()
-
-    def _go_through(self, steps: Sequence[Callable[[], None]]) -> None:
-        try:
             for step in steps:
                 step()
         except BaseException:
@@ -180,6 +172,10 @@ class Gang:
                 for outcome in self._take_outcomes():
                     outcome.clear()
             raise
+        finally:
+            if outer is not None:
+                outer._resume(slot)
+        return self._take_outcomes()
 
     def _take_outcomes(self) -> list[Outcome]:
         """The outcomes. A worker may refer to the gang for a moment longer, but the gang holds nothing of the call."""

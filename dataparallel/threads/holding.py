@@ -162,7 +162,7 @@ def set_threads(value: int) -> None:
         torch.set_num_threads(value)
 
 
-def keep_intra_op_threads(value: int, slots: Slots, device: torch.device) -> End:
+def hold_threads(value: int, slots: Slots, device: torch.device) -> End:
     set_threads(value)
     return None  # not ended: each call sets the worker's number again
 

@@ -47,9 +47,7 @@ CARRIED: tuple[Setting, ...] = (
     Setting("torch function modes", holding.read_function_modes, holding.hold_function_modes, one_at_a_time=True),
     Setting("torch dispatch modes", holding.read_dispatch_modes, holding.hold_dispatch_modes, one_at_a_time=True),
     Setting("saved-tensor hooks", holding.read_saved_tensor_hooks, holding.hold_saved_tensor_hooks, one_at_a_time=True),
-    Setting(
-        INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), holding.keep_intra_op_threads, holding.set_threads
-    ),
+    Setting(INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), holding.hold_threads, holding.set_threads),
 )
 """Settings of the calling thread that are the same in replicas. `CallerState` carries context variables too.
 
