@@ -1,4 +1,4 @@
-"""``comm`` as autograd functions: Broadcast, ReduceAdd, ReduceAddCoalesced, Scatter, Gather.
+"""``comm`` as autograd functions: Broadcast, ReduceAddCoalesced, Scatter, Gather.
 
 Each function is one node, and its backward is another of these functions, so all are twice differentiable. Because one
 node covers all devices, a backward pass reaches all of them at once instead of one after the other. A gradient is
@@ -38,7 +38,6 @@ from dataparallel.streams.nodes import forward_streams_set, note_forward_streams
 __all__ = [
     "Broadcast",
     "Gather",
-    "ReduceAdd",
     "ReduceAddCoalesced",
     "Scatter",
     "copies_for_slots",
@@ -134,6 +133,9 @@ class ReduceAddCoalesced(Function):
     """``ReduceAddCoalesced.apply(destination, count, *tensors)``: ``count`` sums over the slots.
 
     ``tensors`` lists ``count`` tensors of the first slot, then ``count`` of the second, and so on. Backward broadcasts.
+
+    Raises:
+        ValueError: shapes or dtypes that differ between slots; the message names them.
     """
 
     @staticmethod
@@ -166,28 +168,6 @@ def _spread(ctx: Any, tensors: list[Tensor | None]) -> list[Sequence[Tensor]]:
             flat = Broadcast.apply(ctx.slots, *tensors)
             return [flat[k : k + len(tensors)] for k in range(0, len(flat), len(tensors))]
         return comm.broadcast_coalesced(tensors, ctx.slots, _ONE_BUFFER)  # type: ignore[arg-type, return-value]
-
-
-class ReduceAdd(Function):
-    """``ReduceAdd.apply(destination, *tensors)``: their sum, in the order given. Backward broadcasts.
-
-    Raises ``ValueError`` if shapes or dtypes differ; the message names them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, destination: DeviceLike, *tensors: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.slots, ctx.settings = [tensor.device for tensor in tensors], settings.current()
-        total = comm.reduce_add(tensors, destination)
-        note_forward_streams(ctx, ctx.slots, [total.device])
-        return alias(total, 0) if len(tensors) == 1 else total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-        if grad is None:
-            return (None,) * (1 + len(ctx.slots))
-        with forward_streams_set(ctx, [grad]):
-            return (None, *(on_slot[0] for on_slot in _spread(ctx, [grad])))
 
 
 class Scatter(Function):

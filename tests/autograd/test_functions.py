@@ -1,4 +1,4 @@
-"""Broadcast, ReduceAdd, ReduceAddCoalesced, Scatter and Gather are as differentiable as one device would be."""
+"""Broadcast, ReduceAddCoalesced, Scatter and Gather are as differentiable as one device would be."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from dataparallel.autograd.functions import Broadcast, Gather, ReduceAdd, ReduceAddCoalesced, Scatter
+from dataparallel.autograd.functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -20,12 +20,11 @@ on_a_single_slot = pytest.mark.parametrize(
     "function",
     [
         lambda root, tensor: Broadcast.apply([root], tensor)[0],
-        lambda root, tensor: ReduceAdd.apply(root, tensor),
         lambda root, tensor: ReduceAddCoalesced.apply(root, 1, tensor)[0],
         lambda root, tensor: Scatter.apply([root], None, 0, tensor)[0],
         lambda root, tensor: Gather.apply(root, 0, tensor),
     ],
-    ids=["Broadcast", "ReduceAdd", "ReduceAddCoalesced", "Scatter", "Gather"],
+    ids=["Broadcast", "ReduceAddCoalesced", "Scatter", "Gather"],
 )
 
 
@@ -48,10 +47,6 @@ def assert_twice_differentiable(function: Callable, *inputs: Tensor) -> None:
 def test_broadcast_is_twice_differentiable(slots: list, root: torch.device) -> None:
     tensors = leaf(2, device=root), leaf(2, 2, device=root, dtype=torch.complex128)
     assert_twice_differentiable(lambda *tensors: Broadcast.apply(["cpu", *slots], *tensors), *tensors)
-
-
-def test_reduce_add_is_twice_differentiable(slots: list, root: torch.device) -> None:
-    assert_twice_differentiable(lambda *terms: ReduceAdd.apply(root, *terms), *leaves(["cpu", *slots], 2, 2))
 
 
 def test_reduce_add_coalesced_is_twice_differentiable(slots: list, root: torch.device) -> None:
@@ -114,7 +109,7 @@ def test_an_undefined_gradient_stays_undefined(slots: list, root: torch.device, 
     """Through every function: what is not used has no gradient, not one of zeros."""
     used, unused = leaves([root, root], 4)
     idle = Gather.apply(root, 0, *Scatter.apply(slots, None, 0, Broadcast.apply(slots, unused)[0]))
-    idle = ReduceAdd.apply(root, idle, idle)
+    (idle,) = ReduceAddCoalesced.apply(root, 1, idle, idle)
     total, _ = ReduceAddCoalesced.apply(root, 2, *[tensor for _ in slots for tensor in (used, idle)])
     grads = torch.autograd.grad(total.sum(), [used, unused], allow_unused=True, create_graph=create_graph)
     assert grads[0].tolist() == [len(slots)] * 4
@@ -136,7 +131,8 @@ def test_what_needs_no_gradient_gets_none(slots: list, root: torch.device) -> No
     whole = Gather.apply(root, 0, *Scatter.apply(slots, None, 0, batch))
     assert torch.equal(whole, batch)
     assert not whole.requires_grad
-    assert ReduceAdd.apply(root, *[torch.tensor([2], device=slot) for slot in slots]).tolist() == [2 * len(slots)]
+    (total,) = ReduceAddCoalesced.apply(root, 1, *[torch.tensor([2], device=slot) for slot in slots])
+    assert total.tolist() == [2 * len(slots)]
     total, counted = ReduceAddCoalesced.apply(root, 2, *[tensor for _ in slots for tensor in (weight, count)])
     assert (total.requires_grad, counted.requires_grad) == (True, False)
 
@@ -165,10 +161,6 @@ def test_some_slots_may_have_sparse_gradients_of_their_chunk(slots: list, root: 
 
 
 def test_leaves_of_one_sum_do_not_share_their_grad(slots: list, root: torch.device) -> None:
-    first, second = leaf(2, device=slots[0]), leaf(2, device=slots[0])
-    (ReduceAdd.apply(root, first, second) * 2).sum().backward()
-    first.grad.zero_()
-    assert second.grad.tolist() == [2.0] * 2
     pairs = [leaf(2, device=slots[0]) for _ in range(4)]
     sum(total.sum() for total in ReduceAddCoalesced.apply(root, 2, *pairs)).backward()
     pairs[0].grad.zero_()
@@ -242,10 +234,8 @@ def test_outputs_keep_python_attributes(slots: list, root: torch.device) -> None
 
 
 def test_sums_refuse_mixed_shapes_and_dtypes(root: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"tensor 0 has \(2,\), tensor 1 has \(3,\)"):
-        ReduceAdd.apply(root, leaf(2, device=root), leaf(3, device=root))
-    with pytest.raises(ValueError, match=r"tensor 0 has torch.float64, tensor 1 has torch.float32"):
-        ReduceAdd.apply(root, leaf(2, device=root), leaf(2, device=root, dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"torch.float64.*torch.float32"):
+        ReduceAddCoalesced.apply(root, 1, leaf(2, device=root), leaf(2, device=root, dtype=torch.float32))
     with pytest.raises(ValueError, match=r"at position 1.*2,.*3,"):
         ReduceAddCoalesced.apply(root, 2, *(leaf(size, device=root) for size in (2, 2, 2, 3)))
     with pytest.raises(ValueError, match="3 tensors cannot be 2 for each slot"):
