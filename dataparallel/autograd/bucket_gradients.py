@@ -83,10 +83,7 @@ class Packing:
                 self._whole = self._buckets[tuple(self._layouts)] = bucket
 
     def bucket_of(self, grads: Sequence[Tensor | None]) -> Bucket | None:
-        """The gradients that travel as one buffer, or ``None`` if there are none.
-
-        Slots with gradients at the same positions get the same object.
-        """
+        """The gradients that travel as one buffer, if any. The same positions give the same object on all slots."""
         if not self._layouts or torch.is_grad_enabled() or (self._may_flatten is not None and not self._may_flatten()):
             return None
         if {*map(type, grads)} == _PLAIN and {*map(_layout, grads)} == _STRIDED:

@@ -221,10 +221,12 @@ class Gather(Function):
         ctx.dim, ctx.settings = dim, settings.current()
         gathered = comm.gather(tensors, dim, destination)
         note_forward_streams(ctx, ctx.slots, [gathered.device])
-        ctx.is_unpacked_here = False
-        if _compute_concurrently(ctx.slots, ctx.settings) and _torch.top_saved_tensors_hooks(True) is not None:
+        # True if slots compute at the same time, on distinct accelerators or on isolated streams of one.
+        isolated = ctx.settings.isolated and ctx.slots[0] != CPU and len(ctx.slots) > 1
+        concurrent = isolated or _on_distinct_accelerators(ctx.slots)
+        ctx.is_unpacked_here = concurrent and _torch.top_saved_tensors_hooks(True) is not None
+        if ctx.is_unpacked_here:
             ctx.save_for_backward(gathered.new_empty(0))
-            ctx.is_unpacked_here = True
         ctx.sizes = [tensor.shape[dim] for tensor in tensors]
         return alias(gathered, 0) if len(tensors) == 1 else gathered
 
@@ -252,8 +254,3 @@ class Gather(Function):
 def _on_distinct_accelerators(slots: Sequence[torch.device]) -> bool:
     """True if a backward over these slots runs in several threads of the engine."""
     return len({slot for slot in slots if slot != CPU}) > 1
-
-
-def _compute_concurrently(slots: Sequence[torch.device], asked: settings.Settings) -> bool:
-    """True if the slots have distinct accelerators, or isolated streams on one accelerator."""
-    return _on_distinct_accelerators(slots) or (asked.isolated and slots[0] != CPU and len(slots) > 1)

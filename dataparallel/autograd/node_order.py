@@ -1,8 +1,8 @@
 """The order in which autograd's engine runs nodes that are ready at the same time.
 
 The engine runs the ready node with the highest sequence number first. Numbers fall from the last layer to the first,
-and only ``AccumulateGrad`` has a higher number than `run_first` sets. In a torch that cannot set these numbers only the
-order changes: gradients are summed last. ``functions`` and ``bucket_nodes`` call this room in their forwards.
+and only ``AccumulateGrad`` has a higher number than `run_first` sets. ``functions`` and ``bucket_nodes`` call this room
+in their forwards.
 """
 
 from __future__ import annotations

@@ -212,24 +212,17 @@ def copied_at_once(
         slots: the slots that get a chunk.
         dim: the dimension along which tensors are cut.
     """
-    if len({slot for slot in slots if slot != CPU}) < 2:
-        yield
-        return
-    fresh = [
-        (tensor, sizes)
-        for tensor, sizes in tensors
-        if can_be_sent(tensor) and not any(sent.fits(slots, sizes, dim) for sent in _waiting.get(id(tensor), ()))
-    ]
-    if not fresh:
-        yield
-        return
-    sent = None
+    new = []
+    if len({slot for slot in slots if slot != CPU}) > 1:
+        for tensor, sizes in tensors:
+            if can_be_sent(tensor) and not any(sent.fits(slots, sizes, dim) for sent in _waiting.get(id(tensor), ())):
+                new.append((tensor, sizes))
+    batch = _sender(tuple(slots)).send(new, dim) if new else None
     try:
-        sent = _sender(tuple(slots)).send(fresh, dim)
         yield
     finally:
-        if sent is not None:
-            sent.end()
+        if batch is not None:
+            batch.end()
 
 
 @lru_cache(maxsize=64)

@@ -48,8 +48,7 @@ def side_stream(device: torch.device) -> torch.Stream:
 class GradientStreams:
     """The streams that all buckets of one forward share, and the memory that each backward uses on them.
 
-    Args:
-        computing: for each accelerator of the call, the stream on which it computes.
+    ``computing``: for each accelerator of the call, the stream on which it computes.
     """
 
     def __init__(self, computing: dict[torch.device, torch.Stream]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from dataparallel import _torch
+from dataparallel.streams.current import current_streams
 from dataparallel.streams.isolated import isolated_streams
 from dataparallel.threads import settings
 from dataparallel.threads.settings import CURRENT_STREAM, INTRA_OP_THREADS, TRANSLATED, Setting
@@ -21,13 +22,6 @@ from dataparallel.threads.settings import CURRENT_STREAM, INTRA_OP_THREADS, TRAN
 __all__ = ["CallerState"]
 
 T = TypeVar("T")
-
-
-def _clear_modes() -> None:
-    """Removes modes that a task has left in its thread (``torch.set_default_device``), for the thread's next task."""
-    for _ in _torch.function_modes():
-        _torch.pop_function_mode()
-    _torch.forget_default_device_context()
 
 
 class CallerState:
@@ -50,8 +44,7 @@ class CallerState:
     @property
     def streams(self) -> list[torch.Stream]:
         """The caller's current streams on the slots' accelerators, and the streams of isolated slots."""
-        callers = next(value for setting, value in self._translated if setting.name == CURRENT_STREAM)
-        return [*callers.values(), *(own.stream for own in self.isolated_streams.values())]
+        return [*current_streams(self.slots).values(), *(own.stream for own in self.isolated_streams.values())]
 
     @contextmanager
     def intra_op_threads_divided(self, workers: int) -> Iterator[None]:
@@ -76,7 +69,10 @@ class CallerState:
         try:
             return self._run(slot, task, [*self._translated, *self._carried])
         finally:
-            _clear_modes()
+            # Modes that the task has left in this thread (``torch.set_default_device``) must not meet its next task.
+            for _ in _torch.function_modes():
+                _torch.pop_function_mode()
+            _torch.forget_default_device_context()
 
     def run_here(self, slot: int, task: Callable[[], T]) -> T:
         """Runs ``task`` in the calling thread, where only the translated settings have to be held.

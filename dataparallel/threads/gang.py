@@ -11,10 +11,9 @@ them from each other. Who waits for whom, and what wakes whom:
 - So no worker waits for a worker that waits for it. Only tasks that wait for each other by their own means can need
   more permits than there are. If no task ends during ``stall_timeout``, the gang goes on without permits.
 
-Threads come from ``pool``, which keeps them by device. A task that starts at the same time as others runs in a thread
-of its device. A worker that ends a task runs the next one itself, for another device too, because a handover to another
-thread costs a switch. So with as many permits as tasks each thread stays on its device. With fewer permits a device
-meets at most as many threads of a gang as there are permits.
+Threads come from ``pool``, which keeps them by device. A worker that ends a task runs the next one itself, for another
+device too, because a handover to another thread costs a switch. So with as many permits as tasks each thread stays on
+its device, and with fewer a device meets at most as many threads of a gang as there are permits.
 """
 
 from __future__ import annotations
@@ -232,10 +231,7 @@ class Gang:
             return slots
 
     def _admit(self) -> list[int]:
-        """Gives free permits to tasks, lowest slot first. Returns the new tasks; resumed ones are woken here.
-
-        Called with the lock held.
-        """
+        """Gives permits to tasks, lowest slot first: wakes resumed ones and returns new ones. Needs the lock."""
         if self.is_stopped:
             self._skip(above=-1)
         slots = []

@@ -1,8 +1,6 @@
 """How each setting of a thread is read in the caller, held in a replica's thread, and restored in the caller's.
 
-``settings`` is the table that names these functions. ``read_*(slots)`` returns the caller's value.
-``hold_*(value, slots, device)`` sets it in the current thread, for a replica on ``device``, and returns a function that
-ends it, or ``None`` if nothing has to be ended.
+``settings`` is the table that names these functions, and `Setting` says what they do. Nobody else calls them.
 """
 
 from __future__ import annotations
@@ -27,7 +25,8 @@ class Setting:
     Attributes:
         name: the setting's name.
         read: ``read(slots)`` returns the value in the calling thread.
-        hold: ``hold(value, slots, device)`` sets the value in a replica's thread. Returns the function that ends it.
+        hold: ``hold(value, slots, device)`` sets the value in the thread of the replica on ``device``. It returns the
+            function that ends it, or ``None`` if nothing has to be ended.
         restore: ``restore(value)`` sets the value in the calling thread again, where a replica may have changed it.
         one_at_a_time: true if replicas must not use the value at the same time, because it is an object with a state.
     """
@@ -66,8 +65,8 @@ def hold_inference_mode(value: bool, slots: Slots, device: torch.device) -> End:
     return None if value == torch.is_inference_mode_enabled() else entered(torch.inference_mode(value))
 
 
+# The cache's switch, and for each type of device the name, the switch and the dtype.
 Autocast: TypeAlias = tuple[bool, list[tuple[str, bool, torch.dtype]]]
-"""If casts are cached, and for each type of device if autocast is on, and its dtype."""
 
 
 def read_autocast(slots: Slots) -> Autocast:

@@ -104,10 +104,7 @@ class PermitChooser:
             return call
 
     def end(self, call: CallPermits, seconds: float | None, stalled: bool = False) -> None:
-        """Notes that the call has ended, after ``seconds`` (``None`` if it failed).
-
-        ``stalled``: its ``stall_timeout`` ran out.
-        """
+        """Notes that the call has ended after ``seconds``, or failed (``None``), or ``stalled`` on its way."""
         with self._lock:
             self._running.discard(call)
             situation = call.situation

@@ -5,7 +5,7 @@ no job waits for another. cuBLAS and cuDNN keep handles and memory for each pair
 ends. So a job never gets an idle thread of another device, as long as the system has threads. Each device has as many
 threads as its jobs have needed at a time. Instead of a device any other key will do.
 
-An idle thread waits for its queue, and `start` wakes it. A job itself calls `release` when its thread is idle again.
+An idle thread waits for its queue until `start` wakes it. A job itself calls `release` when its thread is idle again.
 """
 
 from __future__ import annotations
