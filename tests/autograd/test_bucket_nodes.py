@@ -1,4 +1,4 @@
-"""The nodes of a bucket: one edge for all of its gradients, which are flattened where they are made."""
+"""The nodes of a bucket: one edge carries all of its gradients, and each slot's device flattens its own."""
 
 import threading
 from typing import Any
@@ -180,7 +180,7 @@ def test_the_route_is_that_of_the_forward(slots: list, root: torch.device, sourc
 
 @pytest.mark.devices("sim", "cuda")
 class TestOnAccelerators:
-    """What is done where, and on which streams."""
+    """The threads and streams of each step."""
 
     @pytest.fixture(autouse=True)
     def distinct(self, slots: list) -> None:
@@ -204,7 +204,7 @@ class TestOnAccelerators:
         assert {*threads} == {torch.device(slot) for slot in slots}
         assert len({*threads.values()}) == len(slots)
 
-    def test_nothing_is_flattened_where_the_caller_says_so(
+    def test_nothing_is_flattened_if_the_caller_says_so(
         self, slots: list, root: torch.device, sources: list, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         summed = []
@@ -249,7 +249,7 @@ class TestOnAccelerators:
         assert "contents" not in vars(seen[0])
 
 
-def test_what_kernels_read_where_it_is_is_not_flattened(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_kernels_read_in_place_stay_there(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = [torch.device(slot) for slot in make_slots(2)]
     tensors = [torch.ones(3, device=slots[0])]
     travels = len({*slots}) > 1 or comm.are_slots_isolated()
@@ -289,7 +289,7 @@ def test_gradients_are_taken_out_of_a_flat_buffer(make_slots: Any, monkeypatch: 
 
 
 def test_no_gradient_at_all(slots: list, root: torch.device, sources: list) -> None:
-    """A node that the engine runs with nothing in its hands."""
+    """The engine runs the nodes without any gradient."""
 
     class Nothing(torch.autograd.Function):
         @staticmethod
@@ -365,7 +365,7 @@ def test_a_hook_on_what_a_slot_brings_is_refused_too(slots: list, root: torch.de
 
 
 def test_where_gradients_are_themselves_hooks_change_them(slots: list, root: torch.device, sources: list) -> None:
-    """What the error recommends, and a pre-hook on the slot's node."""
+    """Hooks that the error recommends, and a pre-hook on the slot's node."""
     copies = broadcast(slots, sources)
     copies[0][0].register_hook(lambda grad: grad * 2)  # the first slot's: it counts as two of it
     sources[1].register_hook(lambda grad: grad * 3)
@@ -386,7 +386,7 @@ def test_a_hook_may_say_that_there_is_no_gradient(name: str, slots: list, root: 
 
 @pytest.mark.devices("sim")
 def test_what_a_hook_drops_is_not_used_again_before_the_root_has_waited(slots: list, root: torch.device) -> None:
-    """Sums are written on side streams, and their memory is the caller's."""
+    """Sums are written on side streams, but their memory belongs to the caller's stream."""
     devices = [torch.device(slot) for slot in slots]
     gradient_streams = GradientStreams.for_forward(devices, current_streams(devices))
     losses: list[Tensor] = []
@@ -403,7 +403,7 @@ def test_what_a_hook_drops_is_not_used_again_before_the_root_has_waited(slots: l
 
 
 def test_no_two_gradients_meet_between_the_nodes(slots: list, root: torch.device, sources: list) -> None:
-    """Autograd would add them, and the sum would stand for nothing: each output of these nodes has one user."""
+    """Autograd would add the envelopes, and lose their contents. So each output of these nodes has one user."""
     loss = sum(loss_of(broadcast(slots, sources), root) for _ in range(2))
     edges = [edge for node in nodes_of(loss) for edge in node.next_functions if edge[0] is not None]
     edges = [edge for edge in edges if edge[0].name() in ("ToSlotsBackward", "FromSourceBackward")]

@@ -106,7 +106,7 @@ def test_a_gradient_is_none_exactly_where_no_slot_has_one(slots: list, root: tor
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_an_undefined_gradient_stays_undefined(slots: list, root: torch.device, create_graph: bool) -> None:
-    """Through every function: what is not used has no gradient, not one of zeros."""
+    """Through every function, an unused tensor has no gradient instead of zeros."""
     used, unused = leaves([root, root], 4)
     idle = Gather.apply(root, 0, *Scatter.apply(slots, None, 0, Broadcast.apply(slots, unused)[0]))
     (idle,) = ReduceAddCoalesced.apply(root, 1, idle, idle)
@@ -169,7 +169,7 @@ def test_leaves_of_one_sum_do_not_share_their_grad(slots: list, root: torch.devi
 
 @on_a_single_slot
 def test_a_single_slot_keeps_gradients_apart(root: torch.device, function: Callable) -> None:
-    """What is handed through forward and backward is nobody else's ``.grad``, nor the caller's gradient."""
+    """A tensor that is passed through shares its ``.grad`` neither with another one nor with the caller's gradient."""
     source, other, gradient = leaf(2, device=root), leaf(2, device=root), torch.ones(2, device=root).double()
     (function(root, source) + other).backward(gradient)
     source.grad.zero_()

@@ -1,4 +1,4 @@
-"""Gradients travel in buckets while backward still runs; where buckets end changes nothing but the order of events."""
+"""Gradients travel in buckets while backward still runs. The size of buckets changes only the order of events."""
 
 import functools
 import importlib
@@ -127,7 +127,7 @@ def test_gradcheck_and_gradgradcheck_through_several_buckets(slots, root):
 
 @pytest.mark.slots(2, 3)
 def test_gradients_of_some_parameters_only(slots, root):
-    """Buckets of which nobody wants a gradient are not summed."""
+    """Buckets without a wanted gradient are not summed."""
     model = Layers(4).double().to(root)
     x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
     wanted = [model.layers[3].bias, model.layers[1].weight]

@@ -1,4 +1,4 @@
-"""A caller who works on streams of his own gets what he would get on the default ones, and no race.
+"""A caller that works on its own streams gets the same results as on the default ones, without a race.
 
 Simulated devices show a missing order whatever the timing; CUDA devices only show wrong numbers, now and then.
 """
@@ -42,7 +42,7 @@ def side_streams(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
     yield streams
     try:
         if devices[0].type == "sim":
-            settle()  # what is freed too early is known before everything is waited for
+            settle()  # before the waits below, which would hide memory that is freed too early
     finally:
         for device, stream in before.items():
             torch.accelerator.synchronize(device)
@@ -70,7 +70,7 @@ def test_streams_are_current_inside_and_the_device_stays(slots: list) -> None:
     assert torch.accelerator.current_device_index() == here
 
 
-def test_no_streams_are_what_there_is_on_the_cpu(slots: list) -> None:
+def test_on_the_cpu_there_are_no_streams_to_set(slots: list) -> None:
     before = streams_of(slots)
     with streams_set({}):
         assert streams_of(slots) == before
@@ -109,7 +109,7 @@ class OneInsideTheOther:
             assert self.first_is_out.wait(20)
 
     def run(self, root: torch.device, enter: Callable[[], object]) -> list[bool]:
-        """Whether each thread is on its own stream after ``enter``."""
+        """For each thread, if it is on its own stream after ``enter``."""
 
         def first() -> bool:
             mine = on_a_stream_of_its_own(root)
@@ -248,7 +248,7 @@ def test_double_backward_on_the_callers_streams(slots: list, root: torch.device,
 
 
 class Cube(torch.autograd.Function):
-    """Where its backward is recorded, more is left to do on the device when the gradient of its gradient is made."""
+    """Its recorded backward still has work to do on the device when the gradient of its gradient is made."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class Cubes(nn.Module):
 
 
 def penalty_of_gradients(model: nn.Module, x: Tensor, to: list[Tensor]) -> list[Tensor]:
-    """Gradients of the norm of gradients with respect to ``to``; and of the norm of these, in turn."""
+    """Third derivatives: gradients of the norm of the gradients of the norm of gradients with respect to ``to``."""
     first = torch.autograd.grad(model(x).square().mean(), to, create_graph=True)
     second = torch.autograd.grad(sum(grad.square().mean() for grad in first), to, create_graph=True)
     return list(torch.autograd.grad(sum(grad.square().mean() for grad in second), to))
@@ -312,7 +312,7 @@ def test_nodes_that_a_recorded_backward_makes_know_the_callers_streams(
 def test_gradients_that_replicas_make_on_streams_of_their_own(
     callers: str, sparse: bool, slots: list, root: torch.device, request: pytest.FixtureRequest
 ) -> None:
-    """They are read on the caller's streams: after they are made, and before their memory is used again."""
+    """They are read on the caller's streams, after they are made and before their memory is used again."""
     if callers == "side":
         request.getfixturevalue("side_streams")
 
@@ -350,7 +350,7 @@ NODES = {
 def test_inputs_and_outputs_of_a_node_that_belong_to_other_streams(
     callers: str, name: str, route: str, slots: list, root: torch.device, request: pytest.FixtureRequest
 ) -> None:
-    """The engine orders these with the one stream that it knows of a node; the node orders the rest."""
+    """The engine orders them against the one stream that it knows of a node, and the node orders the others."""
     if callers == "side":
         request.getfixturevalue("side_streams")
     others = {device: torch.Stream(device) for device in map(torch.device, slots)}
@@ -459,10 +459,10 @@ def test_a_worker_is_left_on_the_stream_that_it_was_on(slots: list, side_streams
 
 @pytest.mark.devices("sim")
 def test_what_the_caller_has_waited_for_the_replicas_know_on_any_stream(slots: list, root: torch.device) -> None:
-    """And what a replica has waited for its caller knows."""
+    """The caller also knows the streams that a replica has waited for."""
     devices = [torch.device(slot) for slot in slots]
     x = torch.ones(len(slots), 2, device=root)
-    DataParallel(nn.Identity(), slots)(x)  # its threads know what they know from before
+    DataParallel(nn.Identity(), slots)(x)  # so that its worker threads exist, with the waits that they know
     tables = {}
     for device in devices:
         with (side := torch.Stream(device)):
@@ -472,7 +472,7 @@ def test_what_the_caller_has_waited_for_the_replicas_know_on_any_stream(slots: l
 
     class Uses(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            with (fresh := torch.Stream(x.device)):  # nothing orders it but what the host knows
+            with (fresh := torch.Stream(x.device)):  # only the host's wait orders this stream
                 made[x.device] = tables[x.device] * 2
             fresh.synchronize()
             return x * 1

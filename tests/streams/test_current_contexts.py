@@ -129,7 +129,7 @@ event.synchronize()
 del event
 check()
 
-# What the same does by torch alone, each time for a device without a context.
+# The same by torch alone makes a context, each time on a device that had none.
 simulate(6)
 for index, by_torch in enumerate([
     lambda: (torch.accelerator.set_stream(side), torch.accelerator.set_device_index(3)),
@@ -146,5 +146,5 @@ for index, by_torch in enumerate([
 """
 )
 def test_streams_and_events(available: None, printed: str) -> None:
-    """And what simulated devices show where they are torch's."""
+    """Also shows that torch's own streams and events do make contexts."""
     assert printed == ""

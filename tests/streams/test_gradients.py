@@ -1,6 +1,6 @@
-"""Gradients travel on streams of their own: nothing that computes waits for them, nothing is read or freed too early.
+"""Gradients travel on side streams: no computation waits for them, and no memory is read or freed too early.
 
-The simulated devices' clocks show a missing order whatever the timing. The rest of the suite uses this room too.
+The simulated devices' clocks show a missing order in every run. The rest of the suite uses this room too.
 """
 
 import gc
@@ -41,7 +41,7 @@ def build(root: torch.device, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def wrap(model: nn.Module, slots: list) -> DataParallel:
-    """With a bucket for each parameter, more of them than are under way at a time."""
+    """Wraps with a bucket for each parameter, which are more than are held at a time."""
     return DataParallel(model, slots, bucket_cap_mb=1e-9)
 
 
@@ -55,7 +55,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def keep_in_step(model: nn.Module, layer: int, slots: list) -> None:
-    """Has the root's backward come to ``layer`` only when the other slots' have left it.
+    """Makes the root's backward wait before ``layer`` until the other slots' have left it.
 
     The root's thread sums as soon as it has its own gradients, if the others have theirs.
     """
@@ -139,7 +139,7 @@ def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Those that have been launched, in their order."""
+    """Collects the sums, in the order in which they are launched."""
     launched: list[Tensor] = []
     summed = ToSlots.summed
 
@@ -157,9 +157,9 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_a_device_that_computes_waits_for_no_sum(
     use: str | None, slots: list, root: torch.device, x: Tensor, sums: list[Tensor]
 ) -> None:
-    """To read a sum beside backward, with no order between the two, is a race: the stream that reads has not waited.
+    """To read a sum during backward is a race, which shows that the computing stream has not waited for the sum.
 
-    Also where the loss uses parameters directly, before or after the call.
+    This also holds if the loss uses parameters directly, before or after the call.
     """
     model = build(root)
     raised = []
@@ -181,7 +181,7 @@ def test_a_device_that_computes_waits_for_no_sum(
 
 
 def with_penalty(model: nn.Module, call: nn.Module, use: str | None) -> Callable[[Tensor], Tensor]:
-    """A loss which uses parameters directly too, ``before`` the call or ``after`` it."""
+    """A loss that also uses parameters directly, ``before`` the call or ``after`` it."""
 
     def penalty() -> Tensor:
         return sum(parameter.square().sum() for parameter in model.parameters())
@@ -216,7 +216,7 @@ def test_a_loss_that_uses_parameters_too(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_may_be_freed_at_once(slots: list, root: torch.device, x: Tensor, dtype: torch.dtype) -> None:
-    """Their memory belongs to the caller's stream, whatever stream has filled it."""
+    """Their memory belongs to the caller's stream, although a side stream has filled it."""
     model, twin = build(root, dtype), build(root, dtype)
     x = x.to(dtype)
     calls = {model: wrap(model, slots), twin: lambda x: torch.cat([twin(chunk) for chunk in x.chunk(len(slots))])}

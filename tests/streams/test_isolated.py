@@ -1,6 +1,6 @@
-"""Isolated slots on one accelerator have streams of their own, and every order between these and the caller's is there.
+"""Isolated slots on one accelerator have their own streams, which are ordered against the caller's.
 
-Simulated devices show an order that is missing in every run; here each is taken out once to see that they do.
+Simulated devices show a missing order in every run. Here each order is taken out once, to see that they do.
 """
 
 import gc
@@ -65,7 +65,7 @@ def test_each_device_has_its_first_slot_on_the_callers_stream(make_slots: Callab
         assert one.stream != torch.accelerator.current_stream(slots[slot])
 
 
-def test_other_calls_have_none(slots: list) -> None:
+def test_other_calls_have_no_such_streams(slots: list) -> None:
     with held(Settings()):
         assert isolated_streams(slots) == {}
     assert isolated_streams([torch.device("cpu")] * 3) == {}
@@ -126,7 +126,7 @@ def on_two_devices(make_slots: Callable) -> list[torch.device]:
 
 
 class Recomputes(nn.Module):
-    """Gradients of its layers are summed one after the other, each before the backward of the layer before goes on."""
+    """Sums the gradients of its layers one by one, each before the previous layer's backward begins."""
 
     def __init__(self, root: torch.device) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Recomputes(nn.Module):
 def test_gradients_that_leave_their_device_are_kept_until_then(
     flat: bool, guarded: bool, on_two_devices: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sum reads them on the device's default stream, and the slot's stream gets their memory back."""
+    """The sum reads them on another stream, and their memory then returns to the slot's stream."""
     if not flat:
         monkeypatch.setattr(bucket_gradients.Packing, "bucket_of", lambda self, grads: None)
     root = on_two_devices[0]
@@ -173,9 +173,7 @@ def test_a_checkpoint_around_the_wrapper_recomputes_on_the_same_streams(slots: l
 
 @pytest.mark.devices("sim")
 @pytest.mark.parametrize("guarded", [True, False])
-def test_what_a_replica_has_made_is_the_callers_until_he_has_used_it(
-    guarded: bool, slots: list, root: torch.device
-) -> None:
+def test_outputs_are_kept_until_the_caller_has_used_them(guarded: bool, slots: list, root: torch.device) -> None:
     own = isolated_streams(slots)[1]
     own.wait_for_caller()
     with own.stream:
@@ -235,7 +233,7 @@ STRUCTURES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.devices("sim")
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_what_is_lent_is_kept_until_the_replica_has_used_it(structure: str, slots: list, root: torch.device) -> None:
+def test_inputs_are_kept_until_the_replica_has_used_them(structure: str, slots: list, root: torch.device) -> None:
     own = isolated_streams(slots)[1]
     memory = torch.ones(8, device=root)
     ready = torch.accelerator.current_stream(root).record_event()
@@ -256,7 +254,7 @@ def test_a_structure_that_contains_itself(slots: list, root: torch.device) -> No
 
 
 def test_after_an_error_the_caller_has_waited_too(slots: list, root: torch.device) -> None:
-    """What the replicas were doing to shared memory is over for him."""
+    """The caller may use memory that the replicas have written to."""
     shared = torch.zeros(3, 2, device=root)
 
     class Fails(nn.Module):
@@ -272,7 +270,7 @@ def test_after_an_error_the_caller_has_waited_too(slots: list, root: torch.devic
 
 
 def test_replicas_run_beside_each_other(slots: list, root: torch.device) -> None:
-    """A replica is not ordered after another: each waits for what was before the call only."""
+    """No replica is ordered after another one: each waits only for work from before the call."""
     if root.type != "sim":
         pytest.skip("clocks tell")
     shared = torch.zeros(2, device=root)

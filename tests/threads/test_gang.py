@@ -16,7 +16,7 @@ TIMEOUT = 20.0  # of every wait that a correct gang ends at once
 
 
 def in_user_threads(count: int, job: Callable[[], Any]) -> None:
-    """Runs ``job`` in several threads of the user's at once, and raises what went wrong in them."""
+    """Runs ``job`` in several user threads at the same time, and raises the first error."""
     errors: list[BaseException] = []
 
     def guarded() -> None:

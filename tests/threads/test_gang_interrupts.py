@@ -1,4 +1,4 @@
-"""Ctrl-C while a gang runs: the first waits for what runs and starts nothing more, the second is raised at once."""
+"""Ctrl-C while a gang runs: the first waits for running tasks and starts no others, the second is raised at once."""
 
 import signal
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Threads of gangs: kept between calls, holding nothing while idle, and what happens where no more can be had."""
+"""Threads of gangs are kept between calls and hold nothing while idle. Gangs also work if the system has no more."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""The number of permits: what is chosen for which costs, how little the choice costs, and when it is made again."""
+"""The number of permits: the best one is chosen, at little cost, and the choice is checked later."""
 
 import copy
 import pickle
@@ -92,7 +92,7 @@ def test_of_numbers_that_are_as_good_the_smallest_is_chosen() -> None:
 def test_what_is_slow_is_tried_once(cost: dict[int, float]) -> None:
     numbers, _ = calls(50, PermitChooser(), cost)
     for number, seconds in cost.items():
-        if seconds > 1.8 * cost[best(cost)] and number != 8:  # 8 is what the unmeasured calls run with
+        if seconds > 1.8 * cost[best(cost)] and number != 8:  # the unmeasured calls run with 8
             assert numbers.count(number) <= 1
 
 
