@@ -23,7 +23,7 @@ from dataparallel.devices import DeviceLike, resolve, resolve_output
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.build import bare_module
 from dataparallel.modules.placement import check_placement
-from dataparallel.modules.plan import STANDS_FOR, StandsFor, instance_slots
+from dataparallel.modules.plan import TWIN_INFO, TwinInfo, instance_slots
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.scatter_gather import gather, scatter_kwargs
 from dataparallel.stages import Call, run_alone
@@ -64,7 +64,7 @@ class ReplicateState:
         self.methods = {"forward"}
         self._module = weakref.ref(module)
         self._ignored = (*ignored_modules, *ignored_parameters)  # their ids stay taken
-        self._stands_for = StandsFor(
+        self._twin_info = TwinInfo(
             id(module), frozenset(ignored_modules), frozenset(id(parameter) for parameter in ignored_parameters)
         )
         # The same objects at each call, so that a tree that is as before is recognised.
@@ -85,7 +85,7 @@ class ReplicateState:
 
     def manages(self, parameter: Tensor) -> bool:
         """Whether replicas have their own."""
-        return id(parameter) not in self._stands_for.ignored_parameters
+        return id(parameter) not in self._twin_info.ignored_parameters
 
     def run(self, method: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of ``method`` for the whole batch, on the output device.
@@ -110,7 +110,7 @@ class ReplicateState:
     def _run(self, method: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = [resolve(device) for device in self.slots]
         output_device = resolve_output(self.output_device, slots)
-        check_placement(self._source, slots[0], self._stands_for.ignored_modules, self._stands_for.ignored_parameters)
+        check_placement(self._source, slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters)
         with Call(slots, self._kept) as call:
             return self._stages(call, slots, output_device, method, alone, args, kwargs)
 
@@ -154,7 +154,7 @@ class ReplicateState:
                 "come before `replicate`; on its children it may come at any time"
             )
         hooks = self._no_hooks if method == "forward" else {}
-        own = {**vars(source), **hooks, STANDS_FOR: self._stands_for}
+        own = {**vars(source), **hooks, TWIN_INFO: self._twin_info}
         del own[KEY]
         # Past `Module.__setattr__`, which would look for parameters in it.
         object.__setattr__(self._twin, "__dict__", own)

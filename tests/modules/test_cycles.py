@@ -73,7 +73,7 @@ class Hooked(Straight):
 
 
 def collect_what_is_left_to_the_collector() -> None:
-    if not ownership.can_be_told():
+    if not ownership.are_counts_trusted():
         gc.collect()
 
 
