@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
-from dataparallel.modules.cycles import note_circles
 from dataparallel.modules.plan import MADE_FOR_ATTRIBUTES, NONE_POSITION, TWIN_INFO, ModuleEntry, ModulePlan, dotted
 from dataparallel.modules.references import Rebinding
 from dataparallel.replica_parameter import ReplicaParameter
@@ -99,7 +98,7 @@ def _point_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[
                         f"{type(attributes[key]).__name__} that refers to their replicas could not be built"
                     ) from error
     if plan.may_hold_cycles:
-        note_circles(modules[0], rebinding.made)
+        vars(modules[0])[MADE_FOR_ATTRIBUTES] = rebinding.made  # for a `CycleBreaker`
 
 
 def bare_module(cls: type[nn.Module]) -> nn.Module:

@@ -23,12 +23,7 @@ from dataparallel import ownership
 from dataparallel._torch import OWN_HOOK_TABLES, REGISTRIES
 from dataparallel.modules.plan import MADE_FOR_ATTRIBUTES
 
-__all__ = ["CycleBreaker", "note_circles"]
-
-
-def note_circles(replica: nn.Module, made: list[Any]) -> None:
-    """Notes the objects that were made for a replica's attributes on its root, for a `CycleBreaker`."""
-    vars(replica)[MADE_FOR_ATTRIBUTES] = made
+__all__ = ["CycleBreaker"]
 
 
 class CycleBreaker:
