@@ -52,7 +52,7 @@ def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -
     With CPU slots, or without an accelerator, batches are read when the loop asks for them, and handed on.
 
     Args:
-        loader: any iterable; each loop over the result iterates over it anew.
+        loader: any iterable; each loop over the result iterates over it again.
         model: the wrapper that is called with the batches. Its slots, ``dim`` and ``chunk_sizes`` decide which slot
             gets which samples.
         depth: how many batches are read and sent before the loop asks for them. The devices hold as many batches more.

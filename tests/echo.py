@@ -1,4 +1,4 @@
-"""What tests of `prefetch` share: a module that shows what it got, a loader, and what must be gone afterwards."""
+"""Shared by tests of `prefetch`: a module that shows its inputs, a loader, and the copies that wait for a call."""
 
 import torch
 from torch import Tensor, nn

@@ -204,7 +204,7 @@ def test_what_forward_has_kept_stays_what_it_is(
     net.keeps.append(keep)
     call()
     net.keeps.clear()
-    # What is on the root's device shares the memory of the module.
+    # Tensors on the device of the root share the memory of the module.
     before = [(kept, value(kept).clone()) for kept in net.kept if value(kept).device.index]
     for tensor in (*net.parameters(), *net.buffers()):
         tensor.data = tensor.data * 3

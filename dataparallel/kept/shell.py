@@ -41,7 +41,7 @@ class Shell:
             attributes = own_attributes(entry, entry.attributes.copy(), flags)
             children = {k: self._modules[i] if i >= 0 else self._shared[i] for k, i in entry.children.items()}
             self._hook_tables += [attributes[name] for name in HOOK_TABLES]
-            self._counted.append(attributes[HOOK_TABLES[0]])  # whoever holds all attributes of a module holds this one
+            self._counted.append(attributes[HOOK_TABLES[0]])  # a holder of a module's attributes holds this table
             self._parts.append((attributes, [*entry.parameters.items()], [*entry.buffers.items()], children))
         self._parents = [module for module, part in zip(self._modules, self._parts, strict=True) if part[-1]]
         self._children = [child for *_, children in self._parts for child in children.values()]

@@ -1,4 +1,4 @@
-"""Inside `frozen` replicas are made once for each call that runs at a time, and nothing is sent."""
+"""Inside `frozen` replicas are made once for each call that runs at the same time, and nothing is sent."""
 
 import gc
 import threading
@@ -180,7 +180,7 @@ def test_calls_that_run_at_a_time_have_replicas_of_their_own(slots, root, withou
 
 @pytest.fixture
 def other_streams(slots: list) -> Iterator[Callable[[], None]]:
-    """Makes other streams current, or the default ones again. On the root they wait for each other, no further."""
+    """Makes other streams current, or the default ones again. Only on the root do they wait for each other."""
     devices = [torch.device(slot) for slot in dict.fromkeys(slots)]
     here = torch.accelerator.current_device_index()
     default = [torch.accelerator.current_stream(device) for device in devices]

@@ -1,4 +1,4 @@
-"""What somebody else holds of a kept replica stays what it is, and what nobody holds is freed."""
+"""Parts of a kept replica that somebody else holds stay as they are; parts that nobody holds are freed."""
 
 import copy
 import gc

@@ -1,7 +1,7 @@
-"""Tensors that are used again between calls without a graph have the source's values, and only what nobody else has.
+"""Tensors that later calls without a graph use again have the source's values, and nobody else holds them.
 
-All of it is seen through the wrapper's forward. On slots of one device parameters share the source's memory, and
-what is promised holds there for free; distinct devices (``--devices=sim``) show it.
+The tests look through the wrapper's forward. On slots of one device parameters share the source's memory, and the
+promises hold trivially; distinct devices (``--devices=sim``) show them.
 """
 
 import weakref

@@ -1,6 +1,6 @@
 """A plan lists each module and tensor of a tree once, and says which trees cannot be replicated.
 
-That replicas follow the plan is in test_replicate.
+Tests that replicas follow the plan are in test_replicate.
 """
 
 from collections.abc import Callable
@@ -245,7 +245,7 @@ def test_a_refusal_leaves_the_tree_alone() -> None:
     assert [dict(vars(module)) for module in tree.modules()] == before
 
 
-class TestARootThatStandsForAnotherModule:
+class TestATwinOfAnotherModule:
     def test_what_refers_to_that_module_refers_into_the_tree(self) -> None:
         source, root = nn.Sequential(nn.Linear(2, 2)), nn.Sequential()
         source[0].above = [source]

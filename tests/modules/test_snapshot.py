@@ -1,4 +1,4 @@
-"""A snapshot holds while a plan made anew would be the same, and not a change longer."""
+"""A snapshot holds as long as a new plan would be the same as the one it was made from."""
 
 import functools
 from collections import OrderedDict
