@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from dataparallel import _torch
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.placement import check_placement
@@ -22,7 +21,7 @@ from dataparallel.modules.signatures import shows_forward_of_module
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, replicate
 from dataparallel.scatter_gather import gather, scatter_kwargs
-from dataparallel.stages import Call, run_alone
+from dataparallel.stages import Call, between_graphs, run_alone
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
 
@@ -116,10 +115,9 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         if not self.device_ids:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return self.module(*inputs, **kwargs)
-        # If torch.compile traces the caller, the stages run between its graphs.
-        run = _run_between_graphs if _torch.is_compiler_loaded() else DataParallel._run
-        return run(self, inputs, kwargs)
+        return self._run(inputs, kwargs)
 
+    @between_graphs
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The checks before the four stages, and the context around them."""
         slots = [resolve(device) for device in self.device_ids]
@@ -194,9 +192,6 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
                     f"write .module.{name}"
                 ) from None
             raise
-
-
-_run_between_graphs = _torch.between_graphs(DataParallel._run)
 
 
 def data_parallel(

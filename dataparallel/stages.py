@@ -6,21 +6,36 @@ composable forms. Each of these makes them inside a `Call`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+from dataparallel import _torch
 from dataparallel.devices import current_device_set
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.cycles import CycleBreaker
 from dataparallel.scatter_gather import moved
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
-__all__ = ["Call", "run_alone"]
+__all__ = ["Call", "between_graphs", "run_alone"]
 
+F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R", bound=Sequence[nn.Module])
+
+
+def between_graphs(function: F) -> F:
+    """Decorates a function that ``torch.compile`` does not trace: it runs between the graphs of its caller."""
+    not_traced = _torch.between_graphs(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Without a compiler the plain function does: the other one would import it.
+        return not_traced(*args, **kwargs) if _torch.is_compiler_loaded() else function(*args, **kwargs)
+
+    return cast(F, run)
 
 
 class Call:

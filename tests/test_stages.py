@@ -1,4 +1,4 @@
-"""The context around the stages of a call says how the call ended; a single slot runs the module itself."""
+"""Around the stages: a context tells how a call ended, a single slot runs the module itself, nothing is traced."""
 
 import gc
 import weakref
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import replicate
-from dataparallel.stages import Call, run_alone
+from dataparallel.stages import Call, between_graphs, run_alone
 
 
 class Kept:
@@ -109,3 +109,18 @@ def test_alone_the_slot_is_the_current_device() -> None:
     slot = torch.device(torch.accelerator.current_accelerator().type, 1)
     assert run_alone(torch.accelerator.current_device_index, (), {}, slot, slot) == 1
     assert torch.accelerator.current_device_index() == before
+
+
+@pytest.mark.devices("cpu")
+def test_between_graphs_nothing_is_traced() -> None:
+    seen: list[bool] = []
+
+    @between_graphs
+    def run(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    compiled = torch.compile(lambda x: run(x * 2) * 3, backend="eager")
+    assert compiled(torch.ones(1)).item() == 9
+    assert run(torch.ones(1)).item() == 2
+    assert seen == [False, False]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataparallel import _torch
 from dataparallel._torch import HOOK_TABLES
 from dataparallel.composable.contract import KEY
 from dataparallel.composable.persistent_tensors import PersistentTensors
@@ -26,7 +25,7 @@ from dataparallel.modules.placement import check_placement
 from dataparallel.modules.plan import TWIN_INFO, TwinInfo, instance_slots
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.scatter_gather import gather, scatter_kwargs
-from dataparallel.stages import Call, run_alone
+from dataparallel.stages import Call, between_graphs, run_alone
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
 
@@ -103,10 +102,9 @@ class ReplicateState:
         if not self.slots:
             args, kwargs = arguments_of_one(args, kwargs)
             return alone(*args, **kwargs)
-        # torch.compile around the call: the stages run between its graphs. Without dynamo there is no such call.
-        run = _run_between_graphs if _torch.is_compiler_loaded() else ReplicateState._run
-        return run(self, method, alone, args, kwargs)
+        return self._run(method, alone, args, kwargs)
 
+    @between_graphs
     def _run(self, method: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = [resolve(device) for device in self.slots]
         output_device = resolve_output(self.output_device, slots)
@@ -162,6 +160,3 @@ class ReplicateState:
             if hasattr(source, name):
                 setattr(self._twin, name, getattr(source, name))
         return self._twin
-
-
-_run_between_graphs = _torch.between_graphs(ReplicateState._run)
