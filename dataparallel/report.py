@@ -127,7 +127,7 @@ def look_for_cupy() -> str:
 
 def look_at_reuse() -> str:
     """Tells if calls use replicas and copies of earlier calls again."""
-    why_not = ownership.why_not()
+    why_not = ownership.why_not_trusted()
     if why_not is None:
         return "replicas and copies that nobody else has are used again"
     return f"each call makes its own replicas and copies, because reference counts are not trusted: {why_not}"

@@ -1,11 +1,10 @@
 """Replicas that are used again between calls without a graph: nothing of the last call is in the next.
 
-What a call leaves on tensors is in test_kept_copies, what somebody else holds in test_kept_replicas_held, `frozen` in
-test_kept_replicas_frozen, which changes of a tree are noticed in test_module_snapshot.
+Tests of what a call leaves on tensors are in test_tensors, of what somebody else holds in test_replicas_held, of
+`frozen` in test_frozen, of the changes of a tree that are noticed in modules/test_snapshot.
 """
 
 import copy
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, scatter_kwargs
-from dataparallel.kept.replicas import KeptReplicas
-from dataparallel.modules.plan import ModulePlan
 from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES
 
@@ -74,36 +71,42 @@ def on_one_device(net: nn.Module, x: Tensor) -> Tensor:
     return expected
 
 
-def shells(wrapped: DataParallel) -> list[Any]:
-    return [*wrapped._kept._shells]
+@pytest.fixture
+def identities(call) -> Callable[..., list[int]]:
+    """A function that makes a call and returns the ids of what it finds in the replicas.
+
+    New modules take the places of those that the call has freed, so that equal ids mean the same objects.
+    """
+    others: list[nn.Module] = []
+
+    def identities(find: Callable[[nn.Module], Any], *does: Callable[[nn.Module], Any]) -> list[int]:
+        found: list[int] = []
+        DOES[:] = [lambda replica: found.extend(map(id, find(replica))), *does]
+        call()
+        DOES.clear()
+        others.extend(nn.Linear(1, 1) for _ in range(100))
+        return sorted(found)
+
+    return identities
 
 
 @pytest.mark.reuses("modules are used again")
-def test_modules_are_used_again(wrapped, call) -> None:
-    call()
-    before = shells(wrapped)
-    call()
-    assert len(before) == 3
-    assert all(a is b for a, b in zip(before, shells(wrapped), strict=True))
+def test_modules_are_used_again(identities, net) -> None:
+    before = identities(nn.Module.modules)
+    assert len(before) == 3 * len([*net.modules()])
+    assert identities(nn.Module.modules) == before
 
 
 @pytest.mark.reuses("attributes are used again")
-def test_attributes_are_used_again_until_a_forward_leaves_something(wrapped, call) -> None:
-    def attributes() -> list[int]:
-        return [id(vars(module)) for shell in shells(wrapped) for module in shell._modules]
+def test_attributes_are_used_again_until_a_forward_leaves_something(identities) -> None:
+    def attributes(replica: nn.Module) -> list[dict[str, Any]]:
+        return [*map(vars, replica.modules())]
 
-    call()
-    before = attributes()
-    assert len(before) == 3 * 5
-    call()
-    assert attributes() == before
-    DOES.append(lambda replica: setattr(replica, "left", 1))
-    call()
-    kept = shells(wrapped)
-    DOES.clear()
-    assert not any("left" in vars(module) for shell in kept for module in shell._modules)
-    call()
-    assert all(a is b for a, b in zip(kept, shells(wrapped), strict=True))
+    before = identities(attributes)
+    assert identities(attributes) == before
+    modules = identities(nn.Module.modules, lambda replica: setattr(replica, "left", 1))
+    assert identities(attributes) != before
+    assert identities(nn.Module.modules) == modules
 
 
 def constant_layer(net: Net) -> nn.Linear:
@@ -312,48 +315,3 @@ def test_other_devices(wrapped, call) -> None:
         seen.clear()
         call()
         assert sorted(seen) == sorted(ids)
-
-
-def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) -> None:
-    """Who makes them is told what becomes of calls; nothing has to be overridden."""
-
-    class Ones:
-        def __init__(self) -> None:
-            self.told: list[str] = []
-
-        def for_call(self, plan: ModulePlan, slots: list, cap_bytes: int, record: bool) -> list[list[Tensor]]:
-            self.told.append(f"for_call, {record}")
-            return [[torch.ones_like(tensor, device=slot) for tensor in plan.tensors] for slot in slots]
-
-        def end_call(self) -> None:
-            self.told.append("end_call")
-
-        def forget_last_call(self) -> None:
-            self.told.append("forget_last_call")
-
-        def clear(self) -> None:
-            self.told.append("clear")
-
-    ones = Ones()
-    model = DataParallel(nn.Linear(2, 1, bias=False).to(root), slots)
-    model._kept = KeptReplicas(ones)
-    x = torch.ones(len(slots), 2, device=root)
-    assert model(x).tolist() == [[2.0]] * len(slots)
-    with torch.no_grad():
-        assert model(x).tolist() == [[2.0]] * len(slots)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model(x[:, :1])
-    model._kept.clear()
-    told = ["for_call, True", "end_call", "for_call, False", "end_call", "for_call, True", "forget_last_call", "clear"]
-    assert ones.told == ["clear", *told]
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))])
-def test_copies_are_empty_and_their_own(slots: list, root: torch.device, copied: Callable) -> None:
-    model = DataParallel(nn.Linear(2, 1).to(root), slots)
-    with torch.no_grad():
-        model(torch.ones(len(slots), 2, device=root))
-    other = copied(model._kept)
-    assert other._tensors is not model._kept._tensors
-    assert other._tensors._copies._copies == {}
-    assert other._shells == []
