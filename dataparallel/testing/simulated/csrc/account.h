@@ -9,9 +9,15 @@
 #include <limits>
 #include <optional>
 
-#include "memory.h"
+namespace simulated {
 
-namespace simulated::memory {
+struct MemoryStats {
+  size_t allocated = 0;
+  size_t peak = 0;
+  std::optional<size_t> capacity;
+};
+
+namespace memory {
 
 // Bytes of one device. Every call takes and gives some, on any thread, so there is no lock; all orders are the strict
 // ones, and who reads sees each number at some moment of the call.
@@ -63,4 +69,5 @@ class alignas(64) Account {
   std::atomic<size_t> capacity_{kUnlimited};
 };
 
-} // namespace simulated::memory
+} // namespace memory
+} // namespace simulated

@@ -11,9 +11,8 @@
 #include <mutex>
 #include <string>
 
-#include "account.h"
 #include "counts.h"
-#include "devices.h"
+#include "current.h"
 #include "limits.h"
 
 namespace simulated::memory {

@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "account.h"
 #include "clocks.h"
 
 namespace simulated {
@@ -15,12 +16,6 @@ struct Block : Tracked {
   size_t bytes = 0;
   c10::DeviceIndex device = -1; // -1: pinned host memory
   c10::DataPtr owner; // frees the memory
-};
-
-struct MemoryStats {
-  size_t allocated = 0;
-  size_t peak = 0;
-  std::optional<size_t> capacity;
 };
 
 namespace memory {

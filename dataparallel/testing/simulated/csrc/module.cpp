@@ -5,7 +5,9 @@
 
 #include "clocks.h"
 #include "counts.h"
-#include "devices.h"
+#include "current.h"
+#include "generators.h"
+#include "hooks.h"
 #include "limits.h"
 #include "lists.h"
 #include "memory.h"

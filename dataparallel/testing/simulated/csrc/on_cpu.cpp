@@ -6,7 +6,8 @@
 #include <algorithm>
 
 #include "counts.h"
-#include "devices.h"
+#include "current.h"
+#include "generators.h"
 #include "layouts.h"
 #include "memory.h"
 #include "storages.h"

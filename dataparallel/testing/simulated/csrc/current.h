@@ -1,4 +1,4 @@
-// The current device of a thread, and which devices have a context.
+// How many devices there are, the current device and streams of a thread, and which devices have a context.
 //
 // As with CUDA and torch on top of it, a device gets a context when it is made current in place of another one, and when
 // memory is taken on it. To go back to a device without a context makes none: it is the current device from then on, and
@@ -6,8 +6,13 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 namespace simulated {
+
+// How many devices there are for users. The engine sees the ceiling while it makes its threads.
+c10::DeviceIndex device_count();
+void set_device_count(c10::DeviceIndex count);
 
 c10::Device current_device();
 void set_current_device(c10::DeviceIndex device);
@@ -19,6 +24,12 @@ void forget_contexts() noexcept;
 
 // The index, where the process simulates that device; the current one for -1.
 c10::DeviceIndex checked(c10::DeviceIndex device);
+
+c10::Stream current_stream(c10::Device device);
+// Makes the stream current on its device, and returns the one that was.
+c10::Stream exchange_stream(c10::Stream stream);
+// The current stream of the current device; also while there are no devices for users.
+c10::Stream stream_here() noexcept;
 
 // Makes a device current while it exists.
 class OnDevice {
