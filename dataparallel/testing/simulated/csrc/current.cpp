@@ -13,7 +13,8 @@ namespace {
 std::atomic<c10::DeviceIndex> count{0};
 
 thread_local c10::DeviceIndex current = 0;
-// The device that the driver has: another one while it is to be told of the current one when that is used.
+// The driver's current device. After the thread has gone back to a device without a context it differs from `current`,
+// until that device is used.
 thread_local c10::DeviceIndex drivers = 0;
 std::array<std::atomic<bool>, kCeiling> contexts{};
 

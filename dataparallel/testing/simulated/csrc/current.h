@@ -1,8 +1,8 @@
-// How many devices there are, the current device and streams of a thread, and which devices have a context.
+// The number of devices, each thread's current device and streams, and the devices that have a context.
 //
-// As with CUDA and torch on top of it, a device gets a context when it is made current in place of another one, and when
-// memory is taken on it. To go back to a device without a context makes none: it is the current device from then on, and
-// the driver is told when it is used.
+// As with torch on CUDA, a device gets a context when it becomes current in place of another one, and when memory is
+// allocated on it. Going back to a device without a context makes none: the device becomes current for torch, and the
+// driver is told when the device is used.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -10,7 +10,7 @@
 
 namespace simulated {
 
-// How many devices there are for users. The engine sees the ceiling while it makes its threads.
+// The number of devices that users have. It is kCeiling while the autograd engine makes its threads.
 c10::DeviceIndex device_count();
 void set_device_count(c10::DeviceIndex count);
 
@@ -22,16 +22,16 @@ bool has_context(c10::DeviceIndex device) noexcept;
 void make_context(c10::DeviceIndex device) noexcept;
 void forget_contexts() noexcept;
 
-// The index, where the process simulates that device; the current one for -1.
+// Returns the index, or the current device for -1. Throws c10::Error if the process does not simulate the device.
 c10::DeviceIndex checked(c10::DeviceIndex device);
 
 c10::Stream current_stream(c10::Device device);
-// Makes the stream current on its device, and returns the one that was.
+// Makes the stream current on its device, and returns the former one.
 c10::Stream exchange_stream(c10::Stream stream);
-// The current stream of the current device; also while there are no devices for users.
+// The current stream of the current device, even while users have no devices.
 c10::Stream stream_here() noexcept;
 
-// Makes a device current while it exists.
+// Makes a device current until this object is destroyed.
 class OnDevice {
  public:
   explicit OnDevice(c10::Device device);
@@ -43,8 +43,8 @@ class OnDevice {
   c10::DeviceIndex before_;
 };
 
-// The same as torch's guard for CUDA does it around events: at the end it sets the former device, used or not. (From
-// torch 2.15 on only where an event is destroyed.)
+// The same, as torch's CUDA guard does it around events: at the end it sets the former device even if that one has no
+// context. (From torch 2.15 on, CUDA's guard does so only where it destroys an event.)
 class OnDeviceOfEvent {
  public:
   explicit OnDeviceOfEvent(c10::DeviceIndex device) noexcept;

@@ -11,8 +11,8 @@
 namespace simulated {
 namespace {
 
-// torch's generator of a simulated device draws from a generator of the CPU, so that the same seed gives the same
-// numbers on every device and on the CPU.
+// The generator of a simulated device. It draws from a CPU generator, so that a seed gives the same numbers on every
+// device and on the CPU.
 class SimulatedGenerator final : public c10::GeneratorImpl {
  public:
   SimulatedGenerator(c10::DeviceIndex device, at::Generator source)
@@ -22,7 +22,7 @@ class SimulatedGenerator final : public c10::GeneratorImpl {
     const auto lock = locked();
     source_.set_current_seed(seed);
   }
-  // torch asks every generator that is not the CPU's when it is copied.
+  // torch gets and sets the offset of a generator when it copies one that is not the CPU's.
   void set_offset(uint64_t offset) override {
     TORCH_CHECK(offset == 0, "generators of simulated devices have no offset; got ", offset);
   }
@@ -54,7 +54,7 @@ class SimulatedGenerator final : public c10::GeneratorImpl {
     const auto lock = locked();
     return new SimulatedGenerator(device().index(), source_.clone());
   }
-  // Kernels draw under the mutex of the source; torch holds the one of this generator only.
+  // Kernels hold the source's mutex while they draw. torch holds only this generator's own.
   std::unique_lock<std::mutex> locked() const {
     return std::unique_lock<std::mutex>(source_.mutex());
   }

@@ -1,4 +1,4 @@
-// Devices, streams and events, as torch's device guards ask for them.
+// Implements the interface of torch's device guards: devices, streams and events.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <array>
@@ -65,7 +65,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return reinterpret_cast<void*>(stream.id());
   }
 
-  // Nothing is ever pending, so queries say yes, and what they say the asking thread knows.
+  // Nothing is ever pending, so queries return true. The calling thread then knows as much as after a wait.
   bool queryStream(const c10::Stream& stream) const override {
     clocks::host_waits(stream);
     return true;

@@ -1,4 +1,4 @@
-// What torch asks of a backend beside its guards: whether it is there, its generators, its pinned memory.
+// Implements the hooks that torch calls beside the device guards: availability, generators, pinned memory.
 #pragma once
 
 namespace simulated {

@@ -1,5 +1,5 @@
-// The operators that simulated devices have of their own: where memory is made, moved or viewed, and where torch asks
-// backends of this kind for more. registered.cpp has the CPU's for everything else.
+// The operators that simulated devices implement themselves: those that allocate, copy or view memory, and those that
+// torch requires of this kind of backend. For all others registered.cpp registers the CPU's.
 #include <ATen/core/Tensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
@@ -58,7 +58,7 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::
                                            c10::dtype_or_default(dtype));
 }
 
-// Zeros without memory: what forward derivatives take for those of constants.
+// Zeros without memory. Forward-mode autograd uses them as the derivatives of constants.
 Tensor efficient_zeros(c10::SymIntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
                        std::optional<c10::Device> device, std::optional<bool>) {
   at::native::ZeroTensorAllocator none(device_or_current(device));
@@ -67,11 +67,11 @@ Tensor efficient_zeros(c10::SymIntArrayRef size, std::optional<c10::ScalarType> 
                                    std::nullopt);
 }
 
-// Memory first, then the shape: a tensor whose device is full stays what it was.
+// The memory grows before the shape changes, so that a tensor stays as it was if its device is full.
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
-  if (impl->sizes() != sizes) { // as on the CPU, the strides stay where the shape does
+  if (impl->sizes() != sizes) { // as on the CPU, the strides stay if the shape does
     if (c10::multiply_integers(sizes) > 0) {
       const auto bytes = at::detail::computeStorageNbytesContiguous(
           sizes, impl->dtype().itemsize(), static_cast<size_t>(impl->storage_offset()));
@@ -99,7 +99,7 @@ Tensor& set_storage_at(Tensor& self, at::Storage source, c10::SymInt offset, c10
     const auto bytes = at::detail::computeStorageNbytes(sizes, strides, item, static_cast<size_t>(begin));
     memory::grow(*source.unsafeGetStorageImpl(), bytes);
   }
-  at::native::checkSetStorage<int64_t>(self, std::move(source), begin, sizes, strides); // and sets it
+  at::native::checkSetStorage<int64_t>(self, std::move(source), begin, sizes, strides); // also sets the storage
   self.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, begin);
   return self;
 }
@@ -141,7 +141,8 @@ Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntAr
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
-// Whether `tensor.data = other` may be said. `Module.to` asks, and keeps its parameters, with all ties, if so.
+// True if `self.data = from` is allowed. Then `Module.to` keeps its parameter objects, and so parameters that are tied
+// stay tied.
 bool may_become(const Tensor& self, const Tensor& from) {
   auto ours = [](const Tensor& t) {
     return t.layout() == c10::kStrided && (t.is_cpu() || t.device().type() == c10::kPrivateUse1);
@@ -155,9 +156,9 @@ bool is_simulated(const Tensor& tensor) {
   return tensor.device().type() == c10::kPrivateUse1;
 }
 
-// Copies between devices are ordered against both current streams, as torch's CUDA copies are. Copies from and to the
-// host block unless `non_blocking` was said and the host memory is pinned; pageable memory that is sent
-// `non_blocking` is staged, so it does not block, and pageable memory that is written always does.
+// A copy between devices is ordered with the current streams of both, as torch's CUDA copies are. A copy from the host
+// blocks unless `non_blocking` is true; pageable memory is then staged. A copy to the host blocks unless `non_blocking`
+// is true and the host memory is pinned.
 Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   const auto at = is_simulated(to) ? current_stream(to.device()) : current_stream(self.device());
   const auto launched_on = is_simulated(self) ? current_stream(self.device()) : at;
@@ -175,7 +176,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
     target.copy_(source);
   }
   if (to.numel() > 0) {
-    // One launch and the target's bytes, whatever the layouts: torch converts and packs before it sends.
+    // One launch and the target's bytes, whatever the layouts, because torch converts and packs before it sends.
     const auto place = [](const Tensor& tensor) {
       return is_simulated(tensor) ? tensor.device().index() : counts::kHost;
     };
@@ -207,7 +208,7 @@ c10::Scalar local_scalar_dense(const Tensor& self) {
   return cpu_alias(self).item();
 }
 
-// ---- convolutions: torch asks backends of this kind for operators of their own
+// ---- convolutions: torch calls separate operators for this kind of backend
 
 void convolution(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   static const OperatorPlan cpu(handle("aten::convolution"));
@@ -223,7 +224,7 @@ void convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack* stac
   run_on_cpu(cpu, stack, op.operator_name());
 }
 
-// ---- what the CPU draws without a generator argument
+// ---- dropout: the CPU's operator draws without a generator argument
 
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (input.numel() == 0 || !train.value_or(true)) {
@@ -234,7 +235,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
 
-// ---- recurrent cells: torch asks every accelerator for fused ones. Composed from differentiable operators.
+// ---- recurrent cells: torch calls fused ones on every accelerator. These are composed of differentiable operators.
 
 Tensor with_bias(const Tensor& gates, const OptTensor& bias) {
   return bias && bias->defined() ? gates.add(*bias) : gates;
@@ -284,7 +285,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
 }
 
-// As `copy_` does, `_copy_from` handles lazily conjugated and negated tensors itself: resolving them is a copy.
+// Like `copy_`, `_copy_from` handles lazily conjugated and negated tensors itself: resolving them would be a copy.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

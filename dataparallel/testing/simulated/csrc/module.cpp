@@ -1,4 +1,4 @@
-// What Python sees of the simulated devices: `torch.sim` is made from it in device_module.py.
+// The Python bindings. device_module.py makes `torch.sim` from them.
 #include <ATen/core/Generator.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>

@@ -62,7 +62,7 @@ void note_read(History::Segment& segment, const Access& access) {
   segment.reads.push_back(access);
 }
 
-// Whether an earlier access and a new one to the same span have bytes in common.
+// True if an earlier and a new access within the same span have bytes in common.
 bool meet(const Access& earlier, const Access& access, Span span) {
   if (!earlier.runs && !access.runs) {
     return true;
@@ -81,7 +81,7 @@ bool meet(const Access& earlier, const Access& access, Span span) {
   return false;
 }
 
-// The message of a race, or nothing; notes the access.
+// Records the access. Returns the message of a race, or nothing.
 std::string touch_span(Streams& s, const Clock& clock, const std::string& op, const Touch& touch, Span span,
                        const Access& access) {
   auto& history = touch.block->history;
@@ -109,7 +109,8 @@ std::string touch_span(Streams& s, const Clock& clock, const std::string& op, co
   return "";
 }
 
-// The message if what others did to the memory before it was given out again may not be over; said once.
+// Returns the message if another stream used the memory before it was allocated again and may still do so, or nothing.
+// Reports this once.
 std::string use_again(Streams& s, const Clock& clock, Tracked& block) {
   for (const auto& debt : std::exchange(block.inherited, {})) {
     if (debt.is_contested || !ordered(clock, debt.access)) {

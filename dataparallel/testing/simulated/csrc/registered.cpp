@@ -1,4 +1,4 @@
-// The CPU's operators, registered for simulated devices wherever these have none of their own.
+// Registers the CPU's operators for simulated devices, except those that kernels.cpp implements.
 #include <ATen/core/Tensor.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
@@ -26,14 +26,13 @@ torch::CppFunction on_cpu(c10::OperatorHandle op) {
   return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<OnCpu>(std::move(op)));
 }
 
-// What others define when the extension has been loaded. It may go away again, and another come in its place, so nothing
-// of it is kept.
+// For operators that are defined after the extension has been loaded. They may be removed and defined anew, so no plan
+// is kept.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   run_on_cpu(OperatorPlan(op), stack, op.operator_name());
 }
 
-// Torch asks each backend for the kernel, and takes the one of the CPU where the CPU says so
-
+// torch asks each backend which kernel of attention to use. The answer is the CPU's.
 int64_t attention_kernel(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
                          double dropout, bool is_causal, std::optional<double> scale, bool enable_gqa) {
   return at::_fused_sdp_choice(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
@@ -47,8 +46,8 @@ std::string full_name(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
-// Whatever the CPU has a kernel for, one by one: torch's defaults for what no backend has registered come before a
-// fallback, and take detours that the CPU does not.
+// Registers every operator that has a kernel of the CPU, one by one. A fallback alone would not do: torch prefers its
+// default implementations to a fallback, and these take detours that the CPU's kernels do not.
 void register_what_the_cpu_has(c10::DispatchKey cpu, c10::DispatchKey simulated) {
   static std::vector<std::unique_ptr<torch::Library>> libraries;
   libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", simulated, __FILE__, __LINE__));
@@ -61,11 +60,11 @@ void register_what_the_cpu_has(c10::DispatchKey cpu, c10::DispatchKey simulated)
   }
 }
 
-// torch.distributed's operators have kernels for this backend that ask for a process group of its own; gloo's work on
-// the device's memory.
+// Replaces the kernels that torch.distributed has for this backend. They need a process group of the backend; with the
+// CPU's kernels gloo works on the device's memory.
 void register_distributed() {
   static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  Silence silence; // that kernels are overridden is what is wanted
+  Silence silence; // torch warns of overridden kernels, and they are meant to be
   const c10::WarningUtils::WarningHandlerGuard silent(&silence);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
