@@ -1,6 +1,6 @@
-"""What is compiled on first use: once, by one process, with words where it cannot be, and leaving nothing half-made.
+"""The extension is compiled once, by one process. Errors name the reason, and a failed build leaves no files.
 
-The sources here are three lines, so that it takes a second; compilers, ninja, locks and processes are real.
+The sources here are a few lines, so that compiling takes a second. Compilers, ninja, locks and processes are real.
 """
 
 import io
@@ -22,7 +22,7 @@ from dataparallel.testing import SimulationUnavailable, ToolsMissing
 from dataparallel.testing.simulated import build
 from processes import Ahead, Job, environment, run_pytest
 
-# Their processes are their own: once is enough.
+# These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
 
 SOURCE = """
@@ -44,7 +44,7 @@ build.SOURCES = Path(sys.argv[1])
 print(build.load_extension().ANSWER)
 """
 
-# A compiler that tells when it begins, and goes on when it may.
+# A compiler that makes a file when it begins, and then waits for the file "go".
 PATIENT_COMPILER = """#!/bin/sh
 case " $* " in *" -c "*)
     touch "{0}/compiling.$$"
@@ -67,22 +67,22 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch) -> Path:
-    """Three lines of C++ in the place of the accelerators."""
+    """A few lines of C++ instead of the accelerators."""
     folder = tmp_path / "csrc"
     folder.mkdir()
     (folder / "module.cpp").write_text(SOURCE)
     monkeypatch.setattr(build, "SOURCES", folder)
-    monkeypatch.setattr(build, "_loaded", {})
-    # torch counts what a process compiles under one name; every test is a first time.
+    monkeypatch.setattr(build, "_loaded", {})  # as in a new process: one loads a library only once
+    # torch counts the builds of a process under one name; each test needs the first.
     monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", type(cpp_extension.JIT_EXTENSION_VERSIONER)())
     return folder
 
 
 @pytest.fixture
 def compiler() -> str:
-    """The C++ compiler, where there is one and all else that compiling needs."""
+    """The C++ compiler. Skips the test if any tool for compiling is missing."""
     try:
-        build._check_tools()
+        build.check_tools()
     except ToolsMissing as error:
         pytest.skip(str(error))
     return cpp_extension.get_cxx_compiler()
@@ -90,7 +90,7 @@ def compiler() -> str:
 
 @pytest.fixture
 def no_scripts(tmp_path, monkeypatch) -> None:
-    """Nothing lies beside Python."""
+    """The folder of Python's scripts is empty."""
     get_path = sysconfig.get_path
     monkeypatch.setattr(
         sysconfig, "get_path", lambda name: str(tmp_path / "none") if name == "scripts" else get_path(name)
@@ -178,7 +178,7 @@ def test_windows(monkeypatch):
 
 @pytest.fixture
 def ninja(tmp_path, monkeypatch) -> str:
-    """A ninja beside Python."""
+    """A ninja in the folder of Python's scripts."""
     path = tmp_path / "ninja"
     path.write_text("#!/bin/sh\n")
     path.chmod(0o755)
@@ -188,11 +188,11 @@ def ninja(tmp_path, monkeypatch) -> str:
 
 def test_a_ninja_beside_python_needs_no_path(ninja, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with build._path_with_ninja():
+    with build.path_with_ninja():
         assert shutil.which("ninja") == ninja
         assert os.environ["PATH"] == f"/nowhere:{Path(ninja).parent}"
     assert os.environ["PATH"] == "/nowhere"
-    with pytest.raises(ZeroDivisionError), build._path_with_ninja():
+    with pytest.raises(ZeroDivisionError), build.path_with_ninja():
         raise ZeroDivisionError
     assert os.environ["PATH"] == "/nowhere"
 
@@ -203,7 +203,7 @@ def test_a_path_that_is_unset_or_empty_stays_so(ninja, monkeypatch, before, sear
     monkeypatch.delenv("PATH")
     if before is not None:
         monkeypatch.setenv("PATH", before)
-    with build._path_with_ninja():
+    with build.path_with_ninja():
         assert os.environ["PATH"].split(":") == [*searched, str(Path(ninja).parent)]
     assert os.environ.get("PATH") == before
 
@@ -211,7 +211,7 @@ def test_a_path_that_is_unset_or_empty_stays_so(ninja, monkeypatch, before, sear
 def test_a_ninja_on_path_leaves_path_alone(ninja, monkeypatch):
     path = str(Path(ninja).parent)
     monkeypatch.setenv("PATH", path)
-    with build._path_with_ninja():
+    with build.path_with_ninja():
         assert os.environ["PATH"] == path
 
 
@@ -240,7 +240,7 @@ def test_a_cache_that_cannot_be_made(cache, sources):
 
 
 def test_a_lock_that_cannot_be_opened(cache, sources):
-    (cache / build._fingerprint() / "lock").mkdir(parents=True)
+    build.library_path().with_name("lock").mkdir(parents=True)
     with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
         build.load_extension()
 
@@ -277,11 +277,11 @@ def test_a_second_try_in_one_process_succeeds(cache, sources, compiler):
     assert build.load_extension().ANSWER == 42
 
 
-def test_every_change_of_sources_torch_python_and_flags_is_another_build(sources, monkeypatch):
+def test_every_change_of_sources_torch_python_and_flags_is_another_build(cache, sources, monkeypatch):
     def changed(change: Callable[[], object]) -> bool:
-        before = build._fingerprint()
+        before = build.library_path()
         change()
-        return build._fingerprint() != before
+        return build.library_path() != before
 
     assert not changed(lambda: None)
     module, header = sources / "module.cpp", sources / "limits.h"
@@ -295,7 +295,7 @@ def test_every_change_of_sources_torch_python_and_flags_is_another_build(sources
 
 
 class Loading:
-    """A process that loads the extension; what it says is in a file."""
+    """A process that loads the extension and writes its output to a file."""
 
     def __init__(self, log: Path, *arguments: str, **changes: str) -> None:
         self.log = log
@@ -323,7 +323,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture
 def load(cache, sources, compiler, tmp_path):
-    """Starts processes whose compilers wait for the file ``go``."""
+    """A function that starts processes; their compilers wait for the file ``go``."""
     script = tmp_path / "patient-g++"
     script.write_text(PATIENT_COMPILER.format(tmp_path, compiler))
     script.chmod(0o755)
@@ -370,7 +370,7 @@ def test_a_process_that_is_killed_while_it_compiles_leaves_no_lock(load, tmp_pat
 
 @pytest.fixture(scope="module")
 def processes(request, tmp_path_factory):
-    """Runs of a file of this suite on simulated devices; the compiler is a name, or the text of a script."""
+    """Runs a file of these tests on simulated devices. The compiler is a name, or the text of a script."""
 
     def suite(compiler: str) -> Job:
         folder = tmp_path_factory.mktemp("suite")
