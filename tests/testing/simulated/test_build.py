@@ -197,17 +197,6 @@ def test_a_ninja_beside_python_needs_no_path(ninja, monkeypatch):
     assert os.environ["PATH"] == "/nowhere"
 
 
-@pytest.mark.parametrize(("before", "searched"), [(None, os.defpath.split(":")), ("", [])])
-def test_a_path_that_is_unset_or_empty_stays_so(ninja, monkeypatch, before, searched):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.delenv("PATH")
-    if before is not None:
-        monkeypatch.setenv("PATH", before)
-    with build.path_with_ninja():
-        assert os.environ["PATH"].split(":") == [*searched, str(Path(ninja).parent)]
-    assert os.environ.get("PATH") == before
-
-
 def test_a_ninja_on_path_leaves_path_alone(ninja, monkeypatch):
     path = str(Path(ninja).parent)
     monkeypatch.setenv("PATH", path)
