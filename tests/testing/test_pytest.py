@@ -190,7 +190,7 @@ def test_without_a_compiler_tests_are_skipped_and_told_why(result):
 )
 def test_what_is_no_missing_tool_fails_the_tests(result):
     result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["another backend, 'other', has torch's PrivateUse1 slot*"])
+    result.stdout.fnmatch_lines(["the backend 'other' has torch's PrivateUse1 slot*"])
 
 
 @pytest.mark.long

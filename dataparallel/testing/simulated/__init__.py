@@ -29,7 +29,7 @@ BACKEND = "sim"
 CEILING = 64  # kCeiling in csrc/limits.h
 _lock = threading.Lock()
 _started = False
-_failed: SimulationUnavailable | None = None  # after torch has been told of the devices there is no second try
+_failed: SimulationUnavailable | None = None  # raised again by every later call
 
 
 def simulate(n: int = 8) -> list[torch.device]:
@@ -100,13 +100,13 @@ def _check_process() -> None:
     name = torch._C._get_privateuse1_backend_name()
     if name not in ("privateuseone", BACKEND) or hasattr(torch, name):
         raise SimulationUnavailable(
-            f"another backend, {name!r}, has torch's PrivateUse1 slot in this process, and there is one: use a process "
-            "in which it is not imported"
+            f"the backend {name!r} has torch's PrivateUse1 slot in this process already, and there is one slot: use a "
+            "process in which nothing has taken it"
         )
 
 
 def _start(compiled: ModuleType) -> None:
-    """Tells torch of the devices. torch cannot forget them, so every later call raises a failure of this one again."""
+    """Tells torch of the devices, which it cannot forget again: after a failure there is no second try."""
     global _started, _failed
     assert compiled.CEILING == CEILING
     atexit.register(_before_exit)
@@ -119,12 +119,6 @@ def _start(compiled: ModuleType) -> None:
         threads.carry_knowledge()
     except SimulationUnavailable as error:
         _failed = error
-        raise
-    except BaseException as error:
-        _failed = SimulationUnavailable(
-            f"an earlier call of simulate in this process ended half-way, and there is no second try: {error!r}"
-        )
-        _failed.__cause__ = error
         raise
     _started = True
 
