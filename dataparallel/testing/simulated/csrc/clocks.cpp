@@ -1,7 +1,6 @@
 #include "clocks.h"
 
 #include <c10/util/Exception.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <array>
@@ -10,6 +9,7 @@
 #include <mutex>
 
 #include "limits.h"
+#include "process_state.h"
 #include "races.h"
 
 namespace simulated::clocks {
@@ -27,25 +27,11 @@ struct State : Streams {
   }
 };
 
-State& state();
-
-// A forked child inherits the mutex as it is, but of all threads only the one that forks. So that thread holds the
-// mutex during the fork, and both processes unlock it.
-void keep_whole_over_fork() {
-  pthread_atfork([] { state().mutex.lock(); }, [] { state().mutex.unlock(); }, [] { state().mutex.unlock(); });
-}
-
-// Never destroyed: threads of the autograd engine free memory until the process ends.
 State& state() {
-  static State* the = [] {
-    keep_whole_over_fork();
-    return new State();
-  }();
-  return *the;
+  return process_state<State>();
 }
 
 std::atomic<bool> is_enabled{true};
-std::atomic<bool> stacks{false};
 std::atomic<std::string (*)()> stack_reader{nullptr};
 std::atomic<int (*)()> backward_reader{nullptr};
 thread_local std::shared_ptr<Knowledge> own_knowledge;
@@ -102,11 +88,7 @@ void enable(bool on) {
 }
 
 void keep_stacks(bool on) {
-  stacks = on;
-}
-
-bool stacks_kept() {
-  return stacks;
+  state().keeps_stacks = on;
 }
 
 void set_stack_reader(std::string (*reader)()) {
@@ -122,12 +104,12 @@ Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> to
   if (!enabled() && !joined) {
     return {};
   }
+  auto& s = state();
   auto record = std::make_shared<Launch>();
   record->op = op;
-  if (enabled() && stacks && stack_reader) {
+  if (enabled() && s.keeps_stacks && stack_reader) {
     record->stack = (*stack_reader)(); // takes the GIL, so the mutex must not be held here
   }
-  auto& s = state();
   std::string problem;
   Ticket ticket;
   {

@@ -1,8 +1,8 @@
+#include "history.h"
+
 #include <algorithm>
 #include <iterator>
 #include <utility>
-
-#include "clocks.h"
 
 namespace simulated {
 

@@ -1,7 +1,6 @@
 #include "memory.h"
 
 #include <c10/util/Exception.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <array>
@@ -14,6 +13,7 @@
 #include "counts.h"
 #include "current.h"
 #include "limits.h"
+#include "process_state.h"
 
 namespace simulated::memory {
 namespace {
@@ -26,21 +26,8 @@ struct Pinned {
   std::map<const char*, Block*> blocks;
 };
 
-Pinned& pinned();
-
-// A forked child inherits the mutex as it is, but of all threads only the one that forks. So that thread holds the
-// mutex during the fork, and both processes unlock it.
-void keep_whole_over_fork() {
-  pthread_atfork([] { pinned().mutex.lock(); }, [] { pinned().mutex.unlock(); }, [] { pinned().mutex.unlock(); });
-}
-
-// Never destroyed: threads of the autograd engine free memory until the process ends.
 Pinned& pinned() {
-  static Pinned* the = [] {
-    keep_whole_over_fork();
-    return new Pinned();
-  }();
-  return *the;
+  return process_state<Pinned>();
 }
 
 Account& account(c10::DeviceIndex device) {

@@ -64,10 +64,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", &default_generator);
 
   py::class_<Knowledge, std::shared_ptr<Knowledge>>(m, "Knowledge");
-  m.def("clocks_enabled", &clocks::enabled);
   m.def("enable_clocks", &clocks::enable);
   m.def("keep_stacks", &clocks::keep_stacks);
-  m.def("stacks_kept", &clocks::stacks_kept);
   m.def("check", &clocks::check);
   m.def("knowledge", &clocks::knowledge);
   m.def("snapshot", &clocks::snapshot);

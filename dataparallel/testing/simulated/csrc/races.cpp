@@ -29,13 +29,13 @@ std::string describe(const Streams& s, const Access& earlier, bool write, Span s
   return out.str();
 }
 
-std::string stack_of(const Access& earlier) {
+std::string stack_of(const Streams& s, const Access& earlier) {
   if (!earlier.launch) {
     return "";
   }
   if (earlier.launch->stack.empty()) {
-    return clocks::stacks_kept() ? "\nThe earlier access was launched where no Python runs."
-                                 : "\ntorch.sim.clocks(stacks=True) shows where that was launched.";
+    return s.keeps_stacks ? "\nThe earlier access was launched where no Python runs."
+                          : "\ntorch.sim.clocks(stacks=True) shows where that was launched.";
   }
   return "\nThe earlier access was launched here:\n" + earlier.launch->stack;
 }
@@ -48,7 +48,7 @@ std::string race(const Streams& s, const std::string& op, const Touch& touch, St
   std::ostringstream out;
   out << "race: " << op << " " << (touch.write ? "writes" : "reads") << " its argument '" << touch.argument << "' in "
       << touch.block->where << " on " << name_of(s, stream) << ", and nothing orders it after "
-      << describe(s, earlier, earlier_write, span) << kRemedy << stack_of(earlier);
+      << describe(s, earlier, earlier_write, span) << kRemedy << stack_of(s, earlier);
   return out.str();
 }
 
@@ -133,7 +133,7 @@ std::string freed_too_early(const Streams& s, const Debt& debt, StreamNumber hom
       << (debt.is_contested ? ", from which another thread of the same backward takes memory" : ", which may use it again")
       << ", and nothing orders that after " << describe(s, debt.access, debt.write, debt.span)
       << ". Call tensor.record_stream(stream) before the last reference goes, or let the first stream wait for the "
-      << "second." << stack_of(debt.access);
+      << "second." << stack_of(s, debt.access);
   return out.str();
 }
 

@@ -1,13 +1,16 @@
 // Finds accesses that race, and writes the error messages. clocks.cpp calls it with its mutex held.
 #pragma once
 
+#include <c10/core/Stream.h>
+#include <c10/util/ArrayRef.h>
+
 #include <atomic>
 #include <map>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "clocks.h"
+#include "history.h"
 
 namespace simulated {
 
@@ -31,6 +34,7 @@ struct Streams {
   std::vector<std::vector<Debt>> debts;
   std::vector<Taken> taken;
   std::atomic<bool> has_debts{false};
+  std::atomic<bool> keeps_stacks{false};
 };
 
 namespace races {
