@@ -80,12 +80,16 @@ def run(graph: list, streams: list[list[torch.Stream]]) -> list[torch.Tensor]:
     return [leaf.grad * 2 for leaf in leaves]
 
 
+def finish_all() -> None:
+    for index in range(DEVICES):
+        torch.sim.synchronize(index)
+
+
 @hypothesis.settings(max_examples=1_000)
 @hypothesis.given(graph=nodes)
 def test_no_false_alarm(streams, graph):
     gradients = run(graph, streams)
-    for index in range(DEVICES):
-        torch.sim.synchronize(index)
+    finish_all()
     torch.sim.check_clocks()
     assert all(gradient.isfinite().all() for gradient in gradients)
 
@@ -94,8 +98,7 @@ def test_no_false_alarm(streams, graph):
 @hypothesis.given(graph=nodes, device=st.integers(0, DEVICES - 1), numbers=st.permutations(range(STREAMS)))
 def test_after_any_such_graph_one_missing_wait_is_found(streams, graph, device, numbers):
     run(graph, streams)
-    for index in range(DEVICES):
-        torch.sim.synchronize(index)
+    finish_all()
     made_on, used_on = (streams[device][number] for number in numbers[:2])
     used_on.wait_stream(made_on)
     with torch.sim.stream(made_on):
@@ -104,5 +107,4 @@ def test_after_any_such_graph_one_missing_wait_is_found(streams, graph, device, 
         use(made, made_on, used_on, wait=False) + 1
     with torch.sim.stream(used_on):
         use(made, made_on, used_on) + 1
-    for index in range(DEVICES):
-        torch.sim.synchronize(index)
+    finish_all()

@@ -19,20 +19,6 @@ def fresh():
     gc.collect()
 
 
-@pytest.fixture
-def capacity():
-    """A function that limits a device; the limit ends with the test."""
-    limited = []
-
-    def limit(size, device):
-        limited.append(device)
-        torch.sim.set_memory_capacity(size, device)
-
-    yield limit
-    for device in limited:
-        torch.sim.set_memory_capacity(None, device)
-
-
 def settles_at(growths, expected):
     """Whether the bytes come to be these: a thread of the engine may be a moment late to drop its part of a graph."""
     for _ in range(100):
