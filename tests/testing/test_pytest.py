@@ -1,4 +1,4 @@
-"""The plugin ``dataparallel.testing.pytest``, in a project of its user."""
+"""The plugin ``dataparallel.testing.pytest`` in a user's project."""
 
 import textwrap
 
@@ -6,7 +6,7 @@ import pytest
 
 from processes import Ahead, Job, attempt, run_pytest
 
-# Their processes are their own: once is enough.
+# These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
 
 CONFTEST = 'pytest_plugins = ["dataparallel.testing.pytest"]\n'
@@ -14,7 +14,7 @@ CONFTEST = 'pytest_plugins = ["dataparallel.testing.pytest"]\n'
 
 @pytest.fixture(scope="module")
 def processes(request, tmp_path_factory):
-    """Runs of pytest in projects: a conftest.py with the plugin, and one test file."""
+    """Each process runs pytest in a project: a conftest.py with the plugin, and one test file."""
 
     def project(tests: str, *arguments: str, conftest: str = "", ini: str = "", **changes: str) -> Job:
         folder = tmp_path_factory.mktemp("project")

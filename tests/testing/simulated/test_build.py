@@ -20,7 +20,7 @@ from torch.utils import cpp_extension
 
 from dataparallel.testing import SimulationUnavailable, ToolsMissing
 from dataparallel.testing.simulated import build
-from processes import Ahead, Job, environment, run_pytest
+from processes import environment
 
 # These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
@@ -53,11 +53,6 @@ esac
 exec {1} "$@"
 """
 
-REFUSING_COMPILER = """#!/bin/sh
-case " $* " in *" -c "*) echo "I refuse" >&2; exit 1; esac
-exec {} "$@"
-"""
-
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
@@ -76,16 +71,6 @@ def sources(tmp_path, monkeypatch) -> Path:
     # torch counts the builds of a process under one name; each test needs the first.
     monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", type(cpp_extension.JIT_EXTENSION_VERSIONER)())
     return folder
-
-
-@pytest.fixture
-def compiler() -> str:
-    """The C++ compiler. Skips the test if any tool for compiling is missing."""
-    try:
-        build.check_tools()
-    except ToolsMissing as error:
-        pytest.skip(str(error))
-    return cpp_extension.get_cxx_compiler()
 
 
 @pytest.fixture
@@ -355,38 +340,3 @@ def test_a_process_that_is_killed_while_it_compiles_leaves_no_lock(load, tmp_pat
     wait_until(lambda: second.says(COMPILING))
     (tmp_path / "go").touch()
     assert second.answers()
-
-
-@pytest.fixture(scope="module")
-def processes(request, tmp_path_factory):
-    """Runs a file of these tests on simulated devices. The compiler is a name, or the text of a script."""
-
-    def suite(compiler: str) -> Job:
-        folder = tmp_path_factory.mktemp("suite")
-        if compiler.startswith("#!"):
-            script = folder / "g++"
-            script.write_text(compiler)
-            script.chmod(0o755)
-            compiler = str(script)
-        file = Path(__file__).with_name("test_lists.py")
-        changes = {"TORCH_EXTENSIONS_DIR": str(folder / "cache"), "CXX": compiler}
-        return run_pytest(file.parents[1], "-q", "--devices=sim", str(file), **changes)
-
-    with Ahead(request, tmp_path_factory.mktemp("ahead"), suite) as ahead:
-        yield ahead
-
-
-@pytest.mark.long
-@pytest.mark.ahead(REFUSING_COMPILER.format(cpp_extension.get_cxx_compiler()))
-def test_a_compiler_that_refuses_ends_the_suite_with_an_error(compiler, result):
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --devices=sim: compiling the simulated accelerators failed*"])
-    result.stderr.fnmatch_lines(["*I refuse*"])
-
-
-@pytest.mark.long
-@pytest.mark.ahead("nonexistent-compiler")
-def test_without_a_compiler_the_suite_is_skipped_and_says_why(result):
-    assert result.ret == pytest.ExitCode.OK
-    result.stdout.fnmatch_lines(["*this machine lacks a C++ compiler*"])
-    assert result.parseoutcomes().keys() == {"skipped"}

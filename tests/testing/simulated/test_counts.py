@@ -1,4 +1,4 @@
-"""Launches and copied bytes of simulated devices: each counted once, on its device, whoever launches it."""
+"""Launches and copied bytes of simulated devices: each is counted once, on its device, from all threads."""
 
 import threading
 from typing import ClassVar
@@ -164,7 +164,7 @@ def test_clocks_do_not_matter():
 
 
 class Doubled(torch.autograd.Function):
-    """Runs one operator in backward, and notes the thread."""
+    """Runs one operator in backward, and keeps the thread's number."""
 
     threads: ClassVar[list[int]] = []
 

@@ -66,7 +66,7 @@ torch.ones(1, requires_grad=True).sum().backward()
 with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate.*call simulate first"):
     simulate(2)
 x = torch.ones(1, requires_grad=True)
-x.sum().backward()  # the CPU's is as it was
+x.sum().backward()  # the CPU still works
 assert x.grad.item() == 1
 with pytest.raises(SimulationTooLate, match="a backward has run in this process before simulate"):
     simulate(2)
@@ -138,9 +138,9 @@ sum((x.to(device) @ x.to(device)).sin().sum().to("sim:0") for device in devices)
 
 @pytest.mark.long
 def test_a_script_that_ends_right_after_a_backward_ends_well(available):
-    """Threads of the autograd engine may still be dropping graphs then.
+    """Threads of the autograd engine may still be freeing graphs then.
 
-    Interpreters of their own: forked from one that had imported torch, none of 80 ended badly without the wait at exit.
+    It needs new interpreters: of 80 that were forked after the import of torch, none failed without the wait at exit.
     """
     command = [sys.executable, "-c", ENDS_AFTER_A_BACKWARD]
     ending = [
@@ -200,5 +200,5 @@ assert {p.device.type for p in model.parameters()} == {"sim"}
 assert {p.grad.device.type for p in model.parameters()} == {"sim"}
 """)
 def test_a_module_that_moves_keeps_its_parameters(available, printed):
-    """As on CUDA: the same objects, so ties, optimizers, hooks and gradients stay."""
+    """As on CUDA the parameter objects stay, and with them ties, optimizers, hooks and gradients."""
     assert printed == ""

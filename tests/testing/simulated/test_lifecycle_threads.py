@@ -95,7 +95,7 @@ for thread in threads:
 assert ended == [0] * 100, ended
 """)
 def test_a_forked_child_frees_while_threads_of_its_parent_launch(available, printed):
-    """No lock of a thread that the child does not have stays locked in it."""
+    """No lock stays locked in the child by a thread that the child does not have."""
     assert printed == ""
 
 
@@ -116,7 +116,7 @@ with mock.patch.object(threading, name, side_effect=RuntimeError("can't start ne
     with pytest.raises(RuntimeError, match="can't start new thread"):
         thread.start()
 assert not thread.is_alive() and threading.enumerate() == [threading.main_thread()]
-with side:  # what this thread waits for after the first attempt is known to the second one
+with side:  # the second start carries what this thread has waited for since the first
     side.wait_stream(torch.sim.default_stream(device))
     x.add_(1)
 side.synchronize()
@@ -183,7 +183,7 @@ class Worker(threading.Thread):
 
 def run():
     with side:
-        x.add_(1)  # the starter has waited for what wrote it
+        x.add_(1)  # the thread that started this one has waited for the write
     side.synchronize()
 
 
@@ -192,7 +192,7 @@ worker = Worker()
 worker.run = run
 worker.start()
 worker.join()
-x.add_(1)  # and this thread for the worker, which has waited
+x.add_(1)  # the worker has waited, and this thread has joined it
 assert x.tolist() == [2, 2, 2]
 """)
 def test_a_thread_whose_instance_has_its_own_run_hands_its_knowledge_on(available, printed):

@@ -1,4 +1,4 @@
-"""What operators make on simulated devices: whose it is, who shares it, and that every byte of it counts."""
+"""Results of operators on simulated devices: which device owns them, what shares memory, and every byte counts."""
 
 import gc
 
@@ -23,7 +23,7 @@ def allocated():
 
 @pytest.fixture
 def define():
-    """A function that defines operators of the CPU, `results_test::NAME`, until the test ends or it is called again."""
+    """A function that defines a CPU operator `results_test::NAME`, until the test ends or it is called again."""
     made = []
 
     def define(schema, kernel):
@@ -87,7 +87,7 @@ def test_what_an_operator_keeps_of_its_result_stays_the_cpus(define, allocated, 
     assert allocated() == BYTES
     del result
     assert allocated() == 0
-    assert len(kept[0].tolist()) > 0  # it is still there
+    assert len(kept[0].tolist()) > 0  # its memory is still there
 
 
 def overwrite(x, y):
