@@ -1,25 +1,20 @@
-"""The plugin ``dataparallel.testing.pytest``, in a project of its user."""
+"""The plugin ``dataparallel.testing.pytest`` in a user's project."""
 
 import textwrap
 
 import pytest
 
-from processes import Ahead, Job, attempt, run_pytest, skip_without_tools
+from processes import Ahead, Job, attempt, run_pytest
 
-# Their processes are their own: once is enough.
+# These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
 
 CONFTEST = 'pytest_plugins = ["dataparallel.testing.pytest"]\n'
 
 
 @pytest.fixture(scope="module")
-def available() -> None:
-    skip_without_tools()
-
-
-@pytest.fixture(scope="module")
 def processes(request, tmp_path_factory):
-    """Runs of pytest in projects: a conftest.py with the plugin, and one test file."""
+    """Each process runs pytest in a project: a conftest.py with the plugin, and one test file."""
 
     def project(tests: str, *arguments: str, conftest: str = "", ini: str = "", **changes: str) -> Job:
         folder = tmp_path_factory.mktemp("project")
@@ -190,7 +185,7 @@ def test_without_a_compiler_tests_are_skipped_and_told_why(result):
 )
 def test_what_is_no_missing_tool_fails_the_tests(result):
     result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["another backend, 'other', has torch's PrivateUse1 slot*"])
+    result.stdout.fnmatch_lines(["the backend 'other' has torch's PrivateUse1 slot*"])
 
 
 @pytest.mark.long

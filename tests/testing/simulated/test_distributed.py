@@ -107,7 +107,7 @@ dist.destroy_process_group()
 
 
 def run_pair(script: str, folder: Path) -> None:
-    """Runs it as rank 0 and rank 1, which both have to end well."""
+    """Runs the script as rank 0 and as rank 1. Fails if either fails."""
     arguments = [sys.executable, "-c", PREAMBLE + script, str(folder / "rendezvous")]
     second = subprocess.Popen([*arguments, "1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

@@ -1,4 +1,4 @@
-"""The whole zoo on slots that are not simply the first devices in their order."""
+"""The models of ``testing.models`` on slots other than the first devices in their order."""
 
 import pytest
 import torch
