@@ -26,15 +26,7 @@ from types import ModuleType
 
 import torch
 
-__all__ = [
-    "SimulationTooLate",
-    "SimulationUnavailable",
-    "ToolsMissing",
-    "check_tools",
-    "library_path",
-    "load_extension",
-    "path_with_ninja",
-]
+__all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "library_path", "load_extension"]
 
 SOURCES = Path(__file__).with_name("csrc")
 NAME = "dataparallel_simulated"
