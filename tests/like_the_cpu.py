@@ -1,4 +1,4 @@
-"""What tests of simulated devices compare with: the same function on the CPU."""
+"""What tests of simulated devices share: the same function on the CPU to compare with, and the launches of a call."""
 
 from __future__ import annotations
 
@@ -62,6 +62,13 @@ def tensors(value: Any) -> list[Tensor]:
 def cotangent(output: Tensor) -> Tensor:
     values = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(2))
     return values.to(output.device)
+
+
+def launches_of(function: Callable[..., Any], *arguments: Any) -> dict[int, int]:
+    """The launches of a call by the index of their device, for devices that have any."""
+    with torch.sim.counted() as counts:
+        function(*arguments)
+    return {device: count for device, count in enumerate(counts.launches) if count}
 
 
 def to_cpu(value: Any) -> Any:

@@ -5,11 +5,13 @@ taken for CUDA's, with NCCL played by plain copies, and the kernels compiled for
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
 import torch
+from kernel_launches import Launches
+from nccl_stand_in import Library
 from torch import nn
 
 from dataparallel import DataParallel, comm
@@ -21,9 +23,8 @@ from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
 from dataparallel.comm.topology import Link, Topology
 from dataparallel.testing import isolated_slots
-from kernel_launches import Launches
-from nccl_stand_in import Library
 
+pytestmark = pytest.mark.usefixtures("forgetful")
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
 CPU = torch.device("cpu")
 NAMES = {"nccl": nccl.Nccl, "cupy": Kernels}
@@ -32,14 +33,6 @@ NAMES = {"nccl": nccl.Nccl, "cupy": Kernels}
 def pure(test: object) -> object:
     """They know no slots: once is enough."""
     return pytest.mark.devices("cpu")(pytest.mark.not_isolated("no slots")(test))
-
-
-@pytest.fixture(autouse=True)
-def forgetful() -> Iterator[None]:
-    """Nothing that one of these tests finds out is known to other tests."""
-    select._forget()
-    yield
-    select._forget()
 
 
 def linked(devices: Sequence[torch.device]) -> Topology:

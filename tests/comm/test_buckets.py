@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from special_tensors import Tagged, with_attribute
 from torch import Tensor, nn
 
 from dataparallel.comm.buckets import (
@@ -259,23 +260,13 @@ def test_only_candidates_are_planned() -> None:
 # What travels flat
 
 
-class Tagged(Tensor):
-    """A tensor that is more than its data."""
-
-
-def _with_attribute() -> Tensor:
-    tensor = torch.zeros(2)
-    tensor.tag = "mine"
-    return tensor
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
         torch.zeros(2).as_subclass(Tagged),
         nn.Buffer(torch.zeros(2)),
         torch.eye(2).to_sparse(),
-        _with_attribute(),
+        with_attribute(torch.zeros(2)),
         torch.ones(2, dtype=torch.complex64).conj(),
         torch._neg_view(torch.ones(2)),
         torch.ones(2, dtype=torch.complex64).conj().imag,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from special_tensors import Tagged, of_many_magnitudes, tagged, with_attribute
 from torch import Tensor, nn
 
 from dataparallel import comm
@@ -21,19 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 CPU = torch.device("cpu")
 CAPS = st.sampled_from([1, 64, 10 * 2**20])
-
-
-class Tagged(Tensor):
-    """A tensor that is more than its data."""
-
-
-def tagged(values: Tensor) -> Tensor:
-    return values.as_subclass(Tagged)
-
-
-def with_attribute(values: Tensor) -> Tensor:
-    values.tag = "mine"
-    return values
 
 
 @pytest.fixture
@@ -61,13 +49,6 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 DENSE_FORMS = [form for form in FORMS if form != "sparse"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int32, torch.bool]
-
-
-def of_many_magnitudes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Values whose sum depends on the order in which they are added."""
-    if not dtype.is_floating_point and not dtype.is_complex:
-        return torch.randint(0, 9, shape).to(dtype)
-    return (torch.randn(shape) * 10.0 ** torch.randint(-4, 4, shape)).to(dtype)
 
 
 def in_slot_order(terms: Sequence[Tensor]) -> Tensor:

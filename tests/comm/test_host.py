@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from special_tensors import Tagged, with_attribute
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,15 +13,6 @@ from dataparallel.comm import copies, host
 
 CPU = torch.device("cpu")
 on_devices = pytest.mark.devices("sim", "cuda")
-
-
-class Tagged(Tensor):
-    """A tensor that is more than its data."""
-
-
-def with_attribute(values: Tensor) -> Tensor:
-    values.tag = "mine"
-    return values
 
 
 # A function from values to a tensor of equal values, laid out in its own way.
@@ -46,13 +38,6 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def numbers() -> Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def pair(slots: list) -> tuple[torch.device, torch.device]:
-    if slots[0] == slots[1]:
-        pytest.skip("this needs two devices")
-    return slots[0], slots[1]
 
 
 @pytest.fixture(params=["pinned", "pageable"])

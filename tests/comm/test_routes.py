@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from special_tensors import of_many_magnitudes
 from torch import Tensor
 
 from dataparallel.comm import copies, routes
@@ -20,11 +21,6 @@ MANY = 1000  # tensors
 
 def devices(count: int) -> list[torch.device]:
     return [torch.device("meta", index) for index in range(count)]
-
-
-def of_many_magnitudes(*shape: int) -> Tensor:
-    """Values whose sum depends on the order in which they are added."""
-    return torch.randn(shape) * 10.0 ** torch.randint(-4, 4, shape)
 
 
 # Ways
@@ -93,7 +89,7 @@ def test_buffers_are_filled(route: str, size: int, slots: list, root: torch.devi
 @pytest.mark.parametrize("size", [1, 127, 129, 1000])
 def test_sums_are_in_slot_order_to_the_bit(size: int, slots: list) -> None:
     slots = [torch.device(slot) for slot in slots]
-    terms = [of_many_magnitudes(size).to(slot) for slot in slots]
+    terms = [of_many_magnitudes((size,)).to(slot) for slot in slots]
     expected = reduce(operator.add, [term.cpu() for term in terms])
     for destination in (slots[0], slots[-1]):
         for route in ROUTES:
@@ -124,7 +120,7 @@ def test_coalesced_broadcasts_along_every_route(own: bool, route: str, slots: li
 @pytest.mark.parametrize("route", ROUTES)
 def test_coalesced_sums_along_every_route(route: str, slots: list, root: torch.device) -> None:
     shapes = [(3, 5), (1,), (0,), (300,), (4, 4)]
-    inputs = [[of_many_magnitudes(*shape).to(slot) for shape in shapes] for slot in slots]
+    inputs = [[of_many_magnitudes(shape).to(slot) for shape in shapes] for slot in slots]
     before = [[tensor.clone() for tensor in on_slot] for on_slot in inputs]
     totals = copies.reduce_add_coalesced(inputs, root, 2**20, TorchCopies(route))
     for total, *terms in zip(totals, *inputs, strict=True):

@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,14 +21,6 @@ from dataparallel.comm.settings import ROUTE_VARIABLE, TRANSPORT_VARIABLE
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
-
-
-@pytest.fixture
-def forgetful() -> Iterator[None]:
-    """Nothing that one of these tests finds out is known to other tests."""
-    select._forget()
-    yield
-    select._forget()
 
 
 def on_all(slots: list) -> list[torch.device]:

@@ -50,7 +50,12 @@ def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def kept_on_slots(module: nn.Module) -> int:
-    """How many gradients wait on the slots of a replicated module."""
-    state: Any = replicate.state(module)
-    return sum(len(bucket._kept) for bucket in state._tensors.sums.buckets)
+def in_place(module: nn.Module, slots: Sequence[Any], dim: int = 0) -> nn.Module:
+    """`replicate`, called as a wrapper is: the ``wrap`` of ``dataparallel.testing.parity``."""
+    return replicate(module, devices=slots, dim=dim)
+
+
+def wait_for_all_streams(slots: Sequence[Any]) -> None:
+    """As the README's limits ask for: threads of the engine may be late to drop a backward that has failed."""
+    for device in {torch.device(slot) for slot in slots} - {torch.device("cpu")}:
+        torch.accelerator.synchronize(device)

@@ -14,45 +14,15 @@ import torch
 from torch import nn
 
 import dataparallel.composable
+from affine import Affine
 from dataparallel import DataParallel
 from dataparallel.composable import ReplicatedModule, register_forward_method, replicate
-
-
-class Affine(nn.Module):
-    """A module with a parameter, a buffer and a second method."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.register_buffer("calls", torch.zeros(()))
-        self.sizes: list[int] = []
-
-    def forward(self, x, *, scale=1.0):
-        self.calls += 1
-        self.sizes.append(len(x))
-        return self.linear(x) * scale
-
-    def generate(self, x, offset: float):
-        """Adds."""
-        self.sizes.append(len(x))
-        return self(x) + offset
-
-
-@pytest.fixture
-def affine(root):
-    torch.manual_seed(0)
-    return Affine().double().to(root)
 
 
 @pytest.fixture
 def layers(root):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(root)
-
-
-@pytest.fixture
-def batch(root):
-    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
 
 
 class TestTheModuleIsWhatItWas:

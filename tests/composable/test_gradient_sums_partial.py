@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import assert_same_loop, mean_square, waits
-from persistent import Net, assert_same, build, gradients, living, loss, numbers
+from persistent import Branched, assert_same, build, gradients, kept_on_slots, loss, numbers, with_persistent_replicas
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True"),
 ]
 
-NAMES = [name for name, _ in Net().named_parameters()]
+NAMES = [name for name, _ in Branched().named_parameters()]
 SUBSETS = [
     ["first.weight"],
     ["last.bias"],
@@ -31,18 +31,14 @@ SUBSETS = [
 ]
 
 
-def waiting(wrapped: DataParallel) -> int:
-    return sum(len(bucket._kept) for bucket in wrapped._kept._tensors.sums.buckets)
-
-
 def inputs_of(module: nn.Module, names: list[str]) -> list[Tensor]:
     return [module.get_parameter(name) for name in names]
 
 
 @pytest.fixture
-def wrapped(net: Net, slots: list, root: torch.device) -> DataParallel:
+def wrapped(net: Branched, slots: list, root: torch.device) -> DataParallel:
     """After the steps in which the order of gradients is learnt."""
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     for _ in range(2):
         loss(wrapped(numbers(root, 2 * len(slots)))).backward()
         net.zero_grad()
@@ -51,17 +47,17 @@ def wrapped(net: Net, slots: list, root: torch.device) -> DataParallel:
 
 @pytest.mark.parametrize("names", SUBSETS, ids=", ".join)
 def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, names: list[str]
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, names: list[str]
 ) -> None:
     for _ in range(2):
         for call, module in ((wrapped, net), (twin, twin)):
             module.zero_grad()
             wrapped._kept._tensors.sums.are_on = False
             loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
-            assert waiting(wrapped) > 0 or module is twin
+            assert kept_on_slots(wrapped) > 0 or module is twin
             wrapped._kept._tensors.sums.are_on = True
             loss(call(numbers(root, 2 * len(slots), seed=2))).backward(inputs=inputs_of(module, names))
-        assert waiting(wrapped) == 0
+        assert kept_on_slots(wrapped) == 0
         assert_same(gradients(net), gradients(twin))
         for call in (wrapped, twin):
             loss(call(numbers(root, 2 * len(slots), seed=3))).backward()
@@ -70,7 +66,7 @@ def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(
 
 @pytest.mark.parametrize("names", SUBSETS, ids=", ".join)
 def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, names: list[str]
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, names: list[str]
 ) -> None:
     wrapped._kept._tensors.sums.are_on = False
     for call, module in ((wrapped, net), (twin, twin)):
@@ -87,7 +83,7 @@ def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_see_the_complete_sum(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, name: str
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, name: str
 ) -> None:
     """Of a parameter that the pass reaches, also where it is not the first of its bucket."""
     seen: list[list[Tensor | None]] = []
@@ -104,7 +100,7 @@ def test_hooks_see_the_complete_sum(
 
 
 def test_a_bucket_that_is_not_reached_sends_nothing(
-    wrapped: DataParallel, net: Net, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+    wrapped: DataParallel, net: Branched, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its node runs all the same, for the sake of the order of sums."""
     assert len(wrapped._kept._tensors.sums.buckets) > 2
@@ -125,7 +121,7 @@ def test_a_bucket_that_is_not_reached_sends_nothing(
 
 @pytest.mark.parametrize("are_on", [True, False])
 def test_a_recorded_pass_loses_nothing(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, are_on: bool
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, are_on: bool
 ) -> None:
     """It puts another tensor in the place of ``.grad``."""
     for call in (wrapped, twin):
@@ -133,7 +129,7 @@ def test_a_recorded_pass_loses_nothing(
         loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
         wrapped._kept._tensors.sums.are_on = are_on
         loss(call(numbers(root, 2 * len(slots), seed=2))).backward(create_graph=True)
-    assert waiting(wrapped) == 0
+    assert kept_on_slots(wrapped) == 0
     assert_same([each.detach() for each in gradients(net)], [each.detach() for each in gradients(twin)])
     wrapped._kept._tensors.sums.are_on = True
     for module in (net, twin):
@@ -174,19 +170,19 @@ def test_gradients_of_a_buffer_that_was_computed_do_not_wait(slots: list, root: 
 
 def test_a_question_that_goes_through_a_computed_buffer_takes_nothing(slots: list, root: torch.device) -> None:
     net = seeded(Computed)().to(root)
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     net.squared = net.scale.square()
     x = numbers(root, 2 * len(slots))
     for are_on in (True, True, False):
         wrapped._kept._tensors.sums.are_on = are_on
         loss(wrapped(x)).backward(inputs=[net.linear.weight], retain_graph=True)
     wrapped._kept._tensors.sums.are_on = True
-    before = waiting(wrapped)
+    before = kept_on_slots(wrapped)
     torch.autograd.grad(loss(wrapped(x)), [net.scale])
-    assert waiting(wrapped) == before > 0
+    assert kept_on_slots(wrapped) == before > 0
 
 
-class Checkpointed(Net):
+class Checkpointed(Branched):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=True)
 
@@ -196,14 +192,14 @@ def test_with_reentrant_checkpoints_nothing_counts_twice(slots: list, root: torc
     """Each slot's region ends with a pass of its own, of which several run at a time."""
     net, twin = build(root), build(root)
     net.__class__ = twin.__class__ = Checkpointed
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     for step in range(3 * rounds):
         wrapped._kept._tensors.sums.are_on = step % 3 == 2
         x = numbers(root, 2 * len(slots), seed=step).requires_grad_()
         for call in (wrapped, twin):
             loss(call(x)).backward()
         if step % 3 == 2:
-            assert waiting(wrapped) == 0
+            assert kept_on_slots(wrapped) == 0
             assert_same(gradients(net), gradients(twin))
 
 
@@ -225,7 +221,7 @@ class Program:
     def __init__(self, slots: list, root: torch.device) -> None:
         self.slots, self.root = slots, root
         self.net, self.twin = build(root), build(root)
-        self.wrapped = living(self.net, slots)
+        self.wrapped = with_persistent_replicas(self.net, slots)
         self.outputs: list[tuple[Tensor, Tensor]] = []  # of forwards that have had no backward
         self.calls = 0
         self.were_zeroed = False
@@ -233,7 +229,7 @@ class Program:
     def run(self, operation: tuple) -> None:
         kind, *arguments = operation
         getattr(self, kind)(*arguments)
-        if waiting(self.wrapped) == 0:
+        if kept_on_slots(self.wrapped) == 0:
             self.compare()
 
     def compare(self) -> None:
@@ -242,7 +238,7 @@ class Program:
         )
         assert_same(found, expected)
 
-    def both(self) -> tuple[Net, Net]:
+    def both(self) -> tuple[Branched, Branched]:
         return self.net, self.twin
 
     def forward(self, is_positive: bool = False) -> None:
@@ -259,20 +255,20 @@ class Program:
         for value, module in zip(self.outputs.pop(), self.both(), strict=True):
             value.backward(inputs=None if names is None else inputs_of(module, names), create_graph=create_graph)
         if are_on:
-            assert waiting(self.wrapped) == 0
+            assert kept_on_slots(self.wrapped) == 0
 
     def grad(self, names: list[str]) -> None:
-        before = waiting(self.wrapped)
+        before = kept_on_slots(self.wrapped)
         if not self.outputs:
             self.forward()
-            before = waiting(self.wrapped)
+            before = kept_on_slots(self.wrapped)
         values = self.outputs.pop()
         found, expected = (
             [*torch.autograd.grad(value, inputs_of(module, names), allow_unused=True)]
             for value, module in zip(values, self.both(), strict=True)
         )
         assert_same(found, expected)
-        assert waiting(self.wrapped) == before
+        assert kept_on_slots(self.wrapped) == before
 
     def zero(self, to_none: bool, names: list[str] | None) -> None:
         for module in self.both():
@@ -292,7 +288,7 @@ class Program:
             sum(parameter.square().sum() for parameter in inputs_of(module, names)).backward()
 
     def step(self) -> None:
-        if waiting(self.wrapped) == 0:
+        if kept_on_slots(self.wrapped) == 0:
             self.outputs.clear()
             for module in self.both():
                 torch.optim.SGD(module.parameters(), lr=1e-3).step()

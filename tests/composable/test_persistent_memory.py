@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from loops import adamw, assert_same_loop, mean_square, waits
-from persistent import living
+from persistent import with_persistent_replicas
 from torch import Tensor, nn
 
 from dataparallel.composable.persistent_memory import MemoryOfCopies
@@ -108,7 +108,7 @@ def test_every_replica_has_the_sources_values_at_each_call(
     else:
         moved.move = MOVES[how]
     moved.name = name
-    wrapped = living(moved, slots)
+    wrapped = with_persistent_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for context in (torch.enable_grad, torch.enable_grad, torch.enable_grad, torch.no_grad, torch.inference_mode) * 2:
         with torch.no_grad():
@@ -122,7 +122,7 @@ def test_every_replica_has_the_sources_values_at_each_call(
 
 
 def test_tensors_and_nodes_stay_when_their_memory_does_not(moved: Moved, slots: list, root: torch.device) -> None:
-    wrapped = living(moved, slots)
+    wrapped = with_persistent_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(2):
         wrapped(x).sum().backward()
@@ -136,7 +136,7 @@ def test_tensors_and_nodes_stay_when_their_memory_does_not(moved: Moved, slots: 
 def test_a_buffer_that_moves_on_slot_0_moves_in_the_module(moved: Moved, slots: list, root: torch.device) -> None:
     """As on one device; the other replicas get its values at the next call."""
     moved.name, moved.move = "shift", data(lambda old: old + 1)
-    wrapped = living(moved, slots)
+    wrapped = with_persistent_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(3):
         before = moved.shift.clone()
@@ -151,7 +151,7 @@ def test_a_buffer_that_moves_on_slot_0_moves_in_the_module(moved: Moved, slots: 
 
 def test_memory_that_is_gone_is_made_anew(moved: Moved, slots: list, root: torch.device) -> None:
     moved.name, moved.move = "shift", not_of(moved.shift, lambda tensor: tensor.untyped_storage().resize_(0))
-    wrapped = living(moved, slots)
+    wrapped = with_persistent_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(4):
         wrapped(x)
@@ -162,7 +162,7 @@ def test_buffers_of_their_own_keep_what_forward_gave_to_them(moved: Moved, slots
     """Where they are not sent at each call: given other memory or changed in place, that makes no difference."""
     source = moved.shift
     moved.name, moved.move = "shift", not_of(source, data(lambda old: old + 1))
-    wrapped = living(moved, slots, broadcast_buffers=False)
+    wrapped = with_persistent_replicas(moved, slots, broadcast_buffers=False)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(2):
         wrapped(x).sum().backward()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from loops import assert_same_loop, mean_square, waits
-from persistent import living
+from persistent import with_persistent_replicas
 from torch import Tensor, nn
 
 from dataparallel.testing.cases import seeded
@@ -47,7 +47,7 @@ def test_a_change_in_place_reaches_all_replicas(
     slots: list, root: torch.device, change: Callable, name: str, context: Callable
 ) -> None:
     net = seeded(Sparse)().to(root)
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for step in range(4):
         with torch.no_grad():

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from loops import SMALL, kept_on_slots, left_behind, waits
-from memory import allocated
-from persistent import assert_same, gradients, numbers
+from loops import SMALL, left_behind, wait_for_all_streams, waits
+from persistent import assert_same, gradients, kept_on_slots, loss, numbers, numbers_of_slots
 from torch import Tensor, nn
 
 from dataparallel.composable import replicate
 from dataparallel.testing.cases import seeded
 from dataparallel.testing.steps import assert_equal
+from memory import allocated
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -119,28 +119,10 @@ def together(slots) -> None:
         pytest.skip("slots on one device run one after the other")
 
 
-def batch(root, slots) -> Tensor:
-    """Two samples for each slot, the first one beginning with its number."""
-    x = numbers(root, 2 * len(slots))
-    x[::2, 0] = torch.arange(1, len(slots) + 1, dtype=x.dtype)
-    return x
-
-
-def loss(output: Tensor) -> Tensor:
-    """A sum, so that a slot's part of the gradient is that of its samples alone."""
-    return output.square().sum()
-
-
 def step(module, x: Tensor) -> list[Tensor | None]:
     module.zero_grad()
     loss(module(x)).backward()
     return gradients(module)
-
-
-def wait_for_all_streams(slots) -> None:
-    """As the README's limits ask for: threads of the engine may be late to drop a backward that has failed."""
-    for device in {torch.device(slot) for slot in slots} - {torch.device("cpu")}:
-        torch.accelerator.synchronize(device)
 
 
 def settle(net, twin, x: Tensor) -> None:
@@ -153,8 +135,7 @@ def settle(net, twin, x: Tensor) -> None:
 
 def bytes_of(slots, settled=None) -> list[int]:
     """Of each device where they are counted."""
-    devices = sorted({torch.device(slot) for slot in slots}, key=str)
-    return allocated(devices, settled) if devices[0].type == "sim" else []
+    return allocated(sorted({torch.device(slot) for slot in slots}, key=str), settled)
 
 
 def assert_next_steps(net, twin, x: Tensor, slots, before: list[int]) -> None:
@@ -179,7 +160,7 @@ def test_in_forward(net, twin, slots, root, layer, which, settled, record, reque
         request.getfixturevalue("together")
     else:
         net.eval()
-    x = batch(root, slots)
+    x = numbers_of_slots(root, slots)
     y = numbers(root, 4 * len(slots), seed=1)  # of another size, so that its call is none of those that tell permits
     if settled:
         settle(net, twin, x)
@@ -217,7 +198,7 @@ def test_in_forward(net, twin, slots, root, layer, which, settled, record, reque
 @quietly_or_not
 def test_in_backward(net, twin, slots, root, layer, which, settled, quietly) -> None:
     """The engine has a thread for each device. A ``.grad`` is what it was, or has all that the pass has for it."""
-    x = batch(root, slots)
+    x = numbers_of_slots(root, slots)
     if settled:
         settle(net, twin, x)
     whole = step(twin, x[:2] if quietly else x)  # in no_sync what slot 0 has found
@@ -248,7 +229,7 @@ def test_in_backward(net, twin, slots, root, layer, which, settled, quietly) -> 
 @at_layers
 def test_again_and_again_in_backward(net, twin, slots, root, layer, which) -> None:
     """No failed pass leaves anything that the next one would add to, or that another would hold."""
-    x = batch(root, slots)
+    x = numbers_of_slots(root, slots)
     settle(net, twin, x)
     before = bytes_of(slots)
     for _ in range(5):

@@ -9,25 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from counting import Counts
 from loops import SMALL
 from persistent import assert_same, gradients
 from torch import Tensor, nn
 
+from affine import Affine
 from dataparallel.composable import replicate
 from dataparallel.kept import replicas as kept_replicas
 from dataparallel.kept import shell
 from dataparallel.testing.cases import seeded
+from nets import DOES, forget
 
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
     # Ignored parameters are used directly: the README's limits tell of this.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
 ]
-
-
-DOES: list[Callable[[Any], Any]] = []
-"""What each replica does in its forward. It is no attribute: a changed tree would have other replicas."""
 
 
 class Shared(nn.Linear):
@@ -45,7 +42,7 @@ class Shared(nn.Linear):
         return self.inside(y) * self.scale
 
 
-class Net(Counts):
+class WithIgnored(Affine):
     """Ignored may be `shared` and what is in it, `blocks[1]`, which is one more, and the parameter `shift`."""
 
     def __init__(self) -> None:
@@ -63,7 +60,7 @@ class Net(Counts):
         return y
 
 
-def ignored(net: Net, which: str) -> dict[str, Any]:
+def ignored(net: WithIgnored, which: str) -> dict[str, Any]:
     """Arguments of `replicate`."""
     parts = {"ignored_modules": [net.shared, net.blocks[1]], "ignored_params": [net.shift]}
     return {name: parts[name] for name in parts if which in (name, "both")}
@@ -73,22 +70,22 @@ both_and_each = pytest.mark.parametrize("which", ["ignored_modules", "ignored_pa
 
 
 @pytest.fixture(autouse=True)
-def nothing_to_do():
+def nothing_asked():
     yield
-    DOES.clear()
+    forget()
 
 
 @pytest.fixture
-def twin(root) -> Net:
-    return seeded(Net)().to(root)
+def twin(root) -> WithIgnored:
+    return seeded(WithIgnored)().to(root)
 
 
 @pytest.fixture
-def build(root, slots) -> Callable[..., Net]:
+def build(root, slots) -> Callable[..., WithIgnored]:
     """Makes a replicated one of which ``which`` is ignored."""
 
-    def build(which: str = "both") -> Net:
-        net = seeded(Net)().to(root)
+    def build(which: str = "both") -> WithIgnored:
+        net = seeded(WithIgnored)().to(root)
         return replicate(net, devices=slots, **ignored(net, which), **SMALL)
 
     return build
@@ -143,11 +140,11 @@ def parameter(like: Tensor) -> nn.Parameter:
     return nn.Parameter(torch.linspace(-1, 1, like.numel()).reshape(like.shape).to(like))
 
 
-def places_changed(net: Net) -> None:
+def places_changed(net: WithIgnored) -> None:
     net.shared, net.blocks[1] = net.blocks[1], net.shared
 
 
-CHANGES: dict[str, Callable[[Net], object]] = {
+CHANGES: dict[str, Callable[[WithIgnored], object]] = {
     "a replaced ignored module": lambda net: setattr(net, "shared", another(net)),
     "a replaced ignored module of another class": lambda net: setattr(net, "shared", another(net, nn.Linear)),
     "a replaced ignored module further down": lambda net: net.blocks.__setitem__(1, another(net)),

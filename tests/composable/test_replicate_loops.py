@@ -3,7 +3,7 @@
 import pytest
 import torch
 from loops import adamw, assert_same_loop, mean_square, waits
-from persistent import Net, numbers
+from persistent import Branched, numbers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +13,7 @@ from dataparallel.testing.cases import seeded
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 STEPS = 4
-net = seeded(Net)
+net = seeded(Branched)
 
 
 def judge() -> nn.Module:
@@ -52,7 +52,7 @@ def test_a_gan_with_three_backwards_a_step(slots, root, quietly):
     assert_same_loop(loop, slots, net, judge)
 
 
-class Checkpointed(Net):
+class Checkpointed(Branched):
     reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class CheckpointedReentrantly(Checkpointed):
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_preferences_with_checkpoints(slots, root, where, reentrant, quietly):
     """DPO: one module sees what was chosen and what was rejected, beside a frozen one; one backward through both."""
-    policy = {True: CheckpointedReentrantly, False: Checkpointed}[reentrant] if where == "inside" else Net
+    policy = {True: CheckpointedReentrantly, False: Checkpointed}[reentrant] if where == "inside" else Branched
 
     def call(policy, x: Tensor) -> Tensor:
         return checkpoint(policy, x, use_reentrant=reentrant) if where == "around" else policy(x)

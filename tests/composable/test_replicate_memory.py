@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from memory import allocated
 from torch import nn
 
 from dataparallel.composable import replicate
+from memory import allocated, nbytes
 
 pytestmark = [pytest.mark.devices("sim"), pytest.mark.not_isolated("slots on one device have copies of their own")]
 
@@ -15,10 +15,6 @@ LAYER = WIDTH * WIDTH * 4
 BUCKET_MB = LAYER / 2**20
 ARRANGEMENTS = [[0, 1], [0, 1, 2], [*range(8)], [0, 0, 1, 1], [0, 0, 0]]
 on_devices = pytest.mark.parametrize("indices", ARRANGEMENTS, ids=str)
-
-
-def nbytes(tensors) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 @on_devices

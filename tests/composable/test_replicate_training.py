@@ -5,8 +5,8 @@ Loops with several modules or several calls are in test_replicate_loops.
 
 import pytest
 import torch
-from loops import SMALL, adamw, assert_same_loop, kept_on_slots, mean_square, waits
-from persistent import Net, numbers
+from loops import SMALL, adamw, assert_same_loop, mean_square, waits
+from persistent import Branched, kept_on_slots, numbers
 from torch import Tensor, nn
 
 from dataparallel.composable import register_forward_method, replicate
@@ -27,7 +27,7 @@ EIGHT_SLOTS = (
     "complex",
 )
 STEPS = 4
-net = seeded(Net)
+net = seeded(Branched)
 
 
 @pytest.mark.slots(2, 8)
@@ -239,7 +239,7 @@ def test_a_step_that_grad_scaler_skips_leaks_nothing(slots, root, where):
 def test_a_module_made_on_meta_is_filled_before_its_first_forward(slots, root):
     values = {name: value.to(root) for name, value in net().state_dict().items()}
     with torch.device("meta"):
-        late = Net().double()
+        late = Branched().double()
     assert replicate(late, devices=slots, **SMALL) is late
     late.to_empty(device=root)
     late.load_state_dict(values)
@@ -253,7 +253,7 @@ def test_a_module_made_on_meta_is_filled_before_its_first_forward(slots, root):
     torch.testing.assert_close(late.state_dict(), early.state_dict(), rtol=0, atol=1e-9)
 
 
-class Scored(Net):
+class Scored(Branched):
     """Trains through another method than ``forward``, which calls it."""
 
     def score(self, x: Tensor, *, sharp: float) -> dict[str, Tensor]:

@@ -4,17 +4,12 @@ import textwrap
 
 import pytest
 
-from processes import Ahead, Job, attempt, run_pytest, skip_without_tools
+from processes import Ahead, Job, attempt, run_pytest
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
 
 CONFTEST = 'pytest_plugins = ["dataparallel.testing.pytest"]\n'
-
-
-@pytest.fixture(scope="module")
-def available() -> None:
-    skip_without_tools()
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_launches import Launches, assert_alike, made
+from special_tensors import Tagged, with_attribute
 from torch import Tensor, nn
 
 from dataparallel.comm import copies, select
 from dataparallel.comm.cupy import transport as one_launch
 from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.routes import STAR
-from kernel_launches import Launches, assert_alike, made
 
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(3)]
 
@@ -181,16 +182,6 @@ def test_each_tensor_of_the_caller_is_asked_once_and_no_result(
     assert asked[-1].shape == (sum(tensor.numel() for tensor in inputs[0]),), "the buffer of the results"
 
 
-class Subclass(Tensor):
-    pass
-
-
-def with_attribute() -> Tensor:
-    tensor = torch.arange(3.0)
-    tensor.note = "mine"
-    return tensor
-
-
 def misaligned(numel: int = 4) -> Tensor:
     tensor = torch.frombuffer(bytearray(4 * numel + 4), dtype=torch.float32, offset=1, count=numel)
     return tensor.copy_(torch.arange(float(numel)))
@@ -214,8 +205,8 @@ COPIED_ONLY = {
 NOT_FLAT = {
     "holes": lambda: torch.randn(6)[::2],
     "repeated": lambda: torch.randn(1).expand(3),
-    "subclass": lambda: torch.randn(3).as_subclass(Subclass),
-    "attribute": with_attribute,
+    "subclass": lambda: torch.randn(3).as_subclass(Tagged),
+    "attribute": lambda: with_attribute(torch.arange(3.0)),
     "sparse": lambda: torch.ones(3).to_sparse(),
     "sparse rows": lambda: torch.ones(3, 3).to_sparse_csr(),
     "negative": lambda: torch.ones(3, dtype=torch.complex64).conj().imag.clone()._neg_view(),

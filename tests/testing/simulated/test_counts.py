@@ -8,15 +8,9 @@ import torch
 
 from like_the_cpu import DEVICE as ONE
 from like_the_cpu import OTHER as TWO
+from like_the_cpu import launches_of
 
 pytestmark = pytest.mark.devices("sim")
-
-
-def launches_of(function, *arguments):
-    """The launches of a call, by device, where there are any."""
-    with torch.sim.counted() as counts:
-        function(*arguments)
-    return {device: count for device, count in enumerate(counts.launches) if count}
 
 
 # Launches

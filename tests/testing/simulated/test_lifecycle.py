@@ -7,15 +7,10 @@ import sys
 import pytest
 
 from dataparallel.testing import simulate
-from processes import Ahead, attempt, environment, skip_without_tools
+from processes import Ahead, attempt, environment
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
-
-
-@pytest.fixture(scope="module")
-def available() -> None:
-    skip_without_tools()
 
 
 @pytest.fixture(scope="module")

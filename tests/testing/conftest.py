@@ -1,0 +1,11 @@
+"""A fixture that several files of this folder use."""
+
+import pytest
+
+from processes import skip_without_tools
+
+
+@pytest.fixture(scope="module")
+def available() -> None:
+    """The simulated accelerators can be compiled, or the test is skipped."""
+    skip_without_tools()
