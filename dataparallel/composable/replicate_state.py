@@ -130,9 +130,13 @@ class ReplicateState:
         if len(slots) == 1:
             return run_alone(alone, inputs[0], keywords[0], slots[0], output_device)
         slots = slots[: len(inputs)]
-        replicas = call.uses(self._kept.replicas(self._make_twin(method), slots, self.cap_bytes))
+        replicas = call.uses(self.replicate(self._make_twin(method), slots))
         outputs = run_replicas(replicas, inputs, keywords, slots, None, None, self._permits, method)
         return gather(outputs, output_device, self.dim)
+
+    def replicate(self, source: nn.Module, slots: list[torch.device]) -> list[Any]:
+        """The stage that makes replicas; override it on this object to make them in another way."""
+        return self._kept.replicas(source, slots, self.cap_bytes)
 
     @property
     def _source(self) -> nn.Module:

@@ -3,8 +3,8 @@
 `assert_same_step` and `assert_same_training` answer that for any module: outputs, gradients of
 parameters and of inputs, buffers, and what an optimizer makes of them. Equal weights hide one
 kind of mistake: a replica that computes with the source's weights is right by accident.
-`perturbed_slots` makes the weights of every slot different, inside the autograd graph, and
-`reference_step_by_chunks` does the same to one copy of the module per chunk.
+`perturbed_slots` makes the weights of every slot different, and `reference_step_by_chunks` does the
+same to one copy of the module per chunk.
 
 These are helpers for tests, of the library and of its users. They build the module several
 times, so they take a function that builds it, always with the same weights, modes and
@@ -12,7 +12,6 @@ times, so they take a function that builds it, always with the same weights, mod
 """
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataparallel.composable.persistent_tensors import PersistentTensors
+from dataparallel.composable import ReplicatedModule, replicate
+from dataparallel.composable.replicate_state import ReplicateState
 from dataparallel.data_parallel import DataParallel
-from dataparallel.modules.build import make_parameters
-from dataparallel.modules.plan import ModulePlan
-from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.testing.cases import Batch, Build, adamw
 from dataparallel.testing.steps import (
     Loss,
@@ -93,47 +90,55 @@ def reference_step_by_chunks(
     )
 
 
-@contextlib.contextmanager
-def perturbed_slots(source: nn.Module, perturbation: Perturbation) -> Iterator[None]:
-    """While open, every slot gets the weights of `source` plus noise of its own.
+def perturb(replicas: Sequence[nn.Module], perturbation: Perturbation) -> None:
+    """Add to the trainable tensors of each replica what `perturbation` adds on its slot.
 
-    The noise is added to what the broadcast returns, before replicas are built from it, so
-    gradients flow through the addition. Not for several threads at once: it replaces what
-    `dataparallel.replicate` calls, `broadcast_bucket`, and `PersistentTensors`.
+    Each tensor stays the same object and keeps its place in the autograd graph, so whatever leads to
+    it leads to the new values. The memory that it may share with the source is left as it is.
     """
-    # The package has a function of that name, which hides the module.
-    room: Any = importlib.import_module("dataparallel.replicate")
-    broadcast_bucket = room.broadcast_bucket
-    indices = {id(tensor): index for index, tensor in enumerate(_trainable(source))}
+    for slot, replica in enumerate(replicas):
+        for index, tensor in enumerate(_trainable(replica)):
+            tensor.data = tensor.data + perturbation.noise(tensor, slot, index)
 
-    def perturbed(slots: Any, tensors: Sequence[Tensor], *arguments: Any) -> list[tuple[Tensor, ...]]:
-        places = [indices[id(tensor)] for tensor in tensors if id(tensor) in indices]
-        if len(places) < len(tensors):
-            raise AssertionError("broadcast of a tensor that is not one of the source's")
-        return [
-            tuple(copy + perturbation.noise(copy, slot, place) for place, copy in zip(places, copies, strict=True))
-            for slot, copies in enumerate(broadcast_bucket(slots, tensors, *arguments))
-        ]
 
-    living = PersistentTensors.for_call
+@contextlib.contextmanager
+def perturbed_slots(parallel: Callable[..., Any], perturbation: Perturbation) -> Iterator[None]:
+    """While open, every replica of `parallel` has the weights of its source plus noise of its own.
 
-    def perturbed_living(self: PersistentTensors, plan: ModulePlan, *arguments: Any) -> list[list[Tensor]]:
-        copies = []
-        for slot, on_slot in enumerate(living(self, plan, *arguments)):
-            copies.append([*on_slot])
-            for place, (tensor, copy) in enumerate(zip(plan.tensors, on_slot, strict=True)):
-                if id(tensor) in indices:
-                    copies[slot][place] = copy + perturbation.noise(copy, slot, indices[id(tensor)])
-            make_parameters(plan, copies[slot], ReplicaParameter)
-        return copies
+    `parallel` is a `DataParallel` on several slots, or a module after
+    `dataparallel.composable.replicate`. Its stage `replicate` is overridden, as a subclass may do
+    it, by one that passes the replicas through `perturb`. For calls that record gradients.
 
-    room.broadcast_bucket = perturbed
-    PersistentTensors.for_call = perturbed_living  # type: ignore[method-assign, assignment]
+    Raises:
+        TypeError: `parallel` makes no replicas.
+        AssertionError: in a call: a replica has a tensor of the source, not one of its own.
+    """
+    owner = replicate.state(parallel) if isinstance(parallel, ReplicatedModule) else parallel
+    if not isinstance(owner, (DataParallel, ReplicateState)):
+        raise TypeError(
+            "the weights of slots are perturbed where replicas are made: pass a DataParallel, or a module after "
+            f"dataparallel.composable.replicate; got {type(parallel).__name__}"
+        )
+    make_replicas = owner.replicate
+
+    def make_perturbed(source: nn.Module, devices: Any) -> list[nn.Module]:
+        replicas = list(make_replicas(source, devices))
+        own = {id(tensor) for tensor in _trainable(source)}
+        for slot, replica in enumerate(replicas):
+            if any(id(tensor) in own for tensor in _trainable(replica)):
+                raise AssertionError(f"slot {slot} computes with tensors of the source, not with its own")
+        perturb(replicas, perturbation)
+        return replicas
+
+    overridden = vars(owner).get("replicate")
+    vars(owner)["replicate"] = make_perturbed
     try:
         yield
     finally:
-        room.broadcast_bucket = broadcast_bucket
-        PersistentTensors.for_call = living  # type: ignore[method-assign]
+        if overridden is None:
+            del vars(owner)["replicate"]
+        else:
+            vars(owner)["replicate"] = overridden
 
 
 def assert_same_step(
@@ -170,7 +175,7 @@ def assert_same_step(
     else:
         expected = run_step(reference, batch, loss=loss)
     noisy = contextlib.nullcontext()
-    with noisy if perturbation is None else perturbed_slots(source, perturbation):
+    with noisy if perturbation is None else perturbed_slots(parallel, perturbation):
         actual = run_step(source, batch, loss=loss, call=parallel)
     assert_steps_match(actual, expected, atol=atol)
 

@@ -153,7 +153,7 @@ def test_streams_are_those_of_before_when_setting_them_is_interrupted(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(streams, "make_current", interrupted)
-    with pytest.raises(KeyboardInterrupt), streams.current({device: torch.Stream(device) for device in before}):
+    with pytest.raises(KeyboardInterrupt), streams.streams_set({device: torch.Stream(device) for device in before}):
         pass
     assert len(calls) == 2
     assert current_streams(devices) == before
