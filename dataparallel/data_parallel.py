@@ -173,7 +173,9 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """The stage `dataparallel.parallel_apply`; override it to run replicas in another way."""
         devices = self.device_ids[: len(replicas)]
-        return run_replicas(replicas, inputs, kwargs, devices, self.workers, self.serial, self._permits)
+        return run_replicas(
+            replicas, inputs, kwargs, devices, workers=self.workers, serial=self.serial, chooser=self._permits
+        )
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """The stage `dataparallel.gather`; override it to join outputs in another way."""

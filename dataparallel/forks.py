@@ -1,6 +1,6 @@
-"""What has to begin anew in a forked child, where no thread of the parent lives on, is said with `in_forked_child`.
+"""`in_forked_child`: what a forked child resets, because no thread of the parent exists there.
 
-Any room may call this one: for threads that are gone, for locks that one of them may have held, for what the parent
+Any room may call this one. Children reset threads, locks that a thread of the parent may have held, and what the parent
 knew of its devices.
 """
 
@@ -13,7 +13,7 @@ __all__ = ["in_forked_child"]
 
 
 def in_forked_child(function: Callable[[], None]) -> Callable[[], None]:
-    """A decorator: every child that this process forks calls the function first. Windows has no forks."""
+    """A decorator: each child that this process forks first calls the function. Without effect on Windows."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
     return function

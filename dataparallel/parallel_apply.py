@@ -1,8 +1,8 @@
-"""Run each copy on its device; errors out.
+"""The stage ``parallel_apply``: runs each replica on its device, and raises the first error.
 
-Takes replicas and their inputs and returns their outputs, in slot order. How threads are kept is ``workers``' business,
-what they see of the caller's settings ``threads.settings``'s; here they meet, and here it is decided which replicas
-may run at the same time, whether they need threads of their own (``threads.in_turn``), and which error is raised.
+It takes replicas and their inputs, and returns their outputs in slot order. ``threads.gang`` and ``threads.in_turn``
+run the calls, and ``threads.caller_state`` gives them the caller's settings. This file decides which replicas may run
+at the same time, if they need worker threads, and which error is raised.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataparallel.profiling import in_range, in_stage, is_recording
 from dataparallel.structures import tensors_in
 from dataparallel.threads.caller_state import CallerState
 from dataparallel.threads.gang import Gang, Outcome, Skipped
-from dataparallel.threads.in_turn import InTurn
-from dataparallel.threads.permits import PermitChooser, Trial, size_of
+from dataparallel.threads.in_turn import SerialTasks
+from dataparallel.threads.permits import CallPermits, PermitChooser, size_of
 
 __all__ = ["SERIAL_VARIABLE", "parallel_apply", "run_replicas"]
 
@@ -44,29 +44,29 @@ def parallel_apply(
     """Calls every module with its inputs, each on its own device, and returns the outputs in order.
 
     Replicas that share a random generator (slots on one device) run one after the other, in slot order, while gradients
-    are recorded or a module is in training mode, unless ``workers`` is given: random draws have a fixed order then, and
+    are recorded or a module is in training mode, unless ``workers`` is given. So random draws have a fixed order, and
     checkpointing recomputes with the draws of the forward.
 
     Args:
         modules: one for each slot.
-        inputs: for each slot a tuple or list of positional arguments, or one argument that is neither.
+        inputs: for each slot a tuple or list of positional arguments, or one argument of another type.
         kwargs_tup: for each slot its keyword arguments.
-        devices: the slots; where there is none, or ``None``, the device of the slot's first input tensor, and without
-            one the current device.
-        workers: how many replicas may run Python at the same time, at least 1; default: all.
-        serial: run in the calling thread, one after the other; default: what the environment variable
-            ``DATAPARALLEL_SERIAL`` says, else no.
+        devices: the slots. Default, also for an entry ``None``: the device of the slot's first input tensor, or the
+            current device if there is no tensor.
+        workers: how many replicas may run Python at the same time, at least 1. Default: all.
+        serial: run in the calling thread, one after the other. Default: true if the environment variable
+            ``DATAPARALLEL_SERIAL`` is set, and not to ``0``.
 
     Raises:
         ValueError: lengths that disagree, devices of several types, ``workers`` below 1.
         RuntimeError: a functorch transform, a CUDA graph capture or a jit trace is running around the call.
-        Exception: the first error of a replica in slot order, the object that was raised, with a note that names the
-            replica and its device. Every other replica has ended by then.
-        KeyboardInterrupt: Ctrl-C. Nothing more is started, and it is raised when the replicas that run have ended; a
-            replica in the calling thread ends where it is. A second one is raised at once and leaves replicas of other
-            threads to themselves. Replicas that wait for one that has not started need the second.
+        Exception: the first error of a replica in slot order. It is the object that was raised, with a note that names
+            the replica and its device. Every other replica has ended by then.
+        KeyboardInterrupt: Ctrl-C. No further replica starts, and the exception is raised when the running replicas have
+            ended; a replica in the calling thread is interrupted. A second one is raised at once, and abandons replicas
+            in other threads. If a running replica waits for one that has not started, only the second ends the call.
     """
-    return run_replicas(modules, inputs, kwargs_tup, devices, workers, serial, None)
+    return run_replicas(modules, inputs, kwargs_tup, devices, workers=workers, serial=serial)
 
 
 @in_stage("parallel_apply")
@@ -75,15 +75,16 @@ def run_replicas(
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]] | None,
     devices: Sequence[DeviceLike | None] | None,
-    workers: int | None,
-    serial: bool | None,
-    chooser: PermitChooser | None,
+    *,
+    workers: int | None = None,
+    serial: bool | None = None,
+    chooser: PermitChooser | None = None,
     method: str | None = None,
 ) -> list[Any]:
-    """`parallel_apply`, with a memory of earlier calls: ``chooser`` chooses how many replicas run at the same time.
+    """`parallel_apply`, for wrappers.
 
-    It is not asked where ``workers`` says so, or where only one replica can run at a time. ``method`` is what is run
-    of each module, where that is not its call.
+    ``chooser`` chooses how many replicas run at the same time, unless ``workers`` says so or only one replica can run
+    at a time. ``method`` names the method that is called instead of the module itself.
     """
     if not modules:
         raise ValueError("parallel_apply needs at least one module; got none")
@@ -97,71 +98,50 @@ def run_replicas(
         devices = _devices_of(inputs, keywords, devices or [None] * len(modules))
     slots = resolve_slots(cast("Sequence[DeviceLike]", devices))
     arguments = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
-    state = CallerState(slots)
-    for slot, own in state.slot_streams.items():
-        own.lend(modules[slot], arguments[slot], keywords[slot])
-    try:
-        values = _values(_outcomes(modules, arguments, keywords, slots, state, workers, serial, chooser, method), slots)
-    finally:
-        for own in state.slot_streams.values():
-            own.join()
-    for slot, own in state.slot_streams.items():
-        own.take_back(values[slot])
-    return values
-
-
-def _outcomes(
-    modules: Sequence[nn.Module],
-    arguments: Sequence[Sequence[Any]],
-    keywords: Sequence[dict[str, Any]],
-    slots: Sequence[torch.device],
-    state: CallerState,
-    workers: int | None,
-    serial: bool | None,
-    chooser: PermitChooser | None,
-    method: str | None,
-) -> Sequence[Outcome]:
-    """What has become of each replica's call; none is running any more."""
     calls: list[Callable[[], Any]] = [
         partial(module if method is None else getattr(module, method), *args, **kwargs)
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
-    here = _tasks(state.run_here, calls)
-    if serial if serial is not None else os.environ.get(SERIAL_VARIABLE) and not says_no(SERIAL_VARIABLE):
-        return InTurn(here).run()
-    may_draw = torch.is_grad_enabled() or _is_training(modules[0])
-    permits, turns = _who_may_run_together(slots, state, workers, may_draw)
-    if permits == 1:
-        return InTurn(here).run()
-    elsewhere = _tasks(state.run_in_worker, calls)
-    if chooser is None or workers is not None:
-        with state.intra_op_threads_divided(permits):
-            return Gang(elsewhere, permits, turns, homes=slots).run()
-    trial = chooser.begin(_kind_of_call(modules[0], slots), size_of(arguments[0], keywords[0]), permits)
-    # Workers that take over must be free to run all at once, also beside the replica that waits.
-    if trial.permits == 1 and permits == len(slots):
-        run: InTurn | Gang = InTurn(here, elsewhere, trial.patience, slots)
-    else:
-        run = Gang(elsewhere, trial.permits, turns, trial.patience, slots)
-    return _run_trial(chooser, trial, run, state)
+    state = CallerState(slots)
+    for slot, own in state.isolated_streams.items():
+        own.record_inputs(modules[slot], arguments[slot], keywords[slot])
+    try:
+        permits, groups = (1, None) if _is_serial(serial) else _who_may_run_together(modules[0], slots, state, workers)
+        if permits == 1:
+            outcomes = SerialTasks(_tasks(state.run_here, calls)).run()
+        elif chooser is None or workers is not None:
+            with state.intra_op_threads_divided(permits):
+                outcomes = Gang(_tasks(state.run_in_worker, calls), permits, groups, devices=slots).run()
+        else:
+            call = chooser.begin(_kind_of_call(modules[0], slots), size_of(arguments[0], keywords[0]), permits)
+            outcomes = _run_with_permits(chooser, call, calls, permits, groups, state)
+        if any(outcome.error is not None for outcome in outcomes):
+            raise _first_error(outcomes, slots)
+        values = [outcome.value for outcome in outcomes]
+    finally:
+        for own in state.isolated_streams.values():
+            own.make_caller_wait()
+    for slot, own in state.isolated_streams.items():
+        own.record_output(values[slot])
+    return values
+
+
+def _is_serial(serial: bool | None) -> bool:
+    if serial is not None:
+        return serial
+    return bool(os.environ.get(SERIAL_VARIABLE)) and not says_no(SERIAL_VARIABLE)
 
 
 def _tasks(run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """Each of ``calls``, run by a method of `CallerState`, and in a named range while a profiler records."""
     tasks: list[Callable[[], Any]] = [partial(run, slot, call) for slot, call in enumerate(calls)]
     if is_recording():
         return [partial(in_range, f"replica {slot}", task) for slot, task in enumerate(tasks)]
     return tasks
 
 
-def _values(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> list[Any]:
-    """What the replicas returned; raises the first error."""
-    if any(outcome.error is not None for outcome in outcomes):
-        raise _first_error(outcomes, slots)
-    return [outcome.value for outcome in outcomes]
-
-
 def _kind_of_call(module: Any, slots: Sequence[torch.device]) -> Hashable:
-    """What a choice of permits holds for, beside the size of the inputs."""
+    """A key for calls that share a choice of permits, if their inputs have the same size."""
     return (
         len(slots),
         getattr(module, "training", None),
@@ -172,22 +152,35 @@ def _kind_of_call(module: Any, slots: Sequence[torch.device]) -> Hashable:
     )
 
 
-def _run_trial(chooser: PermitChooser, trial: Trial, run: InTurn | Gang, state: CallerState) -> list[Outcome]:
-    """Runs what was made for ``trial``, and tells the chooser how long that took."""
+def _run_with_permits(
+    chooser: PermitChooser,
+    call: CallPermits,
+    calls: Sequence[Callable[[], Any]],
+    at_once: int,
+    groups: Sequence[Hashable | None] | None,
+    state: CallerState,
+) -> list[Outcome]:
+    """Runs ``calls`` with the chosen permits, and tells the chooser how long they took."""
+    in_workers, slots = _tasks(state.run_in_worker, calls), state.slots
+    # After a stall workers must be free to run all tasks at once, also together with the replica that waits.
+    if call.permits == 1 and at_once == len(slots):
+        tasks: SerialTasks | Gang = SerialTasks(_tasks(state.run_here, calls), in_workers, call.stall_timeout, slots)
+    else:
+        tasks = Gang(in_workers, call.permits, groups, call.stall_timeout, slots)
     seconds = None
     try:
-        # A launch returns before its kernel has run: time counts until the devices have finished.
-        streams = state.streams if trial.measured else []
+        # A launch returns before its kernel has run, so the time includes waiting for the devices.
+        streams = state.streams if call.measured else []
         _synchronize(streams)
         start = time.perf_counter()
-        with state.intra_op_threads_divided(trial.permits):
-            outcomes = run.run()
+        with state.intra_op_threads_divided(call.permits):
+            outcomes = tasks.run()
         _synchronize(streams)
         if all(outcome.error is None for outcome in outcomes):
             seconds = time.perf_counter() - start
         return outcomes
     finally:
-        chooser.end(trial, seconds, run.stalled)
+        chooser.end(call, seconds, tasks.stalled)
 
 
 def _synchronize(streams: Iterable[torch.Stream]) -> None:
@@ -198,7 +191,7 @@ def _synchronize(streams: Iterable[torch.Stream]) -> None:
 def _devices_of(
     inputs: Sequence[Any], keywords: Sequence[dict[str, Any]], given: Sequence[DeviceLike | None]
 ) -> list[DeviceLike]:
-    """The device of each slot: the given one, or that of its first tensor, or the current one of their type."""
+    """The device of each slot: the given one, that of its first tensor, or the current device of the others' type."""
     found: list[DeviceLike | None] = []
     for args, kwargs, device in zip(inputs, keywords, given, strict=True):
         tensor = next(tensors_in((args, kwargs)), None) if device is None else None
@@ -208,53 +201,49 @@ def _devices_of(
 
 
 def _who_may_run_together(
-    slots: Sequence[torch.device], state: CallerState, workers: int | None, may_draw: bool
+    module: Any, slots: Sequence[torch.device], state: CallerState, workers: int | None
 ) -> tuple[int, list[Hashable | None] | None]:
-    """How many replicas can run at a time, and a turn for each slot where some must not run at the same time."""
+    """How many replicas can run at a time, and each slot's group if some must not run at the same time."""
     if state.one_at_a_time:
         return 1, None
     if workers is not None:
         return min(workers, len(slots)), None
-    if not may_draw:
+    # In training mode draws are likely. They need a fixed order without gradients too, because a reentrant checkpoint
+    # around the call runs it first without gradients, then with them, and needs the same draws.
+    if not (torch.is_grad_enabled() or _is_training(module)):
         return len(slots), None
-    # A turn for each generator: every device has one. Without gradients too where draws are likely: a reentrant
-    # checkpoint around the call runs it first without, then with them, and needs the same draws.
-    return len({*slots}), list(slots)
+    return len({*slots}), list(slots)  # a group for each random generator: every device has one
 
 
 def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> BaseException:
-    """The first original error in slot order, annotated; the outcomes let go of it and of all others.
+    """The first original error in slot order, with notes. Removes all errors from ``outcomes``.
 
-    An error holds its traceback, that holds frames with activations: nothing that these frames can reach may hold the
-    error, or what a failed call used would only be freed by the garbage collector.
+    An error holds its traceback, and through it frames with activations. If anything that these frames reach held the
+    error, only the garbage collector would free the memory of a failed call.
     """
     failed = [(slot, outcome.error) for slot, outcome in enumerate(outcomes) if outcome.error is not None]
     for outcome in outcomes:
-        outcome.value = outcome.error = None
+        outcome.clear()
     originals = [(slot, error) for slot, error in failed if not isinstance(error, Skipped)]
     slot, first = (originals or failed)[0]
-    _note(first, _where(slot, slots))
+    _note(first, f"raised in replica {slot} on device {slots[slot]}")
     for other, error in originals[1:]:
         if error is not first:
-            _note(first, f"replica {other} on device {slots[other]} raised {type(error).__name__} too{_words(error)}")
+            _note(first, f"replica {other} on device {slots[other]} raised {type(error).__name__} too{_message(error)}")
     try:
         return first
     finally:
         del first, failed, originals
 
 
-def _where(slot: int, slots: Sequence[torch.device]) -> str:
-    return f"raised in replica {slot} on device {slots[slot]}"
-
-
 def _is_training(module: Any) -> bool:
     return isinstance(module, nn.Module) and any(child.training for child in module.modules())
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     try:
         return f": {error}"
-    except Exception:  # its __str__ raises; the type has to do
+    except Exception:  # the error's __str__ raises, so the note has its type only
         return ""
 
 
@@ -266,5 +255,5 @@ def _note(error: BaseException, note: str) -> None:
             error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
             if error.__cause__ is None and error.__context__ is None:
                 error.__cause__ = RuntimeError(note)
-    except Exception:  # an exception may refuse attributes; it is raised all the same, as what it is
+    except Exception:  # an exception that takes no attributes is raised without the note
         return

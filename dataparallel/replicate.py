@@ -24,7 +24,7 @@ from dataparallel.modules.build import build_replica, collector_paused
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.profiling import in_stage
 from dataparallel.streams.current import current_streams
-from dataparallel.streams.gradients import gradient_streams
+from dataparallel.streams.gradients import GradientStreams
 
 __all__ = ["BUCKET_CAP_MB", "cap_in_bytes", "copy_tensors", "replicate"]
 
@@ -109,11 +109,11 @@ def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_
     """
     results: list[list[Any]] = [[None] * len(tensors) for _ in slots]
     is_at_root = all(tensor.device == slots[0] for tensor in tensors)
-    beside = gradient_streams(slots, current_streams(slots)) if is_at_root else None
+    gradient_streams = GradientStreams.for_forward(slots, current_streams(slots)) if is_at_root else None
     last_to_first = range(len(tensors) - 1, -1, -1)
     for indices in fill_buckets(tensors, last_to_first, FIRST_BUCKET_BYTES, cap_bytes):
         bucket = [tensors[i] for i in indices]
-        for result, of_slot in zip(results, broadcast_bucket(slots, bucket, beside), strict=True):
+        for result, of_slot in zip(results, broadcast_bucket(slots, bucket, gradient_streams), strict=True):
             for i, output in zip(indices, of_slot, strict=True):
                 result[i] = output
     return results

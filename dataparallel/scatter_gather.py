@@ -18,7 +18,7 @@ from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes, why_no
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
 from dataparallel.per_replica import PerReplica
 from dataparallel.profiling import in_stage
-from dataparallel.streams.ahead import copied_at_once, take
+from dataparallel.streams.ahead import copied_at_once, take_sent_chunks
 from dataparallel.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, whole
 
 __all__ = ["gather", "moved", "scatter", "scatter_kwargs", "whole"]
@@ -179,7 +179,7 @@ class _Splitter:
         if len(self.slots) == 1 and tensor.device == self.slots[0]:
             return [tensor]
         if not (tensor.requires_grad and torch.is_grad_enabled()):  # chunks that were sent ahead have no graph
-            copied = take(tensor, self.slots, self.sizes_of(tensor), self.dim)
+            copied = take_sent_chunks(tensor, self.slots, self.sizes_of(tensor), self.dim)
             if copied is not None:
                 return copied
         if not is_whole(tensor):

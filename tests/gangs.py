@@ -1,15 +1,18 @@
-"""What several tests of workers need: a gang's values, and its threads."""
+"""What tests of gangs share: a gang's values, and the worker threads."""
 
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
 
 
-def values(tasks: list[Callable[[], Any]], permits: int, turns: list | None = None) -> list[Any]:
+def values(tasks: list[Callable[[], Any]], permits: int, groups: list | None = None) -> list[Any]:
     """What the tasks returned; the first error is raised."""
-    outcomes = Gang(tasks, permits, turns).run()
+    outcomes = Gang(tasks, permits, groups).run()
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error
@@ -18,3 +21,11 @@ def values(tasks: list[Callable[[], Any]], permits: int, turns: list | None = No
 
 def worker_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("dataparallel-worker")}
+
+
+def forget_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends there are no idle threads.
+
+    They belong to the process. The library forgets them in forked children only, so this has no public name.
+    """
+    monkeypatch.setattr(pool, "_idle", {})

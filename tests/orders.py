@@ -1,4 +1,4 @@
-"""What tests of the clocks share: a missing order, and the end of all waiting."""
+"""What tests of the clocks share: the error of a missing order, and the end of all work."""
 
 import pytest
 import torch
@@ -11,5 +11,5 @@ def race():
 
 
 def finish():
-    """From here on memory of any stream may be freed."""
+    """Waits for all streams, so that memory of any stream may be freed."""
     torch.sim.synchronize(DEVICE)

@@ -1,4 +1,4 @@
-"""How much of the summing of gradients overlaps backward, by the recorded order of events."""
+"""How many buckets are summed before backward ends, by the recorded order of events."""
 
 import statistics
 import threading
@@ -10,7 +10,7 @@ from dataparallel.autograd.bucket_nodes import ToSlots
 
 
 class Overlap:
-    """Notes when a bucket has been summed, and when a replica has its first layer's gradient (`note_first_layer`)."""
+    """Notes when a bucket has been summed, and when a replica has the gradient of its first layer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._events: list[str] = []
@@ -25,7 +25,7 @@ class Overlap:
         monkeypatch.setattr(ToSlots, "summed", noted)
 
     def note_first_layer(self, *_: object) -> None:
-        """A hook on the node that has that gradient."""
+        """A hook for the node that has the first layer's gradient."""
         self._note("first layer")
 
     def _note(self, event: str) -> None:
@@ -33,7 +33,10 @@ class Overlap:
             self._events.append(event)
 
     def median_share(self, step: Callable[[], object], slots: int, first_steps: int = 0) -> float:
-        """Of the buckets, those summed before the slowest slot has that gradient, in ten steps after the first ones."""
+        """The share of buckets that are summed before the slowest slot has that gradient.
+
+        The median of ten steps, after ``first_steps`` others.
+        """
         shares = []
         for number in range(first_steps + 10):
             self._events.clear()

@@ -1,7 +1,8 @@
-"""A module that notes what its replicas see, for the tests of ``threads.settings``."""
+"""Modules for tests of ``parallel_apply`` and ``threads.settings``, and a setting that both use."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,30 @@ from dataparallel.threads.caller_state import CallerState
 from dataparallel.threads.gang import Gang
 
 
+class Call(nn.Module):
+    """A module that is one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Sets the number of torch's intra-op threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Probe(nn.Module):
-    """Notes what it reads in each forward, and the thread."""
+    """Notes the value that ``read`` returns in each forward, and the thread."""
 
     def __init__(self, read: Callable[[], Any] = lambda: None) -> None:
         super().__init__()
@@ -29,7 +52,7 @@ class Probe(nn.Module):
         return x
 
     def run(self, slots: list, serial: bool) -> list[Any]:
-        """What each replica has read: in the calling thread, or in threads of workers whatever asks for one thread."""
+        """The value that each replica has read, in the calling thread, or without ``serial`` in worker threads."""
         self.seen.clear()
         self.threads.clear()
         batch = torch.zeros(len(slots), 2, device=slots[0])

@@ -1,4 +1,4 @@
-"""A fork after the threads of a gang were used: nothing hangs in the child, nothing changes in the parent."""
+"""A fork after worker threads were used: nothing hangs in the child, and nothing changes in the parent."""
 
 import os
 from collections.abc import Iterator
@@ -174,7 +174,7 @@ def test_data_loader_workers_are_forked_as_ever(printed: str) -> None:
 step()
 locked, forked = threading.Event(), threading.Event()
 
-def hold():
+def hold():  # a fork finds these locks held now and then; nothing public holds them for as long as a test needs
     with model._kept._lock, model._permits._lock:
         locked.set()
         forked.wait(20)
@@ -217,7 +217,7 @@ four()
 assert in_child(child) == 0
 """)
 def test_torchs_engine_is_rebuilt_in_a_child_before_workers_ask_for_it(printed: str) -> None:
-    """They would do so at once, and torch's rebuilding is not made for that: seen to end a child, once in hundreds."""
+    """Otherwise workers would do so at the same time. torch is not made for that: one child in hundreds crashed."""
     assert printed == ""
 
 

@@ -1,6 +1,6 @@
-"""Running each copy on its device: arguments, order, who may run at the same time, randomness.
+"""Running each replica on its device: arguments, order, replicas that run at the same time, randomness.
 
-What happens to errors is in ``test_parallel_apply_errors``.
+Errors are in ``test_parallel_apply_errors``.
 """
 
 import threading
@@ -16,20 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, parallel_apply
+from probe import Call
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 TIMEOUT = 20.0
-
-
-class Call(nn.Module):
-    """A module that is one function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 def echo(*args: Any, **kwargs: Any) -> tuple:
@@ -70,7 +60,7 @@ def current_and_arguments(*args: Any) -> tuple:
     return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None, args
 
 
-def test_without_device_and_tensor_the_current_device_it_is(slots: list, root: torch.device) -> None:
+def test_without_a_device_and_a_tensor_it_is_the_current_device(slots: list, root: torch.device) -> None:
     current = slots[-1]
     with nullcontext() if root.type == "cpu" else torch.accelerator.device_index(current.index):
         for devices in (None, [None, None]):
@@ -81,7 +71,7 @@ def test_without_device_and_tensor_the_current_device_it_is(slots: list, root: t
 
 
 @pytest.mark.devices("sim", "cuda")
-def test_beside_tensors_it_is_the_current_device_of_their_type(slots: list) -> None:
+def test_where_other_slots_have_tensors_it_is_the_current_device_of_their_type(slots: list) -> None:
     there = torch.device(slots[1])
     for t, index in ((torch.ones(1, device=there), there.index), (torch.ones(1), 0)):
         with torch.accelerator.device_index(0):
@@ -89,7 +79,7 @@ def test_beside_tensors_it_is_the_current_device_of_their_type(slots: list) -> N
         assert [current for current, _ in found] == [index, 0]
 
 
-def test_a_device_may_be_left_out_where_a_tensor_says_it(slots: list, root: torch.device) -> None:
+def test_a_device_may_be_left_out_where_a_tensor_has_it(slots: list, root: torch.device) -> None:
     t = torch.ones(1, device=root)
     assert parallel_apply([Call(echo)] * 2, [(t,), ("a",)], devices=[None, slots[1]]) == [((t,), {}), (("a",), {})]
 
@@ -130,7 +120,7 @@ def test_serial_runs_in_the_calling_thread_in_slot_order(
     order: list[tuple[int, bool]] = []
     here = threading.get_ident()
     modules = [Call(lambda slot=slot: order.append((slot, threading.get_ident() == here))).eval() for slot in range(3)]
-    with torch.no_grad():  # or slots that share a generator would take turns
+    with torch.no_grad():  # otherwise slots that share a generator would run one after the other
         parallel_apply(modules, [()] * 3, devices=slots, serial=argument)
     serial = argument if argument is not None else variable == "1"
     assert sorted(order) == [(slot, serial) for slot in range(3)]
@@ -139,7 +129,7 @@ def test_serial_runs_in_the_calling_thread_in_slot_order(
 
 
 class Together:
-    """Whether all replicas can be inside at the same time; each waits a moment for the others."""
+    """Tells if all replicas can run at the same time: each waits for the others for ``seconds``."""
 
     def __init__(self, replicas: int, seconds: float) -> None:
         self.barrier = threading.Barrier(replicas)
@@ -185,7 +175,7 @@ def test_they_run_together_where_nothing_is_recorded_or_drawn(slots: list) -> No
         assert Together(3, TIMEOUT).run(sharing(slots))
 
 
-def test_in_training_mode_they_take_turns_without_recording_too(slots: list) -> None:
+def test_in_training_mode_they_run_one_after_the_other_without_recording_too(slots: list) -> None:
     with torch.no_grad():
         together = Together(3, seconds=0.2)
         assert not together.run(sharing(slots), training=True)
@@ -273,7 +263,7 @@ def test_checkpoint_recomputes_with_the_draws_of_the_forward(
 @pytest.mark.parametrize("draws", [True, False])
 def test_non_reentrant_checkpoint_around_the_wrapper(draws: bool, slots: list, root: torch.device) -> None:
     module, x = dropout(root).train(draws), batch(root)
-    # torch's checkpoint keeps the generators of the devices of its arguments only.
+    # torch's checkpoint restores the generators of its arguments' devices only.
     model = DataParallel(module, sharing(slots) if draws else slots)
 
     def gradients(call: Callable[[Tensor], Tensor], seed: int) -> tuple[Tensor, ...]:
@@ -305,5 +295,5 @@ def test_nested_wrappers_keep_carried_modes_one_at_a_time(slots: list, root: tor
     model = DataParallel(nn.Sequential(nn.ReLU(), DataParallel(nn.Sequential(nn.ReLU(), nn.ReLU()), same)), same)
     with Counting(), torch.no_grad():
         model.eval()(torch.zeros(8, 1, device=root))
-    # The caller's own gathers run in the mode too, but nothing at the same time.
+    # The caller's gathers run in the mode too, but never at the same time as a replica.
     assert Counting.most == 1

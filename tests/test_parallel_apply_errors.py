@@ -1,4 +1,4 @@
-"""Errors of replicas: which one is raised, what it says, and what is free after it."""
+"""Errors of replicas: which one is raised, what its notes say, and which memory is free afterwards."""
 
 import contextlib
 import gc
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, parallel_apply
+from probe import Call
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
@@ -21,7 +22,7 @@ TIMEOUT = 20.0
 
 
 class OddError(Exception):
-    """Cannot be made again from its own ``args``."""
+    """An error that cannot be built from its ``args``."""
 
     def __init__(self, code: int, *, reason: str) -> None:
         super().__init__()
@@ -29,7 +30,7 @@ class OddError(Exception):
 
 
 class PoorError(Exception):
-    """Has neither room for notes nor for anything else of its own."""
+    """An error of a class without attributes of its own."""
 
     __slots__ = ()
 
@@ -41,17 +42,8 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return raises_here
 
 
-class Call(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
 def run(slots: list, *functions: Callable[[], Any], **options: Any) -> list[Any]:
-    """One replica for each function, all at the same time if no option says otherwise."""
+    """Runs one replica for each function, all at the same time unless an option says otherwise."""
     options = options or {"workers": len(functions)}
     modules = [Call(function) for function in functions]
     return parallel_apply(modules, [()] * len(functions), devices=[slots[0]] * len(functions), **options)
@@ -134,7 +126,7 @@ def test_other_replicas_have_ended_when_it_is_raised(slots: list) -> None:
     assert ended == ["slow", "slow"]
 
 
-def test_replicas_that_wait_for_their_turn_do_not_start(slots: list) -> None:
+def test_replicas_that_wait_for_a_permit_do_not_start(slots: list) -> None:
     ran: list[int] = []
     with pytest.raises(ValueError, match="first"):
         run(slots, raising(ValueError("first")), lambda: ran.append(1), lambda: ran.append(2), workers=1)
@@ -178,7 +170,7 @@ def no_collector() -> Iterator[None]:
 
 
 class Fails(nn.Module):
-    """Makes activations, then fails, in the replicas that ``where`` says by the first value of their chunk."""
+    """Makes activations, then fails in the replicas for whose slot number, the first value of x, ``where`` is true."""
 
     def __init__(self, where: Callable[[int], bool]) -> None:
         super().__init__()
@@ -197,12 +189,12 @@ class Fails(nn.Module):
 
 
 def numbered(slots: list) -> Tensor:
-    """A sample for each slot, with its number in it."""
+    """A sample for each slot, which holds the slot's number."""
     return torch.arange(len(slots), device=slots[0]).float()[:, None].repeat(1, 4).requires_grad_()
 
 
 def fail(model: nn.Module, x: Tensor) -> None:
-    """Calls the module, whose error is gone after this, with its traceback."""
+    """Calls the module, and drops its error and the traceback."""
     try:
         model(x)
     except ValueError:

@@ -1,1 +1,1 @@
-"""`dataparallel.comm` in the graph of autograd: functions of tensors, and the nodes of buckets of parameters."""
+"""`dataparallel.comm` in autograd's graph: functions of tensors, and the nodes of buckets of parameters."""

@@ -1,22 +1,21 @@
-"""``comm`` as autograd functions: Broadcast, ReduceAdd, ReduceAddCoalesced, Scatter, Gather.
+"""``comm`` as autograd functions: Broadcast, ReduceAddCoalesced, Scatter, Gather.
 
-Each is one node whose backward is another of them, so all are twice differentiable; with one node for all
-devices, a backward pass reaches every device at once instead of one after the other. Gradients are ``None`` where
-every slot's gradient is ``None``, else the sum, in slot order, of those that there are. Nested structures are
-``scatter_gather``'s business, modules ``replicate``'s.
+Each function is one node, and its backward is another of these functions, so all are twice differentiable. Because one
+node covers all devices, a backward pass reaches all of them at once instead of one after the other. A gradient is
+``None`` where every slot's gradient is ``None``, else the sum, in slot order, of the gradients that exist.
 
-Their forwards note the streams that are current on all of their devices, and a backward runs on these: see
-``streams.nodes``.
+Each forward notes the streams that are current on all of its devices, and its backward runs on these streams: see
+``streams.nodes``. A backward that is not itself recorded calls the plain functions of ``comm``. They return one tensor
+to several places as the same object, from which torch sees that it must not be kept as anybody's ``.grad``.
 
-Inside a backward that is not itself recorded the plain functions of ``comm`` are called: they hand one tensor to
-several places as the same object, from which torch sees that it must not be kept as anybody's ``.grad``.
+``scatter_gather`` calls these functions for nested structures, and ``bucket_nodes`` uses the two helpers for copies and
+sums. Buckets of parameters have nodes of their own there.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain, compress
 from typing import Any
@@ -26,52 +25,34 @@ from torch import Tensor
 from torch.autograd import Function
 
 from dataparallel import _torch, comm
+from dataparallel.autograd.cpu_generator import restore_after_backward
+from dataparallel.autograd.node_order import run_first
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import Planned
 from dataparallel.comm.copies import alias
 from dataparallel.comm.routes import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.profiling import stage
-from dataparallel.streams.nodes import note_streams, on_streams_of
+from dataparallel.streams.nodes import forward_streams_set, note_forward_streams
 
 __all__ = [
     "Broadcast",
     "Gather",
-    "ReduceAdd",
     "ReduceAddCoalesced",
     "Scatter",
     "copies_for_slots",
-    "run_when_nothing_else_is_ready",
-    "sum_as_soon_as_ready",
     "sums_over_slots",
 ]
 
 _ONE_BUFFER = sys.maxsize
-"""Tensors of one call, and one dtype, travel as one flat buffer; callers with many make calls of a bucket each."""
-
-
-def sum_as_soon_as_ready(node: Any) -> None:
-    """Has the engine run the node as soon as its gradients are there, before other nodes that are ready too.
-
-    Of these the engine takes the one with the highest number, and numbers fall from the last layer to the first; only
-    ``AccumulateGrad`` has a higher one than this. Without such numbers only the order changes: sums come last.
-    """
-    _torch.set_sequence_nr(node, 2**62)
-
-
-def run_when_nothing_else_is_ready(node: Any) -> None:
-    """Has the engine's thread for the node's device run all other nodes first that are ready there.
-
-    So a backward that computes on the device goes on without it to its end: each of its nodes makes the next one ready.
-    """
-    _torch.set_sequence_nr(node, 0)
+"""Tensors of one call and one dtype travel as one flat buffer. Callers with many tensors make one call per bucket."""
 
 
 class Broadcast(Function):
     """``Broadcast.apply(devices, *tensors)``: the tensors on every slot, as one flat tuple, slot by slot.
 
-    On the device where a tensor is already the result shares its memory, but for isolated slots other than the first.
-    Backward sums over the slots, as soon as the last gradient is there.
+    A result on the tensor's own device shares its memory, except on isolated slots other than the first. Backward sums
+    over the slots as soon as the last gradient has arrived.
     """
 
     @staticmethod
@@ -79,10 +60,10 @@ class Broadcast(Function):
         slots = resolve_each(devices)
         ctx.set_materialize_grads(False)
         ctx.slots = slots
-        ctx.settings = settings.current()  # backward may run in a thread that knows nothing of the caller's
+        ctx.settings = settings.current()  # backward may run in a thread without the caller's settings
         ctx.sources = [tensor.device for tensor in tensors]
-        note_streams(ctx, ctx.sources, slots)
-        sum_as_soon_as_ready(ctx)
+        note_forward_streams(ctx, ctx.sources, slots)
+        run_first(ctx)
         outputs = copies_for_slots(tensors, slots)
         constant = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if not needed]
         ctx.mark_non_differentiable(*(on_slot[i] for on_slot in outputs for i in constant))
@@ -91,7 +72,7 @@ class Broadcast(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         count = len(ctx.sources)
-        with on_streams_of(ctx, grads):
+        with forward_streams_set(ctx, grads):
             of_slots = [grads[k : k + count] for k in range(0, len(grads), count)]
             sums: list[Tensor | None] = [None] * count
             with stage("reduce_add"), settings.held(ctx.settings):
@@ -107,9 +88,9 @@ class Broadcast(Function):
 def copies_for_slots(
     tensors: Sequence[Tensor], slots: Sequence[torch.device], planned: Planned | None = None
 ) -> list[list[Tensor]]:
-    """The tensors on every slot, as outputs for a node; none is the same object as a source or as another slot's.
+    """The tensors on every slot, as outputs for a node. No two slots get the same object, and none gets the source's.
 
-    ``planned``: what `plan_buckets` has made of them as one bucket, where that is known.
+    ``planned``: the result of `plan_buckets` for the tensors as one bucket, if the caller has it.
     """
     copies = comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER, planned=planned)
     already_there = {tensor.device for tensor in tensors}
@@ -127,9 +108,9 @@ def copies_for_slots(
 def sums_over_slots(
     of_slots: Sequence[Sequence[Tensor | None]], destination: torch.device, travelling: Travelling | None = None
 ) -> list[Tensor | None]:
-    """For each position the sum over slots, ``None`` where every slot has ``None``; recorded if gradients are.
+    """For each position the sum over slots, or ``None`` where every slot has ``None``. Recorded if grad mode is on.
 
-    Those that are present on the same slots travel together. ``travelling``: see `comm.reduce_add_coalesced`.
+    Gradients that exist on the same slots travel together. ``travelling``: see `comm.reduce_add_coalesced`.
     """
     groups: dict[tuple[bool, ...], list[int]] = defaultdict(list)
     for i, of_tensor in enumerate(zip(*of_slots, strict=True)):
@@ -151,7 +132,10 @@ def sums_over_slots(
 class ReduceAddCoalesced(Function):
     """``ReduceAddCoalesced.apply(destination, count, *tensors)``: ``count`` sums over the slots.
 
-    ``tensors`` lists ``count`` tensors of the first slot, then those of the second, and so on. Backward broadcasts.
+    ``tensors`` lists ``count`` tensors of the first slot, then ``count`` of the second, and so on. Backward broadcasts.
+
+    Raises:
+        ValueError: shapes or dtypes that differ between slots; the message names them.
     """
 
     @staticmethod
@@ -163,7 +147,7 @@ class ReduceAddCoalesced(Function):
         ctx.slots = [tensors[k].device for k in range(0, len(tensors), count)]
         inputs = [tensors[k : k + count] for k in range(0, len(tensors), count)]
         totals = comm.reduce_add_coalesced(inputs, destination, _ONE_BUFFER)
-        note_streams(ctx, ctx.slots, [totals[0].device])
+        note_forward_streams(ctx, ctx.slots, [totals[0].device])
         return tuple(alias(t, 0) if len(inputs) == 1 else t for t in totals)
 
     @staticmethod
@@ -171,7 +155,7 @@ class ReduceAddCoalesced(Function):
         present = [i for i, grad in enumerate(grads) if grad is not None]
         results: list[Tensor | None] = [None] * (len(ctx.slots) * ctx.count)
         if present:
-            with on_streams_of(ctx, grads):
+            with forward_streams_set(ctx, grads):
                 for k, on_slot in enumerate(_spread(ctx, [grads[i] for i in present])):
                     for i, grad in zip(present, on_slot, strict=True):
                         results[k * ctx.count + i] = grad
@@ -186,33 +170,11 @@ def _spread(ctx: Any, tensors: list[Tensor | None]) -> list[Sequence[Tensor]]:
         return comm.broadcast_coalesced(tensors, ctx.slots, _ONE_BUFFER)  # type: ignore[arg-type, return-value]
 
 
-class ReduceAdd(Function):
-    """``ReduceAdd.apply(destination, *tensors)``: their sum, in the order given. Backward broadcasts.
-
-    Raises ``ValueError`` where shapes or dtypes differ, and says which.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, destination: DeviceLike, *tensors: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.slots, ctx.settings = [tensor.device for tensor in tensors], settings.current()
-        total = comm.reduce_add(tensors, destination)
-        note_streams(ctx, ctx.slots, [total.device])
-        return alias(total, 0) if len(tensors) == 1 else total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-        if grad is None:
-            return (None,) * (1 + len(ctx.slots))
-        with on_streams_of(ctx, [grad]):
-            return (None, *(on_slot[0] for on_slot in _spread(ctx, [grad])))
-
-
 class Scatter(Function):
     """``Scatter.apply(devices, chunk_sizes, dim, tensor)``: consecutive chunks, one for each slot.
 
-    ``chunk_sizes`` may be ``None`` for near-equal ones. Chunks that need not move share the tensor's memory.
-    Backward gathers; a slot without a gradient counts as zeros unless none has one.
+    ``chunk_sizes=None`` makes near-equal chunks. A chunk that stays on its device shares the tensor's memory. Backward
+    gathers; it uses zeros for a slot without a gradient, unless no slot has one.
     """
 
     @staticmethod
@@ -220,10 +182,10 @@ class Scatter(Function):
         ctx: Any, devices: Sequence[DeviceLike], chunk_sizes: Sequence[int] | None, dim: int, tensor: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Aliases: a view made here could not be changed in place by the code that receives it.
+        # Aliases, because autograd forbids in-place changes of views that a function returns.
         chunks = tuple(alias(part, k) for k, part in enumerate(comm.scatter(tensor, devices, chunk_sizes, dim)))
         ctx.source, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
-        note_streams(ctx, [tensor.device], [chunk.device for chunk in chunks])
+        note_forward_streams(ctx, [tensor.device], [chunk.device for chunk in chunks])
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
 
@@ -231,7 +193,7 @@ class Scatter(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if all(grad is None for grad in grads):
             return None, None, None, None
-        with on_streams_of(ctx, grads), settings.held(ctx.settings):
+        with forward_streams_set(ctx, grads), settings.held(ctx.settings):
             whole = [
                 torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
                 for grad, (shape, dtype, device) in zip(grads, ctx.chunks, strict=True)
@@ -244,9 +206,9 @@ class Scatter(Function):
 
 
 class Gather(Function):
-    """``Gather.apply(destination, dim, *tensors)``: the tensors one after the other along ``dim``.
+    """``Gather.apply(destination, dim, *tensors)``: the tensors, concatenated along ``dim``.
 
-    0-dim tensors become a vector, whatever ``dim`` is. Backward scatters, to every device from this one node.
+    0-dim tensors become a vector, whatever ``dim`` is. Backward scatters to all devices from this one node.
     """
 
     @staticmethod
@@ -258,11 +220,13 @@ class Gather(Function):
         ctx.slots = [tensor.device for tensor in tensors]
         ctx.dim, ctx.settings = dim, settings.current()
         gathered = comm.gather(tensors, dim, destination)
-        note_streams(ctx, ctx.slots, [gathered.device])
-        ctx.is_unpacked_here = False
-        if _compute_apart(ctx.slots, ctx.settings) and _torch.top_saved_tensors_hooks(True) is not None:
+        note_forward_streams(ctx, ctx.slots, [gathered.device])
+        # True if slots compute at the same time, on distinct accelerators or on isolated streams of one.
+        isolated = ctx.settings.isolated and ctx.slots[0] != CPU and len(ctx.slots) > 1
+        concurrent = isolated or _on_distinct_accelerators(ctx.slots)
+        ctx.is_unpacked_here = concurrent and _torch.top_saved_tensors_hooks(True) is not None
+        if ctx.is_unpacked_here:
             ctx.save_for_backward(gathered.new_empty(0))
-            ctx.is_unpacked_here = True
         ctx.sizes = [tensor.shape[dim] for tensor in tensors]
         return alias(gathered, 0) if len(tensors) == 1 else gathered
 
@@ -270,14 +234,14 @@ class Gather(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * (2 + len(ctx.slots))
-        with on_streams_of(ctx, [grad]), settings.held(ctx.settings):
+        with forward_streams_set(ctx, [grad]), settings.held(ctx.settings):
             if ctx.is_unpacked_here:
-                # A checkpoint around the wrapper then recomputes here, once: left to the replicas' nodes, the engine's
-                # threads for their devices would all start to recompute the same region, and with isolated slots the
-                # first of their streams would be the caller's.
+                # A checkpoint around the wrapper then recomputes here, once. Otherwise the replicas' nodes would make
+                # the engine's threads of all devices recompute the same region, and with isolated slots the stream of
+                # the first of these nodes would pass for the caller's.
                 _ = ctx.saved_tensors
             if _on_distinct_accelerators(ctx.slots):
-                _restore_cpu_generator_after_backward()
+                restore_after_backward()
             if torch.is_grad_enabled():
                 chunks = Scatter.apply(ctx.slots, ctx.sizes, ctx.dim, grad)
             else:
@@ -288,35 +252,5 @@ class Gather(Function):
 
 
 def _on_distinct_accelerators(slots: Sequence[torch.device]) -> bool:
-    """Whether a backward over these slots runs in several threads of the engine."""
+    """True if a backward over these slots runs in several threads of the engine."""
     return len({slot for slot in slots if slot != CPU}) > 1
-
-
-def _compute_apart(slots: Sequence[torch.device], asked: settings.Settings) -> bool:
-    """Whether slots have distinct accelerators, or streams of their own on one."""
-    return _on_distinct_accelerators(slots) or (asked.isolated and slots[0] != CPU and len(slots) > 1)
-
-
-# Long enough for all backward passes that run at a time; one that fails leaves its number behind.
-_generator_guards: deque[int] = deque(maxlen=64)
-_generator_guards_lock = threading.Lock()
-
-
-def _restore_cpu_generator_after_backward() -> None:
-    """Makes the CPU generator, when the running backward ends, what it is now.
-
-    torch's checkpointing saves, sets and restores the CPU generator around each recomputation. With distinct
-    devices several engine threads do so at once and the last one may restore what another has set, so that shuffles
-    and seeds repeat. On one device each recomputation leaves the generator as it found it: so does this, for all.
-    Draws by hooks of the user in the same backward are taken back with them.
-    """
-    if "torch.utils.checkpoint" not in sys.modules:
-        return
-    task = _torch.current_graph_task_id()
-    with _generator_guards_lock:
-        # The first gather of a backward pass sees the generator before any recomputation; later ones may not.
-        if task in _generator_guards:
-            return
-        _generator_guards.append(task)
-    state = torch.get_rng_state()
-    _torch.queue_callback(lambda: torch.set_rng_state(state))

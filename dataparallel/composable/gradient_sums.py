@@ -29,10 +29,11 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.autograd.bucket_nodes import SlotGradients, ToSlots
-from dataparallel.streams.current import joined
+from dataparallel.autograd.bucket_gradients import SlotGradients
+from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.streams.current import streams_joined
 from dataparallel.streams.gradients import GradientStreams
-from dataparallel.streams.nodes import on_streams_of
+from dataparallel.streams.nodes import forward_streams_set
 
 __all__ = ["GradientSums", "PersistentToSlots", "WaitingBucket"]
 
@@ -47,17 +48,17 @@ class PersistentToSlots(ToSlots):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, slots: Sequence[torch.device], beside: GradientStreams | None, handle: Tensor, token: Tensor
+        ctx: Any, slots: Sequence[torch.device], gradient_streams: GradientStreams | None, handle: Tensor, token: Tensor
     ) -> tuple[Tensor, ...]:
         """As `ToSlots`'s, and the token."""
-        return (*ToSlots.forward(ctx, slots, beside, handle), token.detach())
+        return (*ToSlots.forward(ctx, slots, gradient_streams, handle), token.detach())
 
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
         """Sums over the slots, or slot 0's gradients."""
         waiting: WaitingBucket = ctx.waiting
         reached, written = _what_is_reached(ctx, waiting.sources)
-        with on_streams_of(ctx, ()):  # as in `ToSlots`
+        with forward_streams_set(ctx, ()):  # as in `ToSlots`
             brought = ToSlots.brought(ctx, envelopes[:-1])
             if not reached:  # the node runs for the sake of the order
                 return None, None, None, None
@@ -225,7 +226,7 @@ class WaitingBucket:
         return [*map(SlotGradients, together)]
 
     def _listed(self, brought: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
-        return [[None] * len(self.sources) if of_slot is None else of_slot.each() for of_slot in brought]
+        return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in brought]
 
     def drop_what_is_void(self) -> None:
         """See `GradientSums`. Not while a pass adds to ``.grad``, which is no sign then."""
@@ -243,7 +244,7 @@ class WaitingBucket:
         for (_, source), kept in sorted(taken.items(), key=itemgetter(0)):
             terms[source].append(kept)
         # On the streams of the forward, where kept gradients were made; ``.grad`` may have been written on others.
-        with joined(self._streams):
+        with streams_joined(self._streams):
             for source, of_source in terms.items():
                 parameter = self.sources[source]
                 if parameter.grad is not None:  # else void: a pass has failed, which the engine has yet to drop

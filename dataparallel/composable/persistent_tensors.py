@@ -34,7 +34,7 @@ from dataparallel.modules.build import make_parameters
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.streams.current import current_streams
-from dataparallel.streams.gradients import GradientStreams, gradient_streams
+from dataparallel.streams.gradients import GradientStreams
 
 __all__ = ["PersistentTensors"]
 
@@ -157,14 +157,14 @@ class _Made:
         """Fills `copies`."""
         tensors = self.plan.tensors
         self.recorded_groups = fill_buckets(tensors, order or self.recorded[::-1], first_bytes, cap_bytes)
-        beside = gradient_streams(self.slots, self._streams)
+        gradient_streams = GradientStreams.for_forward(self.slots, self._streams)
         buckets: list[WaitingBucket] = []
         token = first_token = torch.empty(0, requires_grad=True)
         for position, group in reversed([*enumerate(self.recorded_groups)]):
             waiting = WaitingBucket(sums, [tensors[i] for i in group], self._streams)
             # Noted on the slots: where the root's thread comes late, many buckets wait for it, and it takes any.
             note = partial(self.arrivals.append, position) if order is None else None
-            token = self._make_recorded(group, waiting, beside, token, note)
+            token = self._make_recorded(group, waiting, gradient_streams, token, note)
             buckets.append(waiting)
             if order is None:  # to be learnt, so none is to be kept
                 token = first_token
@@ -197,7 +197,7 @@ class _Made:
         self,
         group: list[int],
         waiting: WaitingBucket,
-        beside: GradientStreams | None,
+        gradient_streams: GradientStreams | None,
         token: Tensor,
         note: Callable[[], None] | None,
     ) -> Tensor:
@@ -208,14 +208,16 @@ class _Made:
 
         token_of_this: list[Tensor] = []
 
-        def to_slots(slots: Sequence[torch.device], beside: GradientStreams | None, handle: Tensor) -> Sequence[Tensor]:
-            *handles, next_token = PersistentToSlots.apply(slots, beside, handle, token)
+        def to_slots(
+            slots: Sequence[torch.device], gradient_streams: GradientStreams | None, handle: Tensor
+        ) -> Sequence[Tensor]:
+            *handles, next_token = PersistentToSlots.apply(slots, gradient_streams, handle, token)
             next_token.grad_fn.waiting = waiting
             token_of_this.append(next_token)
             return handles
 
         tensors = [self.plan.tensors[i] for i in group]
-        outputs = broadcast_bucket(self.slots, tensors, beside, to_slots, lambda: waiting.sums.are_on, note)
+        outputs = broadcast_bucket(self.slots, tensors, gradient_streams, to_slots, lambda: waiting.sums.are_on, note)
         for on_slot, of_slot in zip(self.copies, outputs, strict=True):
             for i, output in zip(group, of_slot, strict=True):
                 on_slot[i] = output

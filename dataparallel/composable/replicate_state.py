@@ -131,7 +131,7 @@ class ReplicateState:
             return run_alone(alone, inputs[0], keywords[0], slots[0], output_device)
         slots = slots[: len(inputs)]
         replicas = call.uses(self.replicate(self._make_twin(method), slots))
-        outputs = run_replicas(replicas, inputs, keywords, slots, None, None, self._permits, method)
+        outputs = run_replicas(replicas, inputs, keywords, slots, chooser=self._permits, method=method)
         return gather(outputs, output_device, self.dim)
 
     def replicate(self, source: nn.Module, slots: list[torch.device]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Which stream does what, and what orders them.
+"""Which stream does what, and what orders the streams.
 
-`current` sets and asks for current streams. The other rooms each name the events that order what they do.
+`current` reads and sets current streams, and has events. The other rooms each name the events that order their work.
 """

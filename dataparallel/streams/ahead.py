@@ -1,19 +1,19 @@
-"""Chunks that are copied from the host to the slots on side streams, ahead of their use: copies, and their order.
+"""Copies from the host to the slots on side streams, before the chunks are used.
 
-``prefetch`` has the tensors of a batch sent before the call that uses them, ``scatter_gather`` those of a call all at
-once; it takes the chunks where it would copy one after the other. Which tensors, how they are cut, and when a batch is
-done with is theirs to say. Copies go from pinned host memory over one side stream for each device, so that they run
-beside each other and while the current streams compute. What orders them:
+``prefetch`` sends the tensors of a batch before the call that uses them. ``scatter_gather`` sends all tensors of a call
+at once, and takes the chunks where it would otherwise copy one after the other. Those two choose the tensors, cut them,
+and say when a batch ends. Copies start in pinned host memory and run on one side stream for each device, at the same
+time as each other and as the current streams' work. These events order the streams:
 
-- The side stream waits for the current stream before it writes: a chunk's memory is the current stream's, and what was
-  freed there may still be in use. Memory of the side stream's own would need ``record_stream`` on every chunk, since
-  it is freed at the end of a backward that this room does not see, and memory use would vary from run to run.
-- The stream that is current in the call waits for the copies before chunks are handed out. If it is not the stream
-  that the memory belongs to, that one waits too, and the chunks are recorded on the one that uses them.
+- The side stream waits for the current stream before it writes: a chunk's memory belongs to the current stream, and
+  work that used it before may still run there. Memory of the side stream would need ``record_stream`` on every chunk,
+  because it is freed at the end of a backward that this room does not see, and memory use would vary from run to run.
+- The stream that is current in the call waits for the copies before chunks are handed out. If another stream owns the
+  memory, that stream waits too, and the chunks are recorded on the stream that uses them.
 - Host memory and chunks that nobody took are held until the host has waited for the copies (`SentBatch.end`).
 
-Pageable memory is copied into pinned memory first: a copy straight from it would hold up the host until the device has
-done all that is before it.
+Pageable memory is copied into pinned memory first: a copy straight from it would stop the host until the device has
+done all work that was launched before.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
 from dataparallel.streams.current import Event, current_streams, streams_set
 
-__all__ = ["CopiedTensor", "Sender", "SentBatch", "can_be_sent", "copied_at_once", "take"]
+__all__ = ["CopiedTensor", "Sender", "SentBatch", "can_be_sent", "copied_at_once", "take_sent_chunks"]
 
 _waiting: dict[int, list[CopiedTensor]] = {}
-"""What has been sent and not been taken, by the id of the host tensor, which `CopiedTensor` holds: the id stays taken.
+"""Tensors that were sent and not yet taken, by the id of the host tensor. `CopiedTensor` holds it, so the id is valid.
 
-A list, because a loader may give one tensor in several batches.
+Each entry is a list, because a loader may give one tensor in several batches.
 """
 
 
 def can_be_sent(tensor: Tensor) -> bool:
-    """Whether a plain copy carries the tensor, host memory without a graph, to a device."""
+    """True if a plain copy can send the tensor to a device: it is dense host memory without a graph."""
     return (
         tensor.device == CPU
         and type(tensor) in PLAIN_TYPES
@@ -52,37 +52,38 @@ def can_be_sent(tensor: Tensor) -> bool:
     )
 
 
-def take(
+def take_sent_chunks(
     tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int
 ) -> Sequence[Tensor] | None:
-    """The chunks of ``tensor`` that were sent ahead, ready for the current streams; ``None`` if none fit.
+    """The chunks of ``tensor`` that were sent ahead, ready for the current streams; ``None`` if no sent chunks fit.
 
-    They are handed out once: a second call has to have its own, since a module may write to its input. A tensor that
-    was written to since, another list of slots and other sizes do not fit.
+    Chunks do not fit if the tensor was written to after it was sent, or was sent to other slots or in other sizes. They
+    are handed out once. A second call needs chunks of its own, because a module may write to its input.
 
     Args:
-        tensor: the host tensor itself; results of operators are others.
+        tensor: the host tensor itself, not a view or a copy of it.
         slots: the slots that get a chunk.
-        sizes: their sizes along ``dim``; ``None`` for the whole tensor on every slot.
+        sizes: the chunks' sizes along ``dim``; ``None`` for the whole tensor on every slot.
+        dim: the dimension along which the tensor is cut.
     """
     if not _waiting:
         return None
     candidates = _waiting.get(id(tensor), [])
     for copied in list(candidates):
-        if copied.fits(slots, sizes, dim) and _withdrawn(copied):
+        if copied.fits(slots, sizes, dim) and _withdraw(copied):
             return copied.hand_out(slots)
     return None
 
 
-def _withdrawn(copied: CopiedTensor) -> bool:
-    """Takes it off the list; whether it was there still: another thread may have been faster."""
+def _withdraw(copied: CopiedTensor) -> bool:
+    """Removes the tensor from the list. Returns ``False`` if another thread has already removed it."""
     candidates = _waiting.get(id(copied.tensor), [])
     try:
         candidates.remove(copied)
     except ValueError:
         return False
     if not candidates:
-        # What another thread puts into this list just now is not found any more, and copied in the call.
+        # If another thread adds to this list just now, its tensor is not found later, and is copied in the call.
         _waiting.pop(id(copied.tensor), None)
     return True
 
@@ -113,7 +114,7 @@ class CopiedTensor:
                 chunk.copy_(part, non_blocking=True)
 
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:
-        """Whether these chunks are what a scatter would make of the tensor now."""
+        """True if a scatter would cut the tensor into the same chunks now."""
         if sizes is None or self.sizes is None:
             same_cut = sizes is None and self.sizes is None
         else:
@@ -123,19 +124,19 @@ class CopiedTensor:
             and self.slots[: len(slots)] == list(slots)
             and self.isolated == are_slots_isolated()
             and self.version == _version(self.tensor)
-            # Outside inference mode chunks that were made inside could not be saved for backward.
+            # Chunks that were made in inference mode cannot be saved for backward outside of it.
             and (torch.is_inference_mode_enabled() or not self.chunks[0].is_inference())
         )
 
     def hand_out(self, slots: Sequence[torch.device]) -> list[Tensor]:
-        """The chunks of the first ``slots``, after which the current streams have waited for the copies."""
+        """The chunks of the first ``slots``. Makes the current streams wait for the copies."""
         chunks, self.chunks = self.chunks, []
         for device, here in current_streams(self.owners).items():
-            self.copied[device].hold_back(here)
+            self.copied[device].make_wait(here)
             owner = self.owners[device]
             if here != owner:
-                # It gets the memory back, from whichever stream and thread.
-                self.copied[device].hold_back(owner)
+                # The memory returns to its owner, whichever stream and thread frees it.
+                self.copied[device].make_wait(owner)
                 for chunk in chunks:
                     if chunk.device == device:
                         chunk.record_stream(here)
@@ -148,7 +149,7 @@ class CopiedTensor:
 
 
 class SentBatch:
-    """The copied tensors of one batch, from their copies on until `end`."""
+    """The sent tensors of one batch. `take_sent_chunks` finds them until `end`."""
 
     def __init__(self, tensors: list[CopiedTensor], copied: dict[torch.device, Event]) -> None:
         self.tensors, self.copied = tensors, copied
@@ -157,16 +158,16 @@ class SentBatch:
             _waiting.setdefault(id(tensor.tensor), []).append(tensor)
 
     def end(self) -> None:
-        """Waits for the copies, then lets go of host memory, and of chunks that nobody took."""
+        """Waits for the copies, then releases host memory and chunks that nobody took."""
         for tensor in self.tensors:
-            _withdrawn(tensor)
+            _withdraw(tensor)
         for event in self.copied.values():
             event.synchronize()
         self.tensors.clear()
 
 
 class Sender:
-    """Sends batches over streams of its own, one for each accelerator among ``slots``."""
+    """Sends batches on its own side streams, one for each accelerator among ``slots``."""
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self.slots = list(slots)
@@ -174,22 +175,23 @@ class Sender:
 
     @torch.no_grad()
     def send(self, tensors: Iterable[tuple[Tensor, Sequence[int] | None]], dim: int) -> SentBatch:
-        """Starts to copy tensors that `can_be_sent`, each given with the sizes of its chunks along ``dim``.
+        """Starts to copy tensors for which `can_be_sent` is true, each given with its chunks' sizes along ``dim``.
 
-        No sizes: the whole tensor to every slot. `take` then finds the chunks until `SentBatch.end`.
+        ``None`` instead of sizes sends the whole tensor to every slot. `take_sent_chunks` finds the chunks until
+        `SentBatch.end`.
         """
         sent = [CopiedTensor(tensor, self.slots, sizes, dim) for tensor, sizes in tensors]
         copied = {}
         try:
             for device in {device: None for tensor in sent for device in tensor.owners}:
                 side = self.streams[device]
-                Event(torch.accelerator.current_stream(device)).hold_back(side)
+                Event(torch.accelerator.current_stream(device)).make_wait(side)
                 with streams_set({device: side}):
                     for tensor in sent:
                         tensor.copy_to(device)
                     copied[device] = Event(side)
         except BaseException:
-            # What is copied already is about to be freed.
+            # The memory of copies that have started is about to be freed.
             for side in self.streams.values():
                 side.synchronize()
             raise
@@ -200,34 +202,27 @@ class Sender:
 def copied_at_once(
     tensors: Iterable[tuple[Tensor, Sequence[int] | None]], slots: Sequence[torch.device], dim: int
 ) -> Iterator[None]:
-    """Inside, `take` finds the chunks of those tensors that `can_be_sent`, on their way to all slots at once.
+    """Sends tensors to all slots at once; inside the block, `take_sent_chunks` finds their chunks.
 
-    When it ends they have arrived, so that the batch is the caller's again. With less than two accelerators nothing is
-    sent.
+    Tensors for which `can_be_sent` is false are left out, and with fewer than two accelerators nothing is sent. When
+    the block ends, the copies are complete, and the caller may write to the batch again.
 
     Args:
-        tensors: with their chunk sizes, or ``None``, as for `Sender.send`.
-        slots: those that get a chunk.
-        dim: along which tensors are cut.
+        tensors: each with its chunk sizes, or ``None``, as for `Sender.send`.
+        slots: the slots that get a chunk.
+        dim: the dimension along which tensors are cut.
     """
-    if len({slot for slot in slots if slot != CPU}) < 2:
-        yield
-        return
-    fresh = [
-        (tensor, sizes)
-        for tensor, sizes in tensors
-        if can_be_sent(tensor) and not any(sent.fits(slots, sizes, dim) for sent in _waiting.get(id(tensor), ()))
-    ]
-    if not fresh:
-        yield
-        return
-    sent = None
+    new = []
+    if len({slot for slot in slots if slot != CPU}) > 1:
+        for tensor, sizes in tensors:
+            if can_be_sent(tensor) and not any(sent.fits(slots, sizes, dim) for sent in _waiting.get(id(tensor), ())):
+                new.append((tensor, sizes))
+    batch = _sender(tuple(slots)).send(new, dim) if new else None
     try:
-        sent = _sender(tuple(slots)).send(fresh, dim)
         yield
     finally:
-        if sent is not None:
-            sent.end()
+        if batch is not None:
+            batch.end()
 
 
 @lru_cache(maxsize=64)
@@ -236,12 +231,12 @@ def _sender(slots: tuple[torch.device, ...]) -> Sender:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Moves with every change in place, but for writes through ``.data`` and numpy; inference tensors have none."""
+    """In-place changes increase it, except writes through ``.data`` and numpy. Inference tensors have none."""
     return None if tensor.is_inference() else _torch.version_of(tensor)
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """The tensor in pinned memory, as one run that a device can be sent without the host's help."""
+    """The tensor in pinned memory, dense, so that a copy to a device needs no work of the host."""
     if is_dense(tensor.shape, tensor.stride()) and tensor.is_pinned():
         return tensor
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -1,16 +1,16 @@
-"""Current streams and events, for threads that share both, and without touching a device that nobody uses.
+"""Current streams and events, safe for several threads and for devices that nobody uses.
 
-torch has all of this, but for two things that a library in one process trips over:
+torch has current streams and events too, but two of their effects hurt a library that runs in one process:
 
-- ``with stream:`` keeps what to go back to on the stream object. Two threads that enter one stream at the same time are
-  left on each other's. `streams_set` keeps it in the call.
-- Making a device current makes a context on it, which takes hundreds of megabytes and fails where another process has
-  the device for itself. ``torch.accelerator.set_device_index`` does so when it goes back to a device that was current
-  and not used, and so does a ``torch.Event`` of another device, when it is freed and, before torch 2.15, when it is
-  recorded or waited for. Here the stream's device is current meanwhile, and torch goes back to the former one when that
-  is used again.
+- ``with stream:`` stores the former stream on the stream object. If two threads enter one stream at the same time, each
+  can end on the other's stream. `streams_set` stores the former streams in the call.
+- Making a device current creates a context on it. A context takes hundreds of megabytes, and cannot be created where
+  another process has the device for itself. ``torch.accelerator.set_device_index`` creates one when it goes back to a
+  device that was current but not used. So does a ``torch.Event`` of another device when it is freed and, before
+  torch 2.15, when it is recorded or waited for. Here the stream's device is current meanwhile, and torch goes back to
+  the former device only when that is used again.
 
-Which stream does what is decided elsewhere.
+The other rooms decide which stream does what.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from dataparallel.devices import CPU, current_device_set
 
-__all__ = ["Event", "current_streams", "joined", "make_current", "streams_set"]
+__all__ = ["Event", "current_streams", "make_current", "streams_joined", "streams_set"]
 
 
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:
@@ -32,9 +32,9 @@ def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch
 
 @contextmanager
 def streams_set(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
-    """Inside, each of ``streams`` is its device's current stream; the current device stays what it is.
+    """Makes each of ``streams`` its device's current stream inside the block. The current device does not change.
 
-    No streams is what there is without accelerators, where nothing can be asked for.
+    Without accelerators ``streams`` is empty, and nothing is done.
     """
     before = [torch.accelerator.current_stream(device) for device in streams]
     try:
@@ -45,20 +45,24 @@ def streams_set(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
 
 
 @contextmanager
-def joined(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
-    """As `streams_set`, after all that was launched on the streams that were current, and before all that will be."""
+def streams_joined(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
+    """`streams_set`, ordered against the streams that were current.
+
+    The block runs after everything that was launched on those streams before it, and before everything that is launched
+    on them after it. On each device whose stream changes, one event at the beginning and one at the end order this.
+    """
     here = current_streams(streams)
     others = {device: stream for device, stream in here.items() if stream != streams[device]}
     for device, stream in others.items():
-        Event(stream).hold_back(streams[device])
+        Event(stream).make_wait(streams[device])
     with streams_set(streams):
         yield
     for device, stream in others.items():
-        Event(streams[device]).hold_back(stream)
+        Event(streams[device]).make_wait(stream)
 
 
 def make_current(streams: Collection[torch.Stream]) -> None:
-    """Makes each stream its device's current one, in this thread. The current device stays what it is."""
+    """Makes each stream its device's current one, in this thread. The current device does not change."""
     if not streams:
         return
     with current_device_set(next(iter(streams)).device):
@@ -67,26 +71,26 @@ def make_current(streams: Collection[torch.Stream]) -> None:
 
 
 class Event:
-    """What a stream has been given to do so far; the stream is asked when this is made. Any thread may use it."""
+    """The work that ``stream`` has been given until the event is made. Any thread may use the event."""
 
     def __init__(self, stream: torch.Stream) -> None:
         self._device = stream.device
         with current_device_set(self._device):
             self._event = stream.record_event()
 
-    def hold_back(self, stream: torch.Stream) -> None:
-        """Has ``stream`` wait for it. The host does not."""
+    def make_wait(self, stream: torch.Stream) -> None:
+        """Makes ``stream`` wait for the event. The host does not wait."""
         with current_device_set(stream.device):
             stream.wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Has the host wait for it."""
+        """Makes the host wait for the event."""
         self._event.synchronize()
 
     def __del__(
         self, device_set: Callable[[torch.device], AbstractContextManager[object]] = current_device_set
     ) -> None:
-        # Bound here, because when the interpreter ends the module's names may be gone.
+        # Bound here, because the module's names may be gone when the interpreter exits.
         if hasattr(self, "_event"):
             with device_set(self._device):
                 del self._event

@@ -1,20 +1,21 @@
-"""Streams for isolated slots: on an accelerator every slot but the first has one of its own.
+"""Streams for isolated slots: on each accelerator every slot but the first has a stream of its own.
 
-Isolation is for tests (``dataparallel.testing.isolated_slots``), and there slots on one device are what slots on
-several are: they compute beside each other, and only events order them. ``threads.settings`` makes a slot's stream
-current while its replica runs, ``parallel_apply`` tells which memory goes in and comes out, and
-``autograd.bucket_nodes`` asks in backward whose gradients it reads. What orders them:
+Isolation is for tests (``dataparallel.testing.isolated_slots``). It makes slots on one device behave like slots on
+several devices: they compute at the same time, and only events order them. ``threads.caller_state`` makes a slot's
+stream current while its replica runs, ``parallel_apply`` says which memory goes in and comes out, and
+``autograd.bucket_nodes`` asks in backward on which stream a slot's gradients were made. These events order the streams:
 
 - A slot's stream waits for an event that the caller's stream recorded before any replica began. It does not wait for
-  that stream as it is when the replica begins, which would be after what the first replica has launched there.
-- The caller's stream waits for an event of the slot's at the end of its replica, an error or not.
-- Memory of the caller's stream that a replica uses is recorded on the slot's stream, since it may be freed there, by a
-  module that replaces a buffer or by the backward. Outputs are the slot's, and recorded on the caller's.
+  the caller's stream as it is when the replica begins: by then the first replica has launched work there.
+- The caller's stream waits for an event at the end of each replica, also if the replica raised an error.
+- Memory of the caller's stream that a replica uses is recorded on the slot's stream, because it may be freed there, by
+  a module that replaces a buffer or by the backward. Outputs are memory of the slot's stream, and are recorded on the
+  caller's.
 - In backward the engine runs each node on the stream of its forward, and orders gradients between the streams of one
-  device. Where gradients go to another device, ``streams.nodes`` orders those of the device that they leave.
+  device. ``streams.nodes`` orders gradients that go to another device.
 
-Streams are made when first needed and stay for the process: a slot that has them for itself in one call finds there
-what it left, a frozen buffer for example.
+Streams are made when first needed and stay for the process. So a slot finds on its stream what its last call left
+there, such as a frozen buffer.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from dataparallel.devices import CPU
 from dataparallel.streams.current import Event
 from dataparallel.streams.nodes import memory_of
 
-__all__ = ["SlotStream", "slot_streams"]
+__all__ = ["IsolatedStream", "isolated_streams"]
 
 _made: dict[torch.device, list[torch.Stream]] = {}
 
 
-def slot_streams(slots: Sequence[torch.device]) -> dict[int, SlotStream]:
-    """A stream for each isolated slot that shares its accelerator with an earlier one. Elsewhere none.
+def isolated_streams(slots: Sequence[torch.device]) -> dict[int, IsolatedStream]:
+    """A stream for each isolated slot that shares its accelerator with an earlier slot; empty without isolation.
 
-    They begin after what the calling thread has launched so far on its current streams.
+    The streams' replicas wait for all that the calling thread has launched on its current streams before this call.
     """
     if not are_slots_isolated():
         return {}
-    found: dict[int, SlotStream] = {}
+    found: dict[int, IsolatedStream] = {}
     ready: dict[torch.device, tuple[torch.Stream, Event]] = {}
     for slot, device in enumerate(slots):
         if device == CPU or device not in slots[:slot]:
@@ -53,12 +54,12 @@ def slot_streams(slots: Sequence[torch.device]) -> dict[int, SlotStream]:
             callers = torch.accelerator.current_stream(device)
             ready[device] = callers, Event(callers)
         callers, event = ready[device]
-        found[slot] = SlotStream(_stream(device, slots[:slot].count(device), callers), callers, event)
+        found[slot] = IsolatedStream(_stream(device, slots[:slot].count(device), callers), callers, event)
     return found
 
 
 def _stream(device: torch.device, ordinal: int, callers: torch.Stream) -> torch.Stream:
-    """The stream number ``ordinal``, from 1 on, among those that are not the caller's: he may be a replica himself."""
+    """The stream number ``ordinal``, from 1 on. The caller's is not counted: the caller may itself be a replica."""
     made = _made.setdefault(device, [])
     while True:
         others = [stream for stream in made if stream != callers]
@@ -67,33 +68,33 @@ def _stream(device: torch.device, ordinal: int, callers: torch.Stream) -> torch.
         made.append(torch.Stream(device))
 
 
-class SlotStream:
-    """The stream of one slot during one call. ``stream`` is current in its replica."""
+class IsolatedStream:
+    """The stream of one slot during one call. ``stream`` is current in the slot's replica."""
 
     def __init__(self, stream: torch.Stream, callers: torch.Stream, ready: Event) -> None:
         self.stream = stream
         self._callers, self._ready = callers, ready
         self._ended: Event | None = None
 
-    def begin(self) -> None:
-        """Orders the replica after what its caller has launched."""
-        self._ready.hold_back(self.stream)
+    def wait_for_caller(self) -> None:
+        """Orders the replica after what its caller has launched before the call."""
+        self._ready.make_wait(self.stream)
 
-    def end(self) -> None:
-        """Notes where the replica ends."""
+    def note_end(self) -> None:
+        """Records the event at the end of the replica."""
         self._ended = Event(self.stream)
 
-    def lend(self, *objects: Any) -> None:
-        """The replica uses these modules and structures, which are the caller's."""
-        _record(objects, self.stream)
-
-    def join(self) -> None:
+    def make_caller_wait(self) -> None:
         """Orders what the caller launches from here on after the replica."""
         if self._ended is not None:
-            self._ended.hold_back(self._callers)
+            self._ended.make_wait(self._callers)
 
-    def take_back(self, output: Any) -> None:
-        """The caller uses this structure, which is the replica's."""
+    def record_inputs(self, *objects: Any) -> None:
+        """Records memory of the caller on the slot's stream: the replica uses these modules and structures."""
+        _record(objects, self.stream)
+
+    def record_output(self, output: Any) -> None:
+        """Records memory of the slot on the caller's stream: the caller uses this structure."""
         _record(output, self._callers)
 
 
@@ -105,7 +106,7 @@ def _record(obj: Any, stream: torch.Stream) -> None:
 
 
 def _tensors(obj: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    """The tensors in a structure or a module; of values that are neither nothing is known."""
+    """The tensors in a structure or a module. Other objects are not searched."""
     if id(obj) in seen:
         return
     seen[id(obj)] = obj

@@ -1,11 +1,12 @@
-"""On which streams a node of the graph that spans several devices runs its backward, and what orders it.
+"""Streams on which a node of the graph that spans several devices runs its backward.
 
-The engine knows one stream of each node, that of its first output, and on all other devices its threads see default
-streams. Such a node notes in its forward the streams that are current on all of its devices (`note_streams`), and its
-backward runs on these (`on_streams_of`). A backward that is recorded makes nodes itself, in a thread of the engine:
-they note the caller's streams, too, not those of that thread.
+The engine knows one stream of each node: that of its first output. On all other devices the engine's threads see
+default streams. So a node's forward notes the streams that are current on all of its devices
+(`note_forward_streams`), and its backward runs on them (`forward_streams_set`). A backward that is recorded makes new
+nodes in a thread of the engine. They note the caller's streams too, not those of that thread.
 
-``functions`` and ``autograd.bucket_nodes`` have such nodes. Which streams are current in a replica is not decided here.
+``autograd.functions`` and ``autograd.bucket_nodes`` have such nodes. This room does not decide which streams are
+current in a replica.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from dataparallel import _torch
 from dataparallel.devices import CPU
 from dataparallel.streams.current import Event, current_streams, streams_set
 
-__all__ = ["memory_of", "note_streams", "on_streams_of", "wait_for_streams"]
+__all__ = ["forward_streams_set", "memory_of", "note_forward_streams"]
 
 
-def note_streams(node: Any, inputs: Sequence[torch.device], outputs: Sequence[torch.device]) -> None:
-    """In a forward: what `on_streams_of` has to know in its backward."""
+def note_forward_streams(node: Any, inputs: Sequence[torch.device], outputs: Sequence[torch.device]) -> None:
+    """Called in a forward: notes what `forward_streams_set` needs in the backward."""
     node.streams = current_streams([*inputs, *outputs])
     node.results_on = {*inputs} - {CPU}
     # The engine takes the stream of the first output on an accelerator for the node's.
@@ -34,14 +35,14 @@ def note_streams(node: Any, inputs: Sequence[torch.device], outputs: Sequence[to
 
 
 @contextmanager
-def on_streams_of(node: Any, grads: Sequence[Tensor | None]) -> Iterator[None]:
-    """Inside a backward, the streams that were current in the forward are so again, in order with other nodes.
+def forward_streams_set(node: Any, grads: Sequence[Tensor | None]) -> Iterator[None]:
+    """Makes the streams of the node's forward current again inside its backward, in order with other nodes.
 
-    The engine knows one stream of a node, that of its home, and makes it current. It has that stream wait for all
-    gradients, and has what uses a result wait for that stream. On other devices its threads see default streams, which
-    know nothing of the caller's. So the streams of gradients wait for the known one first, and at the end it waits for
-    those of results. A gradient of another device may have been made on any stream there, so it is recorded.
-    A node whose outputs are all on the CPU has no home: the engine then knows the current stream of each device.
+    The engine makes the stream of the node's first output current, makes it wait for all gradients, and makes users of
+    a result wait for it. On other devices its threads see default streams, which nothing orders against the caller's.
+    So the streams of gradients on other devices wait for the engine's stream first, and at the end it waits for the
+    streams of results. A gradient of another device may have been made on any stream there, so it is recorded.
+    A node whose outputs are all on the CPU has no such stream. Then the engine orders each device's current stream.
     """
     here = current_streams(node.streams)
     known = {device: here[node.home or device] for device in node.streams}
@@ -49,36 +50,24 @@ def on_streams_of(node: Any, grads: Sequence[Tensor | None]) -> Iterator[None]:
     with streams_set(node.streams):
         elsewhere = [grad for grad in grads if grad is not None and grad.device in others]
         for device in {grad.device for grad in elsewhere}:
-            Event(known[device]).hold_back(others[device])
+            Event(known[device]).make_wait(others[device])
         for memory in chain.from_iterable(map(memory_of, elsewhere)):
             if memory.device in others:
                 memory.record_stream(others[memory.device])
         yield
         for device in node.results_on & others.keys():
-            Event(others[device]).hold_back(known[device])
-
-
-def wait_for_streams(streams: dict[torch.device, torch.Stream], grads: Sequence[Tensor | None]) -> None:
-    """Orders what follows, on the current streams, after the gradients that were made on ``streams``."""
-    for device, stream in streams.items():
-        here = torch.accelerator.current_stream(device)
-        if here != stream:
-            Event(stream).hold_back(here)
-            for grad in grads:
-                if grad is not None and grad.device == device:
-                    for memory in memory_of(grad):
-                        memory.record_stream(here)
+            Event(others[device]).make_wait(known[device])
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold the data of one that has no memory itself; else the tensor."""
+    """The tensors that hold the data of a tensor without memory of its own (sparse, subclass); else the tensor."""
     if tensor.layout is torch.sparse_coo:
         return [*_torch.sparse_memory(tensor)]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    if hasattr(tensor, "__tensor_flatten__"):  # a subclass around others
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that holds other tensors
         names, _ = tensor.__tensor_flatten__()
         return [memory for name in names for memory in memory_of(getattr(tensor, name))]
     return [tensor]

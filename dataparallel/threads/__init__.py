@@ -1,1 +1,1 @@
-"""The threads that run replicas, how many run at a time, and which of the caller's settings they see."""
+"""Threads that run replicas: which they are, how many run at a time, and which settings of the caller they see."""

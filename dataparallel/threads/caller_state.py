@@ -1,6 +1,7 @@
 """The settings of the thread that makes a call, read once and held around each of its replicas.
 
-``settings`` is the table of what is read. ``parallel_apply`` makes a `CallerState` for each call.
+``settings`` is the table of these settings. ``parallel_apply`` makes a `CallerState` for each call. Nobody waits here:
+the calling thread makes it, and the thread that runs a replica holds the values around it.
 """
 
 from __future__ import annotations
@@ -13,62 +14,48 @@ from typing import Any, TypeVar
 import torch
 
 from dataparallel import _torch
-from dataparallel.streams.isolated import slot_streams
+from dataparallel.streams.current import current_streams
+from dataparallel.streams.isolated import isolated_streams
 from dataparallel.threads import settings
-from dataparallel.threads.settings import (
-    CURRENT_STREAM,
-    INTRA_OP_THREADS,
-    ORDERED,
-    TRANSLATED,
-    Setting,
-    refuse_what_cannot_be_shared,
-)
+from dataparallel.threads.settings import CURRENT_STREAM, INTRA_OP_THREADS, TRANSLATED, Setting
 
 __all__ = ["CallerState"]
 
 T = TypeVar("T")
 
 
-def _clear_modes() -> None:
-    """Takes off what a task has left entered in its thread (``torch.set_default_device``): the next has its own."""
-    for _ in _torch.function_modes():
-        _torch.pop_function_mode()
-    _torch.forget_default_device_context()
-
-
 class CallerState:
-    """The settings of the thread that makes it, for replicas on ``slots``. The first slot is the root."""
+    """The settings of the thread that makes this object, for replicas on ``slots``. The first slot is the root."""
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
-        refuse_what_cannot_be_shared()
-        self._slots = slots
+        settings.refuse_what_cannot_be_shared()
+        self.slots = slots
         self._carried = [(setting, setting.read(slots)) for setting in settings.CARRIED]
         self._translated = [(setting, setting.read(slots)) for setting in TRANSLATED]
-        self.slot_streams = slot_streams(slots)
-        # Several threads cannot be inside one context, so each replica has a copy; what it sets there is dropped.
+        self.isolated_streams = isolated_streams(slots)
+        # Two threads cannot enter one context, so each replica has a copy. Values that it sets there are dropped.
         self._contexts = [contextvars.copy_context() for _ in slots]
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether something carried has a state that replicas must not touch at once, nor in changing order."""
-        return any(value not in ([], (None, None)) for setting, value in self._carried if setting.name in ORDERED)
+        """True if a carried object has a state, which replicas must change one at a time and in slot order."""
+        return any(setting.one_at_a_time and value not in ([], (None, None)) for setting, value in self._carried)
 
     @property
     def streams(self) -> list[torch.Stream]:
-        """The caller's current streams on the slots' accelerators, and those that are slots' own."""
-        callers = next(value for setting, value in self._translated if setting.name == CURRENT_STREAM)
-        return [*callers.values(), *(own.stream for own in self.slot_streams.values())]
+        """The caller's current streams on the slots' accelerators, and the streams of isolated slots."""
+        return [*current_streams(self.slots).values(), *(own.stream for own in self.isolated_streams.values())]
 
     @contextmanager
     def intra_op_threads_divided(self, workers: int) -> Iterator[None]:
-        """Inside, replicas on CPU slots have their part of the caller's intra-op threads; ``workers`` run at a time.
+        """Divides the caller's intra-op threads among replicas on CPU slots, of which ``workers`` run at a time.
 
-        torch keeps this number for each thread, and what was set last for threads yet to be made. Workers set theirs;
-        for threads yet to be made it is the caller's again at the end.
+        torch keeps this number for each thread, and gives new threads the number that was set last. Workers set their
+        own number. At the end of the block new threads get the caller's number again.
         """
         whole = torch.get_num_threads()
         each = max(1, whole // workers)
-        if each == whole or self._slots[0].type != "cpu":
+        if each == whole or self.slots[0].type != "cpu":
             yield
             return
         self._carried = [(s, each if s.name == INTRA_OP_THREADS else value) for s, value in self._carried]
@@ -78,16 +65,19 @@ class CallerState:
             torch.set_num_threads(whole)
 
     def run_in_worker(self, slot: int, task: Callable[[], T]) -> T:
-        """Runs ``task`` with the caller's settings, in a thread that has none of its own."""
+        """Runs ``task`` in a worker thread, with the caller's settings."""
         try:
             return self._run(slot, task, [*self._translated, *self._carried])
         finally:
-            _clear_modes()
+            # Modes that the task has left in this thread (``torch.set_default_device``) must not meet its next task.
+            for _ in _torch.function_modes():
+                _torch.pop_function_mode()
+            _torch.forget_default_device_context()
 
     def run_here(self, slot: int, task: Callable[[], T]) -> T:
-        """Runs ``task`` in the calling thread, where only what depends on the slot has to change.
+        """Runs ``task`` in the calling thread, where only the translated settings have to be held.
 
-        What it leaves switched is switched back: the next replica sees the caller's settings, in whatever thread it is.
+        Settings that the task leaves changed are restored, so that the next replica sees the caller's.
         """
         default = _torch.default_device_context()
         try:
@@ -99,20 +89,20 @@ class CallerState:
                 if setting.restore is not None:
                     setting.restore(value)
             if _torch.is_any_autocast_enabled():
-                # Casts of a replica's weights would be remembered until the caller's autocast ends.
+                # Otherwise casts of the replica's weights would be cached until the caller's autocast ends.
                 torch.clear_autocast_cache()
 
     def _run(self, slot: int, task: Callable[[], T], held: list[tuple[Setting, Any]]) -> T:
         ends: list[Callable[[], object]] = []
-        device, own = self._slots[slot], self.slot_streams.get(slot)
+        device, own = self.slots[slot], self.isolated_streams.get(slot)
         try:
             if own is not None:
-                own.begin()
-                ends.append(own.end)
+                own.wait_for_caller()
+                ends.append(own.note_end)
             for setting, value in held:
                 if own is not None and setting.name == CURRENT_STREAM:
                     value = {device: own.stream}
-                end = setting.hold(value, self._slots, device)
+                end = setting.hold(value, self.slots, device)
                 if end is not None:
                     ends.append(end)
             return self._contexts[slot].run(task)

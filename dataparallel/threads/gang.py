@@ -1,15 +1,19 @@
-"""Gangs: the tasks of one call, run by kept threads.
+"""Gangs: the tasks of one call, run by kept threads. ``parallel_apply`` gives the tasks their meaning.
 
-A *gang* is the tasks of one call. At most ``permits`` of them run Python at a time, started in slot order; tasks with
-the same *turn* never run at the same time. A task that waits for a nested call gives its permit back meanwhile, so
-that another task of its gang can start, and takes one again before it goes on; it keeps its turn. Nested and concurrent
-calls have gangs and permits of their own, so none waits for a worker that waits for it. Tasks that wait for each other
-by means of their own may need more permits than there are: a gang with ``patience`` then goes on without permits.
+A *gang* is the tasks of one call. At most ``permits`` of its tasks run Python at a time, and they start in slot order.
+Tasks of one *group* never run at the same time. A gang has its own permits, so nested and concurrent calls do not take
+them from each other. Who waits for whom, and what wakes whom:
 
-A task is anything callable; what it means is ``parallel_apply``'s business. Threads come from ``pool``: a task that
-starts beside others runs in a thread of its *home*. A thread that ends a task runs the next one itself, for another
-home too, because handing it to another thread costs a switch. So with as many permits as tasks no thread leaves its
-home, and with fewer a home meets at most as many threads of a gang as there are permits.
+- The thread that runs the gang waits until no task is left. The worker that ends the last task wakes it.
+- A task waits for a permit, and for the tasks of its group. The worker that ends a task starts the next ones.
+- A task that runs a nested gang waits for it, without a permit meanwhile but still in its group. Another task of its
+  gang can start in the meantime. It takes a permit again before it goes on.
+- So no worker waits for a worker that waits for it. Only tasks that wait for each other by their own means can need
+  more permits than there are. If no task ends during ``stall_timeout``, the gang goes on without permits.
+
+Threads come from ``pool``, which keeps them by device. A worker that ends a task runs the next one itself, for another
+device too, because a handover to another thread costs a switch. So with as many permits as tasks each thread stays on
+its device, and with fewer a device meets at most as many threads of a gang as there are permits.
 """
 
 from __future__ import annotations
@@ -25,22 +29,19 @@ from dataparallel.forks import in_forked_child
 from dataparallel.threads import pool
 from dataparallel.threads.pool import Worker
 
-__all__ = ["LOOK_UP", "Gang", "Outcome", "Skipped", "gang_around"]
+__all__ = ["POLL_SECONDS", "Gang", "Outcome", "Skipped", "current_gang"]
 
 
-LOOK_UP = 0.2
-"""Seconds between two looks of a thread that waits for a gang."""
+POLL_SECONDS = 0.2
+"""A thread that waits for a gang wakes up this often, to see signals and stalls."""
 
 
 class Skipped(Exception):
-    """The outcome of a task that was not started, as an earlier slot had failed or Ctrl-C was pressed.
-
-    It is only a consequence, never an original error.
-    """
+    """The error of a task that was not started, because an earlier slot had failed or Ctrl-C was pressed."""
 
 
 class Outcome:
-    """What became of one task: ``value``, or ``error`` if that is not ``None``."""
+    """The result of one task: ``error`` if it is not ``None``, else ``value``."""
 
     __slots__ = ("error", "value")
 
@@ -48,24 +49,24 @@ class Outcome:
         self.value: Any = None
         self.error: BaseException | None = None
 
-    def forget(self) -> None:
-        """For a call that raises. An error refers to frames, and one of them to the outcome: only this ends that."""
+    def clear(self) -> None:
+        """Called when the call raises. It breaks the cycle of the error, its frames, and the outcome that they hold."""
         self.value = self.error = None
 
 
-class _Here(threading.local):
-    """Which task the current thread is inside of."""
+class _CurrentTask(threading.local):
+    """The task that the current thread runs."""
 
     gang: Gang | None = None
     slot: int = -1
 
 
-_here = _Here()
+_current = _CurrentTask()
 
 
-def gang_around() -> Gang | None:
-    """The gang of which the calling thread runs a task."""
-    return _here.gang
+def current_gang() -> Gang | None:
+    """The gang whose task the calling thread runs."""
+    return _current.gang
 
 
 class Gang:
@@ -73,40 +74,40 @@ class Gang:
 
     Args:
         tasks: one callable without arguments for each slot.
-        permits: how many may run Python at a time, at least 1.
-        turns: a key for each slot; of tasks with one key only one runs at a time. ``None`` excludes nothing.
-        patience: seconds without a task ending after which those that wait for a permit need none; ``None``: for ever.
-        homes: a key for each slot: its task had best run in a thread that was made for this key, such as its device.
-        outer: the gang of which the waiting thread runs a task; default: that of the thread that makes this one.
+        permits: how many tasks may run Python at a time, at least 1.
+        groups: a key for each slot. Tasks of one group never run at the same time; a task with ``None`` has no group.
+        stall_timeout: after so many seconds without a task ending, waiting tasks need no permit. ``None``: never.
+        devices: for each slot the device, or another key, whose threads should run the task.
+        outer: the gang whose task the waiting thread runs. Default: `current_gang` of the thread that makes this gang.
 
     Attributes:
-        stalled: whether the patience ran out.
+        stalled: true once ``stall_timeout`` has run out.
 
-    A task is in ``_waiting``, then in ``_running``; while it waits for a nested call it is in ``_paused``, and then in
+    A task is in ``_waiting``, then in ``_running``. While it waits for a nested call it is in ``_paused``, and then in
     ``_resuming`` until it has a permit again. The gang is over when no task is in any of them.
 
-    Ctrl-C may come in the waiting thread between any two steps. So workers write these fields, with ``_lock`` held. The
-    waiting thread sets flags for what it wants, and sees to it that a worker comes by. It takes the lock itself only
-    after the first Ctrl-C: the second one leaves the gang to itself, in whatever state.
+    Ctrl-C may come in the waiting thread between any two steps. So only workers write these fields, with ``_lock``
+    held. The waiting thread sets flags, and then starts a worker that reads them. It takes the lock itself only after
+    the first Ctrl-C; the second one abandons the gang in whatever state it is.
     """
 
     def __init__(
         self,
         tasks: Sequence[Callable[[], Any]],
         permits: int,
-        turns: Sequence[Hashable | None] | None = None,
-        patience: float | None = None,
-        homes: Sequence[Hashable] | None = None,
+        groups: Sequence[Hashable | None] | None = None,
+        stall_timeout: float | None = None,
+        devices: Sequence[Hashable] | None = None,
         outer: Gang | None = None,
     ) -> None:
         if permits < 1:
             raise ValueError(f"a gang needs at least 1 permit; got {permits}")
         self._tasks: list[Callable[[], Any] | None] = list(tasks)
-        self._turns: Sequence[Hashable | None] = [None] * len(self._tasks) if turns is None else turns
-        self._homes: Sequence[Hashable] = [None] * len(self._tasks) if homes is None else homes
+        self._groups: Sequence[Hashable | None] = [None] * len(self._tasks) if groups is None else groups
+        self._devices: Sequence[Hashable] = [None] * len(self._tasks) if devices is None else devices
         self._permits = permits
-        self._patience = patience
-        self._outer = _here.gang if outer is None else outer
+        self._stall_timeout = stall_timeout
+        self._outer = current_gang() if outer is None else outer
         self.stalled = False
         self._outcomes = [Outcome() for _ in self._tasks]
         self._lock = threading.Lock()
@@ -114,59 +115,51 @@ class Gang:
         self._running: set[int] = set()
         self._paused: set[int] = set()
         self._resuming: dict[int, threading.Event] = {}
-        self._steps = 0  # how often a task has ended or begun to wait for a nested call
+        self._steps = 0  # how many times a task has ended or begun to wait for a nested call
         self._stopped = False
         self._is_over = False
-        # A lock, not an event: Ctrl-C inside of ``Event.wait`` can become a RuntimeError of Python's own.
+        # A lock, not an event: Ctrl-C inside ``Event.wait`` can turn into a RuntimeError of Python's own.
         self._over = threading.Lock()
         self._over.acquire()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether no further task starts, because Ctrl-C ends this call or one that it is part of."""
+        """True if no further task starts, because Ctrl-C ends this call or a call around it."""
         return self._stopped or (self._outer is not None and self._outer.is_stopped)
 
     def run(self) -> list[Outcome]:
-        """Runs the tasks and returns when none is running any more.
+        """Runs the tasks and returns when all have ended.
 
         Once a task has failed, tasks of higher slots that have not started are skipped. After an exception in the
-        waiting thread (``KeyboardInterrupt``) no further task starts, in nested gangs neither, and it is raised when
-        those that run have ended. A second one is raised at once, and leaves their threads to themselves. Tasks that
-        wait for others that have not started need the second one.
+        waiting thread (``KeyboardInterrupt``) no further task starts, in nested gangs neither. The exception is raised
+        when the running tasks have ended. A second one is raised at once, and abandons the running tasks. If a running
+        task waits for one that has not started, only the second one ends the call.
         """
         return self._run([self._send_worker, self._wait])
 
     def begin(self) -> None:
-        """The first half of `run`, from any thread: returns at once. `finish` or `cancel` has to follow.
+        """The first half of `run`. Any thread may call it, and it returns at once. `finish` or `cancel` has to follow.
 
         Raises:
-            RuntimeError: the system has no thread for it.
+            RuntimeError: the system has no thread for the first task.
         """
         if self._tasks:
             self._send_worker()
 
     def finish(self) -> list[Outcome]:
-        """The second half of `run`."""
+        """The second half of `run`, in the thread that waits."""
         return self._run([self._wait])
 
     def cancel(self) -> list[Outcome]:
-        """`finish` after a Ctrl-C that came elsewhere: as the first one in `run`, or at once if that came before."""
+        """`finish`, as after a Ctrl-C in `run`: the first one waits for running tasks, the second one does not."""
         return [] if self._stopped else self._run([self._stop, self._wait])
 
     def _run(self, steps: Sequence[Callable[[], None]]) -> list[Outcome]:
         if not self._tasks:
             return []
-        outer, slot = _here.gang, _here.slot
+        outer, slot = _current.gang, _current.slot
         if outer is not None:
             outer._pause(slot)
-        try:
-            self._go_through(steps)
-        finally:
-            if outer is not None:
-                outer._resume(slot)
-        return self._let_go()
-
-    def _go_through(self, steps: Sequence[Callable[[], None]]) -> None:
         try:
             for step in steps:
                 step()
@@ -175,45 +168,49 @@ class Gang:
             if not is_second:
                 self._stop()
                 self._wait()
-                for outcome in self._let_go():
-                    outcome.forget()
+                for outcome in self._take_outcomes():
+                    outcome.clear()
             raise
+        finally:
+            if outer is not None:
+                outer._resume(slot)
+        return self._take_outcomes()
 
-    def _let_go(self) -> list[Outcome]:
-        """The outcomes. A thread may still have the gang in its hands for a moment, but nothing of the call."""
+    def _take_outcomes(self) -> list[Outcome]:
+        """The outcomes. A worker may refer to the gang for a moment longer, but the gang holds nothing of the call."""
         outcomes, self._outcomes, self._tasks = self._outcomes, [], []
         return outcomes
 
     def _send_worker(self) -> None:
-        """Has a thread come by that runs tasks if some may start, best one of the first task's home."""
+        """Starts a thread, one of the first task's device, that runs the tasks that may start, if any."""
         first = (self._waiting[:1] or [0])[0]
-        pool.start(partial(self._work, None), self._homes[first])
+        pool.start(partial(self._work, None), self._devices[first])
 
     def _wait(self) -> None:
-        steps, looks = self._steps, 0
+        steps, polls = self._steps, 0
         while not self._is_over:
-            # A signal that arrives just before the wait is noticed only after it: look up now and then.
-            self._over.acquire(timeout=LOOK_UP)
-            if self._patience is None or self.stalled:
+            # Python handles a signal that arrives just before this wait only after it, so the wait is short.
+            self._over.acquire(timeout=POLL_SECONDS)
+            if self._stall_timeout is None or self.stalled:
                 continue
-            # Looks are counted, not seconds: those in which the whole process was stopped say nothing.
-            looks = looks + 1 if self._steps == steps and (self._waiting or self._resuming) else 0
+            # Polls are counted, not seconds, because time in which the whole process was stopped does not count.
+            polls = polls + 1 if self._steps == steps and (self._waiting or self._resuming) else 0
             steps = self._steps
-            if looks * LOOK_UP >= self._patience:
+            if polls * POLL_SECONDS >= self._stall_timeout:
                 self.stalled = True
                 self._send_worker()
 
     def _stop(self) -> None:
-        """Starts no further task. Those of nested gangs see it when the next of them ends."""
+        """Skips all tasks that have not started. Nested gangs do so when their next task ends."""
         self._stopped = True
         with self._lock:
             self._skip(above=-1)
-            self._note_end()
+            self._wake_if_over()
 
     def _work(self, slot: int | None, worker: Worker) -> None:
-        """Called by a worker: runs the task of ``slot``, then others as permits become free.
+        """Called by a worker: runs the task of ``slot``, then other tasks as long as some may start.
 
-        ``None``: begins with one that may start, if there is any.
+        ``None`` begins with any task that may start.
         """
         slots = self._next(None, worker) if slot is None else [slot]
         while slots:
@@ -222,60 +219,60 @@ class Gang:
             slots = self._next(slots[0], worker)
 
     def _next(self, ended: int | None, worker: Worker) -> list[int]:
-        """Notes that a task has ended; returns those for the worker to start. Without any it is idle again."""
+        """Notes that a task has ended. Returns the tasks that the worker starts, or releases it if there are none."""
         with self._lock:
             if ended is not None:
-                self._settle(ended)
+                self._note_ended(ended)
             slots = self._admit()
             if not slots:
-                # To the pool first: whoever waits for this gang finds the thread idle in its next call.
-                pool.take_back(worker)
-                self._note_end()
+                # The pool first: the thread that waits for this gang then finds the worker idle in its next call.
+                pool.release(worker)
+                self._wake_if_over()
             return slots
 
     def _admit(self) -> list[int]:
-        """Gives free permits to tasks, lowest slot first; returns those that need a thread. With the lock held."""
+        """Gives permits to tasks, lowest slot first: wakes resumed ones and returns new ones. Needs the lock."""
         if self.is_stopped:
             self._skip(above=-1)
         slots = []
         permits = math.inf if self.stalled else self._permits
-        held = {self._turns[slot] for slot in itertools.chain(self._running, self._paused, self._resuming)}
+        busy = {self._groups[slot] for slot in itertools.chain(self._running, self._paused, self._resuming)}
         for slot in sorted(itertools.chain(self._waiting, self._resuming)):
             if len(self._running) >= permits:
                 break
             if slot in self._resuming:
                 self._running.add(slot)
                 self._resuming.pop(slot).set()
-            elif self._turns[slot] is None or self._turns[slot] not in held:
-                held.add(self._turns[slot])
+            elif self._groups[slot] is None or self._groups[slot] not in busy:
+                busy.add(self._groups[slot])
                 self._waiting.remove(slot)
                 self._running.add(slot)
                 slots.append(slot)
         return slots
 
     def _start(self, slots: list[int]) -> None:
-        """Has each of ``slots`` run by a thread of its own."""
+        """Starts a thread for each of ``slots``."""
         for slot in slots:
             try:
-                pool.start(partial(self._work, slot), self._homes[slot])
+                pool.start(partial(self._work, slot), self._devices[slot])
             except Exception as error:  # the system has no more threads, for example
                 self._outcomes[slot].error = error
                 with self._lock:
-                    self._settle(slot)
+                    self._note_ended(slot)
 
     def _call(self, slot: int) -> None:
         outcome, task = self._outcomes[slot], self._tasks[slot]
         assert task is not None
-        _here.gang, _here.slot = self, slot
+        _current.gang, _current.slot = self, slot
         try:
             outcome.value = task()
         except BaseException as error:
             # From here on the traceback begins in the task.
             outcome.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-        _here.gang = None
+        _current.gang = None
 
-    def _settle(self, slot: int) -> None:
-        """Notes that a task has ended. With the lock held."""
+    def _note_ended(self, slot: int) -> None:
+        """Notes that a task has ended, and skips higher ones if it failed. Called with the lock held."""
         self._steps += 1
         self._running.discard(slot)
         self._tasks[slot] = None
@@ -287,14 +284,14 @@ class Gang:
             self._waiting.remove(slot)
             self._outcomes[slot].error = Skipped()
 
-    def _note_end(self) -> None:
-        """Wakes the waiting thread once no task is left. With the lock held."""
+    def _wake_if_over(self) -> None:
+        """Wakes the waiting thread once no task is left. Called with the lock held."""
         if not (self._is_over or self._waiting or self._running or self._paused or self._resuming):
             self._is_over = True
             self._over.release()
 
     def _pause(self, slot: int) -> None:
-        """Gives the permit of ``slot`` back, because its task begins to wait for a nested gang; it keeps its turn."""
+        """Gives back the permit of ``slot``, whose task begins to wait for a nested gang. Its group stays busy."""
         with self._lock:
             self._steps += 1
             self._running.discard(slot)
@@ -303,7 +300,7 @@ class Gang:
         self._start(slots)
 
     def _resume(self, slot: int) -> None:
-        """Waits for a permit for ``slot`` again."""
+        """Waits until ``slot`` has a permit again."""
         admitted = threading.Event()
         with self._lock:
             self._paused.discard(slot)
@@ -315,6 +312,6 @@ class Gang:
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
-    """A child that is forked inside a task is not inside of it."""
-    global _here
-    _here = _Here()
+    """A child that is forked inside a task does not run that task."""
+    global _current
+    _current = _CurrentTask()

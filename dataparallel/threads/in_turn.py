@@ -1,12 +1,12 @@
-"""Tasks of one call, one after the other in the calling thread.
+"""The tasks of one call, one after the other in the calling thread. ``parallel_apply`` gives the tasks their meaning.
 
-Where one replica runs at a time, a thread of its own brings it nothing and costs something: the hand-over, and a second
-set of intra-op threads beside the caller's, which slow each other down even after the call. The calling thread meets
-every device so, with the handles that libraries keep for each pair of both. What a task means, and when tasks run so,
-is ``parallel_apply``'s business.
+If one replica runs at a time, a thread of its own brings it nothing. It costs a handover, and a second set of intra-op
+threads beside the caller's; the two sets slow each other down even after the call. With this room the calling thread
+runs on every device, with the handles that libraries keep for each pair of thread and device.
 
-Tasks that wait for each other by means of their own would hang in this order. So with ``patience`` a thread of the
-process looks at such calls now and then, and hands tasks that have not started over to ``workers``.
+Tasks that wait for each other by their own means would hang in this order. So with ``stall_timeout`` a *watcher*, one
+thread for the process, looks at these calls now and then, and hands tasks that have not started to a `Gang` of workers.
+The calling thread waits for that gang after its own task; a new call wakes the watcher if it sleeps.
 """
 
 from __future__ import annotations
@@ -22,69 +22,71 @@ from dataparallel.forks import in_forked_child
 from dataparallel.threads import gang, pool
 from dataparallel.threads.gang import Gang, Outcome, Skipped
 
-__all__ = ["InTurn"]
+__all__ = ["SerialTasks"]
 
-_LOOKS_AT_NOTHING = 25  # after as many the looking thread sleeps until it is woken
+_IDLE_POLLS = 25  # after so many polls without a call the watcher sleeps until it is woken
 
 
-class InTurn:
+class SerialTasks:
     """The tasks of one call. `run` is called once.
 
     Args:
         tasks: one callable without arguments for each slot, for the calling thread.
-        elsewhere: the same for threads of workers, for all of them at once; needed with ``patience``.
-        patience: seconds without a task ending after which workers run those that have not started; ``None``: never.
-        homes: of the tasks elsewhere, as in `Gang`.
+        for_workers: the same tasks for worker threads, all of which may run at the same time.
+        stall_timeout: after so many seconds without a task ending, workers run those that have not started. ``None``:
+            never. Otherwise ``for_workers`` and ``devices`` are needed.
+        devices: the devices of the tasks, as in `Gang`.
 
     Attributes:
-        stalled: whether the patience ran out.
+        stalled: true once ``stall_timeout`` has run out.
 
-    Who takes a slot from ``_waiting`` runs it: the calling thread one after the other, or the looking thread all that
-    are left, for a gang. It makes that with ``_lock`` held, so that the calling thread can wait for it.
+    The thread that takes a slot from ``_waiting`` sees to its task: the calling thread takes one after the other, the
+    watcher takes all that are left and makes a gang of them. It does so with ``_lock`` held, and the calling thread
+    takes the lock to see the gang.
     """
 
     def __init__(
         self,
         tasks: Sequence[Callable[[], Any]],
-        elsewhere: Sequence[Callable[[], Any]] = (),
-        patience: float | None = None,
-        homes: Sequence[Hashable] | None = None,
+        for_workers: Sequence[Callable[[], Any]] = (),
+        stall_timeout: float | None = None,
+        devices: Sequence[Hashable] | None = None,
     ) -> None:
-        self._tasks, self._elsewhere, self._patience = list(tasks), list(elsewhere), patience
-        self._homes: Sequence[Hashable] = [None] * len(self._tasks) if homes is None else homes
+        self._tasks, self._for_workers, self._stall_timeout = list(tasks), list(for_workers), stall_timeout
+        self._devices: Sequence[Hashable] = [None] * len(self._tasks) if devices is None else devices
         self.stalled = False
-        self._outer = gang.gang_around()
+        self._outer = gang.current_gang()
         self._outcomes = [Outcome() for _ in self._tasks]
         self._waiting = deque(range(len(self._tasks)))
         self._lock = threading.Lock()
-        self._rest: tuple[list[int], Gang] | None = None  # what has been
-        self._looks, self._seen = 0, -1  # of the looking thread, which has seen nothing yet
+        self._handed_over: tuple[list[int], Gang] | None = None
+        self._polls, self._seen = 0, -1  # of the watcher, which has not seen this call yet
 
     def run(self) -> list[Outcome]:
-        """Runs the tasks and returns when none is running any more.
+        """Runs the tasks and returns when all have ended.
 
         Once a task has failed, those that have not started are skipped. ``KeyboardInterrupt`` is the outcome of the
-        task in which it comes; what workers run is waited for then, until a second one is raised at once.
+        task in which it comes. Tasks that workers run are waited for then; a second one is raised at once.
         """
         pool.note_use()
         try:
-            if self._patience is not None:
-                _watch.add(self)
+            if self._stall_timeout is not None:
+                _watcher.add(self)
             self._run_here()
             self._collect()
             return self._outcomes
         except BaseException:
             for outcome in self._outcomes:
-                outcome.forget()
-            rest = self._close()
-            for outcome in [] if rest is None else rest[1].cancel():
-                outcome.forget()
+                outcome.clear()
+            handed_over = self._close()
+            for outcome in [] if handed_over is None else handed_over[1].cancel():
+                outcome.clear()
             raise
         finally:
-            self._outcomes, self._tasks, self._elsewhere = [], [], []
+            self._outcomes, self._tasks, self._for_workers = [], [], []
 
     def _run_here(self) -> None:
-        for slot in self._taken():
+        for slot in self._take_waiting():
             outcome, task = self._outcomes[slot], self._tasks[slot]
             if self._outer is not None and self._outer.is_stopped:
                 outcome.error = Skipped()
@@ -94,11 +96,11 @@ class InTurn:
             except BaseException as error:
                 # From here on the traceback begins in the task.
                 outcome.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-                for skipped in self._taken():
+                for skipped in self._take_waiting():
                     self._outcomes[skipped].error = Skipped()
 
-    def _taken(self) -> Iterator[int]:
-        """Slots that have not started, each for the thread that gets it."""
+    def _take_waiting(self) -> Iterator[int]:
+        """Takes slots that have not started, one by one. Each slot is taken by one thread only."""
         while True:
             try:
                 yield self._waiting.popleft()
@@ -106,91 +108,91 @@ class InTurn:
                 return
 
     def _collect(self) -> None:
-        """Waits for what has been handed over."""
-        rest = self._close()
-        if rest is None:
+        """Waits for the tasks that were handed over."""
+        handed_over = self._close()
+        if handed_over is None:
             return
-        slots, gang = rest
+        slots, gang = handed_over
         interrupted = any(isinstance(outcome.error, KeyboardInterrupt) for outcome in self._outcomes)
         for slot, outcome in zip(slots, gang.cancel() if interrupted else gang.finish(), strict=True):
             self._outcomes[slot] = outcome
 
     def _close(self) -> tuple[list[int], Gang] | None:
-        """What has been handed over; from here on nothing is."""
-        if self._patience is not None:
+        """The slots that were handed over, and their gang. From here on none is handed over."""
+        if self._stall_timeout is not None:
             with self._lock:
                 self._waiting.clear()
-        return self._rest
+        return self._handed_over
 
-    def look(self) -> None:
-        """Called by the looking thread every `dataparallel.threads.gang.LOOK_UP` seconds."""
+    def poll(self) -> None:
+        """Called by the watcher every `dataparallel.threads.gang.POLL_SECONDS` seconds."""
         waiting = len(self._waiting)
-        # Looks are counted, not seconds: those in which the whole process was stopped say nothing.
-        self._looks = self._looks + 1 if waiting and waiting == self._seen else 0
+        # Polls are counted, not seconds, because time in which the whole process was stopped does not count.
+        self._polls = self._polls + 1 if waiting and waiting == self._seen else 0
         self._seen = waiting
-        if self._patience is not None and self._looks * gang.LOOK_UP >= self._patience:
+        if self._stall_timeout is not None and self._polls * gang.POLL_SECONDS >= self._stall_timeout:
             with self._lock:
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        outcomes, tasks = self._outcomes, self._elsewhere
-        slots = [*self._taken()]
+        outcomes, tasks = self._outcomes, self._for_workers
+        slots = [*self._take_waiting()]
         if not slots or not outcomes:  # the call is over, perhaps by a second Ctrl-C
             return
         try:
-            homes = [self._homes[slot] for slot in slots]
-            gang = Gang([tasks[slot] for slot in slots], len(slots), homes=homes, outer=self._outer)
+            devices = [self._devices[slot] for slot in slots]
+            gang = Gang([tasks[slot] for slot in slots], len(slots), devices=devices, outer=self._outer)
             gang.begin()
-        except BaseException as error:  # no more threads, for example: whoever waits has to hear of it
+        except BaseException as error:  # no more threads, for example: the calling thread has to see it
             for slot in slots:
                 outcomes[slot].error = error
         else:
-            self._rest, self.stalled = (slots, gang), True
+            self._handed_over, self.stalled = (slots, gang), True
 
 
-class _Watch:
-    """The looking thread, and the calls that it looks at until they are gone."""
+class _Watcher:
+    """The thread that polls calls, and the calls, as long as they exist."""
 
     def __init__(self) -> None:
-        self._calls: set[weakref.ref[InTurn]] = set()
+        self._calls: set[weakref.ref[SerialTasks]] = set()
         self._wake = threading.Event()
         self._is_asleep = True
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def add(self, call: InTurn) -> None:
+    def add(self, call: SerialTasks) -> None:
         self._calls.add(weakref.ref(call, self._calls.discard))
-        if self._is_asleep:  # read after the call is there to be seen
+        if self._is_asleep:  # read only after the call was added, which the watcher checks before it sleeps
             with self._lock:
                 if self._thread is None:
-                    thread = threading.Thread(target=self._look, name="dataparallel-watch", daemon=True)
+                    thread = threading.Thread(target=self._poll_calls, name="dataparallel-watch", daemon=True)
                     thread.start()
                     self._thread = thread
             self._wake.set()
 
-    def _look(self) -> None:
+    def _poll_calls(self) -> None:
         while True:
             self._is_asleep = False
-            looks_at_nothing = 0
-            while looks_at_nothing < _LOOKS_AT_NOTHING:
-                looks_at_nothing = 0 if self._calls else looks_at_nothing + 1
+            idle_polls = 0
+            while idle_polls < _IDLE_POLLS:
+                idle_polls = 0 if self._calls else idle_polls + 1
                 for reference in [*self._calls]:
                     call = reference()
                     if call is not None:
-                        call.look()
-                    del call  # or the last one would live on until the next look
-                time.sleep(gang.LOOK_UP)
+                        call.poll()
+                    del call  # otherwise the last one would live until the next poll
+                time.sleep(gang.POLL_SECONDS)
             self._is_asleep = True
-            if not self._calls:  # looked at after it says that it is asleep
+            if not self._calls:  # read only after `add` can see that the watcher sleeps
                 self._wake.wait()
             self._wake.clear()
 
 
-_watch = _Watch()
+_watcher = _Watcher()
 
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
-    """A forked child has no looking thread."""
-    global _watch
-    _watch = _Watch()
+    """A forked child has no watcher thread."""
+    global _watcher
+    _watcher = _Watcher()

@@ -1,11 +1,12 @@
-"""How many replicas run Python at a time: chosen by measuring a wrapper's calls.
+"""How many replicas run Python at a time: chosen by timing a wrapper's calls.
 
-Launch-bound models are fastest with one permit or two, compute-bound ones with as many as there are cores or device
-queues, and a model that waits inside ``forward`` needs one for each slot. So the first calls of each *situation*
-(modes, size of the inputs) try the numbers 1, 2, 4, ... and the rest use the best one. Results do not depend on it.
+Launch-bound models are fastest with one or two permits, compute-bound models with as many as there are cores or device
+queues. A model that waits inside ``forward`` needs one permit for each slot. So the first calls of each *situation*
+(modes, size of the inputs) try the numbers 1, 2, 4, ..., and later calls use the best one. Results do not depend on it.
 
-``DataParallel`` holds a `PermitChooser`; ``parallel_apply`` asks it before each call, and tells it how long the call
-took. This room runs nothing itself and knows neither threads nor gangs.
+``DataParallel`` and the composable forms hold a `PermitChooser`. ``parallel_apply`` asks it before each call, and tells
+it afterwards how long the call took. This room runs nothing itself. It waits for nothing but its own lock, which is
+held for a few operations.
 """
 
 from __future__ import annotations
@@ -25,36 +26,36 @@ from torch import Tensor
 from dataparallel.forks import in_forked_child
 from dataparallel.structures import tensors_in
 
-__all__ = ["PermitChooser", "Trial", "size_of"]
+__all__ = ["CallPermits", "PermitChooser", "size_of"]
 
-SITUATIONS = 64  # remembered by one wrapper, the most recently used ones
-TENSORS, VALUES = 8, 64  # of a replica's inputs are looked at to tell the size
-UNMEASURED = 2  # first calls of a situation: they make workspaces, and choose kernels
+SITUATIONS = 64  # how many situations a wrapper remembers, the most recently used ones
+TENSORS, VALUES = 8, 64  # how many of a replica's inputs tell the size
+UNMEASURED = 2  # first calls of a situation, which allocate workspaces and choose kernels
 
-SAMPLES = 6  # of a number that may be the best
-MAY_WIN = (1.8, 1.3, 1.1)  # after one sample, two, and more: a number that takes longer, in times of the best, is out
-HOPELESS = 2.5  # numbers below one that takes this many times the best are not tried at first
-TIE = 1.03  # within this the smaller number is chosen: it spares threads, and memory that is used at once
+SAMPLES = 6  # how many times a number is measured that may be the best
+MAY_WIN = (1.8, 1.3, 1.1)  # a number that takes longer than this times the best is out, after 1, 2 and more samples
+HOPELESS = 2.5  # if a number takes this many times as long as the best, smaller numbers are not tried at first
+TIE = 1.03  # of times within this ratio the smallest number is chosen: it needs fewer threads and less memory at once
 
-FIRST_CHECK, LAST_CHECK = 200, 10_000  # calls until a choice is looked at again: doubles from the one to the other
+FIRST_CHECK, LAST_CHECK = 200, 10_000  # calls until a choice is checked; the number doubles from the first to the last
 
-PATIENCE = 1.0  # seconds without a replica ending until those that wait for a permit get one
-PATIENCE_TIMES = 5.0  # the same, in durations of a whole call
+STALL_TIMEOUT = 1.0  # seconds without a replica ending until waiting replicas need no permit, at least
+STALL_CALLS = 5.0  # the same in durations of a whole call
 
 
-class Trial:
-    """One call: with how many ``permits`` it runs, and whether its time has to be ``measured``.
+class CallPermits:
+    """The number of ``permits`` of one call. Its time has to be measured if ``measured`` is true.
 
-    ``patience``: seconds without a replica ending until those that wait for a permit get one; ``None`` where none has
-    to wait. Replicas that wait for each other would otherwise hang with fewer permits than slots.
+    ``stall_timeout``: after so many seconds without a replica ending, waiting replicas need no permit; ``None`` if no
+    replica has to wait for one. Otherwise replicas that wait for each other would hang.
     """
 
-    __slots__ = ("__weakref__", "alone", "kind", "measured", "patience", "permits", "situation")
+    __slots__ = ("__weakref__", "alone", "kind", "measured", "permits", "situation", "stall_timeout")
 
     def __init__(self, kind: Hashable, situation: _Situation, permits: int, measured: bool, alone: bool) -> None:
         self.kind, self.situation = kind, situation
         self.permits, self.measured, self.alone = permits, measured, alone
-        self.patience = situation.patience() if permits < situation.ladder[-1] else None
+        self.stall_timeout = situation.stall_timeout() if permits < situation.ladder[-1] else None
 
 
 _all: weakref.WeakSet[PermitChooser] = weakref.WeakSet()
@@ -63,28 +64,28 @@ _all: weakref.WeakSet[PermitChooser] = weakref.WeakSet()
 class PermitChooser:
     """Chooses for one wrapper, whose calls may come from several threads.
 
-    Calls that overlap are not counted: their time says nothing. Nor are failed ones. A copy, and what is unpickled,
-    starts afresh.
+    Calls that overlap and calls that fail are not measured: their times say nothing. A copy of a chooser, also an
+    unpickled one, remembers nothing.
     """
 
     def __init__(self) -> None:
         _all.add(self)
         self._lock = threading.Lock()
         self._situations: OrderedDict[Hashable, _Situation] = OrderedDict()
-        self._choices: OrderedDict[Hashable, int] = OrderedDict()  # the last one for each kind of situation
-        # Weak: a call that is interrupted just before it could end counts as running no longer than it exists.
-        self._running: weakref.WeakSet[Trial] = weakref.WeakSet()
-        self._wait_for_each_other: set[int] = set()  # numbers of replicas that once had to run at the same time
+        self._choices: OrderedDict[Hashable, int] = OrderedDict()  # the last choice for each kind
+        # Weak, so that a call counts as running no longer than it exists, also if Ctrl-C keeps it from being ended.
+        self._running: weakref.WeakSet[CallPermits] = weakref.WeakSet()
+        self._wait_for_each_other: set[int] = set()  # numbers of replicas that had to run at the same time
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PermitChooser, ()
 
-    def begin(self, kind: Hashable, size: Hashable, at_once: int) -> Trial:
-        """How the next call runs. Every trial has to be ended.
+    def begin(self, kind: Hashable, size: Hashable, at_once: int) -> CallPermits:
+        """The permits of the next call. `end` has to follow.
 
         Args:
-            kind: modes and the like: a choice says nothing about another kind.
-            size: of the inputs; the choice for one size is where the search for another size of its kind begins.
+            kind: modes and similar things. A choice for one kind says nothing about another.
+            size: the size of the inputs. The search for a new size begins at the last choice for its kind.
             at_once: how many replicas can run at a time, at least 1.
         """
         with self._lock:
@@ -92,29 +93,29 @@ class PermitChooser:
             situation = self._situation(kind, size, at_once)
             alone = len(self._running) == 0
             if at_once in self._wait_for_each_other:
-                trial = Trial(kind, situation, at_once, False, alone)
+                call = CallPermits(kind, situation, at_once, False, alone)
             else:
                 number = situation.next_to_measure() if alone else None
                 measured = number is not None
-                trial = Trial(kind, situation, situation.number if number is None else number, measured, alone)
+                call = CallPermits(kind, situation, situation.number if number is None else number, measured, alone)
             for other in self._running:
                 other.alone = False
-            self._running.add(trial)
-            return trial
+            self._running.add(call)
+            return call
 
-    def end(self, trial: Trial, seconds: float | None, stalled: bool = False) -> None:
-        """The call has ended: after ``seconds``, ``None`` where it failed. ``stalled``: its patience ran out."""
+    def end(self, call: CallPermits, seconds: float | None, stalled: bool = False) -> None:
+        """Notes that the call has ended after ``seconds``, or failed (``None``), or ``stalled`` on its way."""
         with self._lock:
-            self._running.discard(trial)
-            situation = trial.situation
-            if not trial.alone or seconds is None:
+            self._running.discard(call)
+            situation = call.situation
+            if not call.alone or seconds is None:
                 return
             if stalled and situation.shortest < math.inf:
-                # No replica takes many times as long as all of them have taken together: they wait for each other.
+                # No replica takes several times as long as a whole call did, so replicas must wait for each other.
                 self._wait_for_each_other.add(situation.ladder[-1])
-            elif trial.measured and not stalled and situation.note(trial.permits, seconds):
-                self._choices[trial.kind] = situation.number
-                self._choices.move_to_end(trial.kind)
+            elif call.measured and not stalled and situation.note(call.permits, seconds):
+                self._choices[call.kind] = situation.number
+                self._choices.move_to_end(call.kind)
                 if len(self._choices) > SITUATIONS:
                     self._choices.popitem(last=False)
             situation.shortest = min(situation.shortest, seconds)
@@ -132,23 +133,23 @@ class PermitChooser:
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
-    """Another thread may have been in the middle of something when the process was forked."""
+    """Another thread may have held a lock, or changed a chooser, when the process was forked."""
     for chooser in list(_all):
         chooser.__init__()  # type: ignore[misc]
 
 
 class _Situation:
-    """What has been measured for calls that are alike, and what follows from it.
+    """The times of calls that are alike, and the choice that follows from them.
 
-    Of the times of one number the lower third counts: what else happens on a machine makes calls longer, never shorter.
-    The shortest one would flatter the larger numbers, as threads that compete for Python take now less, now more.
+    The lower third of a number's times counts: other load makes calls longer, never shorter. The shortest time would
+    favour the larger numbers, because the times of threads that compete for Python vary more.
     """
 
     def __init__(self, ladder: tuple[int, ...], start: int | None) -> None:
         self.ladder = ladder
         self.calls = 0
-        self.shortest = math.inf  # seconds, of a call with any number
-        self._start = start  # the choice of a similar situation, or the last one of this
+        self.shortest = math.inf  # seconds of the shortest call with any number
+        self._start = start  # the choice for a similar situation, later the last one for this
         self._times: dict[int, list[float]] = {}
         self._is_decided = False
         self._check_after = FIRST_CHECK
@@ -156,28 +157,28 @@ class _Situation:
 
     @property
     def number(self) -> int:
-        """The best one as far as is known."""
+        """The best number found so far."""
         if self._is_decided and self._start is not None:
             return self._start
         if self._times:
             return self._best()
         return self.ladder[-1] if self._start is None else self._start
 
-    def patience(self) -> float:
-        return PATIENCE if self.shortest == math.inf else max(PATIENCE, PATIENCE_TIMES * self.shortest)
+    def stall_timeout(self) -> float:
+        return STALL_TIMEOUT if self.shortest == math.inf else max(STALL_TIMEOUT, STALL_CALLS * self.shortest)
 
     def next_to_measure(self) -> int | None:
-        """The number that this call has to measure, if any."""
+        """The number that this call measures, if any."""
         if self.calls <= UNMEASURED or (self._is_decided and self.calls < self._check_at):
             return None
         if self._is_decided:
-            # The machine may have been busy, or the model may have changed: look again, around the choice.
+            # The machine may have been busy, or the model may have changed: measure again, around the choice.
             self._is_decided = False
             self._times.clear()
         return self._missing()
 
     def note(self, number: int, seconds: float) -> bool:
-        """Adds what was measured; returns whether that decides."""
+        """Adds a measured time. Returns ``True`` if that decides the choice."""
         self._times.setdefault(number, []).append(seconds)
         if self._missing() is not None:
             return False
@@ -189,11 +190,11 @@ class _Situation:
         return True
 
     def _missing(self) -> int | None:
-        """The number of which a sample is missing for a decision."""
+        """The number that has to be measured next before a decision, if any."""
         for number in self._to_try():
             if number not in self._times:
                 return number
-        # Alternating, so that a load that comes or goes meets all of them.
+        # Alternating, so that a load that comes or goes affects all numbers.
         return min(filter(self._may_win, self._times), key=lambda number: len(self._times[number]), default=None)
 
     def _to_try(self) -> Iterator[int]:
@@ -203,7 +204,7 @@ class _Situation:
                 if number in self._times and self._time(number) > HOPELESS * self._time(self._best()):
                     return
         else:
-            # Uphill from the start: the best so far and its neighbours.
+            # Hill climbing from the start: the best number so far and its neighbours.
             place = self.ladder.index(self._best() if self._times else self._start)
             yield self.ladder[place]
             yield from self.ladder[place + 1 : place + 2]
@@ -223,23 +224,23 @@ class _Situation:
 
 @lru_cache
 def _ladder(at_once: int) -> tuple[int, ...]:
-    """The numbers to choose from where ``at_once`` replicas can run at a time, smallest first."""
+    """The numbers to choose from if ``at_once`` replicas can run at a time, smallest first."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     powers = {2**exponent for exponent in range(at_once.bit_length())}
     return tuple(sorted(number for number in {*powers, cores, at_once} if number <= at_once))
 
 
 def size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-    """What tells inputs from inputs of another size: dtypes and rounded sizes of their first tensors.
+    """The size of inputs as a key: dtypes and rounded sizes of their first tensors.
 
-    Sizes are rounded to three binary digits, so that batches padded to many lengths are a few situations, in each of
-    which a call takes about as long as another.
+    Sizes are rounded to three binary digits. So batches padded to many lengths are a few situations, and the calls of
+    one situation take about as long as each other.
     """
     return tuple((tensor.dtype, _rounded(tensor)) for tensor in islice(_tensors([kwargs, args]), TENSORS))
 
 
 def _tensors(values: list[Any]) -> Iterator[Tensor]:
-    """Tensors like those of `tensors_in`, in a fixed order; quickly, and not all: this is run at each call."""
+    """The first tensors in ``values``, in a fixed order. Faster than `tensors_in`, because it runs at each call."""
     for _ in range(VALUES):
         if not values:
             return

@@ -1,11 +1,11 @@
-"""Threads that are kept between calls, each for one home.
+"""Threads that are kept between calls, by device. ``gang`` starts its tasks in them.
 
-They belong to the process: a job takes an idle thread, and where there is none a new one is made, so that no job waits
-for another. A *home* is the device that a job is for, or any other key: cuBLAS and cuDNN keep handles and memory for
-each pair of thread and device until the thread ends. So a job gets a thread that was made for its home, never an idle
-one of another home as long as the system has threads. Each home has as many threads as its jobs have needed at a time.
+The threads belong to the process. A job takes an idle thread of its device, and if there is none a new one is made, so
+no job waits for another. cuBLAS and cuDNN keep handles and memory for each pair of thread and device until the thread
+ends. So a job never gets an idle thread of another device, as long as the system has threads. Each device has as many
+threads as its jobs have needed at a time. Instead of a device any other key will do.
 
-What a job is, and when it is over, is the business of ``workers``: a job says itself when its thread is idle again.
+An idle thread waits for its queue until `start` wakes it. A job itself calls `release` when its thread is idle again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from dataparallel import _torch
 from dataparallel.forks import in_forked_child
 
-__all__ = ["Job", "Worker", "note_use", "start", "take_back"]
+__all__ = ["Job", "Worker", "note_use", "release", "start"]
 
 
 class Worker(threading.Thread):
-    """A kept thread: runs one job after the other."""
+    """A kept thread. It runs one job after the other."""
 
-    def __init__(self, number: int, home: Hashable) -> None:
+    def __init__(self, number: int, device: Hashable) -> None:
         super().__init__(name=f"dataparallel-worker-{number}", daemon=True)
-        self.home = home
+        self.device = device
         self.jobs: SimpleQueue[Job] = SimpleQueue()
 
     def run(self) -> None:
@@ -43,81 +43,67 @@ class Worker(threading.Thread):
 Job = Callable[[Worker], object]
 
 
-class Pool:
-    """The idle threads, by home.
-
-    There is no lock: every step is one operation of a dict or a deque, so that Ctrl-C in the calling thread at worst
-    loses an idle thread.
-    """
-
-    def __init__(self) -> None:
-        self._idle: dict[Hashable, deque[Worker]] = {}
-        self._numbers = itertools.count()
-        self.used = False
-        self.engine_is_stale = False
-
-    def start(self, job: Job, home: Hashable) -> None:
-        """Has a thread run ``job``; see the function `start`."""
-        self.used = True
-        if self.engine_is_stale:
-            # In a forked child torch destroys and rebuilds its autograd engine when it is next asked for it, which any
-            # forward that saves a tensor does; two workers at once would both destroy it.
-            _torch.rebuild_engine()
-            self.engine_is_stale = False
-        worker = self._take(home)
-        if worker is not None:
-            worker.jobs.put(job)
-            return
-        worker = Worker(next(self._numbers), home)
-        worker.jobs.put(job)  # before it starts: Ctrl-C may come as soon as it has
-        try:
-            worker.start()
-        except RuntimeError:  # the system has no more threads: better one of another home than none
-            idle = next(filter(None, map(self._take, list(self._idle))), None)
-            if idle is None:
-                raise
-            idle.jobs.put(job)
-
-    def take_back(self, worker: Worker) -> None:
-        """The thread is idle again."""
-        self._idle.setdefault(worker.home, deque()).append(worker)
-
-    def _take(self, home: Hashable) -> Worker | None:
-        """The thread of ``home`` that went idle last."""
-        try:
-            return self._idle[home].pop()
-        except LookupError:
-            return None
+# There is no lock: every step is one atomic operation of a dict or a deque. Ctrl-C in the calling thread loses an idle
+# thread at worst.
+_idle: dict[Hashable, deque[Worker]] = {}
+_numbers = itertools.count()
+_used = False
+_engine_is_stale = False
 
 
-_pool = Pool()
-
-
-def start(job: Job, home: Hashable) -> None:
-    """Has a thread of ``home`` call ``job`` with its `Worker`. Once it has nothing to do, the job calls `take_back`.
+def start(job: Job, device: Hashable) -> None:
+    """Makes a thread of ``device`` call ``job(worker)``. The job calls `release` when it has nothing left to do.
 
     Raises:
-        RuntimeError: no thread is idle, and the system has no more.
+        RuntimeError: no thread is idle, and the system has no more threads.
     """
-    _pool.start(job, home)
+    global _engine_is_stale
+    note_use()
+    if _engine_is_stale:
+        # In a forked child torch destroys and rebuilds its autograd engine when it is next used, which any forward
+        # that saves a tensor does. Two workers at once would both destroy it.
+        _torch.rebuild_engine()
+        _engine_is_stale = False
+    worker = _take(device)
+    if worker is not None:
+        worker.jobs.put(job)
+        return
+    worker = Worker(next(_numbers), device)
+    worker.jobs.put(job)  # before it starts, because Ctrl-C may come right after that
+    try:
+        worker.start()
+    except RuntimeError:  # the system has no more threads: take an idle one of any device
+        idle = next(filter(None, map(_take, list(_idle))), None)
+        if idle is None:
+            raise
+        idle.jobs.put(job)
 
 
-def take_back(worker: Worker) -> None:
-    """Called in a job when it is about to end: from now on ``worker`` may be given another one."""
-    _pool.take_back(worker)
+def release(worker: Worker) -> None:
+    """Called by a job that is about to end: from now on ``worker`` may get another job."""
+    _idle.setdefault(worker.device, deque()).append(worker)
 
 
 def note_use() -> None:
-    """Replicas have been run in this process: after a fork the child needs to know."""
-    _pool.used = True
+    """Notes that replicas have run in this process, in whatever thread. A forked child needs to know."""
+    global _used
+    _used = True
+
+
+def _take(device: Hashable) -> Worker | None:
+    """The thread of ``device`` that became idle last, if any."""
+    try:
+        return _idle[device].pop()
+    except LookupError:
+        return None
 
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
     """A forked child has none of the threads."""
-    global _pool
-    if _pool.used:
-        # torch's intra-op threads do not survive a fork either; waiting for them would hang.
+    global _used, _engine_is_stale
+    if _used:
+        # torch's intra-op threads do not survive a fork either, and waiting for them would hang.
         torch.set_num_threads(1)
-    _pool = Pool()
-    _pool.engine_is_stale = True
+    _idle.clear()
+    _used, _engine_is_stale = False, True

@@ -1,4 +1,4 @@
-"""The nodes of a bucket: one edge for all of its gradients, which are flattened where they are made."""
+"""The nodes of a bucket: one edge carries all of its gradients, and each slot's device flattens its own."""
 
 import threading
 from typing import Any
@@ -8,19 +8,13 @@ import torch
 from torch import Tensor
 
 from dataparallel import comm
-from dataparallel.autograd.bucket_nodes import (
-    FromSource,
-    OnSlot,
-    Packing,
-    SlotGradients,
-    ToSlots,
-    broadcast_bucket,
-    contents_of,
-)
+from dataparallel.autograd.bucket_gradients import Packing, SlotGradients, contents_of
+from dataparallel.autograd.bucket_nodes import FromSource, OnSlot, ToSlots, broadcast_bucket
 from dataparallel.comm import using
 from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.streams.current import current_streams
-from dataparallel.streams.gradients import gradient_streams
+from dataparallel.streams.gradients import GradientStreams
+from graphs import nodes_of
 
 SHAPES = [(3,), (2, 4), (), (3,), (4, 2, 3, 3)]
 
@@ -35,7 +29,9 @@ def sources(root: torch.device) -> list[Tensor]:
 
 def broadcast(slots: list, sources: list[Tensor], **arguments: Any) -> list[tuple[Tensor, ...]]:
     devices = [torch.device(slot) for slot in slots]
-    return broadcast_bucket(devices, sources, gradient_streams(devices, current_streams(devices)), **arguments)
+    return broadcast_bucket(
+        devices, sources, GradientStreams.for_forward(devices, current_streams(devices)), **arguments
+    )
 
 
 def loss_of(copies: list[tuple[Tensor, ...]], root: torch.device, uses: Any = lambda slot, i: True) -> Tensor:
@@ -65,15 +61,9 @@ def check(sources: list[Tensor], wanted: list[Tensor | None]) -> None:
             torch.testing.assert_close(source.grad, gradient, rtol=1e-12, atol=0)
 
 
-def nodes(output: Tensor) -> dict[str, int]:
+def numbers_of_nodes(output: Tensor) -> dict[str, int]:
     """How many nodes of each kind a graph has."""
-    found, waiting = set(), [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    names = [node.name() for node in found]
+    names = [node.name() for node in nodes_of(output)]
     return {name: names.count(name) for name in ("FromSourceBackward", "ToSlotsBackward", "OnSlotBackward")}
 
 
@@ -84,7 +74,7 @@ def test_copies_are_the_sources_and_gradients_their_sums(slots: list, root: torc
         assert [copy.stride() for copy in of_slot] == [source.stride() for source in sources]
         assert all(torch.equal(copy.to(root), source) for copy, source in zip(of_slot, sources, strict=True))
     loss = loss_of(copies, root)
-    assert nodes(loss) == {"FromSourceBackward": 1, "ToSlotsBackward": 1, "OnSlotBackward": len(slots)}
+    assert numbers_of_nodes(loss) == {"FromSourceBackward": 1, "ToSlotsBackward": 1, "OnSlotBackward": len(slots)}
     loss.backward()
     check(sources, expected(sources, slots))
     assert sources[-1].grad.stride() == sources[-1].stride()
@@ -190,7 +180,7 @@ def test_the_route_is_that_of_the_forward(slots: list, root: torch.device, sourc
 
 @pytest.mark.devices("sim", "cuda")
 class TestOnAccelerators:
-    """What is done where, and on which streams."""
+    """The threads and streams of each step."""
 
     @pytest.fixture(autouse=True)
     def distinct(self, slots: list) -> None:
@@ -214,7 +204,7 @@ class TestOnAccelerators:
         assert {*threads} == {torch.device(slot) for slot in slots}
         assert len({*threads.values()}) == len(slots)
 
-    def test_nothing_is_flattened_where_the_caller_says_so(
+    def test_nothing_is_flattened_if_the_caller_says_so(
         self, slots: list, root: torch.device, sources: list, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         summed = []
@@ -259,7 +249,7 @@ class TestOnAccelerators:
         assert "contents" not in vars(seen[0])
 
 
-def test_what_kernels_read_where_it_is_is_not_flattened(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_kernels_read_in_place_stay_there(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = [torch.device(slot) for slot in make_slots(2)]
     tensors = [torch.ones(3, device=slots[0])]
     travels = len({*slots}) > 1 or comm.are_slots_isolated()
@@ -292,14 +282,14 @@ def test_gradients_are_taken_out_of_a_flat_buffer(make_slots: Any, monkeypatch: 
         brought = SlotGradients(grads, packing.bucket_of(grads))
     assert brought.flat is not None
     assert brought.flat.numel() == 7
-    first, second, third = brought.each()
+    first, second, third = brought.as_list()
     assert torch.equal(first, grads[0])
     assert second is None
     assert torch.equal(third, grads[2])
 
 
 def test_no_gradient_at_all(slots: list, root: torch.device, sources: list) -> None:
-    """A node that the engine runs with nothing in its hands."""
+    """The engine runs the nodes without any gradient."""
 
     class Nothing(torch.autograd.Function):
         @staticmethod
@@ -375,7 +365,7 @@ def test_a_hook_on_what_a_slot_brings_is_refused_too(slots: list, root: torch.de
 
 
 def test_where_gradients_are_themselves_hooks_change_them(slots: list, root: torch.device, sources: list) -> None:
-    """What the error recommends, and a pre-hook on the slot's node."""
+    """Hooks that the error recommends, and a pre-hook on the slot's node."""
     copies = broadcast(slots, sources)
     copies[0][0].register_hook(lambda grad: grad * 2)  # the first slot's: it counts as two of it
     sources[1].register_hook(lambda grad: grad * 3)
@@ -396,9 +386,9 @@ def test_a_hook_may_say_that_there_is_no_gradient(name: str, slots: list, root: 
 
 @pytest.mark.devices("sim")
 def test_what_a_hook_drops_is_not_used_again_before_the_root_has_waited(slots: list, root: torch.device) -> None:
-    """Sums are written on side streams, and their memory is the caller's."""
+    """Sums are written on side streams, but their memory belongs to the caller's stream."""
     devices = [torch.device(slot) for slot in slots]
-    beside = gradient_streams(devices, current_streams(devices))
+    gradient_streams = GradientStreams.for_forward(devices, current_streams(devices))
     losses: list[Tensor] = []
 
     def drop(grads: tuple[Tensor, ...]) -> tuple[None, ...]:
@@ -406,22 +396,15 @@ def test_what_a_hook_drops_is_not_used_again_before_the_root_has_waited(slots: l
         return (None,)
 
     for _ in range(4):
-        copies = broadcast_bucket(devices, [torch.ones(16, device=root, requires_grad=True)], beside)
+        copies = broadcast_bucket(devices, [torch.ones(16, device=root, requires_grad=True)], gradient_streams)
         node_of(copies, "FromSource").register_prehook(drop)
         losses.append(loss_of(copies, root))
     sum(losses).backward()
 
 
 def test_no_two_gradients_meet_between_the_nodes(slots: list, root: torch.device, sources: list) -> None:
-    """Autograd would add them, and the sum would stand for nothing: each output of these nodes has one user."""
+    """Autograd would add the envelopes, and lose their contents. So each output of these nodes has one user."""
     loss = sum(loss_of(broadcast(slots, sources), root) for _ in range(2))
-    edges, seen, waiting = [], set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        following = [edge for edge in node.next_functions if edge[0] is not None]
-        edges += [(to, number) for to, number in following if to.name() in ("ToSlotsBackward", "FromSourceBackward")]
-        waiting += [to for to, _ in following]
+    edges = [edge for node in nodes_of(loss) for edge in node.next_functions if edge[0] is not None]
+    edges = [edge for edge in edges if edge[0].name() in ("ToSlotsBackward", "FromSourceBackward")]
     assert len(edges) == len({*edges}) == 2 * (len(slots) + 1)

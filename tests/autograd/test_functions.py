@@ -1,4 +1,4 @@
-"""Broadcast, ReduceAdd, ReduceAddCoalesced, Scatter and Gather are as differentiable as one device would be."""
+"""Broadcast, ReduceAddCoalesced, Scatter and Gather are as differentiable as one device would be."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from dataparallel.autograd import functions
-from dataparallel.autograd.functions import Broadcast, Gather, ReduceAdd, ReduceAddCoalesced, Scatter
+from dataparallel.autograd.functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -21,12 +20,11 @@ on_a_single_slot = pytest.mark.parametrize(
     "function",
     [
         lambda root, tensor: Broadcast.apply([root], tensor)[0],
-        lambda root, tensor: ReduceAdd.apply(root, tensor),
         lambda root, tensor: ReduceAddCoalesced.apply(root, 1, tensor)[0],
         lambda root, tensor: Scatter.apply([root], None, 0, tensor)[0],
         lambda root, tensor: Gather.apply(root, 0, tensor),
     ],
-    ids=["Broadcast", "ReduceAdd", "ReduceAddCoalesced", "Scatter", "Gather"],
+    ids=["Broadcast", "ReduceAddCoalesced", "Scatter", "Gather"],
 )
 
 
@@ -49,10 +47,6 @@ def assert_twice_differentiable(function: Callable, *inputs: Tensor) -> None:
 def test_broadcast_is_twice_differentiable(slots: list, root: torch.device) -> None:
     tensors = leaf(2, device=root), leaf(2, 2, device=root, dtype=torch.complex128)
     assert_twice_differentiable(lambda *tensors: Broadcast.apply(["cpu", *slots], *tensors), *tensors)
-
-
-def test_reduce_add_is_twice_differentiable(slots: list, root: torch.device) -> None:
-    assert_twice_differentiable(lambda *terms: ReduceAdd.apply(root, *terms), *leaves(["cpu", *slots], 2, 2))
 
 
 def test_reduce_add_coalesced_is_twice_differentiable(slots: list, root: torch.device) -> None:
@@ -112,10 +106,10 @@ def test_a_gradient_is_none_exactly_where_no_slot_has_one(slots: list, root: tor
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_an_undefined_gradient_stays_undefined(slots: list, root: torch.device, create_graph: bool) -> None:
-    """Through every function: what is not used has no gradient, not one of zeros."""
+    """Through every function, an unused tensor has no gradient instead of zeros."""
     used, unused = leaves([root, root], 4)
     idle = Gather.apply(root, 0, *Scatter.apply(slots, None, 0, Broadcast.apply(slots, unused)[0]))
-    idle = ReduceAdd.apply(root, idle, idle)
+    (idle,) = ReduceAddCoalesced.apply(root, 1, idle, idle)
     total, _ = ReduceAddCoalesced.apply(root, 2, *[tensor for _ in slots for tensor in (used, idle)])
     grads = torch.autograd.grad(total.sum(), [used, unused], allow_unused=True, create_graph=create_graph)
     assert grads[0].tolist() == [len(slots)] * 4
@@ -137,7 +131,8 @@ def test_what_needs_no_gradient_gets_none(slots: list, root: torch.device) -> No
     whole = Gather.apply(root, 0, *Scatter.apply(slots, None, 0, batch))
     assert torch.equal(whole, batch)
     assert not whole.requires_grad
-    assert ReduceAdd.apply(root, *[torch.tensor([2], device=slot) for slot in slots]).tolist() == [2 * len(slots)]
+    (total,) = ReduceAddCoalesced.apply(root, 1, *[torch.tensor([2], device=slot) for slot in slots])
+    assert total.tolist() == [2 * len(slots)]
     total, counted = ReduceAddCoalesced.apply(root, 2, *[tensor for _ in slots for tensor in (weight, count)])
     assert (total.requires_grad, counted.requires_grad) == (True, False)
 
@@ -166,10 +161,6 @@ def test_some_slots_may_have_sparse_gradients_of_their_chunk(slots: list, root: 
 
 
 def test_leaves_of_one_sum_do_not_share_their_grad(slots: list, root: torch.device) -> None:
-    first, second = leaf(2, device=slots[0]), leaf(2, device=slots[0])
-    (ReduceAdd.apply(root, first, second) * 2).sum().backward()
-    first.grad.zero_()
-    assert second.grad.tolist() == [2.0] * 2
     pairs = [leaf(2, device=slots[0]) for _ in range(4)]
     sum(total.sum() for total in ReduceAddCoalesced.apply(root, 2, *pairs)).backward()
     pairs[0].grad.zero_()
@@ -178,7 +169,7 @@ def test_leaves_of_one_sum_do_not_share_their_grad(slots: list, root: torch.devi
 
 @on_a_single_slot
 def test_a_single_slot_keeps_gradients_apart(root: torch.device, function: Callable) -> None:
-    """What is handed through forward and backward is nobody else's ``.grad``, nor the caller's gradient."""
+    """A tensor that is passed through shares its ``.grad`` neither with another one nor with the caller's gradient."""
     source, other, gradient = leaf(2, device=root), leaf(2, device=root), torch.ones(2, device=root).double()
     (function(root, source) + other).backward(gradient)
     source.grad.zero_()
@@ -243,10 +234,8 @@ def test_outputs_keep_python_attributes(slots: list, root: torch.device) -> None
 
 
 def test_sums_refuse_mixed_shapes_and_dtypes(root: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"tensor 0 has \(2,\), tensor 1 has \(3,\)"):
-        ReduceAdd.apply(root, leaf(2, device=root), leaf(3, device=root))
-    with pytest.raises(ValueError, match=r"tensor 0 has torch.float64, tensor 1 has torch.float32"):
-        ReduceAdd.apply(root, leaf(2, device=root), leaf(2, device=root, dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"torch.float64.*torch.float32"):
+        ReduceAddCoalesced.apply(root, 1, leaf(2, device=root), leaf(2, device=root, dtype=torch.float32))
     with pytest.raises(ValueError, match=r"at position 1.*2,.*3,"):
         ReduceAddCoalesced.apply(root, 2, *(leaf(size, device=root) for size in (2, 2, 2, 3)))
     with pytest.raises(ValueError, match="3 tensors cannot be 2 for each slot"):
@@ -265,34 +254,3 @@ def test_the_gather_is_one_node_that_leads_to_every_output(slots: list, root: to
     assert [function for function, _ in gathered.grad_fn.next_functions if function] == [
         output.grad_fn for output in outputs
     ]
-
-
-# The CPU generator
-
-
-class Restoring(torch.autograd.Function):
-    """Asks, in its backward, for the CPU generator to be put back; what it then was is appended to ``seen``."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, seen: list) -> Tensor:
-        ctx.seen = seen
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ctx.seen.append(torch.get_rng_state())
-        functions._restore_cpu_generator_after_backward()
-        torch.rand(3)
-        return grad, None
-
-
-def test_backward_leaves_the_cpu_generator_as_the_first_gather_found_it() -> None:
-    source = leaf(2, device="cpu")
-    for _ in range(2):
-        seen: list[Tensor] = []
-        output = Restoring.apply(Restoring.apply(source, seen), seen)
-        torch.rand(5)
-        output.sum().backward()
-        assert len(seen) == 2
-        assert not torch.equal(seen[0], seen[1])
-        assert torch.equal(torch.get_rng_state(), seen[0])

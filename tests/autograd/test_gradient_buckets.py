@@ -1,4 +1,4 @@
-"""Gradients travel in buckets while backward still runs; where buckets end changes nothing but the order of events."""
+"""Gradients travel in buckets while backward still runs. The size of buckets changes only the order of events."""
 
 import functools
 import importlib
@@ -13,6 +13,7 @@ from dataparallel import DataParallel
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import assert_same_training
+from graphs import nodes_of
 from overlap import Overlap
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -39,17 +40,6 @@ class Layers(nn.Module):
         for layer in self.layers[1:]:
             x = torch.tanh(layer(x))
         return x
-
-
-def sums_of(output) -> list:
-    """The distinct `ToSlots` nodes of a graph."""
-    found, waiting = {}, [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found[node] = None
-            waiting += [following for following, _ in node.next_functions]
-    return [node for node in found if node.name() == "ToSlotsBackward"]
 
 
 @pytest.mark.alone
@@ -110,7 +100,9 @@ def test_a_node_for_each_bucket_and_the_same_bits(slots, root, bucket_cap_mb):
     x = torch.randn(7, WIDTH, dtype=torch.float64, device=root)
     reference = torch.autograd.grad(DataParallel(model, slots)(x).square().sum(), list(model.parameters()))
     output = DataParallel(model, slots, bucket_cap_mb=bucket_cap_mb)(x)
-    assert len(sums_of(output)) == {1e-9: 8, LAYER_MB: 4, 25: 1}[bucket_cap_mb]
+    assert [node.name() for node in nodes_of(output)].count("ToSlotsBackward") == {1e-9: 8, LAYER_MB: 4, 25: 1}[
+        bucket_cap_mb
+    ]
     gradients = torch.autograd.grad(output.square().sum(), list(model.parameters()))
     for gradient, expected in zip(gradients, reference, strict=True):
         assert torch.equal(gradient, expected)
@@ -135,7 +127,7 @@ def test_gradcheck_and_gradgradcheck_through_several_buckets(slots, root):
 
 @pytest.mark.slots(2, 3)
 def test_gradients_of_some_parameters_only(slots, root):
-    """Buckets of which nobody wants a gradient are not summed."""
+    """Buckets without a wanted gradient are not summed."""
     model = Layers(4).double().to(root)
     x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
     wanted = [model.layers[3].bias, model.layers[1].weight]
@@ -162,8 +154,7 @@ def test_training_is_the_same_with_a_bucket_for_each_parameter(case, slots):
 
 @pytest.mark.slots(2)
 def test_without_sequence_numbers_only_the_order_goes(slots, root, monkeypatch):
-    for room in ("functions", "bucket_nodes"):
-        monkeypatch.setattr(f"dataparallel.autograd.{room}.sum_as_soon_as_ready", lambda node: None)
+    monkeypatch.setattr("dataparallel._torch.set_sequence_nr", lambda node, number: None)
     model = Layers(4).double().to(root)
     x = torch.randn(6, WIDTH, dtype=torch.float64, device=root)
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))

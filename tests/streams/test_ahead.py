@@ -1,5 +1,8 @@
-"""Copies on side streams: each order that is needed is there. Simulated devices show one that is missing in every run,
-CUDA devices only as wrong numbers, now and then. What arrives: in ``test_prefetch``."""
+"""Copies on side streams are ordered against the streams that use their memory.
+
+Simulated devices show a missing order in every run, CUDA devices only as wrong numbers now and then. The values of the
+chunks are tested in ``test_prefetch``.
+"""
 
 from collections.abc import Iterator
 
@@ -9,8 +12,8 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch, scatter, whole
 from dataparallel.comm.buckets import is_dense
-from dataparallel.streams import ahead
 from dataparallel.streams.ahead import CopiedTensor, Sender, can_be_sent
+from echo import left_behind
 
 pytestmark = pytest.mark.devices("sim", "cuda")
 
@@ -25,7 +28,7 @@ def pinned(count: int = 4) -> list[Tensor]:
 
 
 def settled(slots: list) -> None:
-    """All devices are done, and nothing that was freed is used any more."""
+    """Waits for all devices, and checks that no freed memory is used any more."""
     for slot in slots:
         if slot.type == "sim":
             torch.sim.check_clocks()
@@ -34,7 +37,7 @@ def settled(slots: list) -> None:
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[torch.Stream]:
-    """The streams on which copies have run."""
+    """Collects the streams on which copies run."""
     used: list[torch.Stream] = []
     real = CopiedTensor.copy_to
 
@@ -48,7 +51,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[torch.Stream]:
 
 @pytest.fixture
 def elsewhere(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
-    """On every device a stream of the caller's that is not current."""
+    """A new stream on every device. None of them is current."""
     streams, device = {slot: torch.Stream(slot) for slot in slots}, torch.accelerator.current_device_index()
     yield streams
     for stream in streams.values():
@@ -76,7 +79,7 @@ def test_copies_run_on_streams_of_their_own(slots: list, used: list[torch.Stream
 
 @pytest.mark.devices("sim")
 def test_copies_wait_for_what_used_their_memory_before(slots: list) -> None:
-    """The memory was given out by the current stream, which may not be done with it."""
+    """The memory belongs to the current stream, on which earlier work may still use it."""
     sender = Sender(slots)
     for slot in slots:
         torch.ones(1000, device=slot).mul_(2)  # freed at once
@@ -87,7 +90,7 @@ def test_copies_wait_for_what_used_their_memory_before(slots: list) -> None:
 
 
 def test_a_call_on_other_streams_than_the_loops(slots: list, elsewhere: dict) -> None:
-    """They wait for the copies, and the loop's streams, whose memory it is, get it back when they are done."""
+    """The call's streams wait for the copies. The memory returns to the loop's streams when the call's work is done."""
     model = DataParallel(Doubles(), slots)
     before = {slot: torch.accelerator.current_stream(slot) for slot in slots}
     for x in prefetch(pinned(), model):
@@ -132,12 +135,12 @@ def test_a_loop_that_stops_early_waits_for_the_copies(slots: list) -> None:
         break
     if slots[0].type == "sim":
         torch.sim.check_clocks()
-    assert not ahead._waiting
+    assert left_behind() == []
 
 
 @pytest.mark.devices("sim")
 def test_a_batch_is_the_loaders_again_when_the_next_is_asked_for(slots: list) -> None:
-    """The loader fills a ring of pinned buffers from another device, whose streams know of no copy."""
+    """The loader fills a ring of pinned buffers from another device, whose streams are not ordered after the copies."""
     camera = torch.device("sim", 7)
     ring = [torch.empty(8, 3).pin_memory() for _ in range(2)]  # depth + 1: one is the loop's, the next is sent
 
@@ -166,7 +169,7 @@ def test_what_was_copied_before_a_failure_is_waited_for(slots: list, monkeypatch
         for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
             pass
     settled(slots)
-    assert not ahead._waiting
+    assert left_behind() == []
 
 
 def test_pinned_memory_is_sent_from_where_it_is(slots: list) -> None:
@@ -178,7 +181,7 @@ def test_pinned_memory_is_sent_from_where_it_is(slots: list) -> None:
 
 
 def test_other_memory_is_made_one_pinned_run_first(slots: list) -> None:
-    """Else the copy would need the host, or the device, to rearrange it."""
+    """Otherwise the host or the device would have to rearrange it during the copy."""
     (x,) = pinned(1)
     conjugated = torch.complex(x, x).pin_memory().conj()
     for other in (x.clone(), x.t(), x[:, ::2], x[:1].expand(8, 3), conjugated, conjugated.imag):
@@ -203,7 +206,7 @@ def test_what_a_plain_copy_carries(slots: list) -> None:
 
 
 def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, used: list[torch.Stream]) -> None:
-    """Pinned and pageable memory, on side streams; when it has been scattered the batch is the caller's again."""
+    """Pinned and pageable memory, on side streams. After the scatter the caller may write to the batch again."""
     before = {torch.accelerator.current_stream(slot) for slot in slots}
     for pin_memory in (False, True):
         x = torch.arange(12.0, pin_memory=pin_memory).reshape(6, 2)
@@ -217,18 +220,18 @@ def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, used: list[tor
     distinct = len({*slots})
     assert len(used) == (2 * 2 * distinct if distinct > 1 else 0)
     assert not {*used} & before
-    assert not ahead._waiting
+    assert left_behind() == []
 
 
 def test_a_call_that_cannot_be_scattered_leaves_nothing_on_its_way(slots: list) -> None:
     x, y = torch.arange(6.0), torch.arange(5.0)
     with pytest.raises(ValueError, match="batch sizes"):
         scatter([x, y], slots)
-    assert not ahead._waiting
+    assert left_behind() == []
 
 
-def test_a_batch_that_was_sent_ahead_is_not_sent_again(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_was_sent_ahead_is_not_sent_again(slots: list, used: list[torch.Stream]) -> None:
     model = DataParallel(Doubles(), slots)
-    monkeypatch.setattr(ahead, "_sender", None)
     for x in prefetch(pinned(), model):
         assert torch.equal(model(x).cpu(), x * 2)
+    assert len(used) == 4 * len({*slots})

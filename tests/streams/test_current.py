@@ -1,4 +1,4 @@
-"""A caller who works on streams of his own gets what he would get on the default ones, and no race.
+"""A caller that works on its own streams gets the same results as on the default ones, without a race.
 
 Simulated devices show a missing order whatever the timing; CUDA devices only show wrong numbers, now and then.
 """
@@ -18,12 +18,12 @@ from dataparallel import DataParallel, comm, parallel_apply, replicate
 from dataparallel.autograd import bucket_nodes, functions
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.streams.current import Event, current_streams, streams_set
-from dataparallel.streams.gradients import gradient_streams, side_stream
-from dataparallel.streams.isolated import slot_streams
-from dataparallel.streams.nodes import wait_for_streams
+from dataparallel.streams.gradients import GradientStreams, side_stream
+from dataparallel.streams.isolated import isolated_streams
 from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
 from dataparallel.threads.settings import TRANSLATED
+from graphs import nodes_of
 
 pytestmark = pytest.mark.devices("sim", "cuda")
 
@@ -42,7 +42,7 @@ def side_streams(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
     yield streams
     try:
         if devices[0].type == "sim":
-            settle()  # what is freed too early is known before everything is waited for
+            settle()  # before the waits below, which would hide memory that is freed too early
     finally:
         for device, stream in before.items():
             torch.accelerator.synchronize(device)
@@ -70,7 +70,7 @@ def test_streams_are_current_inside_and_the_device_stays(slots: list) -> None:
     assert torch.accelerator.current_device_index() == here
 
 
-def test_no_streams_are_what_there_is_on_the_cpu(slots: list) -> None:
+def test_on_the_cpu_there_are_no_streams_to_set(slots: list) -> None:
     before = streams_of(slots)
     with streams_set({}):
         assert streams_of(slots) == before
@@ -83,7 +83,7 @@ def test_an_event_holds_a_stream_back_until_what_was_launched_before_it(root: to
     event = Event(torch.accelerator.current_stream(root))
     with streams_set({root: side}), pytest.raises(RuntimeError, match="race"):
         x.add_(1)
-    event.hold_back(side)
+    event.make_wait(side)
     with streams_set({root: side}):
         x.add_(1)
     Event(side).synchronize()
@@ -109,7 +109,7 @@ class OneInsideTheOther:
             assert self.first_is_out.wait(20)
 
     def run(self, root: torch.device, enter: Callable[[], object]) -> list[bool]:
-        """Whether each thread is on its own stream after ``enter``."""
+        """For each thread, if it is on its own stream after ``enter``."""
 
         def first() -> bool:
             mine = on_a_stream_of_its_own(root)
@@ -162,12 +162,12 @@ def test_threads_that_make_the_graphs_of_isolated_slots_at_a_time(
 
     monkeypatch.setattr(bucket_nodes, "OnSlot", Meets)
     with isolated_slots():
-        slots_stream = slot_streams(slots)[1].stream
+        slots_stream = isolated_streams(slots)[1].stream
 
     def enter() -> None:
         with isolated_slots():
             x = torch.ones(3, device=root, requires_grad=True)
-            broadcast_bucket(slots, [x], gradient_streams(slots, current_streams(slots)))
+            broadcast_bucket(slots, [x], GradientStreams.for_forward(slots, current_streams(slots)))
 
     assert order.run(root, enter) == [True, True]
 
@@ -248,7 +248,7 @@ def test_double_backward_on_the_callers_streams(slots: list, root: torch.device,
 
 
 class Cube(torch.autograd.Function):
-    """Where its backward is recorded, more is left to do on the device when the gradient of its gradient is made."""
+    """Its recorded backward still has work to do on the device when the gradient of its gradient is made."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class Cubes(nn.Module):
 
 
 def penalty_of_gradients(model: nn.Module, x: Tensor, to: list[Tensor]) -> list[Tensor]:
-    """Gradients of the norm of gradients with respect to ``to``; and of the norm of these, in turn."""
+    """Third derivatives: gradients of the norm of the gradients of the norm of gradients with respect to ``to``."""
     first = torch.autograd.grad(model(x).square().mean(), to, create_graph=True)
     second = torch.autograd.grad(sum(grad.square().mean() for grad in first), to, create_graph=True)
     return list(torch.autograd.grad(sum(grad.square().mean() for grad in second), to))
@@ -300,14 +300,9 @@ def test_nodes_that_a_recorded_backward_makes_know_the_callers_streams(
 ) -> None:
     x = numbers(root)
     (gradient,) = torch.autograd.grad(DataParallel(Cubes().to(root), slots)(x).square().sum(), x, create_graph=True)
-    seen, todo = [], [gradient.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.append(node)
-            todo += [following for following, _ in node.next_functions]
-    noted = [node.streams for node in seen if hasattr(node, "streams")]
-    names = {type(node).__name__ for node in seen}
+    nodes = nodes_of(gradient)
+    noted = [node.streams for node in nodes if hasattr(node, "streams")]
+    names = {type(node).__name__ for node in nodes}
     assert {"ScatterBackward", "GatherBackward"} <= names
     assert all(streams.items() <= side_streams.items() for streams in noted)
 
@@ -317,7 +312,7 @@ def test_nodes_that_a_recorded_backward_makes_know_the_callers_streams(
 def test_gradients_that_replicas_make_on_streams_of_their_own(
     callers: str, sparse: bool, slots: list, root: torch.device, request: pytest.FixtureRequest
 ) -> None:
-    """They are read on the caller's streams: after they are made, and before their memory is used again."""
+    """They are read on the caller's streams, after they are made and before their memory is used again."""
     if callers == "side":
         request.getfixturevalue("side_streams")
 
@@ -355,7 +350,7 @@ NODES = {
 def test_inputs_and_outputs_of_a_node_that_belong_to_other_streams(
     callers: str, name: str, route: str, slots: list, root: torch.device, request: pytest.FixtureRequest
 ) -> None:
-    """The engine orders these with the one stream that it knows of a node; the node orders the rest."""
+    """The engine orders them against the one stream that it knows of a node, and the node orders the others."""
     if callers == "side":
         request.getfixturevalue("side_streams")
     others = {device: torch.Stream(device) for device in map(torch.device, slots)}
@@ -464,10 +459,10 @@ def test_a_worker_is_left_on_the_stream_that_it_was_on(slots: list, side_streams
 
 @pytest.mark.devices("sim")
 def test_what_the_caller_has_waited_for_the_replicas_know_on_any_stream(slots: list, root: torch.device) -> None:
-    """And what a replica has waited for its caller knows."""
+    """The caller also knows the streams that a replica has waited for."""
     devices = [torch.device(slot) for slot in slots]
     x = torch.ones(len(slots), 2, device=root)
-    DataParallel(nn.Identity(), slots)(x)  # its threads know what they know from before
+    DataParallel(nn.Identity(), slots)(x)  # so that its worker threads exist, with the waits that they know
     tables = {}
     for device in devices:
         with (side := torch.Stream(device)):
@@ -477,7 +472,7 @@ def test_what_the_caller_has_waited_for_the_replicas_know_on_any_stream(slots: l
 
     class Uses(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            with (fresh := torch.Stream(x.device)):  # nothing orders it but what the host knows
+            with (fresh := torch.Stream(x.device)):  # only the host's wait orders this stream
                 made[x.device] = tables[x.device] * 2
             fresh.synchronize()
             return x * 1
@@ -510,20 +505,3 @@ def test_sparse_gradients_and_gradients_of_gradients(slots: list, root: torch.de
 
     for ours, theirs in zip(second(DataParallel(layer, slots)), second(layer), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.devices("sim")
-def test_gradients_that_are_summed_elsewhere_are_kept_until_then(slots: list, root: torch.device) -> None:
-    """They belong to the caller's streams, and are read on the default ones of the thread that sums."""
-    recorded = []
-    grads = [torch.ones(2, device=slot) for slot in slots]
-    streams = {torch.device(slot): torch.Stream(torch.device(slot)) for slot in slots}
-    for stream in streams.values():
-        stream.wait_stream(torch.accelerator.current_stream(stream.device))
-
-    class Recording(Tensor):
-        def record_stream(self, stream: torch.Stream) -> None:
-            recorded.append((self.device, stream))
-
-    wait_for_streams(streams, [grad.as_subclass(Recording) for grad in grads])
-    assert {*recorded} == {(grad.device, torch.accelerator.current_stream(grad.device)) for grad in grads}

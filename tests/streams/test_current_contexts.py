@@ -123,13 +123,13 @@ torch.ones(1, device=used[1])
 with streams_set({used[0]: side, used[1]: torch.Stream(used[1])}):
     pass
 event = Event(side)
-event.hold_back(one)
-event.hold_back(torch.accelerator.current_stream(used[1]))
+event.make_wait(one)
+event.make_wait(torch.accelerator.current_stream(used[1]))
 event.synchronize()
 del event
 check()
 
-# What the same does by torch alone, each time for a device without a context.
+# The same by torch alone makes a context, each time on a device that had none.
 simulate(6)
 for index, by_torch in enumerate([
     lambda: (torch.accelerator.set_stream(side), torch.accelerator.set_device_index(3)),
@@ -146,5 +146,5 @@ for index, by_torch in enumerate([
 """
 )
 def test_streams_and_events(available: None, printed: str) -> None:
-    """And what simulated devices show where they are torch's."""
+    """Also shows that torch's own streams and events do make contexts."""
     assert printed == ""

@@ -1,13 +1,14 @@
-"""Gradients travel on streams of their own: nothing that computes waits for them, nothing is read or freed too early.
+"""Gradients travel on side streams: no computation waits for them, and no memory is read or freed too early.
 
-The simulated devices' clocks show a missing order whatever the timing. The rest of the suite uses this room too.
+The simulated devices' clocks show a missing order in every run. The rest of the suite uses this room too.
 """
 
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def build(root: torch.device, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def wrap(model: nn.Module, slots: list) -> DataParallel:
-    """With a bucket for each parameter, more of them than are under way at a time."""
+    """Wraps with a bucket for each parameter, which are more than are held at a time."""
     return DataParallel(model, slots, bucket_cap_mb=1e-9)
 
 
@@ -54,7 +55,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def keep_in_step(model: nn.Module, layer: int, slots: list) -> None:
-    """Has the root's backward come to ``layer`` only when the other slots' have left it.
+    """Makes the root's backward wait before ``layer`` until the other slots' have left it.
 
     The root's thread sums as soon as it has its own gradients, if the others have theirs.
     """
@@ -78,17 +79,26 @@ def on_gradient(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
     module.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
 
 
-def besides(output: Tensor) -> list[GradientStreams]:
-    """Those of the graph, which share one."""
-    found: dict[GradientStreams, None] = {}
-    waiting = [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None:
-            if isinstance(node, ToSlots._backward_cls):
-                found[node.beside] = None
-            waiting += [following for following, _ in node.next_functions]
-    return [*found]
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
+    """The flat buffers that have travelled to the root."""
+    travelled: list[weakref.ref] = []
+    side_streams_set = GradientStreams.side_streams_set
+
+    def noted(self: GradientStreams, buffers: Sequence[Tensor]) -> AbstractContextManager[None]:
+        travelled.extend(map(weakref.ref, buffers[1:-1]))  # the first and the last are the root's, and become gradients
+        return side_streams_set(self, buffers)
+
+    monkeypatch.setattr(GradientStreams, "side_streams_set", noted)
+    return travelled
+
+
+def are_freed(buffers: list[weakref.ref]) -> bool:
+    """True if there were buffers, and they are freed soon: a thread of the engine may be late to drop a failed pass."""
+    until = time.monotonic() + 5
+    while any(buffer() is not None for buffer in buffers) and time.monotonic() < until:
+        time.sleep(0.01)
+    return len(buffers) > 0 and all(buffer() is None for buffer in buffers)
 
 
 def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
@@ -107,18 +117,18 @@ def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
 ) -> None:
     model = build(root)
     travelled, arrived = [], []
-    travelling = GradientStreams.travelling
+    side_streams_set = GradientStreams.side_streams_set
 
     @contextmanager
     def noted(self: GradientStreams, buffers: Sequence[Tensor]) -> Iterator[None]:
-        with travelling(self, buffers):
+        with side_streams_set(self, buffers):
             travelled.append(torch.accelerator.current_stream(root))
             yield
 
     def arrive(*_: object) -> None:
         arrived.append(torch.accelerator.current_stream(root))
 
-    monkeypatch.setattr(GradientStreams, "travelling", noted)
+    monkeypatch.setattr(GradientStreams, "side_streams_set", noted)
     handles = [parameter.register_post_accumulate_grad_hook(arrive) for parameter in model.parameters()]
     expected = gradients(model, x)
     wrap(model, slots)(x).square().sum().backward()
@@ -129,7 +139,7 @@ def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Those that have been launched, in their order."""
+    """Collects the sums, in the order in which they are launched."""
     launched: list[Tensor] = []
     summed = ToSlots.summed
 
@@ -147,9 +157,9 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_a_device_that_computes_waits_for_no_sum(
     use: str | None, slots: list, root: torch.device, x: Tensor, sums: list[Tensor]
 ) -> None:
-    """To read a sum beside backward, with no order between the two, is a race: the stream that reads has not waited.
+    """To read a sum during backward is a race, which shows that the computing stream has not waited for the sum.
 
-    Also where the loss uses parameters directly, before or after the call.
+    This also holds if the loss uses parameters directly, before or after the call.
     """
     model = build(root)
     raised = []
@@ -171,7 +181,7 @@ def test_a_device_that_computes_waits_for_no_sum(
 
 
 def with_penalty(model: nn.Module, call: nn.Module, use: str | None) -> Callable[[Tensor], Tensor]:
-    """A loss which uses parameters directly too, ``before`` the call or ``after`` it."""
+    """A loss that also uses parameters directly, ``before`` the call or ``after`` it."""
 
     def penalty() -> Tensor:
         return sum(parameter.square().sum() for parameter in model.parameters())
@@ -206,7 +216,7 @@ def test_a_loss_that_uses_parameters_too(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_may_be_freed_at_once(slots: list, root: torch.device, x: Tensor, dtype: torch.dtype) -> None:
-    """Their memory belongs to the caller's stream, whatever stream has filled it."""
+    """Their memory belongs to the caller's stream, although a side stream has filled it."""
     model, twin = build(root, dtype), build(root, dtype)
     x = x.to(dtype)
     calls = {model: wrap(model, slots), twin: lambda x: torch.cat([twin(chunk) for chunk in x.chunk(len(slots))])}
@@ -254,7 +264,9 @@ def test_an_optimizer_in_backward(slots: list, root: torch.device, x: Tensor) ->
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
-def test_a_backward_that_fails_leaves_nothing_behind(slots: list, root: torch.device, x: Tensor) -> None:
+def test_a_backward_that_fails_leaves_nothing_behind(
+    slots: list, root: torch.device, x: Tensor, buffers: list[weakref.ref]
+) -> None:
     model = build(root)
     expected = gradients(model, x)
     wrapped = wrap(model, slots)
@@ -270,10 +282,7 @@ def test_a_backward_that_fails_leaves_nothing_behind(slots: list, root: torch.de
     with pytest.raises(ArithmeticError, match="from a hook"):
         output.square().sum().backward()
     gc.collect()
-    until = time.monotonic() + 5  # a thread of the engine may be late to drop the pass
-    while any(each._passes for each in besides(output)) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert [each._passes for each in besides(output)] == [{}], "though its graph is there still"
+    assert are_freed(buffers), "although the graph still exists"
     if root.type == "sim":
         torch.sim.check_clocks()
     is_to_fail = False
@@ -282,38 +291,42 @@ def test_a_backward_that_fails_leaves_nothing_behind(slots: list, root: torch.de
     check(model, expected)
 
 
-def test_a_graph_that_is_kept_holds_no_buffers(slots: list, root: torch.device, x: Tensor) -> None:
+def test_a_graph_that_is_kept_holds_no_buffers(
+    slots: list, root: torch.device, x: Tensor, buffers: list[weakref.ref]
+) -> None:
     model = build(root)
-    output = wrap(model, slots)(x)
-    loss = output.square().sum()
+    loss = wrap(model, slots)(x).square().sum()
     for _ in range(2):
         loss.backward(retain_graph=True)
-        assert [each._passes for each in besides(output)] == [{}]
+        assert are_freed(buffers)
 
 
 def test_what_is_held_is_two_buckets(slots: list, root: torch.device) -> None:
     streams = streams_of(slots)
+    made: list[weakref.ref] = []
     held = []
+
+    def travel(gradient_streams: GradientStreams) -> None:
+        total = torch.empty(3, device=root)
+        made.append(weakref.ref(total))
+        with gradient_streams.side_streams_set([total, *(torch.empty(3, device=slot) for slot in slots)]):
+            assert streams_of(slots) == {device: side_stream(device) for device in streams}
+            total.fill_(1)
+        assert streams_of(slots) == streams
 
     class Step(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x: Tensor, beside: GradientStreams) -> Tensor:
-            ctx.beside = beside
+        def forward(ctx, x: Tensor) -> Tensor:
             return x.clone()
 
         @staticmethod
-        def backward(ctx, gradient: Tensor) -> tuple:
+        def backward(ctx, gradient: Tensor) -> Tensor:
+            gradient_streams = GradientStreams(streams)
             for _ in range(4):
-                total = torch.empty(3, device=root)
-                with ctx.beside.travelling([total, *(torch.empty(3, device=slot) for slot in slots)]):
-                    assert streams_of(slots) == {device: side_stream(device) for device in streams}
-                    total.fill_(1)
-                assert streams_of(slots) == streams
-                (this,) = ctx.beside._passes.values()
-                held.append(len(this._under_way))
-            return gradient, None
+                travel(gradient_streams)
+                held.append(sum(total() is not None for total in made))
+            return gradient
 
-    beside = GradientStreams(streams)
-    Step.apply(torch.ones(2, device=root, requires_grad=True), beside).sum().backward()
+    Step.apply(torch.ones(2, device=root, requires_grad=True)).sum().backward()
     assert held == [1, 2, 2, 2]
-    assert beside._passes == {}
+    assert are_freed(made)

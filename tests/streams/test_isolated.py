@@ -1,6 +1,6 @@
-"""Isolated slots on one accelerator have streams of their own, and every order between these and the caller's is there.
+"""Isolated slots on one accelerator have their own streams, which are ordered against the caller's.
 
-Simulated devices show an order that is missing in every run; here each is taken out once to see that they do.
+Simulated devices show a missing order in every run. Here each order is taken out once, to see that they do.
 """
 
 import gc
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, parallel_apply
-from dataparallel.autograd import bucket_nodes
+from dataparallel.autograd import bucket_gradients, bucket_nodes
 from dataparallel.batch_types import register_batch
 from dataparallel.comm.settings import Settings, held
-from dataparallel.streams.isolated import SlotStream, slot_streams
+from dataparallel.streams.isolated import IsolatedStream, isolated_streams
 from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
 
@@ -58,23 +58,23 @@ def test_each_replica_has_a_stream_of_its_own(how: dict, slots: list, root: torc
 def test_each_device_has_its_first_slot_on_the_callers_stream(make_slots: Callable) -> None:
     devices = [torch.device(device) for device in dict.fromkeys(make_slots(2))]
     slots = [device for device in devices for _ in range(2)]
-    own = slot_streams(slots)
+    own = isolated_streams(slots)
     assert [*own] == [slot for slot, device in enumerate(slots) if device in slots[:slot]]
     for slot, one in own.items():
         assert one.stream.device == slots[slot]
         assert one.stream != torch.accelerator.current_stream(slots[slot])
 
 
-def test_other_calls_have_none(slots: list) -> None:
+def test_other_calls_have_no_such_streams(slots: list) -> None:
     with held(Settings()):
-        assert slot_streams(slots) == {}
-    assert slot_streams([torch.device("cpu")] * 3) == {}
+        assert isolated_streams(slots) == {}
+    assert isolated_streams([torch.device("cpu")] * 3) == {}
 
 
 def test_a_replica_that_calls_a_wrapper_keeps_its_stream_to_itself(slots: list, root: torch.device) -> None:
-    with slot_streams(slots)[1].stream:
+    with isolated_streams(slots)[1].stream:
         mine = torch.accelerator.current_stream(root)
-        assert mine not in [own.stream for own in slot_streams(slots).values()]
+        assert mine not in [own.stream for own in isolated_streams(slots).values()]
 
 
 # Orders
@@ -104,13 +104,13 @@ def test_a_training_has_every_order(slots: list, root: torch.device) -> None:
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.parametrize("guard", ["begin", "join", "lend"])
+@pytest.mark.parametrize("guard", ["wait_for_caller", "make_caller_wait", "record_inputs"])
 def test_without_one_of_them_the_clocks_raise(
     guard: str, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SlotStream, guard, lambda self, *objects: None)
+    monkeypatch.setattr(IsolatedStream, guard, lambda self, *objects: None)
     try:
-        with pytest.raises(RuntimeError, match="freed too early" if guard == "lend" else "race"):
+        with pytest.raises(RuntimeError, match="freed too early" if guard == "record_inputs" else "race"):
             train(slots, root)
     finally:
         torch.accelerator.synchronize(root)
@@ -126,7 +126,7 @@ def on_two_devices(make_slots: Callable) -> list[torch.device]:
 
 
 class Recomputes(nn.Module):
-    """Gradients of its layers are summed one after the other, each before the backward of the layer before goes on."""
+    """Sums the gradients of its layers one by one, each before the previous layer's backward begins."""
 
     def __init__(self, root: torch.device) -> None:
         super().__init__()
@@ -140,21 +140,19 @@ class Recomputes(nn.Module):
 
 @pytest.mark.devices("sim")
 @pytest.mark.parametrize("guarded", [True, False])
-@pytest.mark.parametrize(
-    ("flat", "guard"), [(True, "_take_over"), (False, "wait_for_streams")], ids=["in a buffer", "one by one"]
-)
+@pytest.mark.parametrize("flat", [True, False], ids=["in a buffer", "one by one"])
 def test_gradients_that_leave_their_device_are_kept_until_then(
-    flat: bool, guard: str, guarded: bool, on_two_devices: list, monkeypatch: pytest.MonkeyPatch
+    flat: bool, guarded: bool, on_two_devices: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sum reads them on the device's default stream, and the slot's stream gets their memory back."""
+    """The sum reads them on another stream, and their memory then returns to the slot's stream."""
     if not flat:
-        monkeypatch.setattr(bucket_nodes.Packing, "bucket_of", lambda self, grads: None)
+        monkeypatch.setattr(bucket_gradients.Packing, "bucket_of", lambda self, grads: None)
     root = on_two_devices[0]
     loss = DataParallel(Recomputes(root), on_two_devices)(torch.ones(8, 4, device=root).requires_grad_()).sum()
     if guarded:
         loss.backward()
         return
-    monkeypatch.setattr(bucket_nodes, guard, lambda *arguments: None)
+    monkeypatch.setattr(bucket_nodes, "_receive_from_isolated", lambda *arguments: None)
     try:
         with pytest.raises(RuntimeError, match="freed too early"):
             loss.backward()
@@ -175,17 +173,15 @@ def test_a_checkpoint_around_the_wrapper_recomputes_on_the_same_streams(slots: l
 
 @pytest.mark.devices("sim")
 @pytest.mark.parametrize("guarded", [True, False])
-def test_what_a_replica_has_made_is_the_callers_until_he_has_used_it(
-    guarded: bool, slots: list, root: torch.device
-) -> None:
-    own = slot_streams(slots)[1]
-    own.begin()
+def test_outputs_are_kept_until_the_caller_has_used_them(guarded: bool, slots: list, root: torch.device) -> None:
+    own = isolated_streams(slots)[1]
+    own.wait_for_caller()
     with own.stream:
         made = torch.ones(8, device=root)
-    own.end()
-    own.join()
+    own.note_end()
+    own.make_caller_wait()
     if guarded:
-        own.take_back({"output": [made]})
+        own.record_output({"output": [made]})
     _ = made * 2
     del made
     with own.stream:
@@ -237,12 +233,12 @@ STRUCTURES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.devices("sim")
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_what_is_lent_is_kept_until_the_replica_has_used_it(structure: str, slots: list, root: torch.device) -> None:
-    own = slot_streams(slots)[1]
+def test_inputs_are_kept_until_the_replica_has_used_them(structure: str, slots: list, root: torch.device) -> None:
+    own = isolated_streams(slots)[1]
     memory = torch.ones(8, device=root)
     ready = torch.accelerator.current_stream(root).record_event()
     own.stream.wait_event(ready)
-    own.lend(STRUCTURES[structure](memory), {})
+    own.record_inputs(STRUCTURES[structure](memory), {})
     with own.stream:
         memory * 2
     del memory
@@ -254,11 +250,11 @@ def test_what_is_lent_is_kept_until_the_replica_has_used_it(structure: str, slot
 def test_a_structure_that_contains_itself(slots: list, root: torch.device) -> None:
     circle: list = [torch.ones(2, device=root)]
     circle.append(circle)
-    slot_streams(slots)[1].lend(circle)
+    isolated_streams(slots)[1].record_inputs(circle)
 
 
 def test_after_an_error_the_caller_has_waited_too(slots: list, root: torch.device) -> None:
-    """What the replicas were doing to shared memory is over for him."""
+    """The caller may use memory that the replicas have written to."""
     shared = torch.zeros(3, 2, device=root)
 
     class Fails(nn.Module):
@@ -274,7 +270,7 @@ def test_after_an_error_the_caller_has_waited_too(slots: list, root: torch.devic
 
 
 def test_replicas_run_beside_each_other(slots: list, root: torch.device) -> None:
-    """A replica is not ordered after another: each waits for what was before the call only."""
+    """No replica is ordered after another one: each waits only for work from before the call."""
     if root.type != "sim":
         pytest.skip("clocks tell")
     shared = torch.zeros(2, device=root)

@@ -1,4 +1,4 @@
-"""Gangs: permits, order, turns, nested and concurrent calls, failures."""
+"""Gangs: permits, order, groups, nested and concurrent calls, failures."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ TIMEOUT = 20.0  # of every wait that a correct gang ends at once
 
 
 def in_user_threads(count: int, job: Callable[[], Any]) -> None:
-    """Runs ``job`` in several threads of the user's at once, and raises what went wrong in them."""
+    """Runs ``job`` in several user threads at the same time, and raises the first error."""
     errors: list[BaseException] = []
 
     def guarded() -> None:
@@ -93,27 +93,27 @@ def test_tasks_start_in_slot_order(permits: int) -> None:
     assert sorted(started) == list(range(12))
 
 
-def test_tasks_with_one_turn_never_run_at_the_same_time() -> None:
+def test_tasks_of_one_group_never_run_at_the_same_time() -> None:
     overlap = Overlap()
-    turns = ["a", "b", "a", "b", "a", "b"]
-    values([lambda key=key: overlap.task(key) for key in turns], 6, turns)
+    groups = ["a", "b", "a", "b", "a", "b"]
+    values([lambda key=key: overlap.task(key) for key in groups], 6, groups)
     assert overlap.most_of_one_key == 1
 
 
-def test_tasks_with_one_turn_run_in_slot_order() -> None:
+def test_tasks_of_one_group_run_in_slot_order() -> None:
     started: list[int] = []
     values([lambda slot=slot: started.append(slot) for slot in range(8)], 8, ["a"] * 8)
     assert started == list(range(8))
 
 
-@pytest.mark.parametrize("turns", [["a", "b"], [None, None], ["a", None]])
-def test_tasks_with_other_turns_or_none_run_at_the_same_time(turns: list) -> None:
+@pytest.mark.parametrize("groups", [["a", "b"], [None, None], ["a", None]])
+def test_tasks_of_other_groups_or_none_run_at_the_same_time(groups: list) -> None:
     together = threading.Barrier(2)
-    values([lambda: together.wait(TIMEOUT)] * 2, 2, turns)
+    values([lambda: together.wait(TIMEOUT)] * 2, 2, groups)
 
 
 def tree(depth: int, width: int, permits: int) -> int:
-    """A gang of gangs of gangs; returns how many tasks are at the bottom."""
+    """A gang of gangs of gangs; regroups how many tasks are at the bottom."""
     if depth == 0:
         return 1
     return sum(values([lambda: tree(depth - 1, width, permits)] * width, permits))
@@ -168,7 +168,7 @@ def test_it_takes_a_permit_again_before_it_goes_on() -> None:
     assert overlap.most <= 2
 
 
-def test_a_task_that_waits_for_a_nested_gang_keeps_its_turn() -> None:
+def test_a_task_that_waits_for_a_nested_gang_keeps_its_group_busy() -> None:
     order: list[str] = []
 
     def first() -> None:
@@ -199,7 +199,7 @@ def test_a_failure_neither_stops_running_tasks_nor_skips_lower_ones() -> None:
         failing.set()
         fail()
 
-    # Slot 1 waits for slot 0's turn, and is lower than the one that fails; slot 4 waits for slot 3's.
+    # Slot 1 waits for slot 0, and is lower than the one that fails; slot 4 waits for slot 3's.
     tasks = [running, lambda: ran.append(1), fails, running, lambda: ran.append(4)]
     outcomes = Gang(tasks, 5, ["a", "a", "b", "c", "c"]).run()
     assert ran == [1]

@@ -1,4 +1,4 @@
-"""Ctrl-C while a gang runs: the first waits for what runs and starts nothing more, the second is raised at once."""
+"""Ctrl-C while a gang runs: the first waits for running tasks and starts no others, the second is raised at once."""
 
 import signal
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ pytestmark = [
 PRELUDE = """
 import contextlib, gc, os, signal, threading, time, weakref
 from dataparallel.threads import pool
-from dataparallel.threads.in_turn import InTurn
+from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.gang import Gang, Skipped
 
 TIMEOUT = 20
@@ -157,7 +157,7 @@ def nests(make):
     return [type(outcome.error) for outcome in make([Task(), Task()]).run()]
 
 
-for make in (lambda tasks: Gang(tasks, 2), InTurn, lambda tasks: InTurn(tasks, tasks, patience=0.2)):
+for make in (lambda tasks: Gang(tasks, 2), SerialTasks, lambda tasks: SerialTasks(tasks, tasks, stall_timeout=0.2)):
     task, found = Task(), []
     afterwards(task.began.wait, ctrl_c, task.may_end.set)
     with interrupted():
@@ -172,7 +172,7 @@ def test_nor_do_nested_calls_that_begin_after_it(printed: str) -> None:
 tasks, found = [Task(), Task()], []
 afterwards(tasks[0].began.wait, ctrl_c, tasks[0].may_end.set)
 with interrupted():
-    Gang([lambda: found.append([type(outcome.error) for outcome in InTurn(tasks).run()])], 1).run()
+    Gang([lambda: found.append([type(outcome.error) for outcome in SerialTasks(tasks).run()])], 1).run()
 assert found == [[type(None), Skipped]]
 """)
 def test_nor_do_nested_calls_in_turn(printed: str) -> None:
@@ -202,17 +202,17 @@ def test_a_task_that_waits_for_a_permit_ends_its_work_too(printed: str) -> None:
 tasks = [Task() for _ in range(3)]
 afterwards(*[task.began.wait for task in tasks], ctrl_c, *[task.may_end.set for task in tasks])
 with interrupted():
-    Gang(tasks, 1, patience=0.2).run()
+    Gang(tasks, 1, stall_timeout=0.2).run()
 assert all(task.has_ended for task in tasks)
 
 tasks = [Task() for _ in range(3)]
 afterwards(tasks[0].began.wait, ctrl_c, lambda: time.sleep(1), tasks[0].may_end.set)
 with interrupted():
-    Gang(tasks, 1, patience=0.8).run()
+    Gang(tasks, 1, stall_timeout=0.8).run()
 assert [task.has_ended for task in tasks] == [True, False, False]
 gangs_work()
 """)
-def test_before_and_after_patience_has_ended(printed: str) -> None:
+def test_before_and_after_a_stall(printed: str) -> None:
     assert printed == ""
 
 
@@ -274,7 +274,7 @@ def press_after(worker):
 
 
 for patch in (press_before, press_after):
-    pool._pool = pool.Pool()
+    pool._idle = {}  # as gangs.forget_idle_threads
     pool.Worker.start = patch
     with interrupted():
         Gang([int] * 3, 3).run()

@@ -1,4 +1,4 @@
-"""Threads of gangs: kept between calls, holding nothing while idle, and what happens where no more can be had."""
+"""Threads of gangs are kept between calls and hold nothing while idle. Gangs also work if the system has no more."""
 
 import gc
 import threading
@@ -9,7 +9,7 @@ import pytest
 
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
-from gangs import values, worker_threads
+from gangs import forget_idle_threads, values, worker_threads
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -49,7 +49,7 @@ def test_a_thread_that_is_slow_to_go_idle_keeps_nothing_of_the_call(monkeypatch:
 @pytest.mark.parametrize("possible", [0, 1, 2])
 @pytest.mark.parametrize("permits", [1, 2, 4])
 def test_too_few_threads_are_an_error_and_no_hang(possible: int, permits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_pool", pool.Pool())
+    forget_idle_threads(monkeypatch)
     start, left = pool.Worker.start, [None] * possible
 
     def start_while_possible(worker: pool.Worker) -> None:
@@ -76,7 +76,7 @@ def test_too_few_threads_are_an_error_and_no_hang(possible: int, permits: int, m
 
 
 def test_too_few_threads_for_a_nested_gang_are_an_error_of_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_pool", pool.Pool())
+    forget_idle_threads(monkeypatch)
     start, running = pool.Worker.start, []
 
     def start_one(worker: pool.Worker) -> None:

@@ -1,4 +1,4 @@
-"""Tasks of one call in the calling thread; those that wait for each other are handed over."""
+"""Tasks of one call in the calling thread. Tasks that wait for each other are handed over to workers."""
 
 import gc
 import signal
@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from dataparallel.threads import gang as workers
-from dataparallel.threads import in_turn, pool
+from dataparallel.threads import gang, in_turn, pool
 from dataparallel.threads.gang import Outcome, Skipped
-from dataparallel.threads.in_turn import InTurn
+from dataparallel.threads.in_turn import SerialTasks
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -38,7 +37,7 @@ def test_tasks_run_in_slot_order_in_the_calling_thread() -> None:
         return 10 * slot
 
     tasks = [lambda slot=slot: task(slot) for slot in range(4)]
-    for call in (InTurn(tasks), InTurn(tasks, tasks, patience=5.0)):
+    for call in (SerialTasks(tasks), SerialTasks(tasks, tasks, stall_timeout=5.0)):
         order.clear()
         assert values(call.run()) == [0, 10, 20, 30]
         assert order == [(slot, threading.get_ident()) for slot in range(4)]
@@ -46,15 +45,15 @@ def test_tasks_run_in_slot_order_in_the_calling_thread() -> None:
 
 
 def test_without_tasks_nothing_happens() -> None:
-    assert InTurn([]).run() == []
-    assert InTurn([], [], patience=1.0).run() == []
+    assert SerialTasks([]).run() == []
+    assert SerialTasks([], [], stall_timeout=1.0).run() == []
 
 
 def test_after_a_failure_the_rest_is_skipped() -> None:
     def fail() -> None:
         raise ValueError("as asked")
 
-    first, second, third = InTurn([int, fail, int]).run()
+    first, second, third = SerialTasks([int, fail, int]).run()
     assert (first.value, first.error) == (0, None)
     assert isinstance(second.error, ValueError)
     assert second.error.__traceback__ is not None
@@ -66,34 +65,34 @@ def test_tasks_that_wait_for_each_other_end() -> None:
     here = threading.get_ident()
     threads: list[int] = []
     tasks = [lambda task=task: (threads.append(threading.get_ident()), task())[1] for task in waits_for_others(4)]
-    call = InTurn(tasks, tasks, patience=0.2)
+    call = SerialTasks(tasks, tasks, stall_timeout=0.2)
     assert sorted(values(call.run())) == [0, 1, 2, 3]
     assert call.stalled
     assert threads.count(here) == 1
     assert len({*threads}) == 4
 
 
-def test_what_is_handed_over_are_the_tasks_for_elsewhere() -> None:
+def test_the_tasks_for_workers_are_handed_over() -> None:
     barrier = threading.Barrier(3)
 
     def task(where: str) -> str:
         barrier.wait(TIMEOUT)
         return where
 
-    call = InTurn([lambda: task("here")] * 3, [lambda: task("elsewhere")] * 3, patience=0.2)
-    assert values(call.run()) == ["here", "elsewhere", "elsewhere"]
+    call = SerialTasks([lambda: task("here")] * 3, [lambda: task("in a worker")] * 3, stall_timeout=0.2)
+    assert values(call.run()) == ["here", "in a worker", "in a worker"]
 
 
 def test_tasks_that_end_one_after_the_other_are_no_stall() -> None:
     tasks = [lambda: time.sleep(0.25)] * 6
-    call = InTurn(tasks, tasks, patience=1.2)
+    call = SerialTasks(tasks, tasks, stall_timeout=1.2)
     values(call.run())
     assert not call.stalled
 
 
 def test_nor_is_a_long_last_task() -> None:
     tasks = [int, lambda: time.sleep(0.9)]
-    call = InTurn(tasks, tasks, patience=0.2)
+    call = SerialTasks(tasks, tasks, stall_timeout=0.2)
     values(call.run())
     assert not call.stalled
 
@@ -108,12 +107,12 @@ def test_a_task_that_fails_after_a_stall_is_reported() -> None:
         entered.set()
         raise ValueError("as asked")
 
-    first, second = InTurn([waits, fails], [waits, fails], patience=0.2).run()
+    first, second = SerialTasks([waits, fails], [waits, fails], stall_timeout=0.2).run()
     assert first.error is None
     assert isinstance(second.error, ValueError)
 
 
-def test_one_that_fails_here_waits_for_those_elsewhere() -> None:
+def test_a_task_that_fails_here_waits_for_those_in_workers() -> None:
     barrier, ended = threading.Barrier(2), []
 
     def fails() -> None:
@@ -125,7 +124,7 @@ def test_one_that_fails_here_waits_for_those_elsewhere() -> None:
         time.sleep(0.3)
         ended.append(True)
 
-    first, second = InTurn([fails, goes_on], [fails, goes_on], patience=0.2).run()
+    first, second = SerialTasks([fails, goes_on], [fails, goes_on], stall_timeout=0.2).run()
     assert isinstance(first.error, ValueError)
     assert second.error is None
     assert ended == [True]
@@ -139,52 +138,52 @@ def test_too_few_threads_are_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatc
     threading.Timer(1.0, go_on.set).start()
     tasks = [lambda: go_on.wait(TIMEOUT)] * 3
     monkeypatch.setattr(pool, "start", no_threads)
-    first, *others = InTurn(tasks, tasks, patience=0.2).run()
+    first, *others = SerialTasks(tasks, tasks, stall_timeout=0.2).run()
     assert first.value is True
     assert [str(outcome.error) for outcome in others] == ["can't start new thread"] * 2
 
 
-def test_the_first_look_only_sees_what_there_is() -> None:
-    call = InTurn([int] * 2, [int] * 2, patience=workers.LOOK_UP)
-    call.look()
+def test_the_first_poll_only_notes_what_is_left() -> None:
+    call = SerialTasks([int] * 2, [int] * 2, stall_timeout=gang.POLL_SECONDS)
+    call.poll()
     assert not call.stalled
-    call.look()
+    call.poll()
     assert call.stalled
     assert values(call.run()) == [0, 0]
 
 
 def test_a_task_may_end_while_the_others_are_being_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, handing_over = workers.Gang.begin, threading.Event()
+    begin, handing_over = gang.Gang.begin, threading.Event()
 
-    def begin_slowly(gang: workers.Gang) -> None:
+    def begin_slowly(rest: gang.Gang) -> None:
         handing_over.set()
         time.sleep(0.3)
-        begin(gang)
+        begin(rest)
 
-    monkeypatch.setattr(workers.Gang, "begin", begin_slowly)
+    monkeypatch.setattr(gang.Gang, "begin", begin_slowly)
     tasks = [lambda: handing_over.wait(TIMEOUT)] * 3
-    assert values(InTurn(tasks, tasks, patience=0.2).run()) == [True] * 3
+    assert values(SerialTasks(tasks, tasks, stall_timeout=0.2).run()) == [True] * 3
 
 
 def test_nested_calls_may_wait_for_each_other() -> None:
     tasks = waits_for_others(4)
 
     def nested() -> list[Any]:
-        return values(InTurn(tasks[:2], tasks[:2], patience=0.2).run())
+        return values(SerialTasks(tasks[:2], tasks[:2], stall_timeout=0.2).run())
 
-    found = values(InTurn([nested] * 2, [nested] * 2, patience=0.2).run())
+    found = values(SerialTasks([nested] * 2, [nested] * 2, stall_timeout=0.2).run())
     assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
 
 
-def test_calls_of_many_threads_whose_patience_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "LOOK_UP", 0.002)
-    monkeypatch.setattr(in_turn, "_watch", in_turn._Watch())
-    calls: list[InTurn] = []
+def test_calls_of_many_threads_whose_timeout_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gang, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(in_turn, "_watcher", in_turn._Watcher())
+    calls: list[SerialTasks] = []
 
     def several() -> None:
         for _ in range(60):
             tasks = [lambda: time.sleep(0.002)] * 3
-            calls.append(InTurn(tasks, tasks, patience=0.001))
+            calls.append(SerialTasks(tasks, tasks, stall_timeout=0.001))
             values(calls[-1].run())
 
     threads = [threading.Thread(target=several) for _ in range(4)]
@@ -196,21 +195,21 @@ def test_calls_of_many_threads_whose_patience_ends_as_they_do(monkeypatch: pytes
     assert any(call.stalled for call in calls)
 
 
-def test_the_looking_thread_sleeps_and_wakes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def watching() -> int:
+def test_the_watcher_sleeps_and_wakes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watchers() -> int:
         return sum(thread.name == "dataparallel-watch" for thread in threading.enumerate())
 
-    before, watch = watching(), in_turn._Watch()
-    monkeypatch.setattr(workers, "LOOK_UP", 0.002)
-    monkeypatch.setattr(in_turn, "_watch", watch)
+    before, watcher = watchers(), in_turn._Watcher()
+    monkeypatch.setattr(gang, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(in_turn, "_watcher", watcher)
     for _ in range(3):
         tasks = waits_for_others(3)
-        assert InTurn(tasks, tasks, patience=0.02).run()
+        assert SerialTasks(tasks, tasks, stall_timeout=0.02).run()
         deadline = time.monotonic() + TIMEOUT
-        while not watch._is_asleep:
+        while not watcher._is_asleep:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-    assert watching() == before + 1
+    assert watchers() == before + 1
 
 
 def test_a_call_that_is_over_is_not_kept() -> None:
@@ -227,11 +226,11 @@ def test_a_call_that_is_over_is_not_kept() -> None:
     gc.collect()
     gc.disable()
     try:
-        call = InTurn([fail, int], [fail, int], patience=5.0)
+        call = SerialTasks([fail, int], [fail, int], stall_timeout=5.0)
         outcomes = call.run()
         reference = weakref.ref(call)
         assert held[0]() is not None
-        for outcome in outcomes:  # as whoever raises it does
+        for outcome in outcomes:  # as the caller that raises it does
             outcome.error = None
         del outcome, outcomes, call
         assert held[0]() is None
@@ -260,7 +259,7 @@ def test_ctrl_c_is_raised_where_it_comes_and_nothing_else_starts(press: Callable
             time.sleep(0.001)
 
     tasks = [lambda slot=slot: task(slot) for slot in range(3)]
-    first, *others = InTurn(tasks, tasks, patience=5.0).run()
+    first, *others = SerialTasks(tasks, tasks, stall_timeout=5.0).run()
     assert isinstance(first.error, KeyboardInterrupt)
     assert all(isinstance(outcome.error, Skipped) for outcome in others)
     assert started == [0]
@@ -294,7 +293,7 @@ class HandedOver:
                 step()
 
         tasks = [self.first, self.second]
-        call = InTurn(tasks, tasks, patience=0.2)
+        call = SerialTasks(tasks, tasks, stall_timeout=0.2)
         thread = threading.Thread(target=meanwhile)
         thread.start()
         try:

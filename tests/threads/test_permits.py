@@ -1,4 +1,4 @@
-"""The number of permits: what is chosen for which costs, how little the choice costs, and when it is made again."""
+"""The number of permits: the best one is chosen, at little cost, and the choice is checked later."""
 
 import copy
 import pickle
@@ -92,7 +92,7 @@ def test_of_numbers_that_are_as_good_the_smallest_is_chosen() -> None:
 def test_what_is_slow_is_tried_once(cost: dict[int, float]) -> None:
     numbers, _ = calls(50, PermitChooser(), cost)
     for number, seconds in cost.items():
-        if seconds > 1.8 * cost[best(cost)] and number != 8:  # 8 is what the unmeasured calls run with
+        if seconds > 1.8 * cost[best(cost)] and number != 8:  # the unmeasured calls run with 8
             assert numbers.count(number) <= 1
 
 
@@ -148,6 +148,13 @@ def test_a_choice_that_became_wrong_is_mended_by_a_check() -> None:
     assert numbers[-1] == 8
 
 
+def is_at_the_beginning(chooser: PermitChooser, size: Any) -> bool:
+    """True if the next call of this size measures the first of the numbers, so nothing has been measured yet."""
+    trial = chooser.begin("kind", size, 8)
+    chooser.end(trial, None)
+    return (trial.permits, trial.measured) == (8, True)
+
+
 def test_calls_that_overlap_are_not_counted() -> None:
     chooser = PermitChooser()
     for _ in range(50):
@@ -155,15 +162,15 @@ def test_calls_that_overlap_are_not_counted() -> None:
         assert not other.measured
         chooser.end(one, 1.0)
         chooser.end(other, 1.0)
-    assert not chooser._choices
-    assert not any(situation._times for situation in chooser._situations.values())
+    for size in (0, 1):
+        assert is_at_the_beginning(chooser, size)
 
 
 def test_calls_that_fail_are_not_counted() -> None:
     chooser = PermitChooser()
     for _ in range(50):
         chooser.end(chooser.begin("kind", 0, 8), None)
-    assert chooser._situations[("kind", 8), 0]._times == {}
+    assert is_at_the_beginning(chooser, 0)
     assert calls(50, chooser, LAUNCH_BOUND)[0][-1] == 1
 
 
@@ -175,11 +182,12 @@ def test_a_trial_that_was_lost_does_not_stop_measuring() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     chooser = PermitChooser()
-    for size in range(3 * permits.SITUATIONS):
+    kinds = range(permits.SITUATIONS + 1)
+    for kind in kinds:
         for _ in range(20):
-            trial = chooser.begin(size, size, 2)
-            chooser.end(trial, 1.0)
-    assert len(chooser._situations) == len(chooser._choices) == permits.SITUATIONS
+            chooser.end(chooser.begin(kind, 0, 2), 1.0)
+    chosen = [chooser.begin(kind, 0, 2).permits for kind in reversed(kinds)]
+    assert chosen == [1] * permits.SITUATIONS + [2], "the first kind is forgotten, and begins with all replicas at once"
 
 
 @pytest.mark.parametrize(
@@ -324,7 +332,7 @@ def test_replicas_that_wait_for_each_other_do_not_hang_and_run_together_from_the
             for _ in range(30):
                 start = time.monotonic()
                 model(torch.zeros(size, 2, device=root))
-                stalls.append(time.monotonic() - start > 0.9 * permits.PATIENCE)
+                stalls.append(time.monotonic() - start > 0.9 * permits.STALL_TIMEOUT)
     assert sum(stalls) == 1
 
 
@@ -332,11 +340,10 @@ def test_a_slow_first_call_of_another_size_is_no_stall() -> None:
     chooser = PermitChooser()
     calls(50, chooser, LAUNCH_BOUND)
     trial = chooser.begin("kind", "much larger", 8)
-    assert trial.patience == permits.PATIENCE
+    assert trial.stall_timeout == permits.STALL_TIMEOUT
     chooser.end(trial, 60.0, stalled=True)
-    assert not chooser._wait_for_each_other
     trial = chooser.begin("kind", "much larger", 8)
-    assert (trial.permits, trial.patience) == (1, 60.0 * permits.PATIENCE_TIMES)
+    assert (trial.permits, trial.stall_timeout) == (1, 60.0 * permits.STALL_CALLS)
     chooser.end(trial, 60.0, stalled=True)
     assert chooser.begin("kind", "much larger", 8).permits == 8
 
@@ -348,10 +355,12 @@ def test_a_copy_starts_afresh(copied: Callable[[Any], Any], slots: list, root: t
     model, x = DataParallel(nn.Linear(2, 2).to(root), slots), torch.zeros(6, 2, device=root)
     model(x)
     other = copied(model)
-    assert not other._permits._situations
-    assert other._permits is not model._permits
     assert list(other.state_dict()) == ["module.weight", "module.bias"]
     assert torch.equal(other(x), model(x))
+    chooser = PermitChooser()
+    calls(50, chooser, LAUNCH_BOUND)
+    assert chooser.begin("kind", 0, 8).permits == 1
+    assert copied(chooser).begin("kind", 0, 8).permits == 8
 
 
 @pytest.mark.slots(8)
@@ -369,8 +378,8 @@ def test_gradients_and_outputs_do_not_depend_on_the_number(slots: list, root: to
         assert all(map(torch.equal, step, found[0]))
 
 
-def test_calls_from_several_threads(slots: list, root: torch.device) -> None:
-    model, x, errors = wrapper(slots, 0.001).eval(), torch.zeros(6, 2, device=root), []
+def test_calls_from_several_threads(slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, errors = torch.zeros(6, 2, device=root), []
 
     def several() -> None:
         try:
@@ -380,10 +389,13 @@ def test_calls_from_several_threads(slots: list, root: torch.device) -> None:
         except BaseException as error:
             errors.append(error)
 
+    chooser = PermitChooser()
+    monkeypatch.setattr(sys.modules["dataparallel.data_parallel"], "PermitChooser", lambda: chooser)
+    model = wrapper(slots, 0.001).eval()
     threads = [threading.Thread(target=several) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not errors
-    assert len(model._permits._running) == 0
+    assert chooser.begin("kind", 0, 8).alone, "every call has been ended"

@@ -1,4 +1,4 @@
-"""Kept threads: each for one home, as few as there can be, and what happens where no more can be had.
+"""Kept threads: each for one device, as few as possible, and the case that the system has no more.
 
 Libraries keep handles for each pair of thread and device until the thread ends, so these pairs are counted.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
-from gangs import worker_threads
+from gangs import forget_idle_threads, worker_threads
 
 CALLS = 200
 TIMEOUT = 20.0
@@ -78,80 +78,80 @@ def test_with_few_permits_as_many_threads_meet_all_devices(permits: int, slots: 
     assert 1 <= len(set.union(*module.threads.values())) <= permits
 
 
-class Homes:
-    """Tasks of a gang that note which thread runs for which home."""
+class Devices:
+    """Tasks of a gang that note which thread runs for which device."""
 
     def __init__(self) -> None:
         self.threads: defaultdict[Hashable, set[str]] = defaultdict(set)
 
-    def run(self, homes: list, permits: int, wait: Any = lambda: None, **options: Any) -> None:
-        def task(home: Hashable) -> None:
-            self.threads[home].add(threading.current_thread().name)
+    def run(self, devices: list, permits: int, wait: Any = lambda: None, **options: Any) -> None:
+        def task(device: Hashable) -> None:
+            self.threads[device].add(threading.current_thread().name)
             wait()
 
-        gang = Gang([lambda home=home: task(home) for home in homes], permits, homes=homes, **options)
-        assert [outcome.error for outcome in gang.run()] == [None] * len(homes)
+        gang = Gang([lambda device=device: task(device) for device in devices], permits, devices=devices, **options)
+        assert [outcome.error for outcome in gang.run()] == [None] * len(devices)
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool without threads."""
-    monkeypatch.setattr(pool, "_pool", pool.Pool())
+    forget_idle_threads(monkeypatch)
 
 
 @pytest.mark.devices("cpu")
 @pytest.mark.usefixtures("fresh")
-class TestHomes:
-    """Of gangs that know no slots: once is enough."""
+class TestKeys:
+    """Any key will do for a device. Gangs know no slots: once is enough."""
 
-    def test_each_home_has_one_thread_whatever_gangs_ask_for(self):
-        seen = Homes()
+    def test_each_device_has_one_thread_whatever_gangs_ask_for(self):
+        seen = Devices()
         for call in range(CALLS):
-            homes = [(call + place) % 8 for place in range(1 + call % 8)]
-            seen.run(homes, 8)
-        assert {home: len(threads) for home, threads in seen.threads.items()} == dict.fromkeys(range(8), 1)
+            devices = [(call + place) % 8 for place in range(1 + call % 8)]
+            seen.run(devices, 8)
+        assert {device: len(threads) for device, threads in seen.threads.items()} == dict.fromkeys(range(8), 1)
         assert len(set.union(*seen.threads.values())) == 8
 
     def test_threads_are_idle_before_the_next_call(self, monkeypatch):
-        take_back, seen = pool.take_back, Homes()
+        release, seen = pool.release, Devices()
 
-        def take_back_late(worker: pool.Worker) -> None:
+        def release_late(worker: pool.Worker) -> None:
             time.sleep(0.01)
-            take_back(worker)
+            release(worker)
 
-        monkeypatch.setattr(pool, "take_back", take_back_late)
+        monkeypatch.setattr(pool, "release", release_late)
         for _ in range(10):
             seen.run([0, 1], 2)
-        assert {home: len(threads) for home, threads in seen.threads.items()} == {0: 1, 1: 1}
+        assert {device: len(threads) for device, threads in seen.threads.items()} == {0: 1, 1: 1}
 
-    def test_with_turns_they_are_kept_too(self):
-        seen = Homes()
+    def test_with_groups_they_are_kept_too(self):
+        seen = Devices()
         for _ in range(CALLS):
-            seen.run([0, 0, 1, 1, 2, 2], 3, turns=[0, 0, 1, 1, 2, 2])
-        assert {home: len(threads) for home, threads in seen.threads.items()} == dict.fromkeys(range(3), 1)
+            seen.run([0, 0, 1, 1, 2, 2], 3, groups=[0, 0, 1, 1, 2, 2])
+        assert {device: len(threads) for device, threads in seen.threads.items()} == dict.fromkeys(range(3), 1)
 
-    def test_without_homes_all_threads_are_alike(self):
+    def test_without_devices_all_threads_are_alike(self):
         before = len(worker_threads())
-        for homes in (None, ["here"] * 4):
+        for devices in (None, ["here"] * 4):
             for _ in range(CALLS):
-                Gang([threading.Barrier(4).wait] * 4, 4, homes=homes).run()
+                Gang([threading.Barrier(4).wait] * 4, 4, devices=devices).run()
         assert len(worker_threads()) - before == 8
 
-    def test_a_gang_whose_patience_ends_has_each_task_started_at_home(self):
-        seen, barrier = Homes(), threading.Barrier(4)
+    def test_after_a_stall_each_task_starts_in_a_thread_of_its_device(self):
+        seen, barrier = Devices(), threading.Barrier(4)
         for _ in range(3):
-            seen.run([0, 1, 2, 3], 1, lambda: barrier.wait(TIMEOUT), patience=0.2)
-        assert {home: len(threads) for home, threads in seen.threads.items()} == dict.fromkeys(range(4), 1)
+            seen.run([0, 1, 2, 3], 1, lambda: barrier.wait(TIMEOUT), stall_timeout=0.2)
+        assert {device: len(threads) for device, threads in seen.threads.items()} == dict.fromkeys(range(4), 1)
 
-    def test_where_the_system_has_no_more_threads_those_of_other_homes_help(self, monkeypatch):
-        Homes().run([0, 1, 2], 3, threading.Barrier(3).wait)
+    def test_where_the_system_has_no_more_threads_those_of_other_devices_help(self, monkeypatch):
+        Devices().run([0, 1, 2], 3, threading.Barrier(3).wait)
         before = worker_threads()
 
         def no_threads(worker: pool.Worker) -> None:
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(pool.Worker, "start", no_threads)
-        Homes().run([3, 4, 5], 3, threading.Barrier(3).wait)
+        Devices().run([3, 4, 5], 3, threading.Barrier(3).wait)
         assert worker_threads() == before
-        outcomes = Gang([threading.Barrier(3).wait] * 3 + [int], 4, homes=[6, 7, 8, 9]).run()
+        outcomes = Gang([threading.Barrier(3).wait] * 3 + [int], 4, devices=[6, 7, 8, 9]).run()
         assert [str(outcome.error) for outcome in outcomes] == ["None"] * 3 + ["can't start new thread"]

@@ -1,6 +1,6 @@
-"""One test per row of the table: what a replica sees of the caller's settings, and what it leaves behind.
+"""One test for each row of the table: a replica sees the caller's setting, and leaves nothing behind.
 
-What carried settings do: ``test_thread_state_effects``. What is global or refused: ``test_thread_state_refused``.
+The effects of carried settings: ``test_settings_effects``. Global and refused settings: ``test_settings_refused``.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel.testing.simulated import threads
-from dataparallel.threads import settings as thread_state
+from dataparallel.threads import settings
 from dataparallel.threads.settings import CARRIED, TRANSLATED, Setting
-from probe import Probe
+from probe import Probe, intra_op_threads
 
 serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
 
@@ -78,19 +78,9 @@ def torch_function() -> tuple:
     return torch._C._is_torch_function_enabled(), torch._C._is_torch_function_all_disabled()
 
 
-@contextlib.contextmanager
-def intra_op_threads_set() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @dataclass(frozen=True)
 class Row:
-    """How a user changes a setting, how it is read, and what then is read in a replica."""
+    """How a user changes a setting, how it is read, and the value that replicas then read."""
 
     name: str
     change: Callable[[], contextlib.AbstractContextManager[Any]]
@@ -147,7 +137,7 @@ ROWS = [
     ),
     Row("default device", lambda: default_device_set("meta"), torch.get_default_device, torch.device("meta")),
     Row("default device", lambda: torch.device("meta"), torch.get_default_device, torch.device("meta"), "with"),
-    Row("intra-op threads", intra_op_threads_set, torch.get_num_threads, 3),
+    Row("intra-op threads", lambda: intra_op_threads(3), torch.get_num_threads, 3),
     Row("context variables", variable_set, VARIABLE.get, "the caller's"),
 ]
 
@@ -172,19 +162,19 @@ def test_replicas_see_it_and_leave_nothing_behind(row: Row, serial: bool, slots:
 
 def test_every_row_has_a_test() -> None:
     rows = {setting.name for setting in (*CARRIED, *TRANSLATED)} | {"context variables"}
-    # What simulated accelerators add is tested with them.
+    # The row that simulated accelerators add is tested with them.
     assert {row.name for row in ROWS} | NEED_AN_ACCELERATOR == rows - {threads.ROW}
 
 
 def test_another_librarys_thread_local_state_can_be_added(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_state, "CARRIED", thread_state.CARRIED)
+    monkeypatch.setattr(settings, "CARRIED", settings.CARRIED)
     local = threading.local()
 
     def hold(value: str, slots: list, device: torch.device) -> Callable[[], object]:
         local.value = value
         return lambda: vars(local).clear()
 
-    thread_state.carry(Setting("theirs", lambda slots: getattr(local, "value", None), hold))
+    settings.carry(Setting("theirs", lambda slots: getattr(local, "value", None), hold))
     local.value = "the caller's"
     probe = Probe(lambda: getattr(local, "value", None))
     assert probe.run(slots, serial=False) == ["the caller's"] * len(slots)

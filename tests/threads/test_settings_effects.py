@@ -1,4 +1,4 @@
-"""What the caller's settings do in replicas: numbers under autocast, modes and hooks that are really called."""
+"""The effects of the caller's settings in replicas: numbers under autocast, modes and hooks that are called."""
 
 import contextlib
 import threading
@@ -21,7 +21,7 @@ serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers",
 
 
 class NotesDtypes(nn.Module):
-    """Linear, tanh, linear; notes the dtypes of its first part, whoever runs it."""
+    """Linear, tanh, linear. Notes the dtypes of its first part, in recomputations too."""
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_weights_that_were_cast_are_not_remembered(serial: bool, slots: list, ro
 
 
 class Alone:
-    """Notes whether two threads were ever inside at the same time."""
+    """Notes if two threads were ever inside at the same time."""
 
     def __init__(self) -> None:
         self.inside = 0
@@ -149,7 +149,7 @@ def saved_tensor_hooks(alone: Alone) -> contextlib.AbstractContextManager[Any]:
 
 
 class Slow(NotesDtypes):
-    """Other replicas would run meanwhile if they could."""
+    """So slow that other replicas would run at the same time if they could."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
 """Replicas on CPU slots divide the caller's intra-op threads among them; afterwards everything is as it was."""
 
-import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,20 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, parallel_apply
-from probe import Probe
+from probe import Probe, intra_op_threads
 
 CPU = ["cpu"] * 3
 TIMEOUT = 20.0
-
-
-@contextlib.contextmanager
-def intra_op_threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def in_a_fresh_thread(read: Callable[[], Any]) -> Any:
@@ -62,7 +51,7 @@ def test_again_at_every_call() -> None:
 
 
 def mkl_threads() -> int:
-    """What MKL uses, which has numbers of its own."""
+    """The number that MKL uses. It has its own."""
     return int(re.findall(r"mkl_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())[0])
 
 
@@ -81,7 +70,7 @@ def test_more_workers_than_slots_do_not_count() -> None:
         assert seen(CPU, workers=12) == {2}
 
 
-def test_replicas_that_take_turns_have_all() -> None:
+def test_replicas_that_run_one_after_the_other_have_all() -> None:
     with intra_op_threads(6):
         assert seen(CPU, recording=True) == {6}
         assert seen(CPU, serial=True) == {6}

@@ -1,4 +1,4 @@
-"""What replicas share with the caller already, and what cannot be extended to them: one test per row."""
+"""Settings of the process, which replicas share, and states that cannot be extended to them: one test for each row."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, parallel_apply
 from dataparallel.threads import settings
-from dataparallel.threads.settings import GLOBAL_ALREADY, REFUSED
+from dataparallel.threads.settings import REFUSED
 from probe import Probe
 
 serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
@@ -19,25 +19,28 @@ def attribute(owner: Any, name: str) -> Callable[[Any], None]:
     return lambda value: setattr(owner, name, value)
 
 
-GLOBAL_CHANGES: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "default dtype": (torch.set_default_dtype, torch.float64),
-    "anomaly mode": (torch.autograd.set_detect_anomaly, True),
-    "deterministic algorithms": (torch.use_deterministic_algorithms, True),
-    "float32 matmul precision": (torch.set_float32_matmul_precision, "high"),
-    "flash attention": (torch.backends.cuda.enable_flash_sdp, False),
-    "memory-efficient attention": (torch.backends.cuda.enable_mem_efficient_sdp, False),
-    "math attention": (torch.backends.cuda.enable_math_sdp, False),
-    "cuDNN": (attribute(torch.backends.cudnn, "enabled"), False),
-    "cuDNN benchmark": (attribute(torch.backends.cudnn, "benchmark"), True),
+OF_THE_PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, True),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    "flash attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    "memory-efficient attention": (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+        False,
+    ),
+    "math attention": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, False),
+    "cuDNN": (lambda: torch.backends.cudnn.enabled, attribute(torch.backends.cudnn, "enabled"), False),
+    "cuDNN benchmark": (lambda: torch.backends.cudnn.benchmark, attribute(torch.backends.cudnn, "benchmark"), True),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
-@pytest.mark.parametrize("name", GLOBAL_CHANGES)
+@pytest.mark.parametrize("name", OF_THE_PROCESS)
 @serial_or_not
-def test_what_is_global_needs_nothing(name: str, serial: bool, slots: list) -> None:
-    change, value = GLOBAL_CHANGES[name]
-    read = dict(GLOBAL_ALREADY)[name]
+def test_settings_of_the_process_need_nothing(name: str, serial: bool, slots: list) -> None:
+    read, change, value = OF_THE_PROCESS[name]
     before = read()
     assert before != value
     probe = Probe(read)
@@ -90,7 +93,6 @@ def test_what_is_refused_says_so_and_runs_nothing(name: str, how: str, serial: b
 
 
 def test_every_row_has_a_test() -> None:
-    assert set(GLOBAL_CHANGES) == {name for name, _ in GLOBAL_ALREADY}
     assert set(REFUSALS) == {name for name, _, _ in REFUSED}
 
 

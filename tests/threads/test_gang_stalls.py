@@ -1,4 +1,4 @@
-"""Tasks that wait for each other outside the library: a gang with patience lets them all run."""
+"""Tasks that wait for each other by their own means: after its ``stall_timeout`` a gang lets them all run."""
 
 import threading
 import time
@@ -9,6 +9,7 @@ import pytest
 
 from dataparallel.threads import pool
 from dataparallel.threads.gang import Gang
+from gangs import forget_idle_threads
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -24,12 +25,12 @@ def run(gang: Gang) -> list[Any]:
 @pytest.mark.parametrize("permits", [1, 3])
 def test_tasks_that_wait_for_each_other_end(permits: int) -> None:
     barrier = threading.Barrier(4)
-    gang = Gang([lambda: barrier.wait(TIMEOUT)] * 4, permits, patience=0.2)
+    gang = Gang([lambda: barrier.wait(TIMEOUT)] * 4, permits, stall_timeout=0.2)
     assert sorted(run(gang)) == [0, 1, 2, 3]
     assert gang.stalled
 
 
-def test_without_patience_the_limit_stays() -> None:
+def test_without_a_timeout_the_limit_stays() -> None:
     barrier = threading.Barrier(2)
 
     def wait() -> bool:
@@ -45,18 +46,18 @@ def test_without_patience_the_limit_stays() -> None:
 
 
 def test_tasks_that_end_one_after_the_other_are_no_stall() -> None:
-    gang = Gang([lambda: time.sleep(0.25)] * 6, 1, patience=1.2)
+    gang = Gang([lambda: time.sleep(0.25)] * 6, 1, stall_timeout=1.2)
     run(gang)
     assert not gang.stalled
 
 
 def test_nor_is_a_long_task_for_which_none_waits() -> None:
-    gang = Gang([lambda: time.sleep(0.7)] * 2, 2, patience=0.2)
+    gang = Gang([lambda: time.sleep(0.7)] * 2, 2, stall_timeout=0.2)
     run(gang)
     assert not gang.stalled
 
 
-def test_turns_hold_without_permits_too() -> None:
+def test_groups_hold_without_permits_too() -> None:
     meet, inside, most = threading.Barrier(2), {"a": 0, "b": 0}, []
 
     def task(key: str) -> None:
@@ -65,8 +66,8 @@ def test_turns_hold_without_permits_too() -> None:
         meet.wait(TIMEOUT)  # one of each
         inside[key] -= 1
 
-    turns = ["a", "a", "b", "b"]
-    gang = Gang([lambda key=key: task(key) for key in turns], 1, turns, patience=0.2)
+    groups = ["a", "a", "b", "b"]
+    gang = Gang([lambda key=key: task(key) for key in groups], 1, groups, stall_timeout=0.2)
     run(gang)
     assert gang.stalled
     assert most == [1] * 4
@@ -76,18 +77,18 @@ def test_a_nested_gang_may_wait_for_another_tasks_one() -> None:
     barrier = threading.Barrier(4)
 
     def nested() -> list[Any]:
-        return run(Gang([lambda: barrier.wait(TIMEOUT)] * 2, 1, patience=0.2))
+        return run(Gang([lambda: barrier.wait(TIMEOUT)] * 2, 1, stall_timeout=0.2))
 
-    found = run(Gang([nested] * 2, 1, patience=0.2))
+    found = run(Gang([nested] * 2, 1, stall_timeout=0.2))
     assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
 
 
 def test_workers_that_come_after_the_end_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    gang = Gang([int], 1, patience=0.2)
+    gang = Gang([int], 1, stall_timeout=0.2)
     run(gang)
-    monkeypatch.setattr(pool, "_pool", pool.Pool())
+    forget_idle_threads(monkeypatch)
     for number in range(2):
-        gang._work(None, pool.Worker(number, None))
+        gang._work(None, pool.Worker(number, None))  # as a worker does that was started for a stall, and is late
 
 
 def test_a_task_that_fails_after_a_stall_is_reported() -> None:
@@ -100,17 +101,16 @@ def test_a_task_that_fails_after_a_stall_is_reported() -> None:
         entered.set()
         raise ValueError("as asked")
 
-    gang = Gang([waits, fails], 1, patience=0.2)
+    gang = Gang([waits, fails], 1, stall_timeout=0.2)
     first, second = gang.run()
     assert first.error is None
     assert isinstance(second.error, ValueError)
 
 
-def test_gangs_whose_patience_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataparallel.threads.gang.LOOK_UP", 0.002)
+def test_gangs_whose_timeout_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataparallel.threads.gang.POLL_SECONDS", 0.002)
     tasks: list[Callable[[], None]] = [lambda: time.sleep(0.002)] * 3
-    gangs = [Gang(tasks, 1, patience=0.001) for _ in range(300)]
+    gangs = [Gang(tasks, 1, stall_timeout=0.001) for _ in range(300)]
     for gang in gangs:
         run(gang)
     assert any(gang.stalled for gang in gangs)
-    assert all(gang._is_over for gang in gangs)
