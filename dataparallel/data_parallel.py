@@ -1,8 +1,8 @@
 """`DataParallel` and `data_parallel`: the four stages in a row.
 
-scatter -> replicate -> parallel_apply -> gather, each a file of its own; this one checks what a user passes, decides
-when there is nothing to parallelise, and keeps the attributes and the state dict that code written for
-``torch.nn.DataParallel`` knows.
+scatter -> replicate -> parallel_apply -> gather: each stage has its own file. This file checks the arguments, calls the
+module directly if there is nothing to parallelise, and keeps the attributes and the state dict that code written for
+``torch.nn.DataParallel`` reads. Users call it; in the library only ``prefetch`` knows it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from dataparallel import _torch
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.placement import check_placement
@@ -22,7 +21,7 @@ from dataparallel.modules.signatures import shows_forward_of_module
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, replicate
 from dataparallel.scatter_gather import gather, scatter_kwargs
-from dataparallel.stages import Call, run_alone
+from dataparallel.stages import Call, between_graphs, run_alone
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
 
@@ -40,28 +39,30 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
     Args:
         module: the module; its parameters and buffers are on the first slot when it is called. It may be moved there
             after it was wrapped; with a single slot it is moved at once, as torch does.
-        device_ids: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
-            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module is just
-            called.
+        device_ids: the slots: ints (accelerators), strings, ``torch.device``. One device may be listed several times:
+            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; if there is none, a call just calls
+            the module.
         output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
-        chunk_sizes: samples for each slot, where the devices should not share the batch equally. It has to fit every
-            batch, and may be assigned between calls: ``model.chunk_sizes = [4, 8]``.
-        workers: how many replicas may run Python at the same time; default: the library's choice. See `parallel_apply`.
-        serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: what the environment
-            variable ``DATAPARALLEL_SERIAL`` says.
-        bucket_cap_mb: size in MiB of the buckets in which parameters travel, and their gradients back while backward
-            still runs; the first is 1 MiB, each of the next twice as large until they are of this size.
+        chunk_sizes: the number of samples for each slot, if the slots should not share the batch equally. It has to fit
+            every batch, and may be assigned between calls: ``model.chunk_sizes = [4, 8]``.
+        workers: how many replicas may run Python at the same time; default: the library chooses. See `parallel_apply`.
+        serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: the value of the
+            environment variable ``DATAPARALLEL_SERIAL``.
+        bucket_cap_mb: size in MiB of the buckets in which parameters are sent, and in which gradients are sent back
+            while backward still runs. The first bucket has 1 MiB, and each further one twice the size of the one before
+            it, up to this size.
 
     Attributes:
         module: the wrapped module.
-        device_ids: the slots, accelerators as ints, CPU slots as ``torch.device``; empty where there is none.
+        device_ids: the slots, accelerators as ints, CPU slots as ``torch.device``; empty if there are none.
         output_device: like one of ``device_ids``.
         src_device_obj: the first slot as a ``torch.device``.
 
     Raises:
-        TypeError: ``module`` is no module, or already wrapped.
-        ValueError: devices that do not exist or do not go together, ``workers`` below 1.
+        TypeError: ``module`` is no module, or is already wrapped.
+        ValueError: devices do not exist or do not go together; ``workers`` is below 1; ``bucket_cap_mb`` is not above
+            0.
     """
 
     module: M
@@ -108,17 +109,17 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
 
         Raises:
             RuntimeError: a parameter or buffer is not on the first slot; a replica cannot be made or run here.
-            ValueError: inputs that cannot be split or outputs that cannot be joined; the message names the place.
-            Exception: what a replica raised.
+            ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
+            Exception: a replica raised it.
         """
         if not self.device_ids:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return self.module(*inputs, **kwargs)
-        # torch.compile around the call: the stages run between its graphs. Without dynamo there is no such call.
-        run = _run_between_graphs if _torch.is_compiler_loaded() else DataParallel._run
-        return run(self, inputs, kwargs)
+        return self._run(inputs, kwargs)
 
+    @between_graphs
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The checks before the four stages, and the context around them."""
         slots = [resolve(device) for device in self.device_ids]
         output_device = resolve_output(self.output_device, slots)
         check_placement(self.module, slots[0])
@@ -128,6 +129,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
     def _stages(
         self, call: Call, slots: list[torch.device], output_device: torch.device, inputs: Any, kwargs: Any
     ) -> Any:
+        """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
         inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
@@ -140,23 +142,23 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way.
 
-        It uses again what it can of the last call's replicas: see ``dataparallel.kept.replicas``.
+        It uses parts of the last call's replicas again: see ``dataparallel.kept.replicas``.
 
         Raises:
             RuntimeError: gradients are recorded inside `frozen`.
         """
-        if "_is_replica" in vars(self):  # a wrapper inside a replica is made anew at each call itself
+        if "_is_replica" in vars(self):  # this wrapper is part of a replica, and gone after this call
             return replicate(module, device_ids, bucket_cap_mb=self.bucket_cap_mb)
         return self._kept.replicas(module, resolve_slots(device_ids), cap_in_bytes(self.bucket_cap_mb))
 
     @contextmanager
     def frozen(self) -> Iterator[DataParallel[M]]:
-        """For serving: inside, replicas are made once and then used as they are, and nothing is sent.
+        """For serving: inside the block replicas are made once and used again as they are, and nothing is sent.
 
-        You promise that the module does not change inside: no values, no attributes, no modules. What changes all the
-        same is not seen before the end, or is seen by some replicas only. What ``forward`` writes to its replica stays
-        there until the end, as it does on one device. Calls that run at the same time have replicas of their own:
-        `dataparallel.kept.replicas.MOST_FROZEN` sets of them are kept until the block ends, further ones for a call.
+        You promise that the module does not change inside: no values, no attributes, no modules. If it does change,
+        replicas do not see it before the end, or only some of them do. Anything that ``forward`` writes to its replica
+        stays there until the end, as it does on one device. Calls that run at the same time have their own replicas:
+        `dataparallel.kept.replicas.MOST_FROZEN` sets are kept until the block ends, further ones for one call.
 
         A call that records gradients raises ``RuntimeError``. Blocks may be nested.
         """
@@ -194,9 +196,6 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             raise
 
 
-_run_between_graphs = _torch.between_graphs(DataParallel._run)
-
-
 def data_parallel(
     module: nn.Module,
     inputs: Any,
@@ -205,16 +204,16 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """One parallel call of ``module`` without a wrapper: `DataParallel` for a single time.
+    """One parallel call of ``module`` without a wrapper: a `DataParallel` for a single call.
 
     Args:
         module: a module whose parameters and buffers are on the first slot.
-        inputs: a tuple of positional arguments, one argument that is no tuple, or ``None`` for none.
+        inputs: a tuple of positional arguments, a single argument that is no tuple, or ``None`` for no argument.
         device_ids, output_device, dim: as for `DataParallel`.
         module_kwargs: keyword arguments.
 
     Raises:
-        As `DataParallel` and its ``forward``; ``RuntimeError`` where there is no accelerator and no ``device_ids``.
+        As `DataParallel` and its ``forward``; ``RuntimeError`` if there is no accelerator and no ``device_ids``.
     """
     slots = resolve_slots(device_ids)
     if not slots:

@@ -1,18 +1,18 @@
-"""Who else holds an object: the one room that counts references.
+"""Does anybody else hold an object? This is the only room that counts references.
 
-What one call has used, the next one may use again if nobody else has it. Where something can be lent, whoever has it
-holds a lease (``kept.replicas``, inside ``frozen``). A lease does not do for what ``forward`` gets into its hands and
-may return, store or put into a graph. There the holders are counted, by the questions below, and each of them is about
-holders that have come since: counts are compared with counts that this process has read in the same way, and never with
-constants. An interpreter that lends its references (3.14 does) lends those that somebody else holds, who is counted.
+The library uses replicas, copies and modules of the last call again if nobody else holds them. A user's ``forward`` may
+return them, store them or put them into a graph, and no lease tells that it did. So this room compares reference
+counts. It compares a count only with a count that this process has read in the same way before, never with a constant.
+Some interpreters (3.14) borrow references instead of counting them. They borrow from another holder, which is counted.
 
-Whether this is so here is tried once, when the room is imported: holders of every kind are added to objects of every
-kind, and counts have to tell. If one goes unnoticed, or if ``DATAPARALLEL_REUSE=0`` is in the environment then, counts
-are not trusted: the answer to every question is that somebody else may hold the object. So each call makes replicas and
-copies of its own, and circles are left to the garbage collector. Results are the same. `why_not` says which of the two
-it is.
+When the room is imported it tries whether counts can be trusted: it adds holders of every kind to objects of every
+kind, and each time the counts have to differ. If they miss one holder, or if ``DATAPARALLEL_REUSE=0`` is in the
+environment, counts are not trusted. Then every question here is answered as if somebody else held the object: each call
+makes its own replicas and copies, and reference cycles are left to the garbage collector. Results are the same.
+`why_not_trusted` returns the reason.
 
-Callers: ``kept.replicas``, ``kept.tensors`` and ``modules.cycles``. This room knows nothing of theirs.
+Callers: ``kept.replicas``, ``kept.shell``, ``kept.tensors``, ``modules.cycles`` and ``report``. The room knows nothing
+about replicas.
 """
 
 from __future__ import annotations
@@ -39,56 +39,58 @@ __all__ = [
     "VARIABLE",
     "Holders",
     "MemoryHolders",
+    "are_counts_trusted",
     "are_in_one_list_only",
     "are_weakly_held",
-    "can_be_told",
+    "holders_of_memory",
     "references",
     "references_inside",
     "references_of_one",
-    "why_not",
+    "try_counts",
+    "why_not_trusted",
 ]
 
 VARIABLE = "DATAPARALLEL_REUSE"
-"""Environment variable, read at import: ``0`` has nothing used again that only counts could tell to be free."""
+"""Environment variable, read at import. ``0``: nothing is used again on the evidence of reference counts."""
 
 
-def can_be_told() -> bool:
-    """Whether counts tell here who holds an object."""
-    return _why_not is None
+def are_counts_trusted() -> bool:
+    """True if reference counts show here who holds an object."""
+    return why_not_trusted() is None
 
 
-def why_not() -> str | None:
-    """The reason why counts are not trusted, or ``None`` if they are."""
-    return _why_not
+def why_not_trusted() -> str | None:
+    """The reason why reference counts are not trusted; ``None`` if they are."""
+    return _why_not_trusted
 
 
 class Holders:
-    """Who holds the objects in some lists at this moment; the lists are not copied, and should stay as they are."""
+    """Counts who holds the objects in some lists now. It keeps the lists themselves, which must not change."""
 
     def __init__(self, *lists: list[Any]) -> None:
         self._lists = lists
         self._counts = references(chain.from_iterable(lists))
 
-    def are_the_same(self) -> bool:
-        """``False`` if somebody holds one of the objects who did not then, or the other way round."""
-        return _why_not is None and references(chain.from_iterable(self._lists)) == self._counts
+    def are_unchanged(self) -> bool:
+        """``False`` if one of the objects has gained or lost a holder since."""
+        return are_counts_trusted() and references(chain.from_iterable(self._lists)) == self._counts
 
 
 class MemoryHolders:
-    """Which tensors share the memory of some tensors at this moment, and who holds the storages themselves."""
+    """Counts who shares the memory of some tensors now: other tensors, and holders of the storages."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
-        self._counts = [*map(_holders_of_memory, self._tensors)]
+        self._counts = [*map(holders_of_memory, self._tensors)]
 
-    def are_the_same(self) -> bool:
-        """``False`` if there are others: views and detached tensors, in graphs and in ``.grad`` too."""
-        return _why_not is None and [*map(_holders_of_memory, self._tensors)] == self._counts
+    def are_unchanged(self) -> bool:
+        """``False`` if the memory has gained or lost a holder since: a view, a graph, a ``.grad``."""
+        return are_counts_trusted() and [*map(holders_of_memory, self._tensors)] == self._counts
 
 
 def are_in_one_list_only(tensors: list[Tensor]) -> bool:
-    """Whether nobody has one of ``tensors``, or could come to have one, but through this list."""
-    if _why_not is not None:
+    """True if nothing but this list refers to ``tensors``, weak references included."""
+    if not are_counts_trusted():
         return False
     count_of_one, uses_of_one = _one_tensor()
     return (
@@ -99,56 +101,53 @@ def are_in_one_list_only(tensors: list[Tensor]) -> bool:
 
 
 def are_weakly_held(objects: Iterable[Any]) -> bool:
-    """Whether there is a weak reference or a proxy to one of ``objects``. Counts do not need to be trusted for that."""
+    """True if there is a weak reference or a proxy to one of ``objects``. This does not depend on trusted counts."""
     return any(map(weakref.getweakrefcount, objects))
 
 
 def references(objects: Iterable[Any]) -> list[int]:
-    """How many references there are to each of ``objects``, `references_of_one` for what is in one list only.
-
-    Whether these numbers can be trusted is for the caller to ask.
-    """
+    """The number of references to each of ``objects``. The caller asks `are_counts_trusted`."""
     return [*map(sys.getrefcount, objects)]
 
 
 def references_of_one() -> int:
-    """What `references` finds for an object that is in the list that it is given, and nowhere else."""
+    """The number that `references` returns for an object that only the given list refers to."""
     (count,) = references([object()])
     return count
 
 
 def references_inside(holders: Iterable[Any]) -> Counter[int]:
-    """How many references ``holders`` have to each object, by its id."""
+    """The number of references from ``holders`` to each object, by the object's id."""
     return Counter(id(held) for holder in holders for held in gc.get_referents(holder))
 
 
-def _uses(tensors: list[Tensor]) -> list[int]:
-    """How many references to each tensor there are outside of Python: from views, from graphs."""
-    return [*map(_torch.use_count, tensors)]
-
-
-def _holders_of_memory(tensor: Tensor) -> tuple[int, int]:
-    """How many tensors share the memory of ``tensor``, and how many references to it Python has."""
-    storage = tensor.untyped_storage()  # the same object for all who ask
+def holders_of_memory(tensor: Tensor) -> tuple[int, int]:
+    """The number of tensors on the memory of ``tensor``, and of references from Python to its storage."""
+    storage = tensor.untyped_storage()  # the same object at every access
     return _torch.storage_use_count(_torch.storage_address(storage)), sys.getrefcount(storage)
+
+
+def _uses(tensors: list[Tensor]) -> list[int]:
+    """The number of references to each tensor from outside of Python: from views, from graphs."""
+    return [*map(_torch.use_count, tensors)]
 
 
 @cache
 def _one_tensor() -> tuple[int, int]:
-    """References to a tensor that is in one list, from Python and from elsewhere."""
+    """The numbers of references to a tensor that only one list refers to: from Python, and from elsewhere."""
     tensors = [_tensor()]
     (count,), (uses,) = references(tensors), _uses(tensors)
     return count, uses
 
 
 def _tensor() -> Tensor:
-    return torch.empty(2, device="cpu")  # whatever the default device is
+    return torch.empty(2, device="cpu")  # not the default device
 
 
-# The trial.
+# The trial: functions that add a holder, and the questions whose answers the holder has to change.
 
 _Hold: TypeAlias = Callable[[Any], Any]
-"""From an object to one more holder of it."""
+"""Takes an object and returns one more holder of it."""
 
 
 def _in_a_closure(item: Any) -> Callable[[], Any]:
@@ -215,29 +214,29 @@ _HOLD_MEMORY: dict[str, _Hold] = {
 
 _Question: TypeAlias = Callable[[], bool]
 
-# How an object is made, the question about a list of it, and holders that have to change the answer.
+# How to make an object, the question about a list with it, and the holders that have to change the answer.
 _OBJECTS: list[tuple[Callable[[], Any], Callable[[list[Any]], _Question], dict[str, _Hold]]] = [
-    (nn.Identity, lambda items: Holders(items).are_the_same, _HOLD),
-    (set, lambda items: Holders(items).are_the_same, _HOLD),
-    (dict, lambda items: Holders(items).are_the_same, _HOLD_A_TABLE),
-    (OrderedDict, lambda items: Holders(items).are_the_same, _HOLD_A_TABLE),
+    (nn.Identity, lambda items: Holders(items).are_unchanged, _HOLD),
+    (set, lambda items: Holders(items).are_unchanged, _HOLD),
+    (dict, lambda items: Holders(items).are_unchanged, _HOLD_A_TABLE),
+    (OrderedDict, lambda items: Holders(items).are_unchanged, _HOLD_A_TABLE),
     (lambda: _tensor().requires_grad_(), lambda items: partial(are_in_one_list_only, items), _HOLD_A_TENSOR),
     (lambda: nn.Parameter(_tensor()), lambda items: partial(are_in_one_list_only, items), _HOLD_A_TENSOR),
 ]
 
 
-def _unnoticed() -> str | None:
-    """The first holder that counts do not tell of, and what it holds; ``None`` if there is none."""
+def _missed_holder() -> str | None:
+    """The first holder that counts miss, and what it holds; ``None`` if they miss none."""
     for make, ask, holders in _OBJECTS:
         items = [make()]
         question, kind = ask(items), type(items[0]).__name__
         for name, hold in holders.items():
             if not _is_noticed(items, question, hold):
                 return f"{name} that holds a {kind}"
-        if _answer_to_a_caller_with(items, question):
+        if _ask_from_a_caller_with(items, question):
             return f"a running function that holds a {kind}"
     tensors = [_tensor()]
-    question = MemoryHolders(tensors).are_the_same
+    question = MemoryHolders(tensors).are_unchanged
     for name, hold in _HOLD_MEMORY.items():
         if not _is_noticed(tensors, question, hold):
             return f"{name} that holds the memory of a tensor"
@@ -251,7 +250,7 @@ def _unnoticed() -> str | None:
 
 
 def _is_noticed(items: list[Any], question: _Question, hold: _Hold, at: int = 0) -> bool:
-    """Whether the answer is yes, no while somebody holds one of ``items`` too, and yes again."""
+    """True if the answer is yes, then no while something else holds an item too, then yes again."""
     before = question()
     holder = hold(items[at])
     meanwhile = question()
@@ -259,18 +258,18 @@ def _is_noticed(items: list[Any], question: _Question, hold: _Hold, at: int = 0)
     return before and not meanwhile and question()
 
 
-def _answer_to_a_caller_with(items: list[Any], question: _Question) -> bool:
-    """The answer while who asks has been given an item by a caller who has it too."""
+def _ask_from_a_caller_with(items: list[Any], question: _Question) -> bool:
+    """The answer while an item is a local variable and an argument of a running function."""
     item = items[0]
-    return _answer_with(item, question)
+    return _ask_with(item, question)
 
 
-def _answer_with(item: Any, question: _Question) -> bool:
+def _ask_with(item: Any, question: _Question) -> bool:
     return question()
 
 
 def _circle() -> list[Any]:
-    """A module and what leads back to it, in the ways of a replica's attributes; these are last."""
+    """A module and objects that lead back to it, as a replica's attributes do. The attributes are the last item."""
     module = nn.Identity()
     function = _in_a_closure(module)
     method, part, table = types.MethodType(function, module), partial(len, [module]), [module]
@@ -281,31 +280,31 @@ def _circle() -> list[Any]:
 
 
 def _is_closed(parts: list[Any]) -> bool:
-    """Whether parts of a circle are referenced by each other only. The module is known to hold its attributes."""
+    """True if only the parts of a circle refer to each other. The module holds its attributes."""
     inside = references_inside(parts[1:])
     inside[id(parts[-1])] += 1
     alone = references_of_one()
     return references(parts) == [inside[name] + alone for name in map(id, parts)]
 
 
-def _try() -> str | None:
-    """See `why_not`."""
+def try_counts() -> str | None:
+    """Tries whether reference counts can be trusted. Returns why not, or ``None``."""
     if says_no(VARIABLE):
         return f"{VARIABLE}={os.environ[VARIABLE]} says so"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        # What a thread holds and hands to another may be seen with neither of them.
+        # While one thread hands an object to another, a count may show neither of them.
         return "this Python can run without a global lock, and counts may change while they are read"
     try:
-        # Wherever this package is imported.
+        # The package may be imported inside other modes.
         with torch.inference_mode(False), torch.enable_grad():
             cls = type(_tensor())
             if cls is not Tensor:
                 return f"the package was imported where torch makes tensors of another class, {cls.__name__}"
-            unnoticed = _unnoticed()
-    except Exception as error:  # a name that is private to torch may be gone; `why_not` tells
+            missed = _missed_holder()
+    except Exception as error:  # torch may lack a private name; the report shows it
         return f"they cannot be read with torch {torch.__version__}: {type(error).__name__}: {error}"
-    return None if unnoticed is None else f"they do not tell of {unnoticed}"
+    return None if missed is None else f"they miss {missed}"
 
 
-_why_not: str | None = None  # while they are tried
-_why_not = _try()
+_why_not_trusted: str | None = None  # during the trial
+_why_not_trusted = try_counts()

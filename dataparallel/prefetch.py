@@ -1,8 +1,8 @@
-"""`prefetch`: a loader whose next batches are scattered while the devices compute on this one.
+"""`prefetch`: a loader whose next batches are scattered while the devices compute on the current one.
 
-This room reads the loader ahead and says which tensors of a batch are sent where; ``streams.ahead`` sends them, and the
-wrapper's scatter finds them there. It starts no thread: batches are read in the loop's own thread, between two
-iterations. For users; nothing in the library calls it.
+This room reads the loader ahead and decides which tensors of a batch are sent where. ``streams.ahead`` sends them, and
+the wrapper's scatter finds them there. It starts no thread: batches are read in the loop's own thread, between two
+iterations. Users call it; nothing in the library does.
 """
 
 from __future__ import annotations
@@ -28,41 +28,42 @@ T = TypeVar("T")
 
 
 def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -> Prefetch[T]:
-    """The loader's batches, whose tensors are copied to the model's slots while the batch before computes.
+    """Yields the loader's batches, and copies their tensors to the model's slots while the batch before computes.
 
     The batches are the loader's own objects, unchanged: unpack them, read them, pass all or parts of them to ``model``.
-    A tensor of a batch that is an argument of ``model``, as it is or within a container, has arrived on the slots
-    already; one that is not (targets of a loss outside of the model) is a host tensor as ever, and was sent in vain::
+    A tensor that you pass to ``model``, directly or within a container, is on the slots already. A tensor that you do
+    not pass (targets of a loss outside of the model) is still an ordinary host tensor, and was sent in vain::
 
         for inputs, targets in dataparallel.prefetch(loader, model):
             output = model(inputs)
             loss = loss_function(output, targets.to(output.device))
 
-    What was sent serves one call, in its batch's turn of the loop. All else is copied in the call, as without
-    ``prefetch``: results of operators on a batch, tensors that you changed in place, a second call, tensors that
-    require gradients or are on a device already, sparse ones and subclasses, values of registered batch types. Changes
-    through numpy or ``.data``, and of tensors made under ``inference_mode``, cannot be seen: make them in the loader.
+    The copies serve one call, in the iteration of their batch. Everything else is copied in the call, as without
+    ``prefetch``: results of operators on a batch, tensors that you changed in place, the batch of a second call,
+    tensors that require gradients or are on a device already, sparse tensors, tensor subclasses, values of registered
+    batch types. A change through numpy or ``.data``, or of a tensor made under ``inference_mode``, cannot be noticed:
+    make it in the loader.
 
-    Copies run beside the compute from pinned memory; let the loader pin (``DataLoader(pin_memory=True)``), or each
-    batch is copied into pinned memory first, in the loop's thread. A pinned batch may still be read when the call
-    returns, until the loop asks for the next one: write to it before the call or not at all. From then on nothing
-    reads it, and a loader may fill its memory again.
+    Copies from pinned memory run beside the compute. Let the loader pin (``DataLoader(pin_memory=True)``), or each
+    batch is first copied into pinned memory, in the loop's thread. A pinned batch may still be read after the call
+    returns, until the loop asks for the next batch: write to it before the call or not at all. After that nothing reads
+    it, and a loader may fill its memory again.
 
-    With CPU slots, or where there is no accelerator, batches are handed through as the loop asks for them.
+    With CPU slots, or without an accelerator, batches are read when the loop asks for them, and handed on.
 
     Args:
-        loader: any iterable; each loop over the result iterates over it anew.
-        model: the wrapper that is called with the batches; its slots, ``dim`` and ``chunk_sizes`` decide what goes
-            where.
-        depth: how many batches are read, and sent, before the loop asks for them. Device memory holds as many more.
+        loader: any iterable; each loop over the result iterates over it again.
+        model: the wrapper that is called with the batches. Its slots, ``dim`` and ``chunk_sizes`` decide which slot
+            gets which samples.
+        depth: how many batches are read and sent before the loop asks for them. The devices hold as many batches more.
 
     Returns:
-        An iterable, with the loader's ``len()``. An exception of the loader is raised where its batch would have come,
-        and ends the iteration. A loop that stops early waits for the copies that are under way and lets go of them.
+        An iterable, with the loader's ``len()``. An exception of the loader is raised in place of its batch, and ends
+        the iteration. A loop that stops early waits for the copies in flight and frees them.
 
     Raises:
         TypeError: ``model`` is no `DataParallel`; ``loader`` cannot be iterated over; ``depth`` is no integer.
-        ValueError: ``depth`` below 1.
+        ValueError: ``depth`` is below 1.
     """
     if not isinstance(model, DataParallel):
         cls = type(model)
@@ -79,7 +80,7 @@ def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -
 
 @dataclass
 class _Read:
-    """What the loader gave: a batch, or an exception in its place; and what was sent of the batch."""
+    """A batch of the loader and the part of it that was sent, or the exception that the loader raised in its place."""
 
     batch: Any = None
     sent: SentBatch | None = None
@@ -91,7 +92,7 @@ class _Read:
 
 
 class Prefetch(Generic[T]):
-    """What `prefetch` returns. ``loader``, ``model`` and ``depth`` are what it was given."""
+    """The iterable that `prefetch` returns. ``loader``, ``model`` and ``depth`` are the arguments of `prefetch`."""
 
     def __init__(self, loader: Iterable[T], model: DataParallel[Any], depth: int) -> None:
         self.loader, self.model, self.depth = loader, model, depth
@@ -107,8 +108,8 @@ class Prefetch(Generic[T]):
                 yield batch
             return
         sender, batches = Sender(slots), iter(self.loader)
-        # The first is the loop's while it is in there. A suspended generator is closed when the loop drops it, so
-        # the end below is reached however the loop ends.
+        # The loop has the first one while it is in here. A suspended generator is closed when the loop drops it, so
+        # `finally` is reached however the loop ends.
         reads: deque[_Read] = deque()
         more = True
         try:
@@ -128,7 +129,7 @@ class Prefetch(Generic[T]):
                 read.end()
 
     def _read(self, batches: Iterator[T], sender: Sender, reads: deque[_Read]) -> bool:
-        """Appends the loader's next batch, sent, or its exception; whether there may be more."""
+        """Sends and appends the loader's next batch, or appends its exception. Returns ``False`` at the end."""
         try:
             batch = next(batches)
             sent = sender.send(self._chunked(batch, sender.slots), self.model.dim)
@@ -141,10 +142,10 @@ class Prefetch(Generic[T]):
         return True
 
     def _chunked(self, batch: T, slots: Sequence[torch.device]) -> Iterator[tuple[Tensor, list[int] | None]]:
-        """The tensors to send, once each, with the chunk sizes of a call that gets them.
+        """The tensors to send, each once, with the chunk sizes that a call will split them into.
 
-        Tensors of one batch may disagree about its size, as long as no call gets both. What cannot be split as the
-        model is set is left to the call that gets it, if any: it says why not.
+        Tensors of one batch may have different sizes if no call gets both. A tensor that cannot be split is not sent:
+        the call that gets it raises and says why.
         """
         dim, given = self.model.dim, self.model.chunk_sizes
         for tensor in {id(tensor): tensor for tensor in tensors_in(batch)}.values():

@@ -1,7 +1,7 @@
-"""The class of a replica's parameters where a graph is recorded. Rooms that make replicas use it; ``comm.buckets``
-knows it.
+"""The class of a replica's parameters while a graph is recorded.
 
-It is no more than its data, so a wrapper inside a wrapped module sends replicas' parameters on as it sends others.
+Files that make replicas use it. ``comm.buckets`` lists it among the plain tensors, so a wrapper inside a wrapped module
+sends such parameters like any others.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ __all__ = ["ReplicaParameter"]
 class ReplicaParameter(torch.Tensor):
     """A parameter of a replica: ``isinstance(p, nn.Parameter)`` holds, but it is an output of the broadcast.
 
-    It is no leaf, so what is meant for a model's own parameters is refused on it with a sentence.
+    It is no leaf. Operations that only make sense on a model's own parameters raise.
     """
 
     __torch_function__ = _torch.disabled_torch_function
     _is_param = True
 
     def requires_grad_(self, requires_grad: bool = True) -> ReplicaParameter:
-        """Refused, unless it asks for what is."""
+        """Raises if the value would change."""
         self.requires_grad = requires_grad
         return self
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients flow to the source's parameter."""
+        """True if gradients flow to the source's parameter."""
         return super().requires_grad
 
     @requires_grad.setter

@@ -1,9 +1,9 @@
-"""One module -> one copy per device, from a plan; which modules can be replicated is ``modules.plan``'s to say.
+"""`replicate`: copies one module to each slot. ``modules.plan`` says which modules can be replicated.
 
-Replicas are fresh at every call and see whatever the source is then. Their parameters are outputs of one
-differentiable broadcast, so gradients are summed back into the source by its backward. Replica 0 shares the storage of
-the source's parameters and buffers; other replicas on its device share the parameters and own their buffers. Running
-replicas is ``parallel_apply``'s business.
+Each call makes new replicas from the source as it is then. Their parameters are outputs of a differentiable broadcast,
+whose backward sums the gradients into the source. Replica 0 shares the storage of the source's parameters and buffers;
+other replicas on its device share the parameters and have their own buffers. Replicas that later calls use again are in
+``kept.replicas``, which sends tensors with `copy_tensors`; ``parallel_apply`` runs replicas.
 """
 
 from __future__ import annotations
@@ -31,32 +31,31 @@ __all__ = ["BUCKET_CAP_MB", "cap_in_bytes", "copy_tensors", "replicate"]
 M = TypeVar("M", bound=nn.Module)
 
 BUCKET_CAP_MB = 25.0
-"""Size in MiB of the buckets in which parameters travel, and their gradients back, where the caller gives none."""
+"""Default size in MiB of the buckets in which parameters are sent and gradients are sent back."""
 
 FIRST_BUCKET_BYTES = 2**20
-"""1 MiB: the bucket whose gradients come first."""
+"""1 MiB: the size of the bucket whose gradients come first."""
 
 
 @in_stage("replicate")
 def replicate(
     network: M, devices: Sequence[DeviceLike], detach: bool = False, *, bucket_cap_mb: float = BUCKET_CAP_MB
 ) -> list[M]:
-    """A copy of ``network`` for each of ``devices``; its parameters and buffers should be on the first of them.
+    """A copy of ``network`` for each of ``devices``. Its parameters and buffers should be on the first device.
 
     Args:
         network: a module without uninitialised parameters, compiled modules, or Python modules below ScriptModules.
         devices: the slots; a device may be listed more than once.
-        detach: copies without autograd.
-        bucket_cap_mb: size in MiB of the buckets in which parameters travel, and their gradients back; above 0.
+        detach: make copies without autograd.
+        bucket_cap_mb: size in MiB of the buckets in which parameters are sent and gradients are sent back; above 0.
 
     Returns:
-        The replicas, in slot order. Parameters that need gradients are outputs of nodes for each bucket; where
-        gradients are not being recorded they are leaves that need them too, for a ``forward`` that turns recording on
-        again.
+        The replicas, in slot order. Parameters that require gradients are outputs of one autograd node per bucket. If
+        gradients are not recorded they are leaves that require gradients, for a ``forward`` that enables recording.
 
     Raises:
         RuntimeError: the tree cannot be replicated; the message names the module.
-        TypeError, ValueError: devices as in ``dataparallel.devices.resolve_slots``; ``bucket_cap_mb`` not above 0.
+        TypeError, ValueError: devices as in ``dataparallel.devices.resolve_slots``; ``bucket_cap_mb`` is not above 0.
     """
     cap_bytes = cap_in_bytes(bucket_cap_mb)
     slots = resolve_slots(devices)
@@ -70,7 +69,7 @@ def replicate(
 
 
 def copy_tensors(plan: ModulePlan, slots: list[torch.device], record: bool, cap_bytes: int) -> list[list[Tensor]]:
-    """The plan's tensors for each slot."""
+    """The plan's tensors for each slot. ``record``: those that require gradients are outputs of a broadcast."""
     copies: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
     parameters = set(plan.parameters)
     recorded: list[int] = []
@@ -87,25 +86,25 @@ def copy_tensors(plan: ModulePlan, slots: list[torch.device], record: bool, cap_
         sent = comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, cap_bytes, own_storage=own)
         for slot, tensors in enumerate(sent):
             for i, tensor in zip(indices, tensors, strict=True):
-                # A parameter that no graph records still is a tensor of the replica's own.
+                # Each replica has its own tensor for a parameter, even if no graph records it.
                 copies[slot][i] = tensor if own else alias(tensor, slot)
     return copies
 
 
 def cap_in_bytes(bucket_cap_mb: float) -> int:
-    """A size in MiB as bytes, at least 1; ``ValueError`` if it is not above 0."""
+    """Converts a size from MiB to bytes, at least 1. Raises ``ValueError`` if it is not above 0."""
     if not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb}: a bucket holds more than 0 MiB")
     return max(1, int(min(bucket_cap_mb * 2**20, sys.maxsize)))
 
 
 def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_bytes: int) -> list[list[Any]]:
-    """The tensors on every slot, by nodes for each bucket.
+    """The tensors on every slot, as outputs of one autograd node per bucket.
 
-    Buckets are filled from the last tensor to the first, because gradients of the last layers come first, and the first
-    one is small, so that sums start early: so does DistributedDataParallel (Li et al., "PyTorch Distributed:
-    Experiences on Accelerating Data Parallel Training", VLDB 2020). They grow step by step, because nothing is left to
-    overlap with the sum of the last one, which in a model of a few MiB would else be nearly all of it.
+    Buckets are filled from the last tensor to the first, because gradients of the last layers come first. The first
+    bucket is small, so that sums start early. DistributedDataParallel does the same (Li et al., "PyTorch Distributed:
+    Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step, because no
+    computation is left to overlap with the sum of the last one: it should not hold most of a model of a few MiB.
     """
     results: list[list[Any]] = [[None] * len(tensors) for _ in slots]
     is_at_root = all(tensor.device == slots[0] for tensor in tensors)
@@ -120,7 +119,7 @@ def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_
 
 
 def _make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:
-    """Copies of parameters that need gradients need them too."""
+    """Sets ``requires_grad`` on copies of parameters that require gradients."""
     needed = [i for i in plan.parameters if plan.tensors[i].requires_grad and not plan.tensors[i].is_inference()]
     for tensors in copies:
         for i in needed:

@@ -161,7 +161,7 @@ def look_at_transport(
 
 def look_at_reuse() -> str:
     """Whether calls use replicas and copies of earlier ones again."""
-    why_not = ownership.why_not()
+    why_not = ownership.why_not_trusted()
     if why_not is None:
         return "replicas and copies that nobody else has are used again"
     return f"each call makes its own replicas and copies, because reference counts are not trusted: {why_not}"

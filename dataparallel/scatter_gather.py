@@ -1,7 +1,7 @@
-"""Nested structures in, nested structures out: `scatter`, `scatter_kwargs`, `gather` and `whole`.
+"""The stages `scatter`, `scatter_kwargs` and `gather`: they split and join nested structures.
 
-Walks the containers that ``batch_types`` knows and moves each tensor with the functions of ``functions``; every error
-names the place in the structure. Which devices there are and what runs on them is for others to say.
+They walk the containers that ``batch_types`` knows, and move each tensor with a function of ``autograd.functions``.
+Every error names the place in the structure. The forms call them, and users may.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ def scatter(
     *,
     chunk_sizes: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Splits every tensor of a nested structure along ``dim`` over the slots, and gives each slot its structure.
+    """Splits every tensor of a nested structure along ``dim``, and returns one structure for each slot.
 
-    Chunks are near-equal as ``torch.chunk`` makes them, or of ``chunk_sizes`` (one for each slot, at least 1 sample
-    each); a batch with fewer samples than slots gives fewer structures. Tensors of 0 dimensions and those marked
-    `whole` go to every slot, of a `PerReplica` each slot gets its own entry; anything else that is no tensor is handed
-    to all by reference, in containers of their own. A structure without a tensor to split is repeated for every slot,
-    or for as many as a `PerReplica` in it has entries. All tensors arrive on their slot's device.
+    Chunks are near-equal, as ``torch.chunk`` makes them, or have ``chunk_sizes``. A batch with fewer samples than slots
+    gives fewer structures. Tensors of 0 dimensions and tensors marked `whole` go to every slot. Each slot gets its own
+    entry of a `PerReplica`. Other objects are handed to all slots by reference; each slot has its own containers. If no
+    tensor is to be split, the structure is repeated for each slot, or for each entry of a `PerReplica` in it. All
+    tensors arrive on their slot's device.
 
     Args:
-        inputs: tensors, containers and batches (see ``batch_types``), nested as you like.
+        inputs: tensors, containers and batches (see ``batch_types``), nested to any depth.
         target_gpus: the slots, of any device type.
         dim: the batch dimension of the tensors; batch types have their own.
-        chunk_sizes: samples for each slot.
+        chunk_sizes: the number of samples for each slot, at least 1 each.
 
     Returns:
         A list with one structure for each slot that has samples.
 
     Raises:
-        ValueError: batch sizes that disagree (both are named, with their paths), ``chunk_sizes`` that do not fit, a
-            tensor without dimension ``dim``, a container that contains itself, a `PerReplica` with another number of
-            entries than replicas, a cache of ``transformers`` that several replicas would share.
+        ValueError: batch sizes disagree (the message has both, with their paths); ``chunk_sizes`` do not fit; a tensor
+            has no dimension ``dim``; a container contains itself; a `PerReplica` has another number of entries than
+            there are replicas; several replicas would share a cache of ``transformers``.
     """
     return _scatter(inputs, target_gpus, dim, chunk_sizes, "input")
 
@@ -65,9 +65,11 @@ def scatter_kwargs(
     *,
     chunk_sizes: Sequence[int] | None = None,
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """`scatter` for the arguments of a call: a tuple of positional and one of keyword arguments, one for each slot.
+    """`scatter` for the arguments of a call. Batch sizes of positional and keyword arguments must agree.
 
-    Batch sizes must agree over both. Without any argument both are empty.
+    Returns:
+        A tuple with the positional arguments for each slot, and one with the keyword arguments for each slot. Both are
+        empty if there is no argument.
     """
     if not inputs and not kwargs:
         resolve_slots(target_gpus)
@@ -104,7 +106,7 @@ def _chunk_sizes(batch_size: int | None, slots: int, given: Sequence[int] | None
 
 
 def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
-    """The one batch size of all that is to be split; ``None`` if there is nothing."""
+    """The batch size of all leaves that are to be split; ``None`` if there are none."""
     first: tuple[str, int] | None = None
     for path, leaf in found:
         if isinstance(leaf, Tensor):
@@ -140,11 +142,11 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
 
 
 class _Splitter:
-    """One scatter: the slots in use and their chunk sizes (``None``: there is nothing to split)."""
+    """One scatter: the slots in use and their chunk sizes (``None``: nothing is to be split)."""
 
     def __init__(self, slots: list[torch.device], sizes: list[int] | None, dim: int) -> None:
         self.slots, self.sizes, self.dim = slots, sizes, dim
-        # One tensor in two places stays one tensor in two places: attention asks whether query is key.
+        # A tensor in two places becomes one chunk in two places: attention tests whether query is key.
         # Keyed by id, with the tensor beside it so that the id stays taken.
         self.done: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
 
@@ -172,13 +174,13 @@ class _Splitter:
         return [container.rebuild(obj, [column[slot] for column in columns]) for slot in range(len(self.slots))]
 
     def sizes_of(self, tensor: Tensor) -> list[int] | None:
-        """The sizes of its chunks; ``None`` if every slot gets all of it."""
+        """The sizes of its chunks; ``None`` if every slot gets the whole tensor."""
         return None if is_whole(tensor) else self.sizes
 
     def split_tensor(self, tensor: Tensor) -> Sequence[Tensor]:
         if len(self.slots) == 1 and tensor.device == self.slots[0]:
             return [tensor]
-        if not (tensor.requires_grad and torch.is_grad_enabled()):  # chunks that were sent ahead have no graph
+        if not (tensor.requires_grad and torch.is_grad_enabled()):  # chunks that were sent ahead are in no graph
             copied = take_sent_chunks(tensor, self.slots, self.sizes_of(tensor), self.dim)
             if copied is not None:
                 return copied
@@ -192,7 +194,7 @@ class _Splitter:
 
 
 def moved(obj: Any, device: torch.device) -> Any:
-    """The nested structure with every tensor and batch on ``device``; itself where all are there already."""
+    """The nested structure with every tensor and batch on ``device``; the same object if all are there already."""
     if isinstance(obj, Tensor):
         return obj if obj.device == device else Broadcast.apply([device], obj)[0]
     batch = batch_of(obj)
@@ -210,18 +212,18 @@ def moved(obj: Any, device: torch.device) -> Any:
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
     """Joins one structure from each replica into one structure on ``target_device``.
 
-    Tensors are concatenated along ``dim``, 0-dim ones become a vector. Leaves that are no tensors stay what they are
-    where they are equal, and become a `PerReplica`, one entry for each replica, where they are not. Containers keep the
-    type, and what else they hold, of the first replica's.
+    Tensors are concatenated along ``dim``; 0-dim tensors become a vector. For leaves that are no tensors the result has
+    the first replica's if all are equal, else a `PerReplica` with one entry for each replica. Containers have the type
+    and the further attributes of the first replica's container.
 
     Args:
         outputs: one structure for each replica, at least one.
-        target_device: a device; -1 or ``"cpu"`` is the CPU, where the result is complete on return.
+        target_device: a device. -1 or ``"cpu"`` is the CPU; the values are there when the call returns.
         dim: the batch dimension.
 
     Raises:
-        ValueError: outputs that cannot be joined (types, keys, lengths, shapes or dtypes that differ); the message
-            names the place, such as ``output["logits"][2]``.
+        ValueError: outputs cannot be joined, because types, keys, lengths, shapes or dtypes differ; the message names
+            the place, such as ``output["logits"][2]``.
     """
     if not outputs:
         raise ValueError("gather needs the output of at least one replica; got none")
@@ -239,20 +241,20 @@ def _gather(outputs: list[Any], target: torch.device, dim: int, path: str, above
         return batch.merge([batch.to(output, target) for output in outputs])
     container = container_of(first)
     if container is None:
-        return _gatherleaves(outputs, path)
+        return _gather_leaves(outputs, path)
     if id(first) in above:
         raise ValueError(f"{path} contains itself; a structure to scatter or gather must be a tree")
     _check_same_type(outputs, path)
     rows = [container.children(output) for output in outputs]
     keys = [key for key, _ in rows[0]]
     for replica, row in enumerate(rows):
-        theirs = [key for key, _ in row]
-        if sorted(theirs) != sorted(keys):
+        keys_here = [key for key, _ in row]
+        if sorted(keys_here) != sorted(keys):
             raise ValueError(
                 f"cannot gather {path}: replica 0 returned {len(keys)} elements {keys}, "
-                f"replica {replica} {len(row)} elements {theirs}"
+                f"replica {replica} {len(row)} elements {keys_here}"
             )
-        if theirs != keys:  # the same keys in another order
+        if keys_here != keys:  # the same keys in another order
             rows[replica] = sorted(row, key=lambda pair: keys.index(pair[0]))
     above = (*above, id(first))
     values = [
@@ -272,7 +274,7 @@ def _gather_tensors(outputs: list[Any], target: torch.device, dim: int, path: st
             )
         problem = why_not_movable(output)
         if problem:
-            raise ValueError(f"cannot gather {path}: what replica {replica} returned {problem}")
+            raise ValueError(f"cannot gather {path}: the tensor of replica {replica} {problem}")
     if any(output.dim() > 0 for output in outputs):
         for replica, output in enumerate(outputs):
             if not -output.dim() <= dim < output.dim():
@@ -286,13 +288,13 @@ def _gather_tensors(outputs: list[Any], target: torch.device, dim: int, path: st
     return Gather.apply(target, dim, *outputs)
 
 
-def _gatherleaves(outputs: list[Any], path: str) -> Any:
+def _gather_leaves(outputs: list[Any], path: str) -> Any:
     first = outputs[0]
     for replica, output in enumerate(outputs[1:], start=1):
         if container_of(output) is not None or batch_of(output) is not None:
             _check_same_type(outputs, path)
             raise ValueError(f"cannot gather {path}: replica {replica} returned a {type(output).__name__}")
-    # What a wrapper inside the replicas returned stays each replica's own, even where their entries are equal.
+    # A `PerReplica` that a wrapper inside a replica returned belongs to that replica, even if all are equal.
     own = len(outputs) > 1 and any(isinstance(output, PerReplica) for output in outputs)
     return first if not own and all(_equal(first, output) for output in outputs[1:]) else PerReplica(outputs)
 
@@ -307,7 +309,7 @@ def _equal(a: Any, b: Any) -> bool:
         # Arrays of one shape answer with an array; NaN is not even equal to itself.
         equal = bool(answer.all() if hasattr(answer, "all") else answer)
         return equal or bool(isinstance(a, float) and a != a and b != b)
-    except Exception:  # whatever a user's == raises, it has not said that they are equal
+    except Exception:  # a user's == may raise anything; the values are not known to be equal then
         return False
 
 

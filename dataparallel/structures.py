@@ -1,8 +1,7 @@
-"""Nested arguments, walked: what is in them, which tensors every replica gets whole, and how many replicas they are
-for.
+"""Walks nested arguments: finds their leaves, marks tensors as `whole`, and counts the replicas that they are for.
 
-``batch_types`` says which types are containers. What is done with the leaves is the business of those who walk:
-``scatter_gather`` splits and joins them, ``parallel_apply`` and ``prefetch`` look at tensors. Nothing is moved here.
+``batch_types`` says which types are containers. Nothing is moved here: ``scatter_gather`` splits and joins the leaves,
+``parallel_apply`` and ``prefetch`` look for tensors.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _WHOLE = "_dataparallel_whole"
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Marks a tensor that every replica gets whole (a mask, a table) instead of a chunk of it.
+    """Marks a tensor (a mask, a table) of which every replica gets all, instead of a chunk.
 
     Returns another tensor on the same memory and in the same graph; the argument itself is not marked. Results of
-    operators carry no mark, so mark last: ``model(x, mask=dataparallel.whole(mask))``. A module that is not wrapped
-    takes it as the tensor it is.
+    operators are not marked, so mark last: ``model(x, mask=dataparallel.whole(mask))``. For a module that is not
+    wrapped it is an ordinary tensor.
 
     Raises:
         TypeError: ``tensor`` is no tensor.
@@ -53,12 +52,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether every replica gets the tensor whole: it is marked, or has no dimension to split."""
+    """True if every replica gets the whole tensor: it is marked, or has no dimension to split."""
     return tensor.dim() == 0 or hasattr(tensor, _WHOLE)
 
 
 def mark_whole(tensor: Tensor) -> None:
-    """Marks this very tensor; see `whole`."""
+    """Marks the tensor itself; see `whole`."""
     setattr(tensor, _WHOLE, True)
 
 
@@ -80,7 +79,7 @@ def children_of(obj: Any, path: str) -> list[tuple[str, Any]] | None:
 
 
 def leaves(obj: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Paths and values of all that is no container, in order.
+    """Paths and values of everything that is no container, in order.
 
     Raises:
         ValueError: a container contains itself.
@@ -96,14 +95,18 @@ def leaves(obj: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[s
 
 
 def tensors_in(obj: Any) -> Iterator[Tensor]:
-    """Every tensor of a nested structure, batch types aside, in order."""
+    """The tensors of a nested structure, in order, without those inside batch types."""
     return (leaf for _, leaf in leaves(obj, "") if isinstance(leaf, Tensor))
 
 
 def number_of_replicas(
     found_leaves: Sequence[tuple[str, Any]], batch_size: int | None, sizes: Sequence[int] | None, slots: int
 ) -> int:
-    """How many replicas get a structure, which all that has one entry for each of them must agree with."""
+    """The number of replicas that get a structure, from its `leaves`. ``sizes`` of chunks: ``None`` without tensors.
+
+    Raises:
+        ValueError: a `PerReplica` has another number of entries; replicas would share an object that they write to.
+    """
     found: tuple[str, int] | None = None
     if sizes is not None:
         found = f"a batch of {batch_size} on {slots} slots is for {len(sizes)}", len(sizes)
@@ -133,12 +136,12 @@ def number_of_replicas(
 
 
 def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call without slots: as they are, but for each `PerReplica`, whose only entry it gets.
+    """The arguments of a call without slots. Each `PerReplica` in them is replaced by its only entry.
 
     Raises:
-        ValueError: a `PerReplica` with another number of entries; the message names the place.
+        ValueError: a `PerReplica` has another number of entries; the message names the place.
     """
-    if torch.compiler.is_compiling():  # which cannot follow the walk: a `PerReplica` is handed on as it is
+    if torch.compiler.is_compiling():  # the compiler cannot follow the walk: a `PerReplica` is handed on as it is
         return inputs, kwargs
     both = Arguments((inputs, kwargs))
     if not _holds_entries(both, ()):
@@ -149,7 +152,7 @@ def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 
 
 def _holds_entries(obj: Any, above: tuple[int, ...]) -> bool:
-    """Whether there is a `PerReplica` in a structure, which may contain itself: without slots nothing is split."""
+    """True if there is a `PerReplica` in a structure. Without slots, structures may contain themselves."""
     if isinstance(obj, PerReplica):
         return True
     children = None if id(obj) in above else children_of(obj, "")

@@ -125,8 +125,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isolated and unfit is not None:
             item.add_marker(pytest.mark.skip(reason=f"not isolated: {unfit.args[0]}"))
         reuses = item.get_closest_marker("reuses")
-        if reuses is not None and not ownership.can_be_told():
-            item.add_marker(pytest.mark.skip(reason=f"{reuses.args[0]}; counts are not trusted: {ownership.why_not()}"))
+        if reuses is not None and not ownership.are_counts_trusted():
+            reason = f"{reuses.args[0]}; counts are not trusted: {ownership.why_not_trusted()}"
+            item.add_marker(pytest.mark.skip(reason=reason))
         if why_not is not None:
             item.add_marker(pytest.mark.skip(reason=why_not))
         elif marker is not None and kind not in marker.args:
@@ -254,9 +255,9 @@ def root(slots: list) -> torch.device:
 @pytest.fixture
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can tell who holds an object. Where a count is asked for all the same, it says that nobody does."""
-    monkeypatch.setattr(ownership, "_why_not", "a test says so")
+    monkeypatch.setattr(ownership, "why_not_trusted", lambda: "a test says so")
     monkeypatch.setattr(ownership, "references", lambda objects: [0 for _ in objects])
-    monkeypatch.setattr(ownership, "_holders_of_memory", lambda tensor: (0, 0))
+    monkeypatch.setattr(ownership, "holders_of_memory", lambda tensor: (0, 0))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What tests of `prefetch` share: a module that shows what it got, a loader, and what must be gone afterwards."""
+"""Shared by tests of `prefetch`: a module that shows its inputs, a loader, and the copies that wait for a call."""
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,16 @@ def batches(count: int = 4, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
     return [(x[k].clone(), x[k].sum(1).gt(0).long()) for k in range(count)]
 
 
-def left_behind() -> list[int]:
-    """What was sent and is kept still; forgotten now."""
-    left = list(ahead._waiting)
+def waiting() -> int:
+    """The number of copies that were sent ahead and that no call has taken.
+
+    It reads a private of ``streams.ahead``: no user needs to know, and on devices the copies are not to be seen.
+    """
+    return sum(map(len, ahead._waiting.values()))
+
+
+def left_behind() -> int:
+    """`waiting`. Drops these copies too, so that one test's failure is not that of the next."""
+    left = waiting()
     ahead._waiting.clear()
     return left

@@ -1,4 +1,4 @@
-"""Models as people write them: the wrapper does with them what one device does.
+"""Models as people write them: with the wrapper they do what they do on one device.
 
 Each case failed, or computed something else, in some parallelisation of modules; what they need is spread over several
 rooms, so they are tested through the wrapper.

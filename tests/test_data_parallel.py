@@ -1,4 +1,4 @@
-"""`DataParallel` and `data_parallel`: what they promise a user of ``torch.nn.DataParallel``."""
+"""`DataParallel` and `data_parallel` keep the promises of ``torch.nn.DataParallel``, and their own."""
 
 import _thread
 import copy
@@ -267,7 +267,7 @@ class TestErrors:
         def press():
             assert began.wait(20)
             _thread.interrupt_main()
-            time.sleep(0.3)  # longer than a waiting thread needs to look up
+            time.sleep(0.3)  # longer than a waiting thread takes to notice the signal
             may_end.set()
 
         wrapped = DataParallel(Slow(), slots)

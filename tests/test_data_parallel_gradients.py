@@ -232,7 +232,7 @@ def test_seeded_forwards_repeat(slots, root):
 
 
 class Meeting(Dropping):
-    """Whose recomputations, one in each device's thread, are all under way at one time."""
+    """Its recomputations, one in each device's thread, all run at the same time."""
 
     def __init__(self, reentrant, replicas):
         super().__init__(reentrant)
@@ -258,7 +258,7 @@ def test_the_cpu_generator_is_where_one_device_leaves_it_in_50_of_50_steps(slots
         for _ in range(50):
             x = torch.randn(16, 8, dtype=torch.float64).to(root).requires_grad_()
             loss = model(x).square().sum()
-            torch.rand(3)  # or the recomputations would set what there is already
+            torch.rand(3)  # moves the generator away from the state that recomputations set
             loss.backward()
             left[-1].append(torch.randint(1_000_000, ()).item())
     assert left[0] == left[1]

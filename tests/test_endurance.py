@@ -1,4 +1,4 @@
-"""Many steps, many callers: nothing grows, nothing hangs, everything is freed."""
+"""After many steps and with many callers nothing has grown, nothing hangs, everything is freed."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""A model whose parameters are replaced while it trains: what was kept for the former ones is freed, to the byte."""
+"""If parameters of a model are replaced while it trains, every byte that was kept for the old ones is freed."""
 
 import weakref
 

@@ -1,7 +1,7 @@
-"""Counts tell who holds an object, or are not trusted at all; where they are not, calls share nothing that forward had.
+"""Reference counts show who holds an object, or are not trusted; then calls share nothing that forward could hold.
 
-The trial at import is shown here to notice an interpreter that counts less than there is. That what is used again is
-nobody else's is in test_kept_replicas_held, test_kept_copies and test_replicate_cycles.
+The trial at import notices an interpreter that does not count all holders. Tests that nothing is used again while
+somebody else holds it are in kept/test_replicas_held, kept/test_tensors and modules/test_cycles.
 """
 
 import gc
@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dataparallel import DataParallel, ownership
+from dataparallel import DataParallel, _torch, ownership
 from dataparallel.composable import replicate
 from memory import allocated
 from nets import HELD, HOLDS, Net, build, forget, samples
@@ -32,8 +32,8 @@ once = pytest.mark.devices("cpu")  # it is not about devices
 def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str | None]:
     """The trial, whatever the environment of the tests says."""
     monkeypatch.delenv(ownership.VARIABLE, raising=False)
-    monkeypatch.setattr(ownership, "_why_not", None)
-    return ownership._try
+    monkeypatch.setattr(ownership, "why_not_trusted", lambda: None)
+    return ownership.try_counts
 
 
 @once
@@ -44,7 +44,7 @@ def test_counts_are_trusted_here(trial: Callable) -> None:
 @once
 @pytest.mark.parametrize("value", ["0", "no", "False", "off"])
 def test_reuse_can_be_turned_off(value: str) -> None:
-    script = "from dataparallel import ownership; print(ownership.can_be_told(), ownership.why_not())"
+    script = "from dataparallel import ownership; print(ownership.are_counts_trusted(), ownership.why_not_trusted())"
     assert run_script(script, DATAPARALLEL_REUSE=value).split("\n")[0] == f"False DATAPARALLEL_REUSE={value} says so"
 
 
@@ -52,8 +52,8 @@ def test_reuse_can_be_turned_off(value: str) -> None:
 @pytest.mark.parametrize("value", ["", "1", "yes"])
 def test_else_counts_are_tried(value: str, trial: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ownership.VARIABLE, value)
-    monkeypatch.setattr(ownership, "_unnoticed", lambda: "somebody")
-    assert trial() == "they do not tell of somebody"
+    monkeypatch.setattr(ownership, "references", lambda objects: [2 for _ in objects])
+    assert trial() == "they miss a list that holds a Identity"
 
 
 @once
@@ -102,7 +102,7 @@ def test_counts_that_miss_a_holder_are_not_trusted(
     liar: Callable, unnoticed: str, trial: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ownership, "sys", types.SimpleNamespace(getrefcount=liar))
-    assert trial() == f"they do not tell of {unnoticed}"
+    assert trial() == f"they miss {unnoticed}"
 
 
 @once
@@ -110,7 +110,7 @@ def test_counts_that_miss_a_holder_are_not_trusted(
     ("name", "liar", "unnoticed"),
     [
         ("are_weakly_held", lambda objects: False, "a weak reference that holds a Tensor"),
-        ("_holders_of_memory", lambda tensor: (1, 1), "a view that holds the memory of a tensor"),
+        ("holders_of_memory", lambda tensor: (1, 1), "a view that holds the memory of a tensor"),
         ("references_inside", lambda holders: Counter(), "a suspended frame that holds a Identity of a circle"),
     ],
 )
@@ -118,12 +118,12 @@ def test_numbers_from_torch_and_from_the_collector_are_tried_too(
     name: str, liar: Callable, unnoticed: str, trial: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ownership, name, liar)
-    assert trial() == f"they do not tell of {unnoticed}"
+    assert trial() == f"they miss {unnoticed}"
 
 
 @once
 def test_a_torch_that_has_not_what_is_asked_for(trial: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "_uses", lambda tensors: [tensor._no_such_count() for tensor in tensors])
+    monkeypatch.setattr(_torch, "use_count", lambda tensor: tensor._no_such_count())
     assert f"with torch {torch.__version__}: AttributeError" in trial()
     assert "_no_such_count" in trial()
 
@@ -138,9 +138,9 @@ def test_without_a_global_lock_counts_are_not_trusted(trial: Callable, monkeypat
 @pytest.mark.usefixtures("untold")
 def test_every_question_is_answered_by_no_then() -> None:
     tensors = [torch.ones(2)]
-    assert not ownership.can_be_told()
-    assert not ownership.Holders(tensors).are_the_same()
-    assert not ownership.MemoryHolders(tensors).are_the_same()
+    assert not ownership.are_counts_trusted()
+    assert not ownership.Holders(tensors).are_unchanged()
+    assert not ownership.MemoryHolders(tensors).are_unchanged()
     assert not ownership.are_in_one_list_only(tensors)
 
 
@@ -168,8 +168,6 @@ def test_each_call_has_replicas_and_copies_of_its_own(net: Net, wrapped: DataPar
     for _ in range(3):
         call()
     assert len({*map(id, HELD)}) == len(HELD) == 2 * 3 * 3
-    assert wrapped._kept._shells == []
-    assert wrapped._kept._tensors._copies._copies == {}
 
 
 KEEPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
@@ -190,7 +188,7 @@ def test_what_forward_has_kept_stays_what_it_is(
     HOLDS.append(keep)
     call()
     HOLDS.clear()
-    # What is on the root's device shares the memory of the module.
+    # Tensors on the device of the root share the memory of the module.
     before = [(kept, value(kept).clone()) for kept in HELD if value(kept).device.index]
     for tensor in (*net.parameters(), *net.buffers()):
         tensor.data = tensor.data * 3
@@ -215,6 +213,14 @@ def test_the_stage_alone_does_so_too(net: Net, wrapped: DataParallel, slots: lis
     elsewhere = [replica.linear.weight for replica in first if replica.linear.weight.device != before.device]
     assert all(torch.equal(weight.to(before.device), before) for weight in elsewhere)
     assert all(torch.equal(replica.linear.weight.to(before.device), before * 2) for replica in second)
+
+
+@pytest.mark.usefixtures("untold")
+def test_no_replica_is_kept(net: Net, wrapped: DataParallel, slots: list, without_graph: Callable) -> None:
+    with without_graph():
+        replicas = [*map(weakref.ref, wrapped.replicate(net, slots))]
+    gc.collect()
+    assert [replica() for replica in replicas] == [None] * 3
 
 
 @pytest.mark.devices("sim")

@@ -1,4 +1,4 @@
-"""What replicas return and nobody can join comes back as a `PerReplica`; passed in again, each replica gets its own."""
+"""Outputs that cannot be joined come back as a `PerReplica`; passed in again, each replica gets its own entry."""
 
 import copy
 import pickle

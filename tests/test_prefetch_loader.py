@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
-from dataparallel.streams import ahead
-from echo import Echo, batches, left_behind
+from echo import Echo, batches, left_behind, waiting
 
 on_accelerators = pytest.mark.devices("sim", "cuda")
 
@@ -82,7 +81,7 @@ def test_a_loop_that_stops_early_keeps_nothing(slots: list, how: str) -> None:
         iterator.close()
     _ = None
     del iterator
-    assert not ahead._waiting
+    assert waiting() == 0
     # The loader's own generator still has the batch that it gave last.
     assert all(alive() is None for alive in read[:-1])
     count = len(read)

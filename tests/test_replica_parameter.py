@@ -1,4 +1,4 @@
-"""A replica's parameter is a parameter to whoever asks, travels like one, and refuses what is meant for leaves."""
+"""A replica's parameter is an ``nn.Parameter`` for ``isinstance``, is sent flat, and refuses operations on leaves."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ def parameter() -> Tensor:
 def test_it_is_a_parameter_that_travels_flat(parameter: Tensor) -> None:
     assert isinstance(parameter, nn.Parameter)
     assert travels_flat(parameter)
-    assert isinstance(PLAIN_TYPES, frozenset)  # declared, and no more to be changed by whoever is imported
+    assert isinstance(PLAIN_TYPES, frozenset)  # no import can change it
 
 
 def test_operators_return_plain_tensors(parameter: Tensor) -> None:

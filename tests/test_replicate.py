@@ -1,8 +1,8 @@
-"""A replica is like the module it copies as it is now, and what its forward assigns is its own.
+"""A replica is a copy of the source as it is now, and assignments in its forward do not reach the source.
 
-Which kinds of tensors and modules can be copied is in test_replicate_kinds, what hangs on instances in
-test_replicate_references. Slots may share a device, and there the source's weights give the right numbers by
-accident: so the weights of each slot are perturbed first.
+Tests of kinds of tensors and modules are in test_replicate_kinds, of attributes of instances in
+test_replicate_references. On slots that share a device a replica that uses the source's weights by mistake computes the
+right numbers, so the weights of each slot are perturbed first.
 """
 
 import copy
@@ -30,7 +30,7 @@ def perturbed_replicas(source: nn.Module, slots: list) -> list[nn.Module]:
 
 
 def perturbed_copy(source: nn.Module, slot: int) -> nn.Module:
-    """What the replica on that slot should be."""
+    """A copy that the replica on this slot should equal."""
     made = copy.deepcopy(source)
     with torch.no_grad():
         for index, weight in enumerate(p for p in made.parameters() if p.requires_grad):
@@ -39,7 +39,7 @@ def perturbed_copy(source: nn.Module, slot: int) -> nn.Module:
 
 
 def names_and_sharing(named: Any) -> list[tuple[str, int]]:
-    """The names in order, and for each the place where the same tensor was first listed."""
+    """The names in order, each with the position at which the same tensor was first listed."""
     pairs = list(named)
     ids = [id(tensor) for _, tensor in pairs]
     return [(name, ids.index(id(tensor))) for name, tensor in pairs]
@@ -88,7 +88,7 @@ def test_ties_and_shared_modules_stay(slots: list, root: torch.device) -> None:
 
 
 class Counter(nn.Module):
-    """Reports how it is, and changes itself in every way that a forward can."""
+    """Changes itself in every way that a forward can."""
 
     def __init__(self) -> None:
         super().__init__()

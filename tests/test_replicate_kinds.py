@@ -1,6 +1,6 @@
-"""Every kind of parameter, buffer and module class has replicas like itself, with weights of their own.
+"""Parameters, buffers and modules of every kind keep their kind in replicas, which have their own weights.
 
-That a replica of a plain module is like its source is in test_replicate.
+Tests of replicas of plain modules are in test_replicate.
 """
 
 import copy
@@ -40,7 +40,7 @@ class Marked(Tensor):
 
 
 def holding(**tensors: Tensor | None) -> nn.Module:
-    """A module with parameters, and with buffers where the name starts so."""
+    """A module with these parameters; a name that starts with "buffer" is that of a buffer."""
     module = nn.Module()
     for name, tensor in tensors.items():
         if name.startswith("buffer"):
@@ -163,7 +163,7 @@ class Demanding(nn.Linear):
 
 
 class Watched(nn.Linear):
-    """Has opinions on being set; a copy is no assignment."""
+    """Its ``__setattr__`` must not be called: a copy is no assignment."""
 
     ready = False
 

@@ -1,6 +1,6 @@
-"""What hangs on an instance follows the replica: each slot has weights of its own, and every way must lead to them.
+"""Attributes of an instance that refer to the tree refer to the replica in a replica, and lead to its own weights.
 
-The same ways on single values are in test_module_references.
+The same kinds of references on single values are in modules/test_references.
 """
 
 import functools
@@ -25,7 +25,7 @@ samples = numbers(4)
 
 
 class WithReferences(nn.Module):
-    """Two layers, a weight and a forward; `setup` hangs something on the instance."""
+    """Two layers, a weight and a forward; `setup` sets attributes of the instance."""
 
     def __init__(
         self, setup: Callable[["WithReferences"], Any], forward: Callable[["WithReferences", Tensor], Tensor]

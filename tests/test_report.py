@@ -405,7 +405,7 @@ def test_python_dash_m():
 
 @pytest.mark.parametrize("why_not", [None, "a test says so"])
 def test_what_calls_use_again(why_not, monkeypatch):
-    monkeypatch.setattr(ownership, "_why_not", why_not)
+    monkeypatch.setattr(ownership, "why_not_trusted", lambda: why_not)
     text = format_report(make_report(reuse=look_at_reuse()))
     assert ("used again" in text) == (why_not is None)
     assert ("a test says so" in text) == (why_not is not None)

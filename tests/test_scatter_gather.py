@@ -1,7 +1,7 @@
-"""Nested structures are split over the slots, and come back: what scatter does, and the round trip.
+"""`scatter` splits nested structures over the slots, and `gather` joins them again.
 
-What gather makes of what replicas return is in test_scatter_gather_outputs, the types of containers in
-test_batch_types.
+Outputs that only replicas return are in test_scatter_gather_outputs, types of containers in test_batch_types, marks
+in test_structures.
 """
 
 import collections
@@ -124,13 +124,6 @@ def test_whole_tensors_go_to_every_slot(slots: list, root: torch.device) -> None
         scatter((numbers(4, 2), numbers(5, 5)), slots)
 
 
-def test_whole_leaves_its_argument_unmarked(slots: list, root: torch.device) -> None:
-    for table in (numbers(3, 2).to(root), torch.ones(3, 2, device=root, requires_grad=True)):
-        whole(table)
-        assert [part.shape[0] for part in scatter(table, slots)] == [1, 1, 1]
-        assert [part.shape[0] for part in scatter(whole(table) * 1, slots)] == [1, 1, 1], "results carry no mark"
-
-
 def test_a_whole_tensor_stays_whole_when_it_is_scattered_again(slots: list, root: torch.device) -> None:
     parts = scatter((numbers(6).to(root), whole(numbers(3).to(root))), slots)
     assert [again[1].shape[0] for again in scatter(parts[0], slots[:2])] == [3, 3]
@@ -141,12 +134,6 @@ def test_gradients_of_a_whole_tensor_are_summed(slots: list, root: torch.device)
     parts = scatter((numbers(6).to(root), whole(table)), slots)
     sum((part[1] * 10**slot).sum().to(root) for slot, part in enumerate(parts)).backward()
     assert table.grad.tolist() == [111, 111]
-
-
-@pytest.mark.parametrize("value", [3, [torch.zeros(2)], None])
-def test_only_tensors_are_marked_whole(value: Any) -> None:
-    with pytest.raises(TypeError, match=f"whole.* marks a tensor; got {type(value).__name__}"):
-        whole(value)
 
 
 def test_tensors_without_dimensions_go_to_every_slot(slots: list, root: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What replicas return is joined into one structure; what cannot be joined is named by its place."""
+"""`gather` joins the outputs of replicas into one structure, and names the place of what cannot be joined."""
 
 import collections
 import dataclasses
@@ -195,6 +195,7 @@ def test_batches_inside_containers_move_too(root: torch.device, monkeypatch: pyt
             sent.address = device
             return sent
 
+    # Registrations are for the whole process, and there is no way to take one back.
     monkeypatch.setattr(batch_types, "_batches", dict(batch_types._batches))
     batch_types.register_batch(Parcel, size=lambda _: 1, split=lambda _, sizes: [], merge=lambda parcels: parcels[0])
     assert moved(Parcel(), root).address == root

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataparallel import _torch
 from dataparallel._torch import HOOK_TABLES
 from dataparallel.composable.contract import KEY
 from dataparallel.composable.persistent_tensors import PersistentTensors
@@ -23,10 +22,10 @@ from dataparallel.devices import DeviceLike, resolve, resolve_output
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.build import bare_module
 from dataparallel.modules.placement import check_placement
-from dataparallel.modules.plan import STANDS_FOR, StandsFor, instance_slots
+from dataparallel.modules.plan import TWIN_INFO, TwinInfo, instance_slots
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.scatter_gather import gather, scatter_kwargs
-from dataparallel.stages import Call, run_alone
+from dataparallel.stages import Call, between_graphs, run_alone
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
 
@@ -64,7 +63,7 @@ class ReplicateState:
         self.methods = {"forward"}
         self._module = weakref.ref(module)
         self._ignored = (*ignored_modules, *ignored_parameters)  # their ids stay taken
-        self._stands_for = StandsFor(
+        self._twin_info = TwinInfo(
             id(module), frozenset(ignored_modules), frozenset(id(parameter) for parameter in ignored_parameters)
         )
         # The same objects at each call, so that a tree that is as before is recognised.
@@ -85,7 +84,7 @@ class ReplicateState:
 
     def manages(self, parameter: Tensor) -> bool:
         """Whether replicas have their own."""
-        return id(parameter) not in self._stands_for.ignored_parameters
+        return id(parameter) not in self._twin_info.ignored_parameters
 
     def run(self, method: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of ``method`` for the whole batch, on the output device.
@@ -103,14 +102,13 @@ class ReplicateState:
         if not self.slots:
             args, kwargs = arguments_of_one(args, kwargs)
             return alone(*args, **kwargs)
-        # torch.compile around the call: the stages run between its graphs. Without dynamo there is no such call.
-        run = _run_between_graphs if _torch.is_compiler_loaded() else ReplicateState._run
-        return run(self, method, alone, args, kwargs)
+        return self._run(method, alone, args, kwargs)
 
+    @between_graphs
     def _run(self, method: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = [resolve(device) for device in self.slots]
         output_device = resolve_output(self.output_device, slots)
-        check_placement(self._source, slots[0], self._stands_for.ignored_modules, self._stands_for.ignored_parameters)
+        check_placement(self._source, slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters)
         with Call(slots, self._kept) as call:
             return self._stages(call, slots, output_device, method, alone, args, kwargs)
 
@@ -158,7 +156,7 @@ class ReplicateState:
                 "come before `replicate`; on its children it may come at any time"
             )
         hooks = self._no_hooks if method == "forward" else {}
-        own = {**vars(source), **hooks, STANDS_FOR: self._stands_for}
+        own = {**vars(source), **hooks, TWIN_INFO: self._twin_info}
         del own[KEY]
         # Past `Module.__setattr__`, which would look for parameters in it.
         object.__setattr__(self._twin, "__dict__", own)
@@ -166,6 +164,3 @@ class ReplicateState:
             if hasattr(source, name):
                 setattr(self._twin, name, getattr(source, name))
         return self._twin
-
-
-_run_between_graphs = _torch.between_graphs(ReplicateState._run)

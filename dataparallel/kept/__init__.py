@@ -1,4 +1,4 @@
-"""Replicas and tensors that later calls use again: `replicas` decides, `shell`, `tensors` and `frozen` hold.
+"""Replicas and tensors that later calls use again, if nobody else holds them (see ``ownership``).
 
-What nobody else holds is used again; `dataparallel.ownership` says who holds what.
+``replicas`` decides, and is the only file that others import; ``shell``, ``tensors`` and ``frozen`` hold the objects.
 """

@@ -1,6 +1,6 @@
-"""Replicas that stay as they are while a ``frozen`` block is open: each set is leased to one call at a time.
+"""Sets of replicas that stay as they are while a ``frozen`` block is open. Each set is leased to one call at a time.
 
-A lease says when a call is over, whoever holds its replicas then. Only ``kept.replicas`` uses this room.
+The lease ends with the call, even if somebody holds one of its replicas longer. Only ``kept.replicas`` uses this room.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ __all__ = ["FrozenSet"]
 
 
 class _Lease(list[Any]):
-    """Replicas that belong to whoever has this list, until it is gone."""
+    """Replicas of one call: other calls use them only after this list is deleted."""
 
     __slots__ = ("__weakref__",)
 
 
 class FrozenSet:
-    """Replicas that stay as they are, for one call at a time."""
+    """A set of replicas that stay as they are, for one call at a time."""
 
     def __init__(self, network: nn.Module, slots: list[torch.device], replicas: list[Any]) -> None:
         self.replicas = replicas
         self._network, self._slots = network, slots
-        # Nothing orders other streams after the copies, or before their memory is used again.
+        # Nothing orders other streams after these copies were made, nor before their memory is used again.
         self._streams = current_streams(slots)
         self._isolated = are_slots_isolated()
         self._leased: weakref.ref[_Lease] | None = None
 
     def serves(self, network: nn.Module, slots: list[torch.device]) -> bool:
-        """Whether a call of ``network`` on ``slots``, on the current streams, may use it."""
+        """True if a call of ``network`` on ``slots`` and on the current streams may use the set."""
         return (
             network is self._network
             and self._slots[: len(slots)] == slots
@@ -44,7 +44,7 @@ class FrozenSet:
         )
 
     def is_part_of(self, other: FrozenSet) -> bool:
-        """Whether ``other`` serves every call that this one serves."""
+        """True if ``other`` serves every call that this set serves."""
         return (
             self._network is other._network
             and other._slots[: len(self._slots)] == self._slots
@@ -53,11 +53,11 @@ class FrozenSet:
         )
 
     def is_free(self) -> bool:
-        """Whether no call has it."""
+        """True if no call has leased it."""
         return self._leased is None or self._leased() is None
 
     def lease(self, count: int) -> _Lease:
-        """The first ``count`` replicas. They are leased until the returned list is gone."""
+        """The first ``count`` replicas. The set is leased until the returned list is deleted."""
         lease = _Lease(self.replicas[:count])
         self._leased = weakref.ref(lease)
         return lease

@@ -1,16 +1,15 @@
-"""Replicas for one call after the other: what can be used again is kept.
+"""Makes the replicas of one call after another, and keeps what the next call can use again.
 
-Kept are the module objects of plain trees, which get their attributes anew, and while no graph is recorded copies of
-the tensors (``kept.tensors``). Every call still sees whatever the source is then, and nothing of what ``forward`` did
-to the replicas of the last call. Values are sent again each time, because a write through ``.data`` leaves no trace
-that could be asked for. Only inside ``frozen`` replicas stay as they are, and nothing is sent. What has been replaced
-in the source, a parameter for example, lives on until the next call.
+It keeps the module objects of plain trees (``kept.shell``) and, while no graph is recorded, copies of the tensors
+(``kept.tensors``). Each call sees the source as it is then, and nothing that ``forward`` did to the replicas of the
+last call. Values are sent at every call, because a write through ``.data`` leaves no trace. Only inside ``frozen``
+replicas stay as they are and nothing is sent (``kept.frozen``). An object that is replaced in the source, a parameter
+for example, is held here until the next call.
 
-Nobody has to say when a call is over: what somebody else still holds (a call that runs in another thread, a
-parameter that ``forward`` returned, a replica that a hook has stored) is left to them and made again. ``ownership``
-tells; where it cannot, each call outside of ``frozen`` has replicas and copies of its own. Sets inside ``frozen`` are
-leased instead. How fresh replicas are made is ``replicate``'s business; ``data_parallel`` owns a `KeptReplicas` for
-each wrapper.
+An object that somebody else still holds (a call in another thread, a parameter that ``forward`` returned, a replica
+that a hook stored) is left to its holder and a new one is made. ``ownership`` tells; if reference counts are not
+trusted, each call outside of ``frozen`` has its own replicas and copies. Each wrapper, and each module that the
+composable forms replicate, has a `KeptReplicas`. ``replicate`` is the stage that keeps nothing.
 """
 
 from __future__ import annotations
@@ -39,36 +38,38 @@ from dataparallel.replicate import copy_tensors
 __all__ = ["MOST_FROZEN", "CallTensors", "KeptReplicas"]
 
 MOST_FROZEN = 4
-"""How many sets of replicas stay in one `frozen`: one for each call that runs at a time. Further calls make theirs."""
+"""The number of sets of replicas that one ``frozen`` block keeps: one for each call that runs at the same time.
 
+Further calls make replicas that are not kept.
+"""
 
 _all: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
 
 
 class CallTensors(Protocol):
-    """Where the replicas of a call get their tensors from; asked for one call at a time. Copies of it are empty."""
+    """Makes the tensors of a call's replicas, for one call at a time. A copy of it holds no tensors."""
 
     def for_call(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, record: bool) -> list[list[Tensor]]:
-        """The plan's tensors for each slot, with the values of now; ``record``: whether a graph is recorded."""
+        """The plan's tensors for each slot, with their values now. ``record``: a graph is recorded."""
 
     def end_call(self) -> None:
-        """Takes from what is kept all that the last call has left on it."""
+        """Removes everything that the last call left on kept tensors."""
 
     def forget_last_call(self) -> None:
-        """Leaves what the last call, which has failed, has used to whoever still holds it."""
+        """Drops the tensors of the last call, which has failed."""
 
     def clear(self) -> None:
-        """Lets go of everything."""
+        """Drops everything."""
 
 
-class _NewOrKept:
-    """New tensors where a graph is recorded, kept copies where none is."""
+class _NewOrKeptTensors:
+    """New tensors for a call that records a graph, kept copies for other calls."""
 
     def __init__(self) -> None:
         self.clear()
 
-    def __reduce__(self) -> tuple[type[_NewOrKept], tuple[()]]:
-        return _NewOrKept, ()
+    def __reduce__(self) -> tuple[type[_NewOrKeptTensors], tuple[()]]:
+        return _NewOrKeptTensors, ()
 
     def clear(self) -> None:
         self._copies = KeptCopies()
@@ -76,7 +77,7 @@ class _NewOrKept:
     def for_call(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, record: bool) -> list[list[Tensor]]:
         if not record:
             return self._copies.refreshed(plan, slots, cap_bytes)
-        self.clear()  # a training needs the memory
+        self.clear()  # training needs the memory
         copies = copy_tensors(plan, slots, True, cap_bytes)
         for tensors in copies:
             make_parameters(plan, tensors, ReplicaParameter)
@@ -90,17 +91,17 @@ class _NewOrKept:
 
 
 class KeptReplicas:
-    """What one wrapper keeps: at most a copy of the module for each slot, inside `frozen` `MOST_FROZEN` of them.
+    """The replicas that one wrapper keeps: at most one for each slot, inside ``frozen`` `MOST_FROZEN` for each slot.
 
-    It is for any thread. Copies of it, and what is unpickled, are empty.
+    Any thread may use it. A copy of it, and an unpickled one, is empty.
 
     Args:
-        tensors: where replicas get their tensors from, but inside `frozen`; default: new ones for each call that
-            records a graph, kept copies for others.
+        tensors: makes the replicas' tensors outside of ``frozen``. Default: new ones for each call that records a
+            graph, kept copies for others.
     """
 
     def __init__(self, tensors: CallTensors | None = None) -> None:
-        self._tensors = _NewOrKept() if tensors is None else tensors
+        self._tensors = _NewOrKeptTensors() if tensors is None else tensors
         self._lock = threading.Lock()
         self._frozen = 0  # open blocks
         self._clear()
@@ -114,28 +115,28 @@ class KeptReplicas:
         self._snapshot: TreeSnapshot | None = None
         self._shells: list[Shell] = []
         self._frozen_sets: list[FrozenSet] = []
-        self._is_of_a_parent = False  # what is kept was made in the process from which this one was forked
+        self._is_from_before_fork = False  # everything kept was made by the parent process
         self._tensors.clear()
 
     @property
     def is_frozen(self) -> bool:
-        """Whether a block is open."""
+        """True while a ``frozen`` block is open."""
         return self._frozen > 0
 
     def clear(self) -> None:
-        """Lets go of everything."""
+        """Drops everything."""
         with self._lock:
             self._clear()
 
     def freeze(self) -> None:
-        """From here on replicas stay as they are, until `thaw` has been called as often."""
+        """Opens a block, in which replicas stay as they are. Blocks may be nested."""
         with self._lock:
             self._frozen += 1
             if self._frozen == 1:
                 self._clear()
 
     def thaw(self) -> None:
-        """Ends one block; after the last one nothing of it is kept."""
+        """Ends a block. After the outermost one its replicas are dropped."""
         with self._lock:
             self._frozen -= 1
             if self._frozen:
@@ -154,47 +155,50 @@ class KeptReplicas:
         """
         record = torch.is_grad_enabled()
         with self._lock:
-            if self._frozen and record:
+            if self.is_frozen and record:
                 raise RuntimeError(
                     "inside model.frozen() replicas stay as they are and no gradient leads back to the module; call "
                     "the model under torch.no_grad() or torch.inference_mode(), or outside of frozen()"
                 )
             try:
-                if self._is_of_a_parent:
+                if self._is_from_before_fork:
                     self._clear()
-                make = self._frozen_ones if self._frozen else self._refreshed
                 with collector_paused():
-                    return make(network, slots, cap_bytes, record)
+                    if self.is_frozen:
+                        return self._frozen_replicas(network, slots, cap_bytes)
+                    return self._refreshed_replicas(network, slots, cap_bytes, record)
             except BaseException:
                 self._clear()  # it may be half-made
                 raise
 
     def end_call(self) -> None:
-        """Takes from what is kept all that the last call has left on it, activations for example."""
+        """Removes everything that the last call left on kept replicas, activations for example."""
         with self._lock:
             self._reset()
             self._tensors.end_call()
 
     def forget_last_call(self) -> None:
-        """Leaves what the last call has used to whoever still holds it."""
+        """Drops the replicas of the last call, which has failed."""
         with self._lock:
             self._shells = []
             self._tensors.forget_last_call()
 
-    def _frozen_ones(self, network: nn.Module, slots: list[torch.device], cap_bytes: int, record: bool) -> list[Any]:
+    def _frozen_replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
         for kept in self._frozen_sets:
             if kept.is_free() and kept.serves(network, slots):
                 return kept.lease(len(slots))
         plan = ModulePlan.of(network)
         copies = KeptCopies().refreshed(plan, slots, cap_bytes)
         made = FrozenSet(network, slots, [build_replica(plan, tensors, record=False) for tensors in copies])
-        # A set of fewer slots, made for a smaller batch, gives way to one that serves both.
+        # A set of fewer slots was made for a smaller batch. It is dropped if the new set serves its calls too.
         self._frozen_sets = [kept for kept in self._frozen_sets if not (kept.is_free() and kept.is_part_of(made))]
         if len(self._frozen_sets) < MOST_FROZEN:
             self._frozen_sets.append(made)
         return made.lease(len(slots))
 
-    def _refreshed(self, network: nn.Module, slots: list[torch.device], cap_bytes: int, record: bool) -> list[Any]:
+    def _refreshed_replicas(
+        self, network: nn.Module, slots: list[torch.device], cap_bytes: int, record: bool
+    ) -> list[Any]:
         self._reset()
         if self._plan is None or self._snapshot is None or not self._snapshot.still_holds(network):
             self._shells = []
@@ -204,7 +208,7 @@ class KeptReplicas:
         copies = self._tensors.for_call(plan, slots, cap_bytes, record)
         if self._snapshot is None:
             self._plan = None
-        if self._snapshot is None or not ownership.can_be_told():
+        if self._snapshot is None or not ownership.are_counts_trusted():
             return [build_replica(plan, tensors, record) for tensors in copies]
         while len(self._shells) < len(slots):
             self._shells.append(Shell(plan))
@@ -217,11 +221,10 @@ class KeptReplicas:
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
-    """Another thread may have been in the middle of something when the process was forked.
+    """Replaces locks, which another thread may have held at the fork, and has kept replicas dropped at the next call.
 
-    What is kept is dropped at the next call, because that may add gradients: here torch's threads are gone, and nobody
-    has told torch.
+    They are not dropped here: that may add gradients, and torch does not know yet that its threads are gone.
     """
     for kept in _all:
         kept._lock = threading.Lock()
-        kept._is_of_a_parent = True
+        kept._is_from_before_fork = True

@@ -1,7 +1,7 @@
-"""The module objects of one replica, which calls use one after the other.
+"""The module objects of one replica, which calls use one after another.
 
-A call's tensors are put into them before it, and what it has left on them is taken off after it, provided that nobody
-else holds one of them. Only ``kept.replicas`` uses this room.
+Before a call its tensors are put into the modules. After the call everything that it left on them is removed, unless
+somebody else holds one of them. Only ``kept.replicas`` uses this room.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from dataparallel.modules.plan import ModulePlan
 
 __all__ = ["Shell"]
 
+_Registration: TypeAlias = "list[tuple[str, int]]"
+"""Names in a registry, with the position of the tensor in the plan."""
+
+_Part: TypeAlias = "tuple[dict[str, Any], _Registration, _Registration, dict[str, nn.Module | None]]"
+"""One module at the start of a call: its attributes, parameters, buffers and children."""
+
 
 class Shell:
     """The module objects of one replica: filled with tensors for a call, reset after it."""
@@ -26,74 +32,75 @@ class Shell:
     def __init__(self, plan: ModulePlan) -> None:
         self._classes = [entry.cls for entry in plan.entries]
         self._modules = [bare_module(cls) for cls in self._classes]
-        self._handed_over = [*plan.as_they_are, None]  # by positions below zero
-        # What each module has at the start of a call, and what becomes of its registries.
+        self._shared = [*plan.shared, None]  # positions below zero
         self._parts: list[_Part] = []
-        self._tables: list[dict[Any, Any]] = []  # of hooks; plain trees have none
+        self._hook_tables: list[dict[Any, Any]] = []  # empty, because the tree is plain
         self._counted: list[Any] = [*self._modules]
         flags = hook_flags()
         for entry in plan.entries:
             attributes = own_attributes(entry, entry.attributes.copy(), flags)
-            children = {k: self._modules[i] if i >= 0 else self._handed_over[i] for k, i in entry.children.items()}
-            self._tables += [attributes[name] for name in HOOK_TABLES]
-            self._counted.append(attributes[HOOK_TABLES[0]])  # who holds all attributes of a module holds this one
+            children = {k: self._modules[i] if i >= 0 else self._shared[i] for k, i in entry.children.items()}
+            self._hook_tables += [attributes[name] for name in HOOK_TABLES]
+            self._counted.append(attributes[HOOK_TABLES[0]])  # a holder of a module's attributes holds this table
             self._parts.append((attributes, [*entry.parameters.items()], [*entry.buffers.items()], children))
         self._parents = [module for module, part in zip(self._modules, self._parts, strict=True) if part[-1]]
         self._children = [child for *_, children in self._parts for child in children.values()]
-        self._renew()
-        self._as_made: _Attributes | None = _Attributes(self._modules, self._of_tensors)
+        self._renew_attributes()
+        self._as_made: _AttributeSnapshot | None = _AttributeSnapshot(self._modules, self._of_tensors)
         self._holders = ownership.Holders(self._counted, self._with_children)
-        self._is_lent = False
+        self._is_in_use = False
 
     def filled(self, tensors: list[Tensor]) -> nn.Module:
-        """The replica around ``tensors``, for the next call."""
-        self._is_lent = True
-        held = [*tensors, *self._handed_over]
+        """The replica with ``tensors``, for the next call."""
+        self._is_in_use = True
+        held = [*tensors, *self._shared]
         for registry, positions in self._to_fill:
             for key, i in positions:
                 registry[key] = held[i]
         return self._modules[0]
 
     def reset(self) -> bool:
-        """Takes back what the last call has put into the modules, or left on them.
+        """Removes everything that the last call put into the modules or left on them.
 
-        Returns ``False`` if that is not for us to do: somebody else holds one of them, or it is not what it was.
+        Returns ``False``, and changes nothing, if somebody else holds one of the modules, or if ``forward`` has changed
+        more than attributes: a class, a child, a hook.
         """
-        if self._is_lent:
-            if not self._is_ours():
+        if self._is_in_use:
+            if not self._is_free():
                 return False
-            if self._as_made is not None and self._as_made.is_so():
+            if self._as_made is not None and self._as_made.still_holds():
                 for registry in self._of_tensors:
                     registry.clear()
             else:
-                # A forward that leaves something once will do so again: it is not looked for any more.
+                # A forward that leaves something once will do so again: from now on attributes are always renewed.
                 self._as_made = None
-                del self._holders  # it has the former registries, which are to be gone when holders are noted anew
-                self._renew()
+                del self._holders  # it holds the old registries, which have to be free before holders are counted again
+                self._renew_attributes()
                 self._holders = ownership.Holders(self._counted, self._with_children)
-            self._is_lent = False
+            self._is_in_use = False
         return True
 
-    def _is_ours(self) -> bool:
+    def _is_free(self) -> bool:
+        """True if nobody else holds a module, and classes, children and hooks are as they were."""
         return (
-            self._holders.are_the_same()
+            self._holders.are_unchanged()
             and self._children_are_in_place()
             and not ownership.are_weakly_held(self._modules)
             and all(map(is_, map(type, self._modules), self._classes))
-            and not any(self._tables)
+            and not any(self._hook_tables)
         )
 
     def _children_are_in_place(self) -> bool:
-        """What has left its place may have gone to somebody else, and its count is the same then."""
+        """Somebody may have taken a child or a registry from its place: the number of its holders is the same then."""
         for module, registry in zip(self._parents, self._with_children, strict=True):
             if vars(module).get("_modules") is not registry:
                 return False
         children = [*chain.from_iterable(map(dict.values, self._with_children))]
         return len(children) == len(self._children) and all(map(is_, children, self._children))
 
-    def _renew(self) -> None:
-        """Attributes and registries that nobody has seen: who holds the former ones may go on doing so."""
-        self._to_fill: list[_Positions] = []
+    def _renew_attributes(self) -> None:
+        """Gives the modules new attributes and registries. Whoever holds the old ones may keep them."""
+        self._to_fill: list[tuple[dict[str, Any], _Registration]] = []
         self._with_children: list[dict[str, Any]] = []  # registries of `_parents`
         self._of_tensors: list[dict[str, Any]] = []  # registries of parameters and of buffers
         for module, (attributes, parameters, buffers, children) in zip(self._modules, self._parts, strict=True):
@@ -113,10 +120,10 @@ class Shell:
             object.__setattr__(module, "__dict__", own)
 
 
-class _Attributes:
-    """The attributes of some modules: whether they still are what they were, but for tensors, and nobody else has them.
+class _AttributeSnapshot:
+    """The attributes that some modules have now, without tensors, so that a call that left them alone is recognised.
 
-    To ask takes less than half of the time that new ones take, and leaves the garbage collector nothing to look at.
+    To compare them is much faster than to renew them: renewing takes inference of small models 15 to 30 % longer.
     """
 
     def __init__(self, modules: list[nn.Module], of_tensors: list[dict[str, Any]]) -> None:
@@ -130,18 +137,13 @@ class _Attributes:
         self._former_sets = [*map(set, self._sets)]
         self._holders = ownership.Holders([*self._own, *of_tensors, *self._children, *self._sets])
 
-    def is_so(self) -> bool:
+    def still_holds(self) -> bool:
+        """True if attributes are the same objects under the same names, and nobody else holds their containers."""
         return (
-            self._holders.are_the_same()
+            self._holders.are_unchanged()
             and all(map(is_, map(vars, self._modules), self._own))
             and [*chain.from_iterable(self._own)] == self._names
             and all(map(is_, chain.from_iterable(map(dict.values, self._own)), self._values))
             and [*chain.from_iterable(self._children)] == self._names_of_children
             and self._sets == self._former_sets
         )
-
-
-_Positions: TypeAlias = "tuple[dict[str, Any], list[tuple[str, int]]]"
-"""A registry, and which tensors of the plan are to be in it."""
-
-_Part: TypeAlias = "tuple[dict[str, Any], list[tuple[str, int]], list[tuple[str, int]], dict[str, nn.Module | None]]"

@@ -1,10 +1,9 @@
-"""Copies of a module's parameters and buffers that are used again: memory and tensors, refreshed in place.
+"""Copies of a module's parameters and buffers whose memory and tensors later calls use again.
 
-Values are sent at every call, by one copy for each bucket and device. A copy is used again if nobody else holds a
-part of it and it is what it was: ``forward`` may have returned a parameter, stored a view of it, made a graph over it,
-given it other memory (``.data =``) or a gradient. Otherwise the copy is left to its holder and a new one is made;
-``ownership`` tells who holds what. Only ``kept.replicas`` uses this room; it is for calls that record no graph, and
-knows no modules but by their plan.
+Each call sends the values again, by one transfer for each bucket and device. A copy is used again if nobody else holds
+a part of it and only its values have changed. But ``forward`` may have returned a parameter, stored a view of it, put
+it into a graph, given it other memory (``.data =``) or a gradient. Then the copy is left to its holder and a new one is
+made. ``ownership`` tells who holds what. Only ``kept.replicas`` uses this room, for calls that record no graph.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ __all__ = ["KeptCopies"]
 
 
 class KeptCopies:
-    """At most one copy for each slot on another device than the first; for one thread at a time.
+    """At most one copy for each slot on another device than the first. For one thread at a time.
 
-    Isolated slots count as being on other devices. What is kept of them, other calls do not use, and the reverse.
+    Isolated slots count as slots on other devices. Calls with isolated slots and calls without never share a copy.
     """
 
     def __init__(self) -> None:
@@ -40,10 +39,10 @@ class KeptCopies:
         self._copies: dict[int, _Copy] = {}
 
     def refreshed(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:
-        """The plan's tensors for each slot, with the values that they have now; parameters are ``nn.Parameter``.
+        """The plan's tensors for each slot, with their values now. Parameters are ``nn.Parameter``.
 
-        Parameters of slots on one device share memory, as do those on the first slot's device with the source's, unless
-        slots are isolated; buffers are each slot's own, but on slot 0 the source's.
+        Slots on one device share the memory of parameters; on the first slot's device it is the source's. Isolated
+        slots, except the first, have their own. Each slot has its own buffers; slot 0 has the source's.
         """
         # Tensors made in inference mode could not be refreshed outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -53,7 +52,7 @@ class KeptCopies:
         self._plan_buckets(plan, cap_bytes)
         copies = [list(plan.tensors) for _ in slots]
         isolated = are_slots_isolated()
-        # For each slot the one whose parameters it has.
+        # For each slot the slot whose memory its parameters share.
         homes = [slot if isolated else slots.index(device) for slot, device in enumerate(slots)]
         away = [slot for slot, home in enumerate(homes) if slot == home and slot > 0]
         if away:
@@ -73,7 +72,7 @@ class KeptCopies:
         return copies
 
     def _plan_buckets(self, plan: ModulePlan, cap_bytes: int) -> None:
-        """Plans anew where tensors are of other kinds than before: ``.data =`` may change all but their class."""
+        """Plans new buckets if the kind of a tensor has changed: ``.data =`` may change everything but its class."""
         kinds: list[Any] = [cap_bytes, are_slots_isolated(), plan.parameters, *map(_kind, plan.tensors)]
         if kinds != self._kinds:
             self._copies = {}
@@ -81,12 +80,12 @@ class KeptCopies:
             self._kinds = kinds
 
     def end_call(self) -> None:
-        """Lets go of copies on which the last call has left something: an attribute, a gradient, other memory.
+        """Drops copies on which the last call left something: an attribute, a gradient, other memory.
 
-        Of all of them, where nobody can tell whether they may be used again.
+        Drops all of them if reference counts are not trusted.
         """
-        told = ownership.can_be_told()
-        self._copies = {slot: copy for slot, copy in self._copies.items() if copy.end_call() and told}
+        trusted = ownership.are_counts_trusted()
+        self._copies = {slot: copy for slot, copy in self._copies.items() if copy.end_call() and trusted}
 
     def _send(self, plan: ModulePlan, slots: list[torch.device], away: list[int], copies: list[list[Tensor]]) -> None:
         sources = [flatten(bucket, plan.tensors) for bucket in self._buckets]
@@ -97,7 +96,7 @@ class KeptCopies:
             device = slots[slot]
             kept, stream = self._copies.get(slot), streams.get(device)
             if kept is None or not kept.can_be_used_again(stream):
-                # Its memory is needed for the new one.
+                # First, so that the new copy may get its memory.
                 self._copies.pop(slot, None)
                 kept = None
                 kept = self._copies[slot] = _Copy(plan, self._buckets, sources, device, stream)
@@ -111,14 +110,14 @@ class KeptCopies:
         parameters = set(plan.parameters)
         for i in self._singles:
             source = plan.tensors[i]
-            # The first place is the source's: on its device others have copies only where slots are isolated.
+            # The first result is the source's tensor. Isolated slots get copies on its device.
             (_, *sent) = comm.broadcast(source, [slots[0], *(slots[slot] for slot in away)])
             for slot, single in zip(away, sent, strict=True):
                 copies[slot][i] = _as_parameter(single, source) if i in parameters else single
 
 
 def _kind(tensor: Tensor) -> Any:
-    """What `plan_buckets`, and whether copies are to need gradients, depend on."""
+    """The properties of a tensor on which `plan_buckets` and the copies' ``requires_grad`` depend."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.layout
     bits = tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), bool(tensor.__dict__)
@@ -126,7 +125,7 @@ def _kind(tensor: Tensor) -> Any:
 
 
 class _Copy:
-    """What travels flat, on one device: a flat buffer for each bucket, and the tensors in them."""
+    """The copy on one device: a flat buffer for each bucket, and the tensors in the buffers."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class _Copy:
         device: torch.device,
         stream: torch.Stream | None,
     ) -> None:
-        # It belongs to one stream, of one device: nothing would order others before the memory goes back to that one.
+        # The memory belongs to this stream. Nothing orders another stream before the memory is freed.
         self._stream = stream
         self._flats = [torch.empty_like(source, device=device) for source in sources]
         self.parts: list[Tensor] = []
@@ -144,37 +143,38 @@ class _Copy:
         for bucket, flat in zip(buckets, self._flats, strict=True):
             for i, part in zip(bucket.indices, unflatten(bucket, flat), strict=True):
                 self.parts.append(_as_parameter(part, plan.tensors[i]) if i in parameters else part)
-        self._reads = _what_to_read(self.parts)
-        # Which ones may come to have hooks, or cease to be leaves. No second list of parts: references are counted.
+        self._reads = _state_readers(self.parts)
+        # These may get hooks or stop being leaves. Flags, and no second list of parts: references are counted.
         self._need_gradients = [part.requires_grad for part in self.parts]
         self._state = self._read()
         self._holders = ownership.MemoryHolders(self._flats)
-        self._is_at_rest = False  # since it was looked at nobody could change it
+        self._is_known_free = False  # it was checked at the end of the call, and nobody could change it since
 
     def to_refresh(self) -> list[Tensor]:
-        """The flat buffers, to be filled with the values of now."""
-        self._is_at_rest = False
+        """The flat buffers, to be filled with the current values for a call."""
+        self._is_known_free = False
         return self._flats
 
     def can_be_used_again(self, stream: torch.Stream | None) -> bool:
-        return stream == self._stream and (self._is_at_rest or (self._is_ours() and self._is_as_it_was()))
+        """True if a call on ``stream`` may use it."""
+        return stream == self._stream and (self._is_known_free or (self._is_free() and self._is_unchanged()))
 
     def end_call(self) -> bool:
-        """``False`` if the last call has left something on it. The next one asks whether somebody still holds it."""
-        if not self._is_at_rest:
-            # In this order: what nobody else holds is not changed between the two.
-            is_ours = self._is_ours()
-            if not self._is_as_it_was():
+        """Returns ``False`` if the last call left something on it. Somebody may still hold a part of it."""
+        if not self._is_known_free:
+            # In this order: if nobody else holds a part, nobody changes it between the two questions.
+            is_free = self._is_free()
+            if not self._is_unchanged():
                 return False
-            self._is_at_rest = is_ours
+            self._is_known_free = is_free
         return True
 
-    def _is_ours(self) -> bool:
-        """Whether nobody else holds a part of it, or could come to hold one."""
-        return ownership.are_in_one_list_only(self.parts) and self._holders.are_the_same()
+    def _is_free(self) -> bool:
+        """True if nobody else holds a part of it, or can get at one through a weak reference."""
+        return ownership.are_in_one_list_only(self.parts) and self._holders.are_unchanged()
 
-    def _is_as_it_was(self) -> bool:
-        """Whether the parts have not been changed but in value."""
+    def _is_unchanged(self) -> bool:
+        """True if at most the values of the parts have changed."""
         return self._read() == self._state and not any(map(_ATTRIBUTES, self.parts))
 
     def _read(self) -> list[list[Any]]:
@@ -193,8 +193,8 @@ _STATE_OF_LEAVES = (attrgetter("is_leaf"), _torch.hooks_of, _torch.hooks_after_a
 _ATTRIBUTES = attrgetter("__dict__")
 
 
-def _what_to_read(parts: list[Tensor]) -> list[Callable[[Tensor], Any]]:
-    """What tells whether parts are what they were: ``.data =`` may put in another view of the same memory."""
+def _state_readers(parts: list[Tensor]) -> list[Callable[[Tensor], Any]]:
+    """Functions that read the state of a part. ``.data =`` may give it another view of the same memory."""
     reads = [*_STATE]
     if any(part.is_complex() for part in parts):
         reads.append(Tensor.is_conj)
@@ -204,8 +204,8 @@ def _what_to_read(parts: list[Tensor]) -> list[Callable[[Tensor], Any]]:
 
 
 def _as_parameter(copy: Tensor, source: Tensor) -> Tensor:
-    """The copy, which nobody else has yet, as a leaf that needs a gradient if its source does."""
+    """Makes a new copy a parameter and a leaf, which requires a gradient if its source does."""
     if type(copy) is Tensor:
         copy.__class__ = nn.Parameter
-    # Outside of inference mode, where copies are made, what was made inside cannot be told to need one.
+    # Copies are made outside of inference mode, where an inference tensor cannot be set to require one.
     return copy.requires_grad_() if source.requires_grad and not copy.is_inference() else copy

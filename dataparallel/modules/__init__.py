@@ -1,4 +1,4 @@
 """A module tree, read once per call and copied: plan, references, snapshot, cycles, placement, signatures, build.
 
-These rooms know modules and their attributes. How tensors travel, and who runs a replica, is not their business.
+These files know modules and their attributes. They neither move tensors between devices nor run replicas.
 """

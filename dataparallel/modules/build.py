@@ -1,7 +1,7 @@
-"""One replica of a module tree, built around its tensors from a plan.
+"""Builds one replica of a module tree, from a plan and the replica's tensors.
 
-``plan`` says which modules there are and what each of them has. Where the tensors come from is the business of
-``replicate``, ``kept`` and the composable forms, which all build their replicas here.
+``modules.plan`` says which modules there are and what each of them has. The callers bring the tensors: ``replicate``,
+``kept`` and the composable forms.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
-from dataparallel.modules.cycles import note_circles
-from dataparallel.modules.plan import MADE, NOTHING, STANDS_FOR, ModuleEntry, ModulePlan, dotted
+from dataparallel.modules.plan import MADE_FOR_ATTRIBUTES, NONE_POSITION, TWIN_INFO, ModuleEntry, ModulePlan, dotted
 from dataparallel.modules.references import Rebinding
 from dataparallel.replica_parameter import ReplicaParameter
 
@@ -34,10 +33,11 @@ __all__ = [
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """While replicas are made the garbage collector waits.
+    """Pauses the garbage collector while replicas are made.
 
-    They are thousands of objects, all of them in use, through which it would walk again and again in vain. It is a
-    switch of the whole process: other threads' garbage waits for these milliseconds too. Where it is off it stays off.
+    Replicas are thousands of objects that are all in use, and the collector would walk through them again and again in
+    vain. The switch is for the whole process: garbage of other threads waits for these milliseconds too. If the
+    collector is off it stays off.
     """
     if not gc.isenabled():
         yield
@@ -50,12 +50,12 @@ def collector_paused() -> Iterator[None]:
 
 
 def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
-    """One replica of the plan's tree around ``tensors``, which become its parameters and buffers."""
+    """One replica of the plan's tree. ``tensors`` become its parameters and buffers; ``record``: of a graph."""
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
-    held = [*tensors, *plan.as_they_are, None]  # None at `NOTHING`
+    held = [*tensors, *plan.shared, None]  # None at `NONE_POSITION`
     flags = hook_flags()
     modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
-    placed = [*modules, *plan.as_they_are, None]
+    placed = [*modules, *plan.shared, None]
     for entry, module in zip(plan.entries, modules, strict=True):
         if entry.is_script:
             _fill_script(entry, module, placed, held)
@@ -73,17 +73,17 @@ def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
 
 
 def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) -> None:
-    """Makes copies of plain parameters instances of ``cls``."""
+    """Makes the copies of plain parameters instances of ``cls``."""
     for i in plan.parameters:
         if type(tensors[i]) is Tensor:
-            # The object stays what the broadcast returned, graph included; only its Python class changes.
+            # The object is still the output of the broadcast, with its graph; only the Python class changes.
             tensors[i].__class__ = cls
 
 
 def _point_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor]) -> None:
-    """Points what attributes outside of the registries hold at the replica."""
+    """Makes attributes outside of the registries refer to the replica instead of the source."""
     table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
-    table[plan.source] = modules[0]
+    table[plan.source_id] = modules[0]
     table.update({id(source): tensor for source, tensor in zip(plan.tensors, tensors, strict=True)})
     rebinding = Rebinding(table)
     for entry, module in zip(plan.entries, modules, strict=True):
@@ -98,43 +98,43 @@ def _point_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[
                         f"{type(attributes[key]).__name__} that refers to their replicas could not be built"
                     ) from error
     if plan.may_hold_cycles:
-        note_circles(modules[0], rebinding.made)
+        vars(modules[0])[MADE_FOR_ATTRIBUTES] = rebinding.made  # for a `CycleBreaker`
 
 
 def bare_module(cls: type[nn.Module]) -> nn.Module:
     """An instance without any attribute."""
     try:
-        return object.__new__(cls)  # a class's own may want arguments
-    except TypeError:  # a class that is also a built-in type
+        return object.__new__(cls)  # `cls.__new__` may require arguments
+    except TypeError:  # the class is also a built-in type
         return cls.__new__(cls)
 
 
 def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
-    """What the class's ``_replicate_for_data_parallel`` makes of the source."""
+    """The copy that the class's ``_replicate_for_data_parallel`` makes of the source."""
     replica: nn.Module = entry.module._replicate_for_data_parallel()
     own = vars(replica)
-    # What its rule leaves out comes along, but for methods of a ScriptModule, which are bound to the source.
+    # Attributes that its rule leaves out are added, except methods of a ScriptModule, which are bound to the source.
     left_out = entry.attributes.keys() - own.keys()
     own.update(
         {key: entry.attributes[key] for key in left_out if not isinstance(entry.attributes[key], _torch.ScriptMethod)}
     )
-    own.pop(MADE, None)
+    own.pop(MADE_FOR_ATTRIBUTES, None)
     return replica
 
 
 def hook_flags() -> dict[str, Any]:
-    """Empty tables for the replicas of one call: what they note of hooks by their numbers."""
+    """Empty tables of flags about hooks, by the hooks' numbers. All modules of a call may share them."""
     return {name: OrderedDict() for name in HOOK_FLAGS}
 
 
 def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """``own``, a copy of the source's attributes, with empty registries and with tables for hooks that are its own.
+    """Changes ``own``, a copy of the source's attributes, into those of a replica, and returns it.
 
-    ``flags`` are those tables that replicas may share, see `hook_flags`.
+    The registries are empty and the tables of hooks are new, except ``flags``: see `hook_flags`.
     """
     attributes = entry.attributes
     own["_is_replica"] = True
-    own.pop(STANDS_FOR, None)
+    own.pop(TWIN_INFO, None)
     for name in REGISTRIES:
         own[name] = {}
     own["_non_persistent_buffers_set"] = attributes["_non_persistent_buffers_set"].copy()
@@ -149,7 +149,7 @@ def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any
 
 
 def _fill_registries(entry: ModuleEntry, own: dict[str, Any], modules: list[Any], held: list[Any]) -> None:
-    """Puts tensors and children of the replica where the source has its own. Both lists end with ``None``."""
+    """Puts the replica's tensors and children where the source has its own. Both lists end with ``None``."""
     if entry.parameters:
         registry = own["_parameters"]
         for key, i in entry.parameters.items():
@@ -167,9 +167,9 @@ def _fill_registries(entry: ModuleEntry, own: dict[str, Any], modules: list[Any]
 
 
 def _fill_script(entry: ModuleEntry, replica: nn.Module, modules: list[Any], held: list[Any]) -> None:
-    """The registries of a ScriptModule are views of a C++ object, which is written through attributes."""
+    """Fills a ScriptModule, whose registries are views of a C++ object that is written through attributes."""
     for key, i in (*entry.parameters.items(), *entry.buffers.items()):
-        if i != NOTHING:
+        if i != NONE_POSITION:
             setattr(replica, key, held[i])
     for key, i in entry.children.items():
         replica._modules[key] = modules[i]

@@ -1,11 +1,13 @@
-"""Taking apart replicas whose attributes refer to each other in circles.
+"""Takes replicas apart that hold reference cycles, so that their memory is free when the call ends.
 
-A bound method or a reference to the parent makes a circle in the source, which lives long, and in each replica, which
-lives for one forward. Reference counting does not free circles, and copies of all weights would wait for the garbage
-collector. So when a call ends, replicas that nothing outside of them refers to are taken apart. Something may: a
-checkpoint runs a replica's methods again in backward. Such replicas are looked at again when the next call ends; until
-then, and if nobody calls again, they are the collector's. So are all of them where ``ownership`` cannot tell what
-refers to them. ``replicate`` says what it made, ``data_parallel`` says when a call ends.
+A bound method or a reference to the parent makes a cycle in the source, which lives long, and in each replica, which
+lives for one forward. Reference counting does not free cycles: copies of all weights would wait for the garbage
+collector. So at the end of a call a replica is taken apart if nothing outside of it refers to it. If something does, a
+checkpoint that runs the replica's methods again in backward for example, the replica is tried again at the end of the
+next call; the collector frees it if no call follows. Where reference counts are not trusted (``ownership``), all such
+replicas are left to the collector.
+
+``modules.build`` notes the objects that it makes; ``stages`` and ``kept.replicas`` say when replicas are done with.
 """
 
 from __future__ import annotations
@@ -19,33 +21,28 @@ from torch import nn
 
 from dataparallel import ownership
 from dataparallel._torch import OWN_HOOK_TABLES, REGISTRIES
-from dataparallel.modules.plan import MADE
+from dataparallel.modules.plan import MADE_FOR_ATTRIBUTES
 
-__all__ = ["CycleBreaker", "note_circles"]
-
-
-def note_circles(replica: nn.Module, made: list[Any]) -> None:
-    """Notes on the root of a replica the objects that were made for its attributes, for a `CycleBreaker`."""
-    vars(replica)[MADE] = made
+__all__ = ["CycleBreaker"]
 
 
 class CycleBreaker:
-    """Takes replicas apart, if they may be circular and nothing else holds a part of them.
+    """Takes replicas apart if they may hold cycles and nothing else holds a part of them.
 
-    It belongs into the frame of the call, which calls `take_apart` when all is well. When the call fails the frame
-    lives until the last traceback of the failure is gone, and then the breaker does it as it dies. It keeps nothing
-    alive itself.
+    It is a local variable of the call, which calls `take_apart` when it succeeds. If the call fails, the frame lives as
+    long as a traceback of the failure; the breaker is deleted with the frame and takes the replicas apart then. It
+    keeps nothing alive itself.
     """
 
     def __init__(self, replicas: Sequence[nn.Module]) -> None:
-        told = ownership.can_be_told()
-        self._roots = [weakref.ref(replica) for replica in replicas if told and MADE in vars(replica)]
+        trusted = ownership.are_counts_trusted()
+        self._roots = [weakref.ref(replica) for replica in replicas if trusted and MADE_FOR_ATTRIBUTES in vars(replica)]
 
     def __del__(self) -> None:
         self.take_apart()
 
     def take_apart(self) -> None:
-        """Takes the replicas apart, and those of earlier calls that were still in use then."""
+        """Takes the replicas apart, and replicas that were still in use when an earlier call ended."""
         roots, self._roots = self._roots, []
         while _in_use:
             try:
@@ -62,7 +59,7 @@ _in_use: deque[weakref.ref[nn.Module]] = deque(maxlen=256)
 
 
 def _take_apart(root: weakref.ref[nn.Module]) -> bool:
-    """Whether the replica is gone."""
+    """Returns ``False`` if something else holds a part of the replica."""
     parts = _parts(root)
     if not _only_their_own(parts):
         return False
@@ -73,29 +70,29 @@ def _take_apart(root: weakref.ref[nn.Module]) -> bool:
 
 
 def _parts(root: weakref.ref[nn.Module]) -> list[Any]:
-    """The modules of a replica, and what was made for their attributes."""
+    """The modules of a replica, and the objects that were made for their attributes."""
     replica = root()
-    return [] if replica is None else [*replica.modules(), *vars(replica)[MADE]]
+    return [] if replica is None else [*replica.modules(), *vars(replica)[MADE_FOR_ATTRIBUTES]]
 
 
 def _only_their_own(parts: list[Any]) -> bool:
     """True if ``parts`` are referenced only by each other and by this list.
 
-    References are counted: those that there are against those that are held inside. Who holds a module's registry, or
-    a view of it, holds its children: registries count as parts.
+    The number of references to each part is compared with the number of references from the other parts. A holder of a
+    registry, or of a view of it, holds the module's children: registries count as parts.
     """
-    if not ownership.can_be_told():
+    if not ownership.are_counts_trusted():
         return False
     modules = [part for part in parts if issubclass(type(part), nn.Module)]
     made = [part for part in parts if not issubclass(type(part), nn.Module)]
     attributes = [vars(module) for module in modules]
     names = (*REGISTRIES, *OWN_HOOK_TABLES)
-    known = set(map(id, made))  # a hook table that was made anew is one of these
+    known = set(map(id, made))  # a new hook table is one of these
     tables = [own[name] for own in attributes for name in names if name in own and id(own[name]) not in known]
-    noted = [own[MADE] for own in attributes if MADE in own]
+    noted = [own[MADE_FOR_ATTRIBUTES] for own in attributes if MADE_FOR_ATTRIBUTES in own]
     holders = {id(holder): holder for holder in (*attributes, *tables, *made, *noted)}
     inside = ownership.references_inside(holders.values())
-    # Beside ``parts`` each of these objects is in one list here, and holders are in one dict more.
+    # Besides ``parts``, one list here refers to each of these objects; holders are in a dict too.
     extra = ownership.references_of_one()
     control = nn.Module()
     (owned,) = ownership.references([vars(control)])

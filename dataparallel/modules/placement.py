@@ -1,7 +1,7 @@
-"""Whether a module is where its forward needs it: every parameter and buffer on the first slot.
+"""Checks that a module is where its forward needs it: every parameter and buffer on the first slot.
 
-Asked at each call, because a module may be moved or materialised at any time before. It changes nothing;
-``data_parallel`` and the composable forms ask.
+``data_parallel`` and the composable forms check at each call, because a module may be moved or materialised between
+calls. Nothing is moved here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check_placement(
     ignored_modules: Collection[nn.Module] = (),
     ignored_parameters: Collection[int] = (),
 ) -> None:
-    """Checks every parameter and buffer but those of ``ignored_modules`` and those with one of the ids given.
+    """Checks every parameter and buffer, except ``ignored_parameters`` (ids) and those below ``ignored_modules``.
 
     Raises:
         RuntimeError: one is not on ``root``; the message names it and says what to call.

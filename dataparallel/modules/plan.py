@@ -1,8 +1,8 @@
-"""A module tree seen once: its tensors, children, ties, what hangs on its instances, classes with rules of their own.
+"""The plan of a module tree: its modules, tensors, ties, attributes that refer to the tree, classes with own rules.
 
-A plan is made at the start of a call from the tree as it is then, and read once for every replica, so that making a
-replica asks the source nothing. It also says which trees cannot be replicated, and why. It copies nothing;
-``replicate`` and the rooms that keep replicas use it.
+A plan is made from the tree as it is at the start of a call, and read once for each replica, so that building a replica
+does not look at the source again. It also says which trees cannot be replicated, and why. It copies nothing.
+``replicate``, ``kept`` and the composable forms use it.
 """
 
 from __future__ import annotations
@@ -22,100 +22,92 @@ from dataparallel.modules.references import ATOMIC, behind_proxy, compiled_over,
 
 __all__ = [
     "REFUSAL",
-    "STANDS_FOR",
+    "TWIN_INFO",
     "ModuleEntry",
     "ModulePlan",
-    "StandsFor",
-    "check_replicatable",
+    "TwinInfo",
     "dotted",
     "instance_slots",
 ]
 
 TABLES = frozenset({dict, OrderedDict, list, tuple, set})
-"""Types of containers that lead nowhere while they are empty."""
+"""Types of containers that refer to nothing while they are empty."""
 
-NOTHING = -1
-"""The position of ``None``."""
+NONE_POSITION = -1
+"""The position of a name that is registered for ``None``."""
 
-MADE = "_dataparallel_made"
-"""Attribute of a replica's root: objects made for its attributes. It belongs to that replica only."""
+MADE_FOR_ATTRIBUTES = "_dataparallel_made_for_attributes"
+"""Attribute of a replica's root: the objects that were made for its attributes."""
 
-STANDS_FOR = "_dataparallel_stands_for"
-"""Attribute of a root that stands for another module: a `StandsFor`. Replicas do not have it."""
+TWIN_INFO = "_dataparallel_twin_info"
+"""Attribute of a root that is the twin of another module: a `TwinInfo`. Replicas do not have it."""
 
 REFUSAL = "_dataparallel_refusal"
-"""Method of modules of which there can be no replicas: called with the name in the tree, it returns a sentence."""
+"""Method of modules that cannot be replicated. It takes the name in the tree and returns the error message."""
 
 
 @dataclass(frozen=True, eq=False)
-class StandsFor:
-    """What has to be known of a root that stands for a module, with the same children and tensors.
+class TwinInfo:
+    """Describes a twin: a root that replaces a module in its tree, with the same children and tensors.
 
-    ``source`` is that module's id: what refers to it refers to the replica. Modules in ``ignored_modules`` below the
-    root and parameters whose ids are in ``ignored_parameters`` are handed to every replica as they are.
+    Attributes:
+        source_id: the id of that module. In replicas, references to it become references to the replica.
+        ignored_modules: modules below the root that all replicas share with the source.
+        ignored_parameters: ids of parameters that all replicas share with the source.
     """
 
-    source: int
+    source_id: int
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_parameters: frozenset[int] = frozenset()
 
 
+@dataclass(slots=True, eq=False)
 class ModuleEntry:
     """One module: positions of its tensors and children in the plan, and attributes that refer to the tree.
 
-    A name that is registered for ``None`` has the position `NOTHING`; positions below count from the end of
-    ``[*plan.as_they_are, None]``. ``attributes`` is a copy of its ``__dict__``,
-    registries included; ``proxied`` names children that are weak proxies of a module.
+    A name that is registered for ``None`` has the position `NONE_POSITION`, which is -1. That and lower positions count
+    from the end of ``[*plan.shared, None]``. ``attributes`` is a copy of the module's ``__dict__``, registries
+    included; ``proxied`` names the children that are weak proxies of a module.
     """
 
-    __slots__ = (
-        "attributes",
-        "buffers",
-        "children",
-        "cls",
-        "has_hooks",
-        "has_own_rule",
-        "is_script",
-        "module",
-        "name",
-        "parameters",
-        "proxied",
-        "references",
-        "slots",
-    )
+    module: nn.Module
+    name: str
+    cls: type[nn.Module] = field(init=False)
+    attributes: dict[str, Any] = field(init=False)
+    parameters: dict[str, int] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
+    children: dict[str, int] = field(default_factory=dict)
+    references: list[str] = field(default_factory=list)
+    proxied: list[str] = field(default_factory=list)
+    slots: tuple[str, ...] = ()
+    has_hooks: bool = field(init=False)
+    has_own_rule: bool = False
+    is_script: bool = field(init=False)
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.module = module
-        self.name = name
-        self.cls = type(module)
-        self.attributes = vars(module).copy()
-        self.attributes.pop(MADE, None)
-        self.parameters: dict[str, int] = {}
-        self.buffers: dict[str, int] = {}
-        self.children: dict[str, int] = {}
-        self.references: list[str] = []
-        self.proxied: list[str] = []
-        self.slots: tuple[str, ...] = ()
+    def __post_init__(self) -> None:
+        self.cls = type(self.module)
+        self.attributes = vars(self.module).copy()
+        self.attributes.pop(MADE_FOR_ATTRIBUTES, None)
         self.has_hooks = any(map(self.attributes.get, HOOK_TABLES))
-        self.has_own_rule = False
-        self.is_script = isinstance(module, torch.jit.ScriptModule)
+        self.is_script = isinstance(self.module, torch.jit.ScriptModule)
 
 
 @dataclass
 class ModulePlan:
-    """A tree: each module and each tensor once, however often it is used. Position 0 is the root.
+    """A tree. Each module and each tensor is in it once, however often it is used. Position 0 is the root.
 
-    ``parameters`` has the positions of those tensors that are parameters; the others are buffers. ``as_they_are`` are
-    the modules and parameters that are handed to every replica by reference, ``source`` is the id of the module that
-    the root stands for: its own, unless it has a `StandsFor`.
+    Attributes:
+        parameters: positions of the tensors that are parameters; the others are buffers.
+        source_id: the id of the root or, if the root is a twin, of the module that it replaces.
+        shared: modules and parameters that all replicas share with the source.
     """
 
     entries: list[ModuleEntry]
     tensors: list[Tensor]
     parameters: list[int]
-    source: int
+    source_id: int
     ignored_parameters: frozenset[int] = frozenset()
-    as_they_are: list[Any] = field(default_factory=list)
+    shared: list[Any] = field(default_factory=list)
     has_references: bool = False
     may_hold_cycles: bool = False
 
@@ -126,13 +118,13 @@ class ModulePlan:
         Raises:
             RuntimeError: the tree cannot be replicated; the message names the module or parameter.
         """
-        stands_for: StandsFor = vars(network).get(STANDS_FOR) or StandsFor(id(network))
-        ignored = stands_for.ignored_modules
+        twin: TwinInfo = vars(network).get(TWIN_INFO) or TwinInfo(id(network))
+        ignored = twin.ignored_modules
         entries = [ModuleEntry(module, name) for name, module in network.named_modules(memo={*ignored})]
-        check_replicatable(entries)
+        _check_replicatable(entries)
         position = {id(entry.module): i for i, entry in enumerate(entries)}
-        plan = cls(entries, [], [], stands_for.source, stands_for.ignored_parameters)
-        position.update((id(module), plan._handed_over(module)) for module in ignored)
+        plan = cls(entries, [], [], twin.source_id, twin.ignored_parameters)
+        position.update((id(module), plan._share(module)) for module in ignored)
         found: dict[int, int] = {}
         # Parameters first: a tensor that is both a parameter and a buffer is a parameter.
         for entry in entries:
@@ -142,21 +134,18 @@ class ModulePlan:
             for key, buffer in entry.module._buffers.items():
                 entry.buffers[key] = plan._add(buffer, False, found, entry, key)
             for key, child in entry.module._modules.items():
-                at = NOTHING if child is None else position.get(id(child))
+                at = NONE_POSITION if child is None else position.get(id(child))
                 if at is None:
                     at = position[id(behind_proxy(child))]
                     entry.proxied.append(key)
                 entry.children[key] = at
-        modules = {id(entry.module) for entry in entries} | {plan.source}
+        modules = {id(entry.module) for entry in entries} | {plan.source_id}
         plan._find_references(modules, found.keys() - plan.ignored_parameters)
         return plan
 
     @property
     def is_plain(self) -> bool:
-        """Whether replicas differ from the source in nothing but tensors and children, so that no rule is needed.
-
-        What they get as it is makes no difference.
-        """
+        """True if replicas differ from the source in their tensors and children only."""
         return not self.has_references and not any(
             entry.slots or entry.has_own_rule or entry.proxied or entry.has_hooks for entry in self.entries
         )
@@ -165,11 +154,11 @@ class ModulePlan:
         self, tensor: Tensor | None, is_parameter: bool, found: dict[int, int], entry: ModuleEntry, key: str
     ) -> int:
         if tensor is None:
-            return NOTHING
+            return NONE_POSITION
         if id(tensor) in found:
             return found[id(tensor)]
         if id(tensor) in self.ignored_parameters:
-            found[id(tensor)] = self._handed_over(tensor)
+            found[id(tensor)] = self._share(tensor)
         else:
             if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
                 raise RuntimeError(
@@ -182,10 +171,10 @@ class ModulePlan:
             self.tensors.append(tensor)
         return found[id(tensor)]
 
-    def _handed_over(self, item: nn.Module | Tensor) -> int:
-        """The position of what every replica gets as it is."""
-        self.as_they_are.insert(0, item)
-        return NOTHING - len(self.as_they_are)
+    def _share(self, item: nn.Module | Tensor) -> int:
+        """Adds a module or parameter to `shared` and returns its position."""
+        self.shared.insert(0, item)
+        return NONE_POSITION - len(self.shared)
 
     def _find_references(self, modules: Set[int], tensors: Set[int]) -> None:
         known = modules | tensors
@@ -196,7 +185,7 @@ class ModulePlan:
                 has_own_rule = cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
                 rules[cls] = instance_slots(cls), has_own_rule
             entry.slots, entry.has_own_rule = rules[cls]
-            # Most of what a module holds is atomic or an empty table; this line is run for every attribute there is.
+            # Most attributes are atomic or empty tables; these lines run for every attribute of every module.
             held = [
                 (key, value)
                 for key, value in entry.attributes.items()
@@ -212,12 +201,12 @@ class ModulePlan:
                 if not ids.isdisjoint(known):
                     entry.references.append(key)
                     self.has_references = True
-                    # Tensors lead nowhere; a module's attribute that leads to a module may lead back to it.
+                    # Tensors refer to nothing. An attribute that leads to a module may lead back to its owner.
                     self.may_hold_cycles |= not ids.isdisjoint(modules)
 
 
 def instance_slots(cls: type) -> tuple[str, ...]:
-    """Attributes that instances keep in ``__slots__`` and not in their ``__dict__``."""
+    """Names of the attributes that instances keep in ``__slots__`` and not in their ``__dict__``."""
     names = []
     for base in cls.__mro__:
         declared = vars(base).get("__slots__", ())
@@ -229,16 +218,14 @@ def instance_slots(cls: type) -> tuple[str, ...]:
 
 
 def dotted(module_name: str, key: str) -> str:
-    """The name of what the module called ``module_name`` (``""``: the root) holds as ``key``."""
+    """The full name of the attribute ``key`` of the module called ``module_name`` (``""``: the root)."""
     return f"{module_name}.{key}" if module_name else key
 
 
-def check_replicatable(entries: list[ModuleEntry]) -> None:
-    """Refuses trees whose replicas would not be copies.
+def _check_replicatable(entries: list[ModuleEntry]) -> None:
+    """Raises ``RuntimeError`` if replicas of the tree would not be copies.
 
-    Raises:
-        RuntimeError: a ScriptModule holds a Python module, whose code TorchScript keeps; a module is compiled, and its
-            compiled code holds the source's weights; or its class says that there can be none. The message names it.
+    TorchScript keeps the code of a Python module inside a ScriptModule, and compiled code holds the source's weights.
     """
     known = {id(entry.module) for entry in entries}
     for entry in entries:
@@ -259,6 +246,6 @@ def check_replicatable(entries: list[ModuleEntry]) -> None:
 
 def _compiled(name: str) -> RuntimeError:
     return RuntimeError(
-        f"cannot replicate {name!r}: it was compiled with torch.compile, and what was compiled computes with the "
+        f"cannot replicate {name!r}: it was compiled with torch.compile, and the compiled code computes with the "
         "weights of the source. Wrap the module that is not compiled"
     )

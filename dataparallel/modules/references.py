@@ -1,13 +1,13 @@
-"""What hangs on an instance: references to a module tree that plain attributes hold, found and pointed elsewhere.
+"""Finds references to a module tree in plain attributes of its modules, and rebinds them to a replica.
 
-A module's parameters, buffers and children are in its registries; this room is about the rest of its ``__dict__``:
+A module's parameters, buffers and children are in its registries. This room is about the rest of its ``__dict__``:
 bound methods (``m.forward = MethodType(f, m)``), partials, functions with closures or defaults, caches, weak references
-and proxies over modules of the tree, and those modules and tensors themselves, directly or within one level of list,
-tuple, set, deque or dict (hooks, RNN weight lists, a list that holds the parent). A replica that kept them would
-compute with the source's weights. Weak references to tensors stay: torch's RNNs tell by them that their weights have
-changed. Used by ``modules.plan``, ``modules.snapshot`` and ``replicate`` only.
+and proxies that lead to modules of the tree, and those modules and tensors themselves, directly or within one level of
+list, tuple, set, deque or dict (hooks, RNN weight lists, a list that holds the parent). A replica that kept them would
+compute with the source's weights. Weak references to tensors stay: torch's RNNs use them to see that their weights have
+changed. ``modules.plan``, ``modules.snapshot`` and ``modules.build`` use this room.
 
-Types are asked with ``type``, never ``isinstance``: an attribute may pretend to be of another class, or be dead.
+Types are read with ``type``, never ``isinstance``: an attribute may pretend to be of another class, or be dead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, dict, UserDict)
 
 
 def reached(value: Any) -> list[Any]:
-    """Every object that `Rebinding` would look at to point ``value`` elsewhere, ``value`` itself among them."""
+    """Every object that `Rebinding` looks at to rebind ``value``, including ``value`` itself."""
     found: list[Any] = []
     waiting = [value, *_elements(value)]
     seen: set[int] = set()
@@ -54,7 +54,7 @@ def reached(value: Any) -> list[Any]:
 
 
 def _elements(value: Any) -> list[Any]:
-    """What a container holds, one level deep, without what leads nowhere: word lists and tables are long."""
+    """The elements of a container that may refer to something. The others are left out: word lists are long."""
     cls = type(value)
     if issubclass(cls, (list, tuple, set, frozenset, deque)):
         return [item for item in value if type(item) not in _NOT_ENTERED]
@@ -64,13 +64,13 @@ def _elements(value: Any) -> list[Any]:
 
 
 def _items(value: Any) -> Collection[tuple[Any, Any]]:
-    """The items of a dict, whatever its class makes of its methods."""
+    """The items of a dict, past methods that its class overrides."""
     table = vars(value).get("data") if issubclass(type(value), UserDict) else value
     return dict.items(table) if isinstance(table, dict) else ()
 
 
 def _behind(item: Any) -> list[Any]:
-    """What a callable or weak reference leads to."""
+    """The objects that a callable or weak reference leads to."""
     cls = type(item)
     if cls is types.MethodType:
         return [item.__self__, item.__func__]
@@ -95,14 +95,14 @@ def behind_proxy(item: Any) -> Any:
     """The module behind a ``weakref.proxy``; ``item`` itself if it is none, or its module is gone."""
     try:
         if type(item) in _PROXIES and issubclass(item.__class__, nn.Module):
-            return item.modules.__self__  # a method, looked up through the proxy, is bound to what is behind it
+            return item.modules.__self__  # a method that is looked up through a proxy is bound to the module
     except ReferenceError:
         pass
     return item
 
 
 def _filled(function: types.FunctionType) -> Iterator[tuple[types.CellType, Any]]:
-    """The cells of a closure with their contents; one that is still empty has none."""
+    """The cells of a closure with their contents, without cells that are still empty."""
     for cell in function.__closure__ or ():
         try:
             yield cell, cell.cell_contents
@@ -111,18 +111,18 @@ def _filled(function: types.FunctionType) -> Iterator[tuple[types.CellType, Any]
 
 
 def compiled_over(items: Collection[Any], known: Collection[int]) -> bool:
-    """Whether among ``items`` is something that ``torch.compile`` made over an object whose id is in ``known``."""
+    """True if ``torch.compile`` made one of ``items`` from an object whose id is in ``known``."""
     if not _torch.is_compiler_loaded():  # nothing is compiled
         return False
     return any(id(original) in known for item in items for original in reached(_torch.compiled_original(item)))
 
 
 class Rebinding:
-    """Points what the attributes of one replica hold at that replica.
+    """Replaces references to the source in the attributes of one replica by references to the replica.
 
-    Containers, methods, partials, functions and weak references are built anew, never changed, and once: what two
-    attributes share, the replica's share too. A function keeps its code and those cells of its closure that do not lead
-    into the tree, so that counters outside are still counted.
+    Containers, methods, partials, functions and weak references are never changed: new ones are built, each once, so
+    that an object that two attributes of the source share is shared in the replica too. A function keeps its code and
+    those cells of its closure that do not lead into the tree, so that a counter outside of the tree still counts.
 
     Args:
         table: from ids of the source's modules and tensors to those of the replica.
@@ -148,7 +148,7 @@ class Rebinding:
         if not issubclass(cls, (list, deque, dict, UserDict)):
             elements = [self._one(item) for item in value]
             return self._made(value, cls._make(elements) if hasattr(cls, "_make") else cls(elements))
-        # Noted before it is filled: what it holds may lead back to it.
+        # Noted before it is filled: its elements may lead back to it.
         new = self._made(value, copy.copy(value))
         if issubclass(cls, (list, deque)):
             new.clear()
@@ -169,7 +169,7 @@ class Rebinding:
         return new
 
     def _one(self, item: Any) -> Any:
-        """A value of which nothing is looked at but itself and, if it is callable, what it calls."""
+        """Like `rebound`, for an element: a container inside a container stays as it is."""
         cls = type(item)
         if cls in ATOMIC:
             return item
@@ -209,7 +209,7 @@ class Rebinding:
         keywords = {key: self.rebound(value) for key, value in item.keywords.items()}
         new: functools.partial[Any] = self._made(item, type(item)(self.rebound(item.func), *args, **keywords))
         vars(new).update({key: self.rebound(value) for key, value in vars(item).items()})
-        # The empty tuple is everybody's.
+        # There is one empty tuple in the process, which everybody shares.
         self.made += [vars(new), *(part for part in (new.args, new.keywords) if part)]
         return new
 

@@ -1,9 +1,9 @@
-"""Functions that stand for others and show their signature, for code that asks before it calls.
+"""Stand-ins: functions that are called in place of a module's methods and show their signature.
 
 transformers, accelerate and Lightning read ``inspect.signature(model.forward)``, compare bound methods and look for
-their ``__func__``. So what stands for a module's ``forward`` has to be a function on the class and a bound method on
-the instance, and two accesses have to compare equal. What such a function does is ``data_parallel``'s and
-``composable.replicate``'s business; nobody else uses this room.
+their ``__func__``. So the stand-in for a module's ``forward`` is a function on the class and a bound method on the
+instance, and two accesses compare equal. ``data_parallel`` and ``composable.replicate`` use this room and say what a
+stand-in does.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StandIns:
-    """One function for each function that it stands for, as long as somebody holds it.
+    """One stand-in for each function, as long as somebody holds the stand-in.
 
     So two bound methods that were made one after the other are equal while the first is held, as with any method.
 
     Args:
-        make: makes the one from the other, and keeps that alive through ``__wrapped__`` or a closure.
+        make: makes the stand-in from the function, which it keeps alive through ``__wrapped__`` or a closure.
     """
 
     def __init__(self, make: Callable[[Any], FunctionType]) -> None:
         self._make = make
-        # Keyed by ids, which stay taken: each function keeps alive what it stands for, and its entry goes with it.
+        # Keyed by ids, which stay taken: a stand-in keeps its function alive, and the entry goes with the stand-in.
         self._made: weakref.WeakValueDictionary[int, FunctionType] = weakref.WeakValueDictionary()
 
     def of(self, function: Any) -> FunctionType:
-        """What stands for ``function``."""
+        """The stand-in for ``function``."""
         return self._made.get(id(function)) or self._made.setdefault(id(function), self._make(function))
 
 
 class _ShowsForwardOfModule:
-    """A method of a wrapper: a plain function on the class; on an instance it has the signature of the module's."""
+    """A method of a wrapper. On the class it is a plain function, on an instance it shows the module's signature."""
 
     def __init__(self, function: FunctionType) -> None:
         self.__doc__ = function.__doc__
@@ -53,7 +53,7 @@ class _ShowsForwardOfModule:
     def __get__(self, wrapper: Any, cls: type | None = None) -> Any:
         if wrapper is None:
             return self._function
-        if torch.compiler.is_compiling():  # nobody looks at what the compiler calls
+        if torch.compiler.is_compiling():  # the compiler does not read the signature
             return functools.partial(self._function, wrapper)
         module = vars(wrapper).get("_modules", {}).get("module")
         shown = getattr(module, "forward", None)
@@ -61,7 +61,7 @@ class _ShowsForwardOfModule:
             return MethodType(self._stand_ins.of(shown.__func__), wrapper)
         bound = MethodType(self._function, wrapper)
         if shown is None or (isinstance(shown, _torch.ScriptMethod) and not hasattr(shown, "__wrapped__")):
-            return bound  # what has been traced has no signature to show
+            return bound  # a traced method has no signature
         return _shown_by(functools.partial(bound), shown)
 
     def _showing(self, shown: Any) -> FunctionType:
@@ -75,9 +75,9 @@ class _ShowsForwardOfModule:
 
 
 def _shown_by(function: F, shown: Any) -> F:
-    """``function`` with the signature of ``shown``, which is looked at when somebody asks."""
+    """``function`` with the signature of ``shown``, which is read when somebody asks for it."""
     function.__wrapped__ = shown  # type: ignore[attr-defined]
-    # Written as strings they are looked up where ``shown`` is defined.
+    # Annotations that are strings are looked up where ``shown`` is defined.
     function.__annotations__ = dict(getattr(shown, "__annotations__", {}))
     return function
 

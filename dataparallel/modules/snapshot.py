@@ -1,9 +1,9 @@
-"""Whether a module tree still is what it was when its plan was made, so that the plan can be used again.
+"""Compares a module tree with the tree from which a plan was made, so that the plan can be used again.
 
-Seen here are the tree and the attributes of its modules: names, and which objects they stand for. Objects that change
-without becoming others are looked into: registries, hooks, containers, functions. What tensors are made of (shape,
-dtype, device, values) is not looked at: whoever copies them looks then. Nor is the inside of modules that replicas get
-as they are, which no plan knows. Only ``kept.replicas`` uses this.
+It compares the modules of the tree, and the names and the identity of their attributes. It looks into objects that
+change in place: registries, hooks, containers, functions. It does not compare shape, dtype, device or values of
+tensors: ``kept.tensors`` does, when it copies them. It does not look into modules that replicas share with the source,
+which are in no plan. Only ``kept.replicas`` uses this room.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ __all__ = ["TreeSnapshot"]
 
 
 class TreeSnapshot:
-    """What a plain plan was made from (``ModulePlan.is_plain``)."""
+    """The tree from which a plain plan was made (``ModulePlan.is_plain``)."""
 
     def __init__(self, plan: ModulePlan) -> None:
         self._root = plan.entries[0].module
         self._known = {id(entry.module) for entry in plan.entries} | {id(tensor) for tensor in plan.tensors}
-        self._known.add(plan.source)
+        self._known.add(plan.source_id)
         self._modules = [_ModuleSnapshot.of(entry) for entry in plan.entries]
 
     def still_holds(self, network: nn.Module) -> bool:
-        """Whether the plan of ``network`` would be the same."""
+        """True if the plan of ``network`` would be the same."""
         return network is self._root and all(module.still_holds(self._known) for module in self._modules)
 
 
 @dataclass
 class _ModuleSnapshot:
-    """One module. ``looked_into`` names attributes that could come to lead into the tree."""
+    """One module. ``looked_into`` names the attributes that can change in place and then lead into the tree."""
 
     module: nn.Module
     cls: type[nn.Module]

@@ -11,7 +11,7 @@ from torch import nn
 from affine import Affine
 from dataparallel.composable import replicate
 from dataparallel.composable.contract import KEY
-from dataparallel.modules.plan import STANDS_FOR
+from dataparallel.modules.plan import TWIN_INFO
 from dataparallel.testing import parity
 from dataparallel.testing.cases import numbers, seeded
 
@@ -79,7 +79,7 @@ class TestReferencesToTheModule:
         module(batch)
         assert len({id(owner) for owner in owners}) == 3
         assert all(type(owner) is nn.Sequential for owner in owners)
-        assert all(vars(owner).keys().isdisjoint({KEY, STANDS_FOR}) for owner in owners)
+        assert all(vars(owner).keys().isdisjoint({KEY, TWIN_INFO}) for owner in owners)
 
 
 class TestIgnored:

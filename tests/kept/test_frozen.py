@@ -1,7 +1,10 @@
-"""Inside `frozen` replicas are made once for each call that runs at a time, and nothing is sent."""
+"""Inside `frozen` replicas are made once for each call that runs at the same time, and nothing is sent."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -95,9 +98,7 @@ def test_blocks_may_be_nested(wrapped, call, made) -> None:
         with wrapped.frozen():
             call()
         call()
-        assert wrapped._kept.is_frozen
         assert made == [3]
-    assert not wrapped._kept.is_frozen
     call()
     assert made == [3, 3]
 
@@ -114,10 +115,11 @@ def test_a_call_that_records_gradients_is_refused(wrapped, call, x) -> None:
 def test_an_exception_ends_the_block(net, wrapped, call, x) -> None:
     call()
     with pytest.raises(ValueError, match="batch sizes"), wrapped.frozen():  # noqa: PT012
-        call()
+        with torch.no_grad():
+            replicas = [*map(weakref.ref, wrapped.replicate(net, wrapped.device_ids))]
+        assert all(replica() for replica in replicas)
         raise ValueError("batch sizes")
-    assert not wrapped._kept.is_frozen
-    assert wrapped._kept._frozen_sets == []
+    assert not any(replica() for replica in replicas)
     net[0].weight.data.zero_()
     torch.testing.assert_close(call(), one_device(net, x))
 
@@ -133,6 +135,7 @@ def test_a_failed_call_inside(net, wrapped, call, x) -> None:
 def test_calls_that_run_at_a_time_have_replicas_of_their_own(slots, root, without_graph) -> None:
     threads = replicas.MOST_FROZEN + 2
     meet = threading.Barrier(threads, timeout=60)
+    seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     class Meets(nn.Module):
         def __init__(self) -> None:
@@ -140,6 +143,7 @@ def test_calls_that_run_at_a_time_have_replicas_of_their_own(slots, root, withou
             self.linear = nn.Linear(2, 2)
 
         def forward(self, x: Tensor) -> Tensor:
+            seen.add(self)
             self.mine = threading.get_ident(), x.device
             if x[0, 0] == 0:  # the first chunk of each batch
                 meet.wait()
@@ -167,14 +171,16 @@ def test_calls_that_run_at_a_time_have_replicas_of_their_own(slots, root, withou
             thread.start()
         for thread in pool:
             thread.join()
-        assert len(wrapped._kept._frozen_sets) == replicas.MOST_FROZEN
+        gc.collect()
+        assert len(seen) == replicas.MOST_FROZEN * len(slots)
     assert failed == []
-    assert wrapped._kept._frozen_sets == []
+    gc.collect()
+    assert not seen
 
 
 @pytest.fixture
 def other_streams(slots: list) -> Iterator[Callable[[], None]]:
-    """Makes other streams current, or the default ones again. On the root they wait for each other, no further."""
+    """Makes other streams current, or the default ones again. Only on the root do they wait for each other."""
     devices = [torch.device(slot) for slot in dict.fromkeys(slots)]
     here = torch.accelerator.current_device_index()
     default = [torch.accelerator.current_stream(device) for device in devices]
@@ -204,13 +210,12 @@ def test_calls_on_other_streams(frozen, calls, net, slots, x, without_graph, oth
     expected = one_device(net, x)
     outputs = []
     with without_graph():
-        if frozen:
-            wrapped._kept.freeze()
-        for _ in range(calls):
-            outputs.append(wrapped(x))
-            other_streams()
-            outputs.append(wrapped(x))
-        wrapped._kept.thaw() if frozen else wrapped._kept.clear()
+        with wrapped.frozen() if frozen else nullcontext():
+            for _ in range(calls):
+                outputs.append(wrapped(x))
+                other_streams()
+                outputs.append(wrapped(x))
+        del wrapped  # and what it keeps
         other_streams()
         made = [torch.ones(99, device=slot) for slot in slots]
     if torch.device(slots[0]).type == "sim":

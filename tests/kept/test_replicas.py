@@ -1,7 +1,7 @@
 """Replicas that are used again between calls without a graph: nothing of the last call is in the next.
 
-What a call leaves on tensors is in test_kept_copies, what somebody else holds in test_kept_replicas_held, `frozen` in
-test_kept_replicas_frozen, which changes of a tree are noticed in test_module_snapshot.
+Tests of what a call leaves on tensors are in test_tensors, of what somebody else holds in test_replicas_held, of
+`frozen` in test_frozen, of the changes of a tree that are noticed in modules/test_snapshot.
 """
 
 import copy
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, scatter_kwargs
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.plan import ModulePlan
+from dataparallel.stages import Call
 from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES
 from nets import DOES, Net, build, on_one_device
@@ -26,36 +27,42 @@ from nets import DOES, Net, build, on_one_device
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
-def shells(wrapped: DataParallel) -> list[Any]:
-    return [*wrapped._kept._shells]
+@pytest.fixture
+def identities(call) -> Callable[..., list[int]]:
+    """A function that makes a call and returns the ids of what it finds in the replicas.
+
+    New modules take the places of those that the call has freed, so that equal ids mean the same objects.
+    """
+    others: list[nn.Module] = []
+
+    def identities(find: Callable[[nn.Module], Any], *does: Callable[[nn.Module], Any]) -> list[int]:
+        found: list[int] = []
+        DOES[:] = [lambda replica: found.extend(map(id, find(replica))), *does]
+        call()
+        DOES.clear()
+        others.extend(nn.Linear(1, 1) for _ in range(100))
+        return sorted(found)
+
+    return identities
 
 
 @pytest.mark.reuses("modules are used again")
-def test_modules_are_used_again(wrapped, call) -> None:
-    call()
-    before = shells(wrapped)
-    call()
-    assert len(before) == 3
-    assert all(a is b for a, b in zip(before, shells(wrapped), strict=True))
+def test_modules_are_used_again(identities, net) -> None:
+    before = identities(nn.Module.modules)
+    assert len(before) == 3 * len([*net.modules()])
+    assert identities(nn.Module.modules) == before
 
 
 @pytest.mark.reuses("attributes are used again")
-def test_attributes_are_used_again_until_a_forward_leaves_something(wrapped, call) -> None:
-    def attributes() -> list[int]:
-        return [id(vars(module)) for shell in shells(wrapped) for module in shell._modules]
+def test_attributes_are_used_again_until_a_forward_leaves_something(identities) -> None:
+    def attributes(replica: nn.Module) -> list[dict[str, Any]]:
+        return [*map(vars, replica.modules())]
 
-    call()
-    before = attributes()
-    assert len(before) == 3 * 5
-    call()
-    assert attributes() == before
-    DOES.append(lambda replica: setattr(replica, "left", 1))
-    call()
-    kept = shells(wrapped)
-    DOES.clear()
-    assert not any("left" in vars(module) for shell in kept for module in shell._modules)
-    call()
-    assert all(a is b for a, b in zip(kept, shells(wrapped), strict=True))
+    before = identities(attributes)
+    assert identities(attributes) == before
+    modules = identities(nn.Module.modules, lambda replica: setattr(replica, "left", 1))
+    assert identities(attributes) != before
+    assert identities(nn.Module.modules) == modules
 
 
 def constant_layer(net: Net) -> nn.Linear:
@@ -267,7 +274,7 @@ def test_other_devices(wrapped, call) -> None:
 
 
 def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) -> None:
-    """Who makes them is told what becomes of calls; nothing has to be overridden."""
+    """The object that makes them is told how calls end; nothing has to be overridden."""
 
     class Ones:
         def __init__(self) -> None:
@@ -287,25 +294,37 @@ def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) ->
             self.told.append("clear")
 
     ones = Ones()
-    model = DataParallel(nn.Linear(2, 1, bias=False).to(root), slots)
-    model._kept = KeptReplicas(ones)
-    x = torch.ones(len(slots), 2, device=root)
-    assert model(x).tolist() == [[2.0]] * len(slots)
+    kept = KeptReplicas(ones)
+    devices = [torch.device(slot) for slot in slots]
+    module = nn.Linear(2, 1, bias=False).to(root)
+
+    def call(features: int = 2) -> None:
+        with Call(devices, kept) as around:
+            for replica, device in zip(around.uses(kept.replicas(module, devices, 2**20)), devices, strict=True):
+                assert replica(torch.ones(1, features, device=device)).item() == 2
+
+    call()
     with torch.no_grad():
-        assert model(x).tolist() == [[2.0]] * len(slots)
+        call()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model(x[:, :1])
-    model._kept.clear()
+        call(features=1)
+    kept.clear()
     told = ["for_call, True", "end_call", "for_call, False", "end_call", "for_call, True", "forget_last_call", "clear"]
     assert ones.told == ["clear", *told]
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))])
 def test_copies_are_empty_and_their_own(slots: list, root: torch.device, copied: Callable) -> None:
-    model = DataParallel(nn.Linear(2, 1).to(root), slots)
+    devices = [torch.device(slot) for slot in slots]
+    module = nn.Linear(2, 1).to(root)
+    kept = KeptReplicas()
     with torch.no_grad():
-        model(torch.ones(len(slots), 2, device=root))
-    other = copied(model._kept)
-    assert other._tensors is not model._kept._tensors
-    assert other._tensors._copies._copies == {}
-    assert other._shells == []
+        replicas = kept.replicas(module, devices, 2**20)
+        other = copied(kept)
+        assert pickle.dumps(other) == pickle.dumps(KeptReplicas())
+        others = other.replicas(module, devices, 2**20)
+    assert not {*map(id, replicas)} & {*map(id, others)}
+    for replica, twin in zip(replicas, others, strict=True):
+        assert replica.weight is not twin.weight
+        if replica.weight.device != root:
+            assert replica.weight.data_ptr() != twin.weight.data_ptr()

@@ -1,7 +1,7 @@
-"""Tensors that are used again between calls without a graph have the source's values, and only what nobody else has.
+"""Tensors that later calls without a graph use again have the source's values, and nobody else holds them.
 
-All of it is seen through the wrapper's forward. On slots of one device parameters share the source's memory, and
-what is promised holds there for free; distinct devices (``--devices=sim``) show it.
+The tests look through the wrapper's forward. On slots of one device parameters share the source's memory, and the
+promises hold trivially; distinct devices (``--devices=sim``) show them.
 """
 
 import weakref
@@ -24,10 +24,6 @@ def same_as_one_device(wrapped, net, call, x) -> Callable[[], None]:
         torch.testing.assert_close(call(), on_one_device(net, x))
 
     return same_as_one_device
-
-
-def copies(wrapped: DataParallel) -> list[Any]:
-    return list(wrapped._kept._tensors._copies._copies.values())
 
 
 def in_no_grad(change: Callable[[Net], Any]) -> Callable[[Net], Any]:
@@ -61,11 +57,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_change_is_seen_at_the_next_forward(change, net, wrapped, same_as_one_device) -> None:
+def test_a_change_is_seen_at_the_next_forward(change, net, same_as_one_device) -> None:
     same_as_one_device()
-    before = copies(wrapped)
     same_as_one_device()
-    assert all(a is b for a, b in zip(before, copies(wrapped), strict=True))  # what is tested is used again
     for _ in range(2):
         change(net)
         same_as_one_device()
@@ -95,13 +89,17 @@ def test_requires_grad_is_that_of_the_source(net, call) -> None:
 
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.reuses("memory is used again")
-def test_memory_and_tensors_are_used_again(call, net) -> None:
-    memory: list[list[int]] = [[], []]
-    for found in memory:
-        DOES[:] = [lambda replica, found=found: found.append(replica.linear.weight.data_ptr())]
+def test_memory_and_tensors_are_used_again(call, net, slots) -> None:
+    found: list[list[tuple[int, int]]] = [[], []]
+    others: list[Tensor] = []
+    for seen in found:
+        DOES[:] = [lambda replica, seen=seen: seen.append((replica.fixed.data_ptr(), id(replica.fixed)))]
         call()
         net.linear.weight.data.add_(1)
-    assert sorted(memory[0]) == sorted(memory[1])
+        # They take the places of whatever the call has freed: equal addresses mean the same memory.
+        others.extend(torch.empty(n, device=slot) for slot in slots for n in range(1, 200))
+    elsewhere = [{*seen} for seen in found]
+    assert len(elsewhere[0] & elsewhere[1]) >= sum(bool(torch.device(slot).index) for slot in slots)
 
 
 def test_tensors_are_normal_ones_in_every_mode(wrapped, x) -> None:

@@ -1,7 +1,7 @@
 """Replicas are freed when nothing needs them, also with the garbage collector off, and no sooner.
 
-Without circles reference counting does it. Replicas whose attributes form circles are taken apart when their call ends
-or, if something still uses them then, when a later call does. Where nobody can tell what uses them (``ownership``),
+Reference counting frees replicas without circles. Replicas whose attributes form circles are taken apart when their
+call ends or, if something still uses them, when a later call ends. If reference counts are not trusted (``ownership``),
 they are the collector's, which runs before these tests look for replicas then.
 """
 
@@ -73,7 +73,7 @@ class Hooked(Straight):
 
 
 def collect_what_is_left_to_the_collector() -> None:
-    if not ownership.can_be_told():
+    if not ownership.are_counts_trusted():
         gc.collect()
 
 

@@ -1,4 +1,4 @@
-"""Where a module has to be before its forward, and what a user is told who forgot."""
+"""A module has to be on the first slot before its forward; if it is not, the error says what to call."""
 
 import re
 

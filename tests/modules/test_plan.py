@@ -1,6 +1,6 @@
 """A plan lists each module and tensor of a tree once, and says which trees cannot be replicated.
 
-That replicas follow the plan is in test_replicate.
+Tests that replicas follow the plan are in test_replicate.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dataparallel import replicate
-from dataparallel.modules.plan import NOTHING, REFUSAL, STANDS_FOR, ModulePlan, StandsFor
+from dataparallel.modules.plan import NONE_POSITION, REFUSAL, TWIN_INFO, ModulePlan, TwinInfo
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
@@ -51,7 +51,7 @@ def test_what_is_none_stays_none() -> None:
     layer.register_buffer("nothing", None)
     layer.register_module("nobody", None)
     (entry,) = ModulePlan.of(layer).entries
-    assert (entry.parameters["bias"], entry.buffers["nothing"], entry.children["nobody"]) == (NOTHING,) * 3
+    assert (entry.parameters["bias"], entry.buffers["nothing"], entry.children["nobody"]) == (NONE_POSITION,) * 3
 
 
 def test_a_tensor_that_is_parameter_and_buffer_is_a_parameter() -> None:
@@ -245,27 +245,27 @@ def test_a_refusal_leaves_the_tree_alone() -> None:
     assert [dict(vars(module)) for module in tree.modules()] == before
 
 
-class TestARootThatStandsForAnotherModule:
+class TestATwinOfAnotherModule:
     def test_what_refers_to_that_module_refers_into_the_tree(self) -> None:
         source, root = nn.Sequential(nn.Linear(2, 2)), nn.Sequential()
         source[0].above = [source]
         root.append(source[0])
         assert ModulePlan.of(root).is_plain
-        vars(root)[STANDS_FOR] = StandsFor(id(source))
+        vars(root)[TWIN_INFO] = TwinInfo(id(source))
         plan = ModulePlan.of(root)
         assert plan.entries[1].references == ["above"]
-        assert plan.source == id(source)
+        assert plan.source_id == id(source)
 
     def test_what_is_ignored_is_no_part_of_it(self) -> None:
         root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
         root[0].weight = root[2].weight
         root[0].again = [root[1], root[2].weight]
         ignored = frozenset({root[1]}), frozenset({id(root[2].weight)})
-        vars(root)[STANDS_FOR] = StandsFor(id(root), *ignored)
+        vars(root)[TWIN_INFO] = TwinInfo(id(root), *ignored)
         plan = ModulePlan.of(root)
         assert [entry.name for entry in plan.entries] == ["", "0", "2"]
         assert list(map(id, plan.tensors)) == [id(root[0].bias), id(root[2].bias)]
-        held = [*plan.as_they_are, None]
+        held = [*plan.shared, None]
         assert held[plan.entries[0].children["1"]] is root[1]
         assert all(held[plan.entries[i].parameters["weight"]] is root[2].weight for i in (1, 2))
         assert not plan.has_references

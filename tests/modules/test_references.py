@@ -1,7 +1,6 @@
-"""References that hang on an instance are found and pointed elsewhere; what they were found in stays as it was.
+"""References in attributes of an instance are found and replaced; the objects that held them stay as they were.
 
-Here on single values; that replicas compute with their own weights by all of these ways is in
-test_replicate_references.
+These tests use single values. Tests that replicas compute with their own weights are in test_replicate_references.
 """
 
 import collections

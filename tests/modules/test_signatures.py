@@ -1,4 +1,4 @@
-"""`DataParallel.forward` shows the signature of its module's, and stays a method in every other respect."""
+"""`DataParallel.forward` shows the signature of the module's forward, and is a method in every other respect."""
 
 import copy
 import functools

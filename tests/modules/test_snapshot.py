@@ -1,4 +1,4 @@
-"""A snapshot holds while a plan made anew would be the same, and not a change longer."""
+"""A snapshot holds as long as a new plan would be the same as the one it was made from."""
 
 import functools
 from collections import OrderedDict
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.modules.plan import STANDS_FOR, ModulePlan, StandsFor
+from dataparallel.modules.plan import TWIN_INFO, ModulePlan, TwinInfo
 from dataparallel.modules.snapshot import TreeSnapshot
 
 
@@ -149,7 +149,7 @@ def test_does_not_hold(change, tree: Tree) -> None:
 def ignoring(tree: Tree) -> tuple[TreeSnapshot, nn.Module]:
     """A snapshot where replicas get a module below and a parameter as they are, and that module."""
     ignored = tree.child[0]
-    vars(tree)[STANDS_FOR] = StandsFor(id(tree), frozenset({ignored}), frozenset({id(tree.weight)}))
+    vars(tree)[TWIN_INFO] = TwinInfo(id(tree), frozenset({ignored}), frozenset({id(tree.weight)}))
     return snapshot(tree), ignored
 
 
