@@ -72,7 +72,12 @@ def assert_same(found: list, expected: list) -> None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
+def tensors_of(module: nn.Module) -> PersistentTensors:
+    """The tensors of a replicated module's replicas, or of a wrapper's from `with_persistent_replicas`."""
+    found: Any = module._kept._tensors if isinstance(module, DataParallel) else replicate.state(module).tensors
+    return found
+
+
 def kept_on_slots(module: nn.Module) -> int:
-    """How many gradients wait on the slots of a replicated module or of a wrapper with persistent replicas."""
-    tensors: Any = module._kept._tensors if isinstance(module, DataParallel) else replicate.state(module)._tensors
-    return sum(len(bucket._kept) for bucket in tensors.sums.buckets)
+    """How many gradients wait on the slots. No public name tells: a user sees only what a later backward adds."""
+    return sum(len(bucket._kept) for bucket in tensors_of(module).sums.buckets)

@@ -7,7 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from persistent import Branched, assert_same, build, gradients, kept_on_slots, loss, numbers, with_persistent_replicas
+from persistent import (
+    Branched,
+    assert_same,
+    build,
+    gradients,
+    kept_on_slots,
+    loss,
+    numbers,
+    tensors_of,
+    with_persistent_replicas,
+)
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
@@ -26,7 +36,7 @@ def batches(root: torch.device, slots: list) -> list[Tensor]:
 
 
 def sums_are(wrapped: DataParallel, are_on: bool) -> None:
-    wrapped._kept._tensors.sums.are_on = are_on
+    tensors_of(wrapped).sums.are_on = are_on
 
 
 @pytest.mark.slots(2, 3, 8)
@@ -307,7 +317,7 @@ def test_what_is_dropped_is_freed_without_a_collection(slots: list, root: torch.
     for are_on in (True, True, False):
         sums_are(wrapped, are_on)
         loss(wrapped(numbers(root, 2 * len(slots)))).backward()
-    parameter, bucket = weakref.ref(net.first.weight), weakref.ref(wrapped._kept._tensors.sums.buckets[0])
+    parameter, bucket = weakref.ref(net.first.weight), weakref.ref(tensors_of(wrapped).sums.buckets[0])
     gc.disable()
     try:
         del net, wrapped

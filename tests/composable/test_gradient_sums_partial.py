@@ -9,7 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import assert_same_loop, mean_square, waits
-from persistent import Branched, assert_same, build, gradients, kept_on_slots, loss, numbers, with_persistent_replicas
+from persistent import (
+    Branched,
+    assert_same,
+    build,
+    gradients,
+    kept_on_slots,
+    loss,
+    numbers,
+    tensors_of,
+    with_persistent_replicas,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,10 +62,10 @@ def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(
     for _ in range(2):
         for call, module in ((wrapped, net), (twin, twin)):
             module.zero_grad()
-            wrapped._kept._tensors.sums.are_on = False
+            tensors_of(wrapped).sums.are_on = False
             loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
             assert kept_on_slots(wrapped) > 0 or module is twin
-            wrapped._kept._tensors.sums.are_on = True
+            tensors_of(wrapped).sums.are_on = True
             loss(call(numbers(root, 2 * len(slots), seed=2))).backward(inputs=inputs_of(module, names))
         assert kept_on_slots(wrapped) == 0
         assert_same(gradients(net), gradients(twin))
@@ -68,14 +78,14 @@ def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(
 def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(
     wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, names: list[str]
 ) -> None:
-    wrapped._kept._tensors.sums.are_on = False
+    tensors_of(wrapped).sums.are_on = False
     for call, module in ((wrapped, net), (twin, twin)):
         loss(call(numbers(root, 2 * len(slots), seed=1))).backward(inputs=inputs_of(module, names))
     written = {name for name, parameter in net.named_parameters() if parameter.grad is not None}
     assert written == {*names}
-    sources = [bucket.sources[source] for bucket in wrapped._kept._tensors.sums.buckets for _, source in bucket._kept]
+    sources = [bucket.sources[source] for bucket in tensors_of(wrapped).sums.buckets for _, source in bucket._kept]
     assert {id(source) for source in sources} == {id(parameter) for parameter in inputs_of(net, names)}
-    wrapped._kept._tensors.sums.are_on = True
+    tensors_of(wrapped).sums.are_on = True
     for call in (wrapped, twin):
         loss(call(numbers(root, 2 * len(slots), seed=2))).backward()
     assert_same(gradients(net), gradients(twin))
@@ -88,9 +98,9 @@ def test_hooks_see_the_complete_sum(
     """Of a parameter that the pass reaches, also where it is not the first of its bucket."""
     seen: list[list[Tensor | None]] = []
     for call, module in ((wrapped, net), (twin, twin)):
-        wrapped._kept._tensors.sums.are_on = False
+        tensors_of(wrapped).sums.are_on = False
         loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
-        wrapped._kept._tensors.sums.are_on = True
+        tensors_of(wrapped).sums.are_on = True
         seen.append([])
         (parameter,) = inputs_of(module, [name])
         parameter.register_post_accumulate_grad_hook(lambda p, seen=seen[-1]: seen.append(p.grad.clone()))
@@ -103,7 +113,7 @@ def test_a_bucket_that_is_not_reached_sends_nothing(
     wrapped: DataParallel, net: Branched, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its node runs all the same, for the sake of the order of sums."""
-    assert len(wrapped._kept._tensors.sums.buckets) > 2
+    assert len(tensors_of(wrapped).sums.buckets) > 2
     sums: list[Any] = []
     for name in ("add_flat", "reduce_add_coalesced"):
         plain: Callable = getattr(comm, name)
@@ -125,13 +135,13 @@ def test_a_recorded_pass_loses_nothing(
 ) -> None:
     """It puts another tensor in the place of ``.grad``."""
     for call in (wrapped, twin):
-        wrapped._kept._tensors.sums.are_on = False
+        tensors_of(wrapped).sums.are_on = False
         loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
-        wrapped._kept._tensors.sums.are_on = are_on
+        tensors_of(wrapped).sums.are_on = are_on
         loss(call(numbers(root, 2 * len(slots), seed=2))).backward(create_graph=True)
     assert kept_on_slots(wrapped) == 0
     assert_same([each.detach() for each in gradients(net)], [each.detach() for each in gradients(twin)])
-    wrapped._kept._tensors.sums.are_on = True
+    tensors_of(wrapped).sums.are_on = True
     for module in (net, twin):
         penalty = sum(parameter.grad.square().sum() for parameter in module.parameters())
         for parameter in module.parameters():
@@ -174,9 +184,9 @@ def test_a_question_that_goes_through_a_computed_buffer_takes_nothing(slots: lis
     net.squared = net.scale.square()
     x = numbers(root, 2 * len(slots))
     for are_on in (True, True, False):
-        wrapped._kept._tensors.sums.are_on = are_on
+        tensors_of(wrapped).sums.are_on = are_on
         loss(wrapped(x)).backward(inputs=[net.linear.weight], retain_graph=True)
-    wrapped._kept._tensors.sums.are_on = True
+    tensors_of(wrapped).sums.are_on = True
     before = kept_on_slots(wrapped)
     torch.autograd.grad(loss(wrapped(x)), [net.scale])
     assert kept_on_slots(wrapped) == before > 0
@@ -194,7 +204,7 @@ def test_with_reentrant_checkpoints_nothing_counts_twice(slots: list, root: torc
     net.__class__ = twin.__class__ = Checkpointed
     wrapped = with_persistent_replicas(net, slots)
     for step in range(3 * rounds):
-        wrapped._kept._tensors.sums.are_on = step % 3 == 2
+        tensors_of(wrapped).sums.are_on = step % 3 == 2
         x = numbers(root, 2 * len(slots), seed=step).requires_grad_()
         for call in (wrapped, twin):
             loss(call(x)).backward()
@@ -251,7 +261,7 @@ class Program:
     def backward(self, are_on: bool, names: list[str] | None, create_graph: bool) -> None:
         if not self.outputs:
             self.forward()
-        self.wrapped._kept._tensors.sums.are_on = are_on
+        tensors_of(self.wrapped).sums.are_on = are_on
         for value, module in zip(self.outputs.pop(), self.both(), strict=True):
             value.backward(inputs=None if names is None else inputs_of(module, names), create_graph=create_graph)
         if are_on:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from loops import adamw, assert_same_loop, mean_square, waits
-from persistent import with_persistent_replicas
+from persistent import tensors_of, with_persistent_replicas
 from torch import Tensor, nn
 
 from dataparallel.composable.persistent_memory import MemoryOfCopies
@@ -126,11 +126,11 @@ def test_tensors_and_nodes_stay_when_their_memory_does_not(moved: Moved, slots: 
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(2):
         wrapped(x).sum().backward()
-    made = wrapped._kept._tensors._made
+    made = tensors_of(wrapped).copies
     moved.name, moved.move = "linear.weight", MOVES[".data ="]
     for _ in range(3):
         wrapped(x).sum().backward()
-        assert wrapped._kept._tensors._made is made
+        assert tensors_of(wrapped).copies is made
 
 
 def test_a_buffer_that_moves_on_slot_0_moves_in_the_module(moved: Moved, slots: list, root: torch.device) -> None:
@@ -211,23 +211,23 @@ def test_an_lstm_that_flattens_its_parameters_trains_as_on_one_device(slots, roo
     assert_same_loop(loop, slots, seeded(Flattened))
 
 
-def test_put_back_is_only_for_what_has_moved() -> None:
+def test_memory_is_restored_only_for_what_has_moved() -> None:
     copies = [torch.zeros(3, 4), torch.ones(2), torch.empty(0)]
     memory = MemoryOfCopies(copies)
     own = copies[0].data_ptr()
-    assert memory.put_back()
+    assert memory.restore()
     copies[0].data = torch.ones(4, 3)
     version = copies[1]._version
-    assert memory.put_back()
+    assert memory.restore()
     assert (copies[0].data_ptr(), copies[0].shape) == (own, (3, 4))
     assert copies[1]._version == version
     copies[1].untyped_storage().resize_(0)
-    assert not memory.put_back()
+    assert not memory.restore()
 
 
 def test_a_conjugate_view_of_its_own_memory_is_other_memory_too() -> None:
     copy = torch.tensor([1 + 2j])
     memory = MemoryOfCopies([torch.ones(1), copy])
     copy.data = copy.data.conj()
-    assert memory.put_back()
+    assert memory.restore()
     assert copy.tolist() == [1 + 2j]

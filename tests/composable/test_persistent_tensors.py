@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from persistent import Branched, assert_same, gradients, loss, numbers, with_persistent_replicas
+from persistent import Branched, assert_same, gradients, loss, numbers, tensors_of, with_persistent_replicas
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,8 +34,8 @@ def settled(net: nn.Module, slots: list, x: Tensor, **options: bool) -> DataPara
     return wrapped
 
 
-def tensors_of(wrapped: DataParallel) -> list[list[Tensor]]:
-    return wrapped._kept._tensors._made.copies
+def copies_of(wrapped: DataParallel) -> list[list[Tensor]]:
+    return tensors_of(wrapped).copies.by_slot
 
 
 @pytest.mark.slots(2, 8)
@@ -54,28 +54,28 @@ def test_training_is_that_of_one_device(case, slots):
 
 def test_tensors_and_nodes_stay(net: Branched, slots: list, x: Tensor) -> None:
     wrapped = settled(net, slots, x)
-    before = [[id(tensor) for tensor in on_slot] for on_slot in tensors_of(wrapped)]
-    nodes = {tensor.grad_fn for on_slot in tensors_of(wrapped) for tensor in on_slot}
+    before = [[id(tensor) for tensor in on_slot] for on_slot in copies_of(wrapped)]
+    nodes = {tensor.grad_fn for on_slot in copies_of(wrapped) for tensor in on_slot}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(3):
         loss(wrapped(x)).backward()
         optimizer.step()
     with torch.no_grad():
         wrapped(x)
-    assert [[id(tensor) for tensor in on_slot] for on_slot in tensors_of(wrapped)] == before
-    assert {tensor.grad_fn for on_slot in tensors_of(wrapped) for tensor in on_slot} == nodes
+    assert [[id(tensor) for tensor in on_slot] for on_slot in copies_of(wrapped)] == before
+    assert {tensor.grad_fn for on_slot in copies_of(wrapped) for tensor in on_slot} == nodes
 
 
 def test_a_smaller_batch_uses_the_first_slots(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
     wrapped = settled(net, slots, x)
-    before = id(tensors_of(wrapped))
+    before = id(copies_of(wrapped))
     for samples in (1, len(slots) - 1, 2 * len(slots)):
         net.zero_grad()
         twin.zero_grad()
         loss(wrapped(x[:samples])).backward()
         loss(twin(x[:samples])).backward()
         assert_same(gradients(net), gradients(twin))
-    assert id(tensors_of(wrapped)) == before
+    assert id(copies_of(wrapped)) == before
 
 
 CHANGES: dict[str, Callable[[Branched], object]] = {
@@ -170,7 +170,7 @@ def test_replicas_on_other_slots_notice_too(net: Branched, slots: list, x: Tenso
     with torch.no_grad():
         net.second.weight.mul_(2)
     wrapped(x)
-    kept = tensors_of(wrapped)[1]
+    kept = copies_of(wrapped)[1]
     assert all(tensor._version > 0 for tensor in kept if tensor.shape == (8, 8))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output[-1].sum().backward()
@@ -250,11 +250,11 @@ def test_buckets_follow_the_order_in_which_gradients_came(net: Branched, slots: 
     net.__class__ = Reversed
     net.first, net.second = nn.Linear(8, 8).to(net.last.weight), nn.Linear(8, 8).to(net.last.weight)
     wrapped = settled(net, slots, x)
-    made = wrapped._kept._tensors._made
+    made = tensors_of(wrapped).copies
     names = {id(parameter): name for name, parameter in net.named_parameters()}
-    order = [names[id(made.plan.tensors[i])].split(".")[0] for group in made.recorded_groups for i in group]
+    order = [names[id(made.plan.tensors[i])].split(".")[0] for group in made.buckets for i in group]
     assert list(dict.fromkeys(order)) == ["first", "second", "branch", "last"]
-    assert len(made.recorded_groups) > 2
+    assert len(made.buckets) > 2
 
 
 def test_sums_are_launched_in_the_order_of_buckets(
@@ -277,11 +277,10 @@ def test_sums_are_launched_in_the_order_of_buckets(
     for _ in range(2):
         loss(wrapped(x, [0, 1, 2, 3, 4])).backward()
     with_kept = WaitingBucket.with_kept
-    kept = wrapped._kept
-    assert len(kept._tensors._made.recorded_groups) > 3
+    assert len(tensors_of(wrapped).copies.buckets) > 3
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4], [3, 1]):
         launched: list[int] = []
-        buckets = kept._tensors.sums.buckets[::-1]  # made from the last to the first
+        buckets = tensors_of(wrapped).sums.buckets[::-1]  # made from the last to the first
 
         def noted(bucket: WaitingBucket, *arguments, launched=launched, buckets=buckets):
             launched.append(buckets.index(bucket))
@@ -324,7 +323,7 @@ def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeyp
         patch.setattr(ToSlots, "brought", late)
         loss(wrapped(numbers(root, 4))).backward()
     loss(wrapped(numbers(root, 4))).backward()
-    order = [i // 2 for group in wrapped._kept._tensors._made.recorded_groups for i in group]
+    order = [i // 2 for group in tensors_of(wrapped).copies.buckets for i in group]
     assert order == sorted(order, reverse=True)
 
 
@@ -335,9 +334,9 @@ def test_graphs_over_former_tensors_still_count(net: Branched, twin: Branched, s
         before = loss(call(x))
         module.first.weight.requires_grad_(False)
         after = loss(call(x))
-        wrapped._kept._tensors.sums.are_on = False
+        tensors_of(wrapped).sums.are_on = False
         before.backward()
-        wrapped._kept._tensors.sums.are_on = True
+        tensors_of(wrapped).sums.are_on = True
         after.backward()
         module.first.weight.requires_grad_(True)
         loss(call(x)).backward()
@@ -369,7 +368,7 @@ def test_buffers_are_slot_0s(slots: list, root: torch.device) -> None:
     wrapped = with_persistent_replicas(net, slots)
     for step in range(3):
         wrapped(numbers(root, 4 * len(slots), seed=step))
-    first = tensors_of(wrapped)[0]
+    first = copies_of(wrapped)[0]
     assert any(tensor is net.running_mean for tensor in first)
     seen = []
 
@@ -386,7 +385,7 @@ def test_buffers_may_stay_what_each_replica_made_of_them(slots: list, root: torc
     net = nn.BatchNorm1d(4, momentum=0.5).double().to(root)
     wrapped = settled(net, slots, numbers(root, 4 * len(slots)), broadcast_buffers=False)
     wrapped(numbers(root, 4 * len(slots)))
-    means = [on_slot[2].cpu() for on_slot in tensors_of(wrapped)]
+    means = [on_slot[2].cpu() for on_slot in copies_of(wrapped)]
     assert not any(torch.equal(mean, means[0]) for mean in means[1:])
 
 
@@ -453,7 +452,7 @@ def test_a_forward_sends_the_values_in_a_few_launches(slots: list, root: torch.d
     """At most three for each slot and bucket, whatever the number of tensors."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100))).to(root)
     wrapped = with_persistent_replicas(model, slots)
-    wrapped._kept._tensors._first_bytes = wrapped._kept._tensors._cap_bytes = 2**20
+    tensors_of(wrapped)._first_bytes = tensors_of(wrapped)._cap_bytes = 2**20
     x = torch.ones(len(slots), 2, device=root)
     for _ in range(2):
         wrapped(x).sum().backward()

@@ -125,8 +125,8 @@ def test_each_bucket_is_looked_at_once_when_a_pass_ends(
     slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[WaitingBucket] = []
-    look = WaitingBucket.add_what_is_kept
-    monkeypatch.setattr(WaitingBucket, "add_what_is_kept", lambda bucket: looks.append(bucket) or look(bucket))
+    look = WaitingBucket.add_kept
+    monkeypatch.setattr(WaitingBucket, "add_kept", lambda bucket: looks.append(bucket) or look(bucket))
     module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)]).to(root)
     replicate(module, devices=slots)
     loss = module(torch.ones(8, 4, device=root)).sum()

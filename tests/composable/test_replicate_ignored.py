@@ -113,7 +113,7 @@ def test_nothing_is_built_anew_at_the_next_call(build, batch, which, record, mon
         make = getattr(room, name)
         monkeypatch.setattr(room, name, lambda *args, name=name, make=make: built.append(name) or make(*args))
     state: Any = replicate.state(net)
-    made = state._tensors._made
+    made = state.tensors.copies
     for _ in range(3):
         if record:
             step(net, batch)
@@ -123,7 +123,7 @@ def test_nothing_is_built_anew_at_the_next_call(build, batch, which, record, mon
     assert built == []
     assert len(net.ran) == 9
     assert len({*net.ran}) == 3
-    assert state._tensors._made is made
+    assert state.tensors.copies is made
     net.new = 1
     step(net, batch)
     assert built[0] == "a plan"

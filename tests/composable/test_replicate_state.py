@@ -133,7 +133,34 @@ class TestCall:
         nn.init.zeros_(module.bias)
         torch.testing.assert_close(module(torch.ones(7, 4, device=root)), torch.full((7, 3), 4.0, device=root))
 
-    def test_the_tree_is_recognised_at_the_next_call(self, affine, slots, batch, monkeypatch):
+    @pytest.mark.parametrize(("broadcast_buffers", "expected"), [(True, [4, 6, 6]), (False, [2, 6, 6])])
+    def test_buffers_are_sent_at_each_call_or_once(self, slots, root, batch, broadcast_buffers, expected):
+        counts = []
+
+        class Counts(Affine):
+            def forward(self, x):
+                self.calls += len(x)
+                counts.append(int(self.calls))
+                return self.linear(x)
+
+        module = replicate(Counts().double().to(root), devices=slots, broadcast_buffers=broadcast_buffers)
+        module(batch)
+        counts.clear()
+        module(batch)
+        assert sorted(counts) == expected
+
+    @pytest.mark.parametrize(("first", "others", "expected"), [(1, 1, 1), (64 / 2**20, 1, 2), (1e-9, 1e-9, 4)])
+    def test_buckets_have_the_sizes_that_were_given(self, slots, root, batch, first, others, expected):
+        net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(root)
+        replicate(net, devices=slots, first_bucket_mb=first, bucket_cap_mb=others)
+        for _ in range(2):  # in the first one the order of gradients is learnt
+            net(batch).sum().backward()
+        assert len(replicate.state(net).tensors.copies.buckets) == expected
+
+    @pytest.mark.parametrize("has_hooks", [False, True])
+    def test_the_tree_is_recognised_at_the_next_call(self, affine, slots, batch, has_hooks, monkeypatch):
+        if has_hooks:  # replicas of the module itself have none, so they are kept all the same
+            affine.register_forward_hook(lambda module, args, output: output + 1)
         replicate(affine, devices=slots)
         affine(batch)
         made = []
@@ -199,11 +226,6 @@ class TestHooks:
         for _ in range(2):
             torch.testing.assert_close(affine.twice(batch), expected)
             torch.testing.assert_close(2 * affine(batch), expected)
-
-    def test_replicas_of_a_module_with_hooks_are_plain(self, affine, slots, batch):
-        affine.register_forward_hook(lambda module, args, output: output + 1)
-        replicate(affine, devices=slots)(batch)
-        assert replicate.state(affine)._kept._plan.is_plain
 
     def test_a_call_that_the_class_overrides_runs_once(self, slots, root, batch):
         class Doubles(Affine):
