@@ -1,13 +1,13 @@
 """Does a module on several slots compute what it computes on one device?
 
-`assert_same_step` and `assert_same_training` answer that for any module: outputs, gradients of
-parameters and of inputs, buffers, and what an optimizer makes of them. Equal weights hide one
-kind of mistake: a replica that computes with the source's weights is right by accident.
+`assert_same_step` and `assert_same_training` answer that for any module. They compare outputs,
+gradients of parameters and of inputs, buffers, and the weights after an optimizer's steps. Equal
+weights hide one kind of mistake: a replica that computes with the source's weights is right by accident.
 `perturbed_slots` makes the weights of every slot different, and `reference_step_by_chunks` does the
 same to one copy of the module per chunk.
 
-These are helpers for tests, of the library and of its users. They build the module several
-times, so they take a function that builds it, always with the same weights, modes and
+These are helpers for tests, of the library and of its users. They need several copies of the
+module, so they take a function that builds it, always with the same weights, modes and
 `requires_grad` flags.
 """
 
@@ -48,7 +48,7 @@ class Perturbation:
     scale: float = 0.1
 
     def noise(self, like: Tensor, slot: int, index: int) -> Tensor:
-        """What slot `slot` adds to tensor number `index`; the same in every call."""
+        """The noise of slot `slot` for tensor number `index`; the same in every call."""
         generator = torch.Generator().manual_seed((self.seed * 1_009 + slot) * 100_003 + index)
         noise = torch.randn(like.shape, dtype=like.dtype, generator=generator)
         return (self.scale * noise).to(like.device)
@@ -66,10 +66,10 @@ def reference_step_by_chunks(
 ) -> Step:
     """The step that `source` takes on `slots` slots, computed by separate modules on one device.
 
-    The batch is cut as `torch.chunk` cuts it. Each chunk runs through a module of its own, from
-    `build`, with the values of `source` plus what `perturbation` adds on that slot. Outputs are
-    concatenated along `dim`, gradients are summed over the modules, and buffers are those of
-    the first one. `source` is only read.
+    The batch is cut as by `torch.chunk`. Each chunk runs through its own module from `build`, which
+    has the values of `source` plus the slot's noise of `perturbation`. Outputs are concatenated
+    along `dim`, gradients are summed over the modules, and buffers are those of the first module.
+    `source` is not changed.
     """
     leaves, inputs = as_leaves(batch, device_of(source))
     parts = chunks(leaves, slots, dim)
@@ -91,10 +91,11 @@ def reference_step_by_chunks(
 
 
 def perturb(replicas: Sequence[nn.Module], perturbation: Perturbation) -> None:
-    """Add to the trainable tensors of each replica what `perturbation` adds on its slot.
+    """Add the noise of each slot to the trainable tensors of its replica.
 
-    Each tensor stays the same object and keeps its place in the autograd graph, so whatever leads to
-    it leads to the new values. The memory that it may share with the source is left as it is.
+    Each tensor stays the same object with the same place in the autograd graph, and gets new memory.
+    So every reference to it sees the new values, and memory that is shared with the source does not
+    change.
     """
     for slot, replica in enumerate(replicas):
         for index, tensor in enumerate(_trainable(replica)):
@@ -106,12 +107,12 @@ def perturbed_slots(parallel: Callable[..., Any], perturbation: Perturbation) ->
     """While open, every replica of `parallel` has the weights of its source plus noise of its own.
 
     `parallel` is a `DataParallel` on several slots, or a module after
-    `dataparallel.composable.replicate`. Its stage `replicate` is overridden, as a subclass may do
-    it, by one that passes the replicas through `perturb`. For calls that record gradients.
+    `dataparallel.composable.replicate`. Its stage `replicate` is overridden, as in a subclass, by one
+    that calls `perturb` on the replicas. Calls have to record gradients.
 
     Raises:
         TypeError: `parallel` makes no replicas.
-        AssertionError: in a call: a replica has a tensor of the source, not one of its own.
+        AssertionError: in a call, if a replica has a trainable tensor of the source.
     """
     owner = replicate.state(parallel) if isinstance(parallel, ReplicatedModule) else parallel
     if not isinstance(owner, (DataParallel, ReplicateState)):
@@ -161,8 +162,8 @@ def assert_same_step(
         slots: where replicas run; the module and the batch are moved to the first of them.
         loss: from the gathered output to a scalar.
         by_chunks: compare with `reference_step_by_chunks`, for modules in which the samples of a
-            batch see each other (BatchNorm in training).
-        perturbation: give every slot weights of its own; the reference is then by chunks too.
+            batch influence each other (BatchNorm in training).
+        perturbation: gives every slot other weights; the reference is then by chunks too.
         wrap: makes the parallel callable, as `wrap(module, slots, dim=dim)`.
     """
     root = torch.device(slots[0])

@@ -4,18 +4,18 @@ In the ``conftest.py`` beside your pytest configuration::
 
     pytest_plugins = ["dataparallel.testing.pytest"]
 
-There are eight, or as many as ``sim_devices = 2`` in the ini file or ``--sim-devices=2`` says. They are made after the
-collection, before the first test, and only if one of the tests that will run asks for the fixture: a run without such
-tests compiles nothing and keeps the accelerator that it has. From then on they are the accelerators of the process
-(``torch.accelerator``), so tests of CUDA belong in a run of their own.
+There are eight devices, or as many as ``sim_devices = 2`` in the ini file or ``--sim-devices=2`` says. They are made
+after the collection, before the first test, and only if a test that will run asks for the fixture: other runs compile
+nothing and keep their accelerator. From then on they are the accelerators of the process (``torch.accelerator``), so
+run tests of CUDA separately.
 
-Where the machine lacks what they are compiled with (`ToolsMissing`: no compiler, for example), tests that ask for them
-are skipped, and the reason is shown. Where anything else stands in the way, such tests fail. Where that is a backward
-or a use of CUDA at the import of a ``conftest.py`` or a test file, call `simulate` at the top of ``conftest.py``.
+If the machine lacks a tool to compile them (`ToolsMissing`: no compiler, for example), tests that ask for them are
+skipped, and the reason is shown. After any other error these tests fail. If the error is a backward or a use of CUDA at
+the import of a ``conftest.py`` or a test file, call `simulate` at the top of ``conftest.py``.
 
-After each test that asks for them garbage is collected, so that the next one counts its own memory only. After each
-test the clocks are asked, so that memory freed too early fails the test that did it, and every device is waited for, so
-that what the test leaves to be freed later is no other test's error.
+After each test that asks for the devices garbage is collected, so that the next test counts only its own memory. After
+each test the clocks are checked, so that memory freed too early fails the test that freed it. Then every device is
+waited for, so that memory that the test leaves to be freed later is no error of another test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataparallel.testing.simulated import SimulationTooLate, SimulationUnavaila
 
 __all__ = ["settle", "sim_devices"]
 
-# What a test raises that has nothing to complain of.
+# Exceptions of a test that has not failed.
 _NO_FAILURE = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
 
 _devices_key = pytest.StashKey[list[torch.device] | SimulationUnavailable]()
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A number that is none ends the run here, whether a test needs it or not."""
+    """Ends the run if the number of devices is no number, even if no test asks for devices."""
     _number(config)
 
 
@@ -53,8 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def sim_devices(pytestconfig: pytest.Config) -> list[torch.device]:
     """Simulated accelerators, ``sim:0``, ``sim:1``, ..., as many as ``--sim-devices`` or the ini file says.
 
-    A test that asks for them is skipped where `ToolsMissing` says what the machine lacks, and fails where another
-    `SimulationUnavailable` says why there are none.
+    A test that asks for them is skipped if the machine lacks a tool (`ToolsMissing`), and fails after any other
+    `SimulationUnavailable`.
     """
     devices = _make_once(pytestconfig)
     if isinstance(devices, SimulationTooLate):
@@ -71,7 +71,7 @@ def sim_devices(pytestconfig: pytest.Config) -> list[torch.device]:
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
-    """Says on what devices the tests will run."""
+    """Reports the devices of the tests."""
     count = sum(map(_asks, items))
     if count == 0:
         return None
@@ -83,7 +83,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Makes the devices before a test can run a backward. Where that fails, the fixture says so for each test."""
+    """Makes the devices before a test can run a backward. If that fails, the fixture reports it in each test."""
     stopped = session.testsfailed and not session.config.option.continue_on_collection_errors
     if session.config.option.collectonly or stopped or not any(map(_asks, session.items)):
         return
@@ -95,13 +95,13 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """What the test frees too early fails the test."""
+    """Memory that the test frees too early fails the test."""
     return (yield from _settled(item, "call"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """What its fixtures free too early is an error of its teardown."""
+    """Memory that its fixtures free too early is an error of its teardown."""
     return (yield from _settled(item, "teardown"))
 
 
@@ -130,9 +130,9 @@ def _settle(item: pytest.Item) -> None:
 
 
 def settle() -> None:
-    """At the end of a test: raises for memory that it has freed too early, and waits for every device.
+    """At the end of a test: raises if it has freed memory too early, and waits for every device.
 
-    So what the test leaves to be freed later is no other test's error.
+    So memory that the test leaves to be freed later is no error of another test.
     """
     try:
         torch.sim.check_clocks()  # type: ignore[attr-defined]
@@ -142,10 +142,10 @@ def settle() -> None:
 
 
 def _make_once(config: pytest.Config) -> list[torch.device] | SimulationUnavailable:
-    """The devices, or why there are none."""
+    """The devices, or the error that says why there are none."""
     if _devices_key not in config.stash:
         number = _number(config)
-        # A conftest.py that needs them at import has called `simulate` itself, perhaps for more.
+        # A conftest.py that needs devices at import has called `simulate` itself, perhaps for more of them.
         already = torch.sim.device_count() if hasattr(torch, "sim") else 0
         try:
             config.stash[_devices_key] = simulate(max(number, already))[:number]

@@ -1,4 +1,4 @@
-"""Modules on the first slot that the tests of this folder share."""
+"""Modules on the first slot, and a batch, for the tests of this folder."""
 
 import pytest
 import torch

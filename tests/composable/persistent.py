@@ -65,7 +65,7 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
 
 
 def assert_same(found: list, expected: list) -> None:
-    """Gradients, `None` where the others are."""
+    """Asserts that gradients are equal, or both `None`."""
     assert [each is None for each in found] == [each is None for each in expected]
     for ours, theirs in zip(found, expected, strict=True):
         if theirs is not None:

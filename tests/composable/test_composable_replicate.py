@@ -1,4 +1,4 @@
-"""`replicate`: the module stays what it was for everyone but who calls it.
+"""`replicate` changes how a module runs, and nothing else of it.
 
 How a call runs on slots is in test_replicate_state.
 """

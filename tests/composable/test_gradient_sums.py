@@ -1,4 +1,4 @@
-"""Gradients that wait on slots: nothing is lost, nothing counts twice, and what the user throws away is gone."""
+"""Gradients that wait on slots are added once; if the user throws a ``.grad`` away, they are dropped."""
 
 import gc
 import time
@@ -73,7 +73,7 @@ def test_until_then_the_source_has_slot_0s(
 def test_a_parameter_that_slot_0_does_not_use(
     wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device
 ) -> None:
-    """What other slots keep shows in the source, as zeros, so that it counts."""
+    """If only other slots have a gradient, the source's ``.grad`` is zeros: ``None`` would make the kept ones void."""
     x = numbers(root, 2 * len(slots), positive=True)
     y = x.clone()
     y[2:, 0] *= -1
@@ -244,7 +244,7 @@ def test_questions_for_gradients_neither_keep_nor_take_any(
 def test_a_changed_module_loses_nothing(
     wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device
 ) -> None:
-    """Its tensors are made anew; what waits goes to the source first."""
+    """Its tensors are made anew. Before that, waiting gradients are added to the source's."""
     one, two, _ = batches(root, slots)
     sums_are(wrapped, False)
     for call, module in ((wrapped, net), (twin, twin)):

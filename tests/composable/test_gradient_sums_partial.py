@@ -1,4 +1,4 @@
-"""Passes that write some gradients only, ``backward(inputs=...)``, between others: all ends as on one device."""
+"""Passes that write only some gradients, ``backward(inputs=...)``, mixed with others, end as on one device."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -95,7 +95,7 @@ def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(
 def test_hooks_see_the_complete_sum(
     wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, name: str
 ) -> None:
-    """Of a parameter that the pass reaches, also where it is not the first of its bucket."""
+    """The parameter that the pass reaches need not be the first of its bucket."""
     seen: list[list[Tensor | None]] = []
     for call, module in ((wrapped, net), (twin, twin)):
         tensors_of(wrapped).sums.are_on = False
@@ -112,7 +112,7 @@ def test_hooks_see_the_complete_sum(
 def test_a_bucket_that_is_not_reached_sends_nothing(
     wrapped: DataParallel, net: Branched, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its node runs all the same, for the sake of the order of sums."""
+    """Its node runs nevertheless, because the order of sums needs it."""
     assert len(tensors_of(wrapped).sums.buckets) > 2
     sums: list[Any] = []
     for name in ("add_flat", "reduce_add_coalesced"):
@@ -164,7 +164,7 @@ class Computed(nn.Module):
 
 @pytest.mark.parametrize("again", [True, False], ids=["at each step", "once"])
 def test_gradients_of_a_buffer_that_was_computed_do_not_wait(slots: list, root: torch.device, again: bool) -> None:
-    """Where it stays it comes to be in one bucket with parameters."""
+    """If it is kept, it gets into one bucket with parameters."""
 
     def loop(net: Computed) -> None:
         net.squared = net.scale.square()
@@ -199,7 +199,7 @@ class Checkpointed(Branched):
 
 @pytest.mark.parametrize("rounds", [6])
 def test_with_reentrant_checkpoints_nothing_counts_twice(slots: list, root: torch.device, rounds: int) -> None:
-    """Each slot's region ends with a pass of its own, of which several run at a time."""
+    """Each slot has its own inner pass, and several of these run at the same time."""
     net, twin = build(root), build(root)
     net.__class__ = twin.__class__ = Checkpointed
     wrapped = with_persistent_replicas(net, slots)
@@ -291,7 +291,7 @@ class Program:
         self.were_zeroed |= not to_none
 
     def direct(self, names: list[str]) -> None:
-        """Not where zeros have been filled in that no forward has seen: the sum would not tell what it was added to."""
+        """Not after zeros that no forward has seen: a sum on top of them would hide that gradients were thrown away."""
         if self.were_zeroed:
             return
         for module in self.both():

@@ -1,4 +1,4 @@
-"""Other memory, given to a replica's tensor by its forward, is gone at the next call; the source's values are there."""
+"""If ``forward`` gives a tensor other memory, the next call finds the former memory and the source's values."""
 
 import itertools
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def data(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
 
 
 def not_of(source: Tensor, move: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
-    """``move`` for copies of ``source`` only. It knows the source by its number: a reference would be the replica's."""
+    """``move`` for copies of ``source`` only. It is found by its number: a reference would become the replica's."""
     number = id(source)
 
     def move_copy(tensor: Tensor) -> None:
@@ -51,7 +51,7 @@ TENSORS = ["linear.weight", "tied.weight", "frozen", "single", "unused", "shift"
 
 
 class Moved(nn.Module):
-    """Gives a tensor other memory when it has used it, and notes what each replica had before."""
+    """Uses a tensor, then gives it other memory, and notes each replica's value before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_memory_that_is_gone_is_made_anew(moved: Moved, slots: list, root: torch
 
 
 def test_buffers_of_their_own_keep_what_forward_gave_to_them(moved: Moved, slots: list, root: torch.device) -> None:
-    """Where they are not sent at each call: given other memory or changed in place, that makes no difference."""
+    """Buffers that are not sent at each call keep their values, whether they get other memory or change in place."""
     source = moved.shift
     moved.name, moved.move = "shift", not_of(source, data(lambda old: old + 1))
     wrapped = with_persistent_replicas(moved, slots, broadcast_buffers=False)

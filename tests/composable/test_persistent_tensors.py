@@ -1,4 +1,4 @@
-"""Tensors of replicas that stay: one kept broadcast, in every graph, with the source's values at every forward."""
+"""Tensors of persistent replicas are outputs of one kept broadcast, and have the source's values at every forward."""
 
 import copy
 import pickle
@@ -52,7 +52,7 @@ def test_training_is_that_of_one_device(case, slots):
     )
 
 
-def test_tensors_and_nodes_stay(net: Branched, slots: list, x: Tensor) -> None:
+def test_tensors_and_nodes_persist(net: Branched, slots: list, x: Tensor) -> None:
     wrapped = settled(net, slots, x)
     before = [[id(tensor) for tensor in on_slot] for on_slot in copies_of(wrapped)]
     nodes = {tensor.grad_fn for on_slot in copies_of(wrapped) for tensor in on_slot}
@@ -149,7 +149,7 @@ def test_a_graph_may_be_used_twice_if_it_is_retained(
 
 @pytest.mark.parametrize("of", ["parameters", "input"])
 def test_a_graph_whose_values_are_gone_raises_as_on_one_device(net: Branched, slots: list, x: Tensor, of: str) -> None:
-    """The second forward brings other values to the memory that the first one's backward would read."""
+    """The second forward writes other values to the memory that the first one's backward would read."""
     wrapped = settled(net, slots, x)
     leaf = x.clone().requires_grad_()
     value = loss(wrapped(leaf))
@@ -260,7 +260,7 @@ def test_buckets_follow_the_order_in_which_gradients_came(net: Branched, slots: 
 def test_sums_are_launched_in_the_order_of_buckets(
     slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever order gradients come in, which may change from step to step, and whatever is not used."""
+    """The order in which gradients arrive may change from step to step, and some layers may not be used."""
 
     class EitherWay(nn.Module):
         def __init__(self) -> None:
@@ -296,7 +296,7 @@ def test_sums_are_launched_in_the_order_of_buckets(
 @pytest.mark.not_isolated("one thread has all slots then")
 @pytest.mark.usefixtures("one_intra_op_thread")
 def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread takes buckets that are ready in any order: here all of them are, before it takes the second one."""
+    """Its thread takes ready buckets in any order. Here all are ready before it takes the second one."""
     layers = 12
     root, other = torch.device("sim", 0), torch.device("sim", 1)
     left = {root: 2 * layers, other: 2 * layers}
@@ -328,7 +328,7 @@ def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeyp
 
 
 def test_graphs_over_former_tensors_still_count(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
-    """Their gradients are summed at once: nobody would ask their buckets for what is kept."""
+    """Their gradients are summed at once: no later pass would add gradients that their buckets keep."""
     wrapped = settled(net, slots, x)
     for call, module in ((wrapped, net), (twin, twin)):
         before = loss(call(x))

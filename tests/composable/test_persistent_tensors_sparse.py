@@ -1,4 +1,4 @@
-"""Sparse parameters and buffers of replicas that stay: what is written to the source reaches all replicas."""
+"""Sparse parameters and buffers of persistent replicas have the source's values at every forward."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.filter
 
 
 class Sparse(nn.Module):
-    """With a weight and a graph in COO layout, of which a frozen one and a buffer."""
+    """Has a weight in COO layout, and the same layout in a frozen parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

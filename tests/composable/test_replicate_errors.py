@@ -1,6 +1,6 @@
-"""Errors of a replicated module: who raises what, and that the step after it is that of one device.
+"""Errors of a replicated module are raised to the caller, and the step after an error is that of one device.
 
-What is refused when `replicate` is applied is in test_composable_replicate, errors while other slots are at work in
+Errors of the call of `replicate` are in test_composable_replicate, errors while other slots are at work in
 test_replicate_errors_meanwhile.
 """
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 class Failing(Branched):
-    """Raises where the sample with the number ``at`` in its first column is."""
+    """Raises on the slot that has the sample with the number ``at`` in its first column."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def step(module, x: Tensor, quietly: Tensor | None = None) -> list[Tensor | None
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 @pytest.mark.parametrize("quietly", [True, False], ids=["in no_sync", "synchronised"])
 def test_a_slot_that_raises_leaves_nothing_behind(net, twin, slots, root, quietly, fails, which, settled):
-    """Also of gradients that waited on the slots, once the caller has thrown away what there is."""
+    """This holds for gradients that waited on the slots too, if the caller then throws gradients away."""
     x, y = numbers_of_slots(root, slots), numbers_of_slots(root, slots, seed=1)
     if settled:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""One slot raises while all others are in the middle of the same pass: nothing of it is left, the next step is right.
+"""One slot raises while all others are in the same pass: nothing is left of the pass, and the next step is right.
 
 The slots of a pass meet at a layer, in forward or in backward: one of them raises there when all others have come, and
 these wait until it has.
@@ -31,7 +31,7 @@ quietly_or_not = pytest.mark.parametrize("quietly", [True, False], ids=["in no_s
 
 
 class Meeting:
-    """Where the slots of one pass meet: after ``layer``, in ``stage``. The slot with the number ``raising`` raises."""
+    """A place where the slots of one pass meet: after ``layer``, in ``stage``. Slot number ``raising`` raises there."""
 
     def __init__(self, slots: list, stage: str, layer: int, which: str) -> None:
         self.stage, self.layer, self.others = stage, layer, len(slots) - 1
@@ -52,16 +52,16 @@ class Meeting:
         assert self._raised.wait(TIMEOUT)
 
     def leave(self) -> None:
-        """Called by each slot that does not raise when it is through with what it does where they meet."""
+        """Called by each slot that does not raise, when it leaves the place."""
         self._ended.release()
 
     def have_others_ended(self, timeout: float = 0) -> bool:
-        """Whether all slots but the one that raises have left, ``timeout`` seconds from now at the latest."""
+        """True if all slots but the one that raises leave within ``timeout`` seconds."""
         return all([self._ended.acquire(timeout=timeout) for _ in range(self.others)])
 
 
 class Meet(torch.autograd.Function):
-    """Nothing but a place to meet in backward."""
+    """The place to meet in backward; otherwise the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, meeting: Meeting, number: int) -> Tensor:
@@ -134,12 +134,12 @@ def settle(net, twin, x: Tensor) -> None:
 
 
 def bytes_of(slots, settled=None) -> list[int]:
-    """Of each device where they are counted."""
+    """Bytes on each device that counts them."""
     return allocated(sorted({torch.device(slot) for slot in slots}, key=str), settled)
 
 
 def assert_next_steps(net, twin, x: Tensor, slots, before: list[int]) -> None:
-    """They are those of one device; afterwards ``before`` is what is allocated, but at a first step."""
+    """Asserts that they are those of one device, and that the bytes ``before``, if any, are in use afterwards."""
     for _ in range(3):
         assert_same(step(net, x), step(twin, x))
         assert kept_on_slots(net) == 0
@@ -155,7 +155,7 @@ def assert_next_steps(net, twin, x: Tensor, slots, before: list[int]) -> None:
 @by_slots
 @at_layers
 def test_in_forward(net, twin, slots, root, layer, which, settled, record, request) -> None:
-    """Gradients are what they were, those too that wait on the slots."""
+    """Gradients do not change, and those that wait on the slots do not either."""
     if record:
         request.getfixturevalue("together")
     else:
@@ -197,7 +197,7 @@ def test_in_forward(net, twin, slots, root, layer, which, settled, record, reque
 @at_layers
 @quietly_or_not
 def test_in_backward(net, twin, slots, root, layer, which, settled, quietly) -> None:
-    """The engine has a thread for each device. A ``.grad`` is what it was, or has all that the pass has for it."""
+    """The engine has a thread for each device. Each ``.grad`` is unchanged, or has all gradients of the pass."""
     x = numbers_of_slots(root, slots)
     if settled:
         settle(net, twin, x)
@@ -228,7 +228,7 @@ def test_in_backward(net, twin, slots, root, layer, which, settled, quietly) -> 
 @by_slots
 @at_layers
 def test_again_and_again_in_backward(net, twin, slots, root, layer, which) -> None:
-    """No failed pass leaves anything that the next one would add to, or that another would hold."""
+    """A failed pass leaves no gradients that a later one would add, and holds no memory."""
     x = numbers_of_slots(root, slots)
     settle(net, twin, x)
     before = bytes_of(slots)

@@ -1,4 +1,4 @@
-"""What code sees that looks at a replicated module's ``forward``: on the class a function, on the module a method."""
+"""A replicated module's ``forward`` looks as before: a function on the class, a method on the module."""
 
 import copy
 import functools

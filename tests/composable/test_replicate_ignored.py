@@ -1,6 +1,6 @@
-"""A tree with ignored parts is kept from call to call as any other is, and every change of it is seen.
+"""A tree with ignored parts is kept from call to call like any other, and every change of it is seen.
 
-What replicas get as it is, is in test_replicate_tree.
+The parts that replicas share are in test_replicate_tree.
 """
 
 import types
@@ -22,13 +22,13 @@ from nets import DOES, forget
 
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
-    # Ignored parameters are used directly: the README's limits tell of this.
+    # Ignored parameters are used directly: the limits tell of this.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
 ]
 
 
 class Shared(nn.Linear):
-    """One that all slots can use at the same time, with a table of its own."""
+    """A layer that all slots can use at the same time; it has a child and a list."""
 
     scale = 1.0
 
@@ -43,7 +43,7 @@ class Shared(nn.Linear):
 
 
 class WithIgnored(Affine):
-    """Ignored may be `shared` and what is in it, `blocks[1]`, which is one more, and the parameter `shift`."""
+    """`shared`, `blocks[1]` and the parameter `shift` may be ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class WithIgnored(Affine):
 
 
 def ignored(net: WithIgnored, which: str) -> dict[str, Any]:
-    """Arguments of `replicate`."""
+    """The arguments of `replicate` that ignore them."""
     parts = {"ignored_modules": [net.shared, net.blocks[1]], "ignored_params": [net.shift]}
     return {name: parts[name] for name in parts if which in (name, "both")}
 
@@ -82,7 +82,7 @@ def twin(root) -> WithIgnored:
 
 @pytest.fixture
 def build(root, slots) -> Callable[..., WithIgnored]:
-    """Makes a replicated one of which ``which`` is ignored."""
+    """Makes a replicated module that ignores ``which``."""
 
     def build(which: str = "both") -> WithIgnored:
         net = seeded(WithIgnored)().to(root)
@@ -208,7 +208,7 @@ LEAVES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES)
 def test_what_a_forward_leaves_on_its_replica_is_dropped(build, twin, batch, leave) -> None:
-    """And what it has given to an ignored module is used by no later call."""
+    """No later call uses a tensor that it has given to an ignored module."""
     net = build()
     used: list[int] = []
     for _ in range(3):

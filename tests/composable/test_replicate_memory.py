@@ -1,4 +1,4 @@
-"""What a replicated module costs on each simulated device, to the byte."""
+"""The bytes that a replicated module needs on each simulated device, exactly."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_each_other_device_holds_one_copy_and_all_is_given_back(indices, with_bu
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_the_peak_of_a_step_is_gradients_and_the_buckets_under_way(count):
-    """Beside what stays. The layers are wide, so that activations are gone when the last gradients are there."""
+    """Beside the replicas. The layers are wide, so that activations are freed when the last gradients arrive."""
     slots = [torch.device("sim", index) for index in range(count)]
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(slots[0])
     replicate(model, devices=slots, bucket_cap_mb=BUCKET_MB, first_bucket_mb=BUCKET_MB)

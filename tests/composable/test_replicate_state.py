@@ -45,7 +45,7 @@ WAYS_TO_REPLICATE = {
     "replicate": lambda module, slots: lambda x: dataparallel.replicate(module, slots),
     "detached": lambda module, slots: lambda x: dataparallel.replicate(module, slots, detach=True),
 }
-"""Each returns a function that has the module replicated."""
+"""Each has the module replicated, and returns a function that calls it."""
 
 
 class Failing(Affine):
@@ -253,7 +253,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("apply", WAYS_TO_REPLICATE.values(), ids=WAYS_TO_REPLICATE)
     def test_a_replicated_module_inside_another_tree(self, slots, root, batch, apply):
-        """It is named by its path in that tree, and when it is gone the tree is replicated."""
+        """The error has its path in that tree. Without it the tree can be replicated."""
         layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         outer = nn.ModuleDict({"encoder": nn.ModuleDict({"layers": layers})}).double().to(root)
         outer.forward = types.MethodType(lambda self, x: self["encoder"]["layers"][0](x), outer)

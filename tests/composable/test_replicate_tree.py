@@ -1,4 +1,4 @@
-"""What replicas of a replicated module have of its tree: themselves for the module, and what is ignored as it is."""
+"""In the tree of a replica, references to the module lead to the replica, and ignored parts are shared."""
 
 import types
 import weakref
@@ -17,7 +17,7 @@ from dataparallel.testing.cases import numbers, seeded
 
 
 class TestReferencesToTheModule:
-    """What leads to the module from inside its tree leads to the replica there."""
+    """References from inside the tree to the module lead to the replica."""
 
     noise = parity.Perturbation(seed=1, scale=0.1)
 
