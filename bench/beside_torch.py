@@ -1,8 +1,8 @@
 """The work that the library and ``torch.nn.parallel`` both do, on the same module, batch and devices.
 
-Replicating, inference and a training step without its optimizer, each as a callable to be timed, and checks that both
-do all of it: that every tensor of every replica is there, and that outputs and gradients are those of one device.
-Compares and judges no times: that is for `beside_torch_report.py` and `test_beside_torch.py`.
+Replicating, inference and a training step without its optimizer are callables to be timed. Checks show that both do
+all of the work: every tensor of every replica is there, and outputs and gradients are those of one device. This module
+compares and judges no times. That is done by `beside_torch_report.py` and `test_beside_torch.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import DataParallel
+from gradients import assert_same_gradients, take_gradients
 from pairs import Call, Comparison, load, take_turns
 from ready_replicas import ReadyReplicas
 from shapes import Shape
@@ -25,14 +26,16 @@ from torch_pipeline import StandIns
 
 SAMPLES_PER_DEVICE = 2
 THREADS_OF_READY_ONES = (1, 2)
+SETTLE, SHORT_SETTLE = 32, 2
+"""Calls in which the library chooses how many replicas run at a time."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of one piece of work, taken in turns; ``stand_ins`` is the part of torch's spent in plain copies.
+    """The seconds of one piece of work by several ways, which took turns.
 
-    ``in_a_row`` is the same work on one device, chunk after chunk, where that is a comparison; ``ready`` that of
-    `ReadyReplicas`, by the number of threads.
+    ``stand_ins`` is the part of ``theirs`` that was spent in plain copies. ``in_a_row`` is the same work on one device,
+    chunk after chunk, and ``ready`` that of `ReadyReplicas` by the number of threads. Both may be empty.
     """
 
     ours: list[float]
@@ -44,23 +47,23 @@ class Timed:
     load_after: float = 0.0
 
     def beside_torch(self) -> Comparison:
-        """How many times faster than torch."""
+        """The ratio is torch's time over ours."""
         return self._comparison(self.ours, self.theirs)
 
     def beside_torch_less_copies(self) -> Comparison:
-        """How many times faster than torch would be if its copies between devices took no time; ours take theirs."""
+        """The ratio is torch's time without its copies between devices over ours with all copies."""
         rest = [whole - copies for whole, copies in zip(self.theirs, self.stand_ins, strict=True)]
         return self._comparison(self.ours, rest)
 
     def over_in_a_row(self) -> Comparison:
-        """How many times as long as the chunks in a row."""
+        """The ratio is our time over that of the chunks in a row."""
         return self._comparison(self.in_a_row, self.ours)
 
     def torch_over_in_a_row(self) -> Comparison:
         return self._comparison(self.in_a_row, self.theirs)
 
     def torch_over_ready(self, threads: int) -> Comparison:
-        """How many times as long as ready replicas torch takes."""
+        """The ratio is torch's time over that of ready replicas."""
         return self._comparison(self.ready[threads], self.theirs)
 
     def _comparison(self, ours: list[float], theirs: list[float]) -> Comparison:
@@ -68,9 +71,9 @@ class Timed:
 
 
 class BesideTorch:
-    """One module in two wrappers, on ``devices``, with a batch of 2 samples for each device.
+    """One module in two wrappers on ``devices``, with a batch of 2 samples for each device.
 
-    Everything of torch's runs with `StandIns` installed.
+    Calls of torch's need ``stand_ins`` installed; `time` and the checks do that.
     """
 
     def __init__(self, shape: Shape, devices: Sequence[torch.device], dtype: torch.dtype = torch.float32) -> None:
@@ -98,7 +101,7 @@ class BesideTorch:
         self.held = self.theirs.replicate(self.module, self.theirs.device_ids)
 
     def end(self) -> None:
-        """What the wrappers do with replicas when a call is over: torch's drops them, the library's cleans them up."""
+        """What the wrappers do with replicas at the end of a call: torch's drops them, the library's cleans them up."""
         self.held = ()
         self.ours._kept.end_call()
 
@@ -116,6 +119,11 @@ class BesideTorch:
     def torch_infer(self) -> None:
         self.theirs(self.batch)
 
+    def infer_in_a_row(self) -> None:
+        """The chunks one after the other on the first device."""
+        for chunk in self.batch.chunk(len(self.devices)):
+            self.module(chunk)
+
     def train(self) -> None:
         mean_square(self.ours(self.batch)).backward()
         self.module.zero_grad()
@@ -125,7 +133,7 @@ class BesideTorch:
         self.module.zero_grad()
 
     def train_in_a_row(self) -> None:
-        """A step for each chunk on the first device, gradients accumulated."""
+        """A step for each chunk on the first device, with gradients accumulated."""
         for chunk in self.batch.chunk(len(self.devices)):
             (mean_square(self.module(chunk)) / len(self.devices)).backward()
         self.module.zero_grad()
@@ -141,14 +149,8 @@ class BesideTorch:
         between: Call | None = None,
         ready: Mapping[int, Call] = MappingProxyType({}),
     ) -> Timed:
-        """Lets the calls take turns, after ``settle`` of ours alone, in which the library finds out how to run it."""
-        shares: list[float] = []
-
-        def counted() -> None:
-            self.stand_ins.take_seconds()
-            theirs()
-            shares.append(self.stand_ins.take_seconds())
-
+        """The calls take turns, after ``settle`` calls of ours, in which the library chooses its number of permits."""
+        counted, shares = self.stand_ins.count(theirs)
         before = load()
         with self.stand_ins.installed():
             for _ in range(settle):
@@ -162,7 +164,7 @@ class BesideTorch:
         return Timed(mine, torchs, shares[-len(torchs) :], row, by_threads, before, load())
 
     def ready_replicas(self) -> dict[int, ReadyReplicas]:
-        """By the number of threads that run them."""
+        """The ready replicas, by the number of threads that run them."""
         return {
             threads: ReadyReplicas(self.module, self.batch, self.devices, threads) for threads in THREADS_OF_READY_ONES
         }
@@ -170,10 +172,10 @@ class BesideTorch:
     # What is checked, outside of any timing.
 
     def check_replicas(self, sent: bool = True) -> None:
-        """Every tensor of every replica of both has the source's name, value, shape and dtype, on its own device.
+        """Raises `AssertionError` unless each tensor of each replica has the source's name, value, shape and dtype.
 
-        Raises `AssertionError`. Unless ``sent`` is false (`frozen`), it looks once more when all values have just been
-        changed behind autograd's back, so that replicas from an earlier call would be noticed.
+        Each has to be on the device of its replica. Unless ``sent`` is false (`frozen`), the check is repeated right
+        after all values have been changed without autograd's knowledge, so that old replicas would be found.
         """
         ours: list[Callable[[], list[nn.Module]]] = [
             lambda: dataparallel.replicate(self.module, self.devices),
@@ -191,43 +193,34 @@ class BesideTorch:
                         check_tensors(self.module, make(), self.devices)
 
     def check_inference(self) -> None:
-        """Raises `AssertionError` unless outputs are those of one device."""
+        """Raises `AssertionError` unless the outputs are those of one device."""
         expected = torch.cat([self.module(chunk) for chunk in self.batch.chunk(len(self.devices))])
         with self.stand_ins.installed():
             for wrapper in (self.ours, self.theirs):
                 torch.testing.assert_close(wrapper(self.batch), expected)
 
     def check_training(self) -> None:
-        """Raises `AssertionError` unless outputs and gradients are those of one device, chunk after chunk."""
+        """Raises `AssertionError` unless outputs and gradients are those of the chunks in a row on one device."""
         self.module.zero_grad()
         outputs = []
         for chunk in self.batch.chunk(len(self.devices)):
             outputs.append(self.module(chunk))
             (mean_square(outputs[-1]) / len(self.devices)).backward()
         expected = torch.cat(outputs).detach()
-        gradients = self._take_gradients()
+        gradients = take_gradients(self.module)
         with self.stand_ins.installed():
             for wrapper in (self.ours, self.theirs):
                 output = wrapper(self.batch)
                 mean_square(output).backward()
                 torch.testing.assert_close(output.detach(), expected)
-                single = self.batch.dtype != torch.float64 and expected.dtype != torch.float64
-                rtol, atol = (1e-4, 1e-5) if single else (1e-9, 1e-12)
-                for gradient, wanted in zip(self._take_gradients(), gradients, strict=True):
-                    # Sums of chunks in another order; single entries may cancel nearly to zero.
-                    torch.testing.assert_close(gradient, wanted, rtol=rtol, atol=atol * float(wanted.abs().max()))
-
-    def _take_gradients(self) -> list[Tensor]:
-        gradients = [parameter.grad for parameter in self.module.parameters()]
-        assert all(gradient is not None for gradient in gradients)
-        self.module.zero_grad()
-        return gradients
+                assert_same_gradients(take_gradients(self.module), gradients)
 
 
 def check_tensors(source: nn.Module, replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Raises `AssertionError` unless each replica holds a tensor of its device for each of the source's.
+    """Raises `AssertionError` unless each replica holds an equal tensor on its device for each tensor of the source.
 
-    They are looked up in the modules' dictionaries: nothing that would be made when an attribute is read is found.
+    Tensors are looked up in the modules' dictionaries. So a tensor that is made only when the attribute is read is not
+    found.
     """
     assert len(replicas) == len(devices)
     wanted = {path: (module, values(module)) for path, module in source.named_modules()}
@@ -247,13 +240,13 @@ def check_tensors(source: nn.Module, replicas: Sequence[nn.Module], devices: Seq
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own parameters and buffers, not its children's, copied to the CPU."""
+    """Copies on the CPU of the module's own parameters and buffers, without those of its children."""
     own = {**module._parameters, **module._buffers}
     return {name: tensor.detach().cpu() for name, tensor in own.items() if tensor is not None}
 
 
 def stored(module: nn.Module, name: str) -> object:
-    """What lies in the module's dictionaries under the name; torch's replicas have parameters among attributes."""
+    """The entry of the module's dictionaries. Replicas of torch have their parameters among the attributes."""
     attributes = vars(module)
     for place in (attributes["_parameters"], attributes["_buffers"], attributes):
         if name in place:
@@ -263,7 +256,7 @@ def stored(module: nn.Module, name: str) -> object:
 
 @contextmanager
 def changed(module: nn.Module) -> Iterator[None]:
-    """Other values in every parameter and buffer, written through ``.data``, which no version counter shows."""
+    """Other values in every parameter and buffer, written through ``.data``, which moves no version counter."""
     tensors = [*module.parameters(), *module.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     for tensor in tensors:

@@ -1,6 +1,6 @@
-"""What the times beside ``torch.nn.parallel`` mean: ratios with intervals, beside the bars they are judged by.
+"""From the times beside ``torch.nn.parallel`` to a table and a plot: ratios, intervals, and bars to judge them by.
 
-Knows nothing of how the times came about, and measures nothing itself.
+Does not know how the times were taken, and measures nothing itself.
 """
 
 from __future__ import annotations
@@ -14,13 +14,44 @@ from typing import Any
 from beside_torch import Timed
 from pairs import Comparison, Verdict
 from places import device_name
+from plots import figure_for
 from shapes import NARROW_GPT, RESNET, WIDE_GPT
 
 CAPTION = """\
-ratio is the median over the pairs of the quotient that the row names, and its bootstrap 95 % interval. The bar is what
-it should be; "not decided" where the interval straddles it. ours and the other are median milliseconds, copies the
-part of torch's that went into the plain copies that stand in for its C++ primitives. Simulated devices are no
-accelerators: all of them compute on the CPU's cores. Their clocks were off."""
+ours and the other are median milliseconds of the two times that the quotient names. copies is the part of torch's time
+that was spent in the plain copies that stand in for its C++ primitives. ratio is the median of the quotient over the
+pairs, with its bootstrap 95 % interval. bar is what the ratio should be; reached says "not decided" where the bar lies
+in the interval. Simulated devices are no accelerators: all of them compute on the CPU's cores. Their clocks were off.
+
+work:
+
+replicate
+    ``dataparallel.replicate`` beside ``torch.nn.parallel.replicate``, with gradients recorded. Replicas are dropped.
+replicate, no_grad
+    What the wrappers do first in ``forward`` under ``torch.no_grad()``. The library keeps its replicas and sends all
+    values again; torch makes new ones.
+replicate + end, no_grad
+    The same with what happens to the replicas at the end of the call. torch drops them; the library looks for what
+    ``forward`` has left on them and cleans them up.
+replicate, frozen
+    The same inside ``with model.frozen():``, where the library may rely on unchanged values and sends none.
+inference, training step
+    ``model(batch)`` in evaluation mode without gradients; ``forward``, a loss, ``backward`` and ``zero_grad``.
+
+quotient:
+
+torch/ours
+    How many times as fast as torch the library is.
+(torch - copies)/ours
+    The same if torch's copies took no time, while the library's still do. What torch's own primitives would give lies
+    between the two.
+ours/in a row, torch/in a row
+    The time of the step over that of as many steps on one device, chunk after chunk. One device uses one core here,
+    several simulated ones use two.
+torch/ready, threads: 1 or 2
+    The time of torch over that of a wrapper that costs nothing, in the column "ours": copies of the module that are
+    already on their devices, with their chunks, run by one thread or two. Nothing is sent, gathered or summed. No
+    library that runs replicas in threads can be much faster on the same machine."""
 
 REPLICATE = "replicate"
 REPLICATE_NO_GRAD = "replicate, no_grad"
@@ -55,7 +86,7 @@ BARS: dict[tuple[str, str, str], float] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One quotient of one piece of work of one model on a number of devices."""
+    """One quotient of two times, for one model, piece of work and number of devices."""
 
     model: str
     device: str
@@ -94,7 +125,7 @@ class Row:
 
 
 def summarise(model: str, devices: Sequence[Any], work: str, timed: Timed) -> list[Row]:
-    """A row for each quotient that the times allow."""
+    """A row for each quotient for which there are times."""
     copies = 1e3 * statistics.median(timed.stand_ins)
     quotients: list[tuple[str, Comparison, list[float], list[float], float | None]] = [
         (FASTER, timed.beside_torch(), timed.ours, timed.theirs, copies)
@@ -137,39 +168,39 @@ def summarise(model: str, devices: Sequence[Any], work: str, timed: Timed) -> li
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """For each model: how many times faster than torch, and its steps beside the same chunks in a row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """For each model how many times as fast as torch it is, and its steps beside the same chunks in a row."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     models = list(dict.fromkeys(row.model for row in rows))
     counts = sorted({row.devices for row in rows})
     size = (3.6 * len(models), 6.4)
-    figure, axes = pyplot.subplots(2, len(models), figsize=size, sharey="row", layout="constrained", squeeze=False)
-    for column, model in enumerate(models):
-        own = [row for row in rows if row.model == model]
-        faster, steps = axes[0][column], axes[1][column]
-        works = [work for work in WORKS if any(row.work == work for row in own)]
-        by_work = [(work, [row for row in own if (row.work, row.quotient) == (work, FASTER)]) for work in works]
-        _bars(faster, counts, by_work)
-        quotients = (OVER_IN_A_ROW, TORCH_OVER_IN_A_ROW)
-        _bars(steps, counts, [(quotient, [row for row in own if row.quotient == quotient]) for quotient in quotients])
-        faster.set_title(model)
-        faster.set_yscale("log", base=2)
-        faster.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes[0][0].set_ylabel("torch's time / ours")
-    axes[1][0].set_ylabel("time of a step / single-device steps in a row")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{k}") for k in range(len(counts))]
-    handles.append(pyplot.Line2D([], [], color="red", linewidth=2))
-    labels = [f"{count} devices ({rows[0].device})" for count in counts] + ["bar"]
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with figure_for(path, size, 2, len(models), sharey="row") as figure:
+        upper, lower = figure.axes[: len(models)], figure.axes[len(models) :]
+        for column, model in enumerate(models):
+            own = [row for row in rows if row.model == model]
+            faster, steps = upper[column], lower[column]
+            works = [work for work in WORKS if any(row.work == work for row in own)]
+            by_work = [(work, [row for row in own if (row.work, row.quotient) == (work, FASTER)]) for work in works]
+            _bars(faster, counts, by_work)
+            by_quotient = [
+                (quotient, [row for row in own if row.quotient == quotient])
+                for quotient in (OVER_IN_A_ROW, TORCH_OVER_IN_A_ROW)
+            ]
+            _bars(steps, counts, by_quotient)
+            faster.set_title(model)
+            faster.set_yscale("log", base=2)
+            faster.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        upper[0].set_ylabel("torch's time / ours")
+        lower[0].set_ylabel("time of a step / single-device steps in a row")
+        handles = [Patch(color=f"C{k}") for k in range(len(counts))]
+        handles.append(Line2D([], [], color="red", linewidth=2))
+        labels = [f"{count} devices ({rows[0].device})" for count in counts] + ["bar"]
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
 
 
 def _bars(axes: Any, counts: Sequence[int], groups: Sequence[tuple[str, Sequence[Row]]]) -> None:
-    """A group for each name, in it one for each number of devices, with its interval, and in red what it should be."""
+    """A group of bars for each name, with one bar for each number of devices. In red is what the ratio should be."""
     width = 0.8 / len(counts)
     for k, count in enumerate(counts):
         placed = [(x, row) for x, (_, rows) in enumerate(groups) for row in rows if row.devices == count]

@@ -1,33 +1,49 @@
-"""Hooks of the benchmarks: which devices, and a report per file, printed at the end and written to files.
-
-`DATAPARALLEL_BENCH_SHORT=1` shortens everything, `DATAPARALLEL_BENCH_RESULTS=DIR` writes to `DIR`.
-"""
+"""Hooks and fixtures of the benchmarks: options, devices, progress, and a report for each file, printed at the end."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from options import add_options, check_options, is_short, left_out, results_folder, shown
 from places import Places, find_places
+from progress import Progress, progress_of
 from reporting import Report
 
-REPORTS = pytest.StashKey[list[Report]]()
 PLACES = pytest.StashKey[Places]()
+REPORTS = pytest.StashKey[list[Report]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    check_options(config)
     config.stash[REPORTS] = []
-    # Operators this small gain little from a second intra-op thread (a fifth of an epoch's time on
-    # an idle machine), and lose a lot to it where other programs want the cores: each operator
-    # waits until both threads have had their turn. The autograd engine's threads take the setting
-    # when they are made, so it comes before anything that runs a backward.
+    # Operators as small as these gain little from a second intra-op thread (a fifth of an epoch's time on an idle
+    # machine). They lose a lot to it where other programs want the cores, because each operator waits for both threads.
+    # The threads of the autograd engine take the setting when they are made, so it comes before the first backward.
     torch.set_num_threads(1)
-    config.stash[PLACES] = find_places()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if left_out(collection_path, config) else None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    which = "every suite" if config.getoption("all_suites") else "of a folder the main job only, --all for every suite"
+    return f"benchmarks: {which}; results go to {shown(results_folder(config))}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Finds the devices before the first test. On first use on a machine they are compiled, and stderr says so."""
+    if session.items and not session.config.option.collectonly:
+        session.config.stash[PLACES] = find_places()
 
 
 @pytest.fixture(scope="session")
@@ -38,14 +54,20 @@ def places(request: pytest.FixtureRequest) -> Places:
 
 @pytest.fixture(scope="session")
 def reports(request: pytest.FixtureRequest) -> list[Report]:
-    """What the terminal and `bench/results` will show: each file of benchmarks adds its own."""
+    """What will be printed and written at the end: each file of benchmarks adds its own."""
     return request.config.stash[REPORTS]
 
 
 @pytest.fixture(scope="session")
-def short() -> bool:
+def short(request: pytest.FixtureRequest) -> bool:
     """Whether to be quick rather than meaningful."""
-    return is_short()
+    return is_short(request.config)
+
+
+@pytest.fixture
+def progress(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Progress:
+    """``with progress("training", 10) as bar:`` shows a bar on a terminal, and ``bar.update()`` moves it."""
+    return progress_of(request.config, capsys)
 
 
 @pytest.fixture(autouse=True)
@@ -56,31 +78,25 @@ def nothing_freed_too_early(places: Places) -> Iterator[None]:
         torch.sim.check_clocks()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """After everything else that pytest prints, the tables come last."""
+    yield
+    config = session.config
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return
     reports = [report for report in config.stash[REPORTS] if report.rows or report.notes]
     for report in reports:
-        terminalreporter.section(report.name)
-        terminalreporter.write_line(report.text())
+        reporter.section(report.name)
+        reporter.write_line(report.text())
     measured = [report for report in reports if report.rows]
     if not measured:
         return
-    if exitstatus != pytest.ExitCode.OK:
-        terminalreporter.write_line("not written to files: not every test has passed")
+    if session.exitstatus != pytest.ExitCode.OK:
+        reporter.write_line("not written to files: not every test has passed")
         return
-    directory = results_directory()
-    for report in measured:
-        report.write(directory)
-    terminalreporter.write_line(f"tables and plots: {directory}")
-
-
-def is_short() -> bool:
-    return os.environ.get("DATAPARALLEL_BENCH_SHORT", "0") not in ("", "0")
-
-
-def results_directory() -> Path:
-    """`bench/results`, but short runs must not replace what a full run has measured."""
-    if directory := os.environ.get("DATAPARALLEL_BENCH_RESULTS"):
-        return Path(directory)
-    if is_short():
-        return Path(tempfile.mkdtemp(prefix="dataparallel-bench-"))
-    return Path(__file__).parent / "results"
+    folder = results_folder(config)
+    written = [path for report in measured for path in report.write(folder)]
+    for path in written if len(measured) == 1 else [folder]:
+        reporter.write_line(f"{'picture' if path.suffix == '.png' else 'table'}: {shown(path)}")

@@ -1,11 +1,12 @@
-"""A process of its own that makes training steps of a GPT when it is told to, in one of five ways.
+"""A script for processes that make training steps of a GPT on command, each in one of five ways.
 
-``python contender.py THREADS`` is one process that can make a step by ``DataParallel`` on two CPU slots, or one by the
-same module with the whole batch, or with its halves one after the other; or, from its first such step on, by
-``composable.replicate``, which changes the module for good. ``python contender.py THREADS RANK FILE`` is
-one of two processes of ``DistributedDataParallel``, which meet by FILE. `cpu_slots` starts them and talks to them: a
-command is a line on stdin, and so is the answer on stdout. Between commands a process waits for its stdin and takes no
-time from the others.
+``python contender.py THREADS`` is a single process. It makes a step by ``DataParallel`` on two CPU slots, by the same
+module with the whole batch, by the module with the two halves of the batch in a row, or by ``composable.replicate``,
+which changes the module for good. ``python contender.py THREADS RANK FILE`` is one of two processes of
+``DistributedDataParallel``, which find each other through FILE.
+
+`cpu_slots` starts the processes and talks to them. A command is a line on stdin, the answer is a line on stdout. A
+process that has no command waits for its stdin and takes no time from the others.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from by_hand import ByHand
 from dataparallel import DataParallel
 from dataparallel.composable import ReplicatedModule, replicate
 from shapes import GPT, VOCABULARY
+from ways import ByHand
 
 SLOTS = 2
 SAMPLES_PER_SLOT = 8
@@ -36,19 +37,19 @@ Step = Callable[[], None]
 
 
 def model() -> nn.Module:
-    """The same in every process."""
+    """The same model in every process."""
     torch.manual_seed(0)
     return GPT(width=256, blocks=6, heads=4, length=LENGTH)
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Tokens and the ones that follow them, both ``(samples, length)``."""
+    """Tokens and the tokens that follow them, both ``(samples, length)``."""
     text = torch.randint(VOCABULARY, (SLOTS * SAMPLES_PER_SLOT, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def step(network: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
-    """A training step without its optimizer, which would be the same one everywhere."""
+    """A training step without an optimizer, which would be the same everywhere."""
 
     def run() -> None:
         network.zero_grad()
@@ -58,7 +59,7 @@ def step(network: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
 
 
 def steps_of_one_process(module: nn.Module) -> dict[str, Step]:
-    """With the same parameters, so that none has the better place in memory."""
+    """All of them use the same parameters, so that none has a better place in memory."""
     tokens, targets = batch()
     return {
         "slots": step(DataParallel(module, ["cpu"] * SLOTS), tokens, targets),
@@ -69,7 +70,7 @@ def steps_of_one_process(module: nn.Module) -> dict[str, Step]:
 
 
 def replicated(module: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
-    """A step of the module itself, which is replicated when it is first told to."""
+    """A step of the module itself, which is replicated before the first of these steps."""
     run = step(module, tokens, targets)
 
     def replicate_and_run() -> None:
@@ -81,7 +82,7 @@ def replicated(module: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
 
 
 def steps_of_a_rank(module: nn.Module, rank: int, file: str) -> dict[str, Step]:
-    """With this rank's part of the batch; the gradients of both are averaged, as the loss is over the whole batch."""
+    """A step with this rank's half of the batch. DDP averages the gradients, as the loss averages the whole batch."""
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=SLOTS, timeout=timedelta(minutes=2)
     )
@@ -94,7 +95,7 @@ def main(threads: str, rank: str | None = None, file: str = "") -> None:
     module = model()
     steps = steps_of_one_process(module) if rank is None else steps_of_a_rank(module, int(rank), file)
     gc.collect()
-    gc.freeze()  # what torch has imported need not be walked through at each collection
+    gc.freeze()  # so that collections need not visit what torch has imported
     print(DONE, flush=True)
     for line in sys.stdin:
         command = line.rstrip("\n")

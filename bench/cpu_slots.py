@@ -1,11 +1,11 @@
-"""Contenders in processes of their own: started, told what to do, and how much memory they hold.
+"""Processes that make training steps: starts them, tells them what to do, and finds how much memory they hold.
 
-`contender` is what runs in them. Times and judges nothing: that is for `test_cpu_slots.py` and `cpu_slots_report.py`.
+`contender` is the script that they run. This module times and judges nothing. That is done by `test_cpu_slots.py`,
+`test_forms.py` and their reports.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from contender import COLLECT, DONE, SAVE
+from processes import environment
 
 SCRIPT = Path(__file__).with_name("contender.py")
 
@@ -30,16 +31,14 @@ FIGURE = re.compile(r"(?P<name>Rss|Anonymous): +(?P<kilobytes>\d+) kB")
 class Contender:
     """One or more processes that make a step together. A context manager, which ends them.
 
-    Made at once, and ready within seconds: the first command waits for that.
-    ``arguments`` has those of `contender` for each process; what they write to stderr goes to files in ``folder``.
+    The processes take seconds to be ready; the first command waits for them. ``arguments`` has the arguments of
+    `contender` for each process. What the processes write to stderr goes to files in ``folder``.
 
     Raises:
-        RuntimeError: a process has ended where an answer was expected, with what it wrote.
+        RuntimeError: a process has ended instead of answering. The message has what it wrote.
     """
 
     def __init__(self, name: str, arguments: Sequence[Sequence[str]], folder: Path) -> None:
-        # Whatever this process imports, those find too, installed or not.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._name = name
         self._errors = [folder / f"{name} {number}.txt" for number in range(len(arguments))]
         self._folder = folder
@@ -51,7 +50,7 @@ class Contender:
                     self._processes.append(
                         subprocess.Popen(
                             [sys.executable, str(SCRIPT), *own],
-                            env=environment,
+                            env=environment(),
                             stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE,
                             stderr=file,
@@ -68,7 +67,7 @@ class Contender:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Has them end by themselves, unless something went wrong."""
+        """Lets the processes end by themselves, or kills them after an error."""
         if kind is not None:
             self._kill()
             return
@@ -87,7 +86,7 @@ class Contender:
             self._ready = True
 
     def tell(self, command: str) -> None:
-        """All of its processes do it; returns when the last of them has."""
+        """All processes carry out the command. Returns when the last of them is done."""
         self.wait_until_ready()
         for process in self._processes:
             try:
@@ -101,7 +100,7 @@ class Contender:
         self.tell(COLLECT)
 
     def gradients(self) -> list[Tensor]:
-        """Those of the last step; every process has to have the same."""
+        """The gradients of the last step. Raises `AssertionError` unless all processes have the same."""
         path = self._folder / f"{self._name}.pt"
         found: list[list[Tensor]] = []
         for process in self._processes:
@@ -120,7 +119,7 @@ class Contender:
 
     def _wait(self, processes: Iterable[subprocess.Popen[str]]) -> None:
         for process in processes:
-            # What a library prints to stdout is no answer.
+            # Lines that a library prints to stdout are no answer.
             for line in process.stdout:  # type: ignore[union-attr]
                 if line == DONE + "\n":
                     break
@@ -141,13 +140,13 @@ class Contender:
 
 
 def memory_of(processes: Iterable[int]) -> int | None:
-    """The proportional set size of these processes together, in bytes, were no others on the machine.
+    """The proportional set size of these processes together, in bytes, as if no others were on the machine.
 
-    The kernel's own figure, ``Pss``, divides a page among all who map it. The process of the benchmarks has torch too,
-    so it would take over a part of torch's libraries, the larger one the fewer processes it is compared with. So each
-    page of a file is counted once here however many of ``processes`` map it, and not divided among any others.
-    Where two of them have mapped other pages of the same part of a file, only the more of the two count, which makes
-    several processes look a little smaller than they are.
+    The kernel's own figure, ``Pss``, divides a page by the number of processes that map it. The process of the
+    benchmarks maps torch's libraries too, so it would be charged for a part of them, and for a larger part the fewer
+    processes there are. So each page of a file is counted once here, however many of ``processes`` map it. Where two
+    processes have mapped different pages of the same part of a file, only the larger number counts, which makes several
+    processes look a little smaller than they are.
 
     Returns:
         `None` where the system has no ``/proc/PID/smaps``.
@@ -168,7 +167,7 @@ def memory_of(processes: Iterable[int]) -> int | None:
             elif figure := FIGURE.match(line):
                 size = 1024 * int(figure["kilobytes"])
                 if figure["name"] == "Anonymous":
-                    # Also pages of a file that the process has written to: they are its own.
+                    # Pages of a file that the process has written to belong to the process.
                     anonymous += size
                     size = -size
                 if place is not None:

@@ -1,4 +1,4 @@
-"""What the times and the memory of CPU slots mean, beside one module and beside DDP: rows of a table."""
+"""From times and memory of CPU slots, of one module and of DDP to the rows of a table."""
 
 from __future__ import annotations
 
@@ -9,16 +9,30 @@ from dataclasses import dataclass
 from pairs import Comparison
 
 CAPTION = """\
-slots/this is the time of a step of DataParallel over that of the one in this row: median over the pairs, and its 95 %
-interval; and its memory, as proportional set size, over the memory of this one. What the bars ask is at most as much.
-"not decided" where the interval straddles the bar or there are too few pairs."""
+A training step without its optimizer by DataParallel on two CPU slots, which takes turns with each of the others.
+
+processes x threads
+    Threads are the intra-op threads of torch in each process.
+ms
+    The median step. It includes about 0.1 ms for telling the processes what to do.
+slots/this
+    The time of DataParallel over that of the row: the median over the pairs, and its 95 % interval. Below 1,
+    DataParallel is faster.
+at most
+    The bar, and whether the ratio is at or below it: "not decided" where the bar lies in the interval, or where there
+    are too few pairs.
+MiB
+    The memory of the processes of the row after ten steps, as proportional set size without sharing with other
+    processes. Measured once; fresh processes differ by a few per cent.
+memory slots/this
+    The memory of DataParallel over that of the row."""
 
 NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to make the step. Where it is not `DataParallel` itself, with what that takes of its time and memory."""
+    """One way to make the step. All but the row of `DataParallel` have its time and memory over their own."""
 
     contender: str
     processes: int
@@ -58,7 +72,7 @@ def judged(bar: float | None, verdict: str) -> str:
 
 @dataclass(frozen=True)
 class Other:
-    """What `DataParallel` is compared with, and by which bars; `compared` has its own times as ``theirs``."""
+    """What `DataParallel` is compared with, and the bars. The other's times are ``compared.theirs``."""
 
     name: str
     processes: int
@@ -70,7 +84,7 @@ class Other:
 
 
 def summarise(name: str, threads: int, memory: int | None, others: Sequence[Other]) -> list[Row]:
-    """A row for `DataParallel`, whose memory is given in bytes, and one for each of the others."""
+    """A row for `DataParallel`, with ``memory`` in bytes, and one for each of the others."""
     first = others[0].compared
     rows = [
         Row(

@@ -1,17 +1,17 @@
-"""The main job: a small residual network learns to read handwritten digits, on any list of slots.
+"""A small residual network learns to read handwritten digits, on any list of slots.
 
-The data are the 1,797 scans that come with scikit-learn, 8 by 8 pixels each. An ordinary training
-loop, in which `DataParallel(network, device_ids=slots)` is all that knows of several slots.
-Compares and judges nothing: that is for `throughput_report.py` and `test_digits.py`.
+The data are the 1,797 scans that come with scikit-learn, 8 by 8 pixels each. The training loop is an ordinary one:
+only the line that wraps the network knows of several slots. This module compares and judges nothing. That is done by
+`test_main_job.py` and `test_digits.py`.
 
 Training is the same computation on any number of slots, up to rounding:
 
-- the batch is the whole batch for every number of slots, only split differently;
-- `GroupNorm` normalises each sample by itself, so no sample sees how the batch was split;
-- the loss is the mean over the gathered logits, so that every sample weighs the same, also where
-  the chunks differ in size (the last batch of an epoch has 29 samples);
-- weights and shuffles come from seeds, drawn on the CPU, the weights in float32: they are the same
-  on every device and in every dtype.
+- The whole batch has the same samples for every number of slots. Only the split differs.
+- `GroupNorm` normalises each sample by itself, so no sample depends on how the batch was split.
+- The loss is the mean over the gathered logits. Every sample has the same weight, also where the chunks differ in
+  size (the last batch of an epoch has 29 samples).
+- Weights and shuffles come from seeds and are drawn on the CPU, the weights in float32. So they are the same on every
+  device and in every dtype.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
-from by_hand import ByHand
-from dataparallel import DataParallel
+from pairs import Call
+from ways import Way, data_parallel
 
 EPOCHS = 16
 BATCH_SIZE = 128
@@ -58,7 +57,7 @@ class Digits:
 
 
 def load() -> Digits:
-    """A fifth of the scans is for the test: always the same ones, in the mix of the whole."""
+    """A fifth of the scans is for the test: always the same ones, with the same share of each digit."""
     pixels, labels = load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).view(-1, 1, 8, 8) / 16
     train, test = train_test_split(torch.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
@@ -69,7 +68,7 @@ def load() -> Digits:
 class ResidualBlock(nn.Module):
     """Two convolutions beside a shortcut.
 
-    No convolution has a bias: the normalisation behind it would take most of it out again.
+    No convolution has a bias, because the normalisation after it would remove most of the bias again.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, groups: int = 4) -> None:
@@ -90,7 +89,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualNet(nn.Sequential):
-    """Images `(n, 1, 8, 8)` in, logits `(n, 10)` out: 85,000 parameters at the usual width."""
+    """From images `(n, 1, 8, 8)` to logits `(n, 10)`; 85,000 parameters at the default width."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__(
@@ -106,11 +105,10 @@ class ResidualNet(nn.Sequential):
 
 
 class TrainingRun:
-    """One training, an epoch at a time, so that several can take turns.
+    """One training, an epoch at a time, so that several trainings can take turns.
 
-    With `by_hand` the chunks are called one after the other without `DataParallel`, all of them on
-    the first device. `losses` has the loss of every step so far, `epoch_seconds` the time of every
-    epoch so far.
+    ``way`` wraps the network for ``slots``. `losses` has the loss of every step so far, `epoch_seconds` the seconds
+    of every epoch so far.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class TrainingRun:
         dtype: torch.dtype = torch.float32,
         epochs: int = EPOCHS,
         seed: int = 0,
-        by_hand: bool = False,
+        way: Way = data_parallel,
     ) -> None:
         self.slots = list(slots)
         self.losses: list[float] = []
@@ -132,15 +130,13 @@ class TrainingRun:
             network = ResidualNet()
         network.to(self.slots[0], dtype)
 
-        self.model: nn.Module = DataParallel(network, device_ids=self.slots)
-        if by_hand:
-            self.model = ByHand(network, len(self.slots))
+        self.model = way(network, self.slots)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=WEIGHT_DECAY)
         steps = epochs * len(self._batches())
         self._schedule = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, PEAK_LEARNING_RATE, total_steps=steps)
 
     def train_epoch(self) -> float:
-        """Trains once through the training data; returns the epoch's mean loss."""
+        """Trains once on all training data; returns the epoch's mean loss."""
         start = time.perf_counter()
         self.model.train()
         losses = []
@@ -160,7 +156,7 @@ class TrainingRun:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """The part of the test images that is read correctly."""
+        """The share of the test images that is read correctly."""
         self.model.eval()
         answers = self.model(self.data.test_images).argmax(dim=1)
         return (answers == self.data.test_labels).double().mean().item()
@@ -184,12 +180,17 @@ def train(
     slots: Sequence[torch.device],
     dtype: torch.dtype = torch.float32,
     epochs: int = EPOCHS,
-    seed: int = 0,
+    after_epoch: Call | None = None,
 ) -> TrainingRun:
-    """A whole training with a progress bar (where there is a terminal to show it on)."""
-    run = TrainingRun(slots, dtype, epochs, seed)
-    place = f"{len(run.slots)} x {run.slots[0].type}, {str(dtype).removeprefix('torch.')}"
-    with tqdm(range(epochs), desc=place, unit="epoch", disable=None) as bar:
-        for _ in bar:
-            bar.set_postfix(loss=f"{run.train_epoch():.4f}")
+    """A whole training by ``DataParallel``; ``after_epoch`` is called after each epoch."""
+    run = TrainingRun(slots, dtype, epochs)
+    for _ in range(epochs):
+        run.train_epoch()
+        if after_epoch is not None:
+            after_epoch()
     return run
+
+
+def largest_difference(one: TrainingRun, other: TrainingRun) -> float:
+    """Between the loss curves of two trainings: the largest absolute difference of any step."""
+    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))

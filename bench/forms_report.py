@@ -1,6 +1,6 @@
-"""What the times of the library's forms mean, beside each other and beside torch's: rows of a table.
+"""From the times of the library's forms and of torch's wrappers to the rows of a table.
 
-Knows nothing of how the times came about, and measures nothing itself.
+Does not know how the times were taken, and measures nothing itself.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from pairs import Comparison, Verdict
 from shapes import NARROW_GPT, RESNET, WIDE_GPT
 
 CAPTION = """\
-A training step, forward, loss and backward, by composable.replicate and by others. ratio is the median over the rounds
-of the quotient that the row names, and its bootstrap 95 % interval; for memory it is proportional set sizes, measured
-once. The bar is what it should be; "not decided" where the interval straddles it. Simulated devices are no
-accelerators: all of them compute on the CPU's cores. Their clocks were off."""
+A training step (forward, loss and backward) by composable.replicate and by others. replicate and the other are median
+milliseconds, or mebibytes. ratio is the median of the quotient over the rounds, with its bootstrap 95 % interval. For
+memory it is that of proportional set sizes, measured once. bar is what the ratio should be; reached says "not decided"
+where the bar lies in the interval. "in a row" are the same chunks one after the other on one device. What replicate
+saves is the making of replicas: on CPU cores, where operators take most of the time, that is a smaller part than
+beside fast devices. Simulated devices are no accelerators: all of them compute on the CPU's cores. Their clocks were
+off."""
 
 BESIDE_TORCH = "nn.DataParallel/replicate"
 BESIDE_WRAPPER = "DataParallel/replicate"
@@ -39,7 +42,7 @@ MEMORY_BAR = 0.7
 
 @dataclass(frozen=True)
 class Row:
-    """One quotient of one model on a number of slots. Milliseconds, or mebibytes."""
+    """One quotient of one model on a number of slots, of milliseconds or of mebibytes."""
 
     model: str
     slots: str
@@ -75,7 +78,7 @@ class Row:
 
 
 def timed(model: str, slots: str, quotient: str, comparison: Comparison, bar: float | None) -> Row:
-    """A row of times, those of ``replicate`` being the comparison's ``ours``."""
+    """A row of times. Those of ``replicate`` are the comparison's ``ours``."""
     at_most = quotient in AT_MOST
     judged = comparison.swapped if at_most else comparison
     return Row(

@@ -1,8 +1,13 @@
-"""Host costs for a growing number of slots, and of parameters. Run as a script it is a process of its own.
+"""The cost on the host for a growing number of slots and of parameters: a script, and what it measures.
 
 ``python linear_cost.py SLOT_ROUNDS MOST_SLOTS PARAMETER_ROUNDS MOST_PARAMETERS`` simulates as many devices as it needs,
-more than other benchmarks do, and prints CPU seconds as JSON. The models have many tiny parameters, so that what
-remains is what their number costs. Fits no line and judges nothing: that is for `linear_cost_report.py`.
+which is more than other benchmarks do, and prints CPU seconds as JSON. The models are layer norms of 4 features in a
+row: as many parameters as wanted, next to nothing to compute, and one operator for two parameters. The choice of how
+many replicas run at once is left out (``workers=1``). This module fits no line and judges nothing. That is done by
+`linear_cost_report.py`.
+
+Times are CPU time of all threads of the process. A call of two seconds is never left alone on a machine that does other
+things too, and CPU time suffers less from that than time on the clock.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, replicate
-from dataparallel.testing import ToolsMissing, simulate
+from dataparallel.testing import SimulationUnavailable, simulate
+from gradients import assert_same_gradients, gradients_of
 
 SLOTS = (1, 2, 4, 8, 16, 24, 32)
 PARAMETERS = (10, 30, 100, 300, 1_000, 3_000, 10_000)
@@ -31,46 +37,46 @@ CALLS = ("replicate", "inference", "training")
 
 @dataclass
 class Size:
-    """A model of ``parameters`` parameters on ``slots`` devices; ``seconds`` has the CPU time of each call's turns."""
+    """A model of ``parameters`` parameters on ``slots`` devices. ``seconds`` has the CPU times of each call."""
 
     slots: int
     parameters: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def fastest(self, call: str) -> float:
-        """What else the machine does, to caches and clock rates, only adds to it."""
+        """The best estimate: whatever else the machine does only adds to the time."""
         return min(self.seconds[call])
 
 
 def chain(parameters: int) -> nn.Module:
-    """One operator for two parameters. Neither values nor gradients grow or vanish in layer norms in a row."""
+    """Layer norms in a row, in which neither values nor gradients grow or vanish."""
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(*(nn.LayerNorm(FEATURES) for _ in range(parameters // 2)))
     with torch.no_grad():
-        for parameter in model.parameters():  # each its own, so that none can be taken for another
+        for parameter in model.parameters():  # all different, so that none can be mistaken for another
             parameter.add_(torch.randn(FEATURES, generator=generator), alpha=0.01)
     return model
 
 
 def loss_of(output: Tensor) -> Tensor:
-    """One feature, because the squares of a normalised sample always have the same sum."""
+    """The mean of one feature. The squares of all would not do: in a normalised sample their sum is constant."""
     return output[:, 0].mean()
 
 
 class Work:
-    """The three calls for one size."""
+    """The three calls for one size, and their check."""
 
     def __init__(self, size: Size, devices: list[torch.device]) -> None:
         self.size = size
         self.slots = devices[: size.slots]
         self.model = chain(size.parameters).to(self.slots[0])
-        # The choice of the number of permits is left out: it is another question.
+        # How many replicas run at a time is another question.
         self.wrapped = DataParallel(self.model, self.slots, workers=1)
         generator = torch.Generator().manual_seed(1)
         self.batch = torch.randn(SAMPLES_PER_SLOT * size.slots, FEATURES, generator=generator).to(self.slots[0])
 
     def replicate(self) -> None:
-        """Makes them and lets go of them."""
+        """Makes replicas and lets go of them."""
         replicate(self.model, self.slots)
 
     def inference(self) -> Tensor:
@@ -89,11 +95,9 @@ class Work:
         self.model.zero_grad()
         expected = self.model(self.batch)
         loss_of(expected).backward()
-        gradients = [parameter.grad for parameter in self.model.parameters()]
+        gradients = gradients_of(self.model)
         self.training()
-        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
-            # Sums of chunks in another order.
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
+        assert_same_gradients(gradients_of(self.model), gradients, rtol=1e-3, atol=1e-3)
         self.model.zero_grad()
         torch.testing.assert_close(self.inference(), expected.detach())
         for replica, slot in zip(replicate(self.model, self.slots), self.slots, strict=True):
@@ -103,10 +107,10 @@ class Work:
 
 
 def measure(sizes: list[Size], devices: list[torch.device], rounds: int) -> None:
-    """Every call of every size has two turns in a round; results are checked before and after.
+    """Every call of every size has two turns in a round. Results are checked before and after.
 
-    A round goes up the sizes and down again, so that each comes after one of its own size or a neighbour: the first
-    call after a much larger one pays for memory that has been freed, but not yet sorted.
+    A round goes up the sizes and down again, so that each call follows one of its own or of a neighbouring size. The
+    first call after a much larger one would pay for memory that was freed, but not yet sorted.
     """
     all_work = [Work(size, devices) for size in sizes]
     calls = [call for work in all_work for call in work.calls()]
@@ -125,10 +129,9 @@ def measure(sizes: list[Size], devices: list[torch.device], rounds: int) -> None
 
 
 def take_turns_on_the_cpu(calls: list[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """The seconds that all threads of the process have computed for each of ``calls``, after a round without timing.
+    """The CPU seconds of all threads of the process for each of ``calls``, after a round without timing.
 
-    As `pairs.take_turns`, but for the clock: a call of two seconds is never left alone on a machine that does other
-    things too, so that long calls would seem to take longer than short ones by more than they do.
+    This is `pairs.take_turns` with another clock.
     """
     seconds: list[list[float]] = [[] for _ in calls]
     gc.collect()
@@ -150,7 +153,7 @@ def main(slot_rounds: str, most_slots: str, parameter_rounds: str, most_paramete
     by_parameters = [Size(FIXED_SLOTS, number) for number in PARAMETERS if number <= int(most_parameters)]
     try:
         devices = simulate(max(size.slots for size in by_slots + by_parameters))
-    except ToolsMissing as error:
+    except SimulationUnavailable as error:
         print(json.dumps({"why_not": str(error)}))
         return
     measure(by_slots, devices, int(slot_rounds))

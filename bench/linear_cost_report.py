@@ -1,4 +1,4 @@
-"""What host costs say about growth: a straight line through them, and how well it fits; rows of a table and a plot."""
+"""From costs on the host to a table and a plot: a straight line through them, and how well it fits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,27 @@ from typing import NamedTuple
 import numpy as np
 
 from linear_cost import CALLS, Size
+from plots import figure_for
 
 R_SQUARED_BAR = 0.98
 
 CAPTION = """\
-CPU time of all threads of the process. A straight line through each size's fastest turn, by ordinary least squares: its
-slope for one more slot or one more parameter, the same divided by the parameters or the slots that every size had,
-where it begins, and which part of the variance it explains. Simulated devices, their clocks off, one permit."""
+CPU time of all threads of the process, and a straight line through the fastest turn of each size, by ordinary least
+squares. replicate makes replicas with gradients recorded and lets go of them. inference is a call of the wrapper
+without gradients. training is a call of the wrapper, its backward and zero_grad; on one slot the wrapper just calls the
+module, so its first point lies below the line. Simulated devices, their clocks off, one replica at a time.
+
+µs for one more
+    The slope of the line: one more slot, or one more parameter on each of the slots.
+µs per parameter and slot
+    The slope divided by the number of parameters or of slots that all sizes had. The two need not agree: a slot costs
+    something besides its parameters.
+line begins at, ms
+    Where the line meets the axis. For parameters it says little about small models: the largest sizes decide where the
+    line is, and one per cent of them is more than all that a small model costs.
+R²
+    The share of the variance that the line explains. Near 1 nothing grows faster than linearly. For parameters the two
+    or three largest sizes decide it; the plot, whose axes are logarithmic, shows the small ones."""
 
 
 class Line(NamedTuple):
@@ -26,7 +40,7 @@ class Line(NamedTuple):
 
 
 def fitted(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Ordinary least squares; R² is one minus the residuals' sum of squares over that around the mean."""
+    """Ordinary least squares. R² is one minus the sum of squares of the residuals over that around the mean."""
     slope, intercept = np.polyfit(x, y, 1)
     residuals = np.asarray(y) - (slope * np.asarray(x) + intercept)
     around_mean = np.asarray(y) - np.mean(y)
@@ -35,7 +49,7 @@ def fitted(x: Sequence[float], y: Sequence[float]) -> Line:
 
 @dataclass(frozen=True)
 class Row:
-    """One call, for a growing number of "slots" or "parameters"; `sizes` and `milliseconds` are the points."""
+    """One call for a growing number of "slots" or "parameters". `sizes` and `milliseconds` are the points."""
 
     call: str
     grows: str
@@ -68,7 +82,7 @@ class Row:
 
 
 def summarise(grows: str, sizes: Sequence[Size], decided: bool) -> list[Row]:
-    """A row for each call. Too few sizes or turns decide nothing about the bar."""
+    """A row for each call. Unless ``decided``, there are too few sizes or turns to judge by the bar."""
     rows = []
     for call in CALLS:
         numbers = [size.slots if grows == "slots" else size.parameters for size in sizes]
@@ -95,30 +109,23 @@ def summarise(grows: str, sizes: Sequence[Size], decided: bool) -> list[Row]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Points and lines, slots on the left; parameters on the right, where both axes are logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, plots = pyplot.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
-    for axes, grows in zip(plots, ("slots", "parameters"), strict=True):
-        own = [row for row in rows if row.grows == grows]
-        for row in own:
-            sizes, milliseconds = row.points()
-            (points,) = axes.plot(sizes, milliseconds, "o", markersize=4, label=row.call)
-            x = np.geomspace(sizes[0], sizes[-1], 200)
-            y = 1e-3 * row.slope_microseconds * x + row.intercept_milliseconds
-            shown = y > 0  # a line may begin below nothing
-            label = f"{row.slope_microseconds:,.1f} µs each, R² {row.r_squared:.4f}"
-            axes.plot(x[shown], y[shown], color=points.get_color(), linewidth=1, label=label)
-        if grows == "parameters":
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-        axes.set_title(f"{own[0].other} {'parameters' if grows == 'slots' else 'slots'}")
-        axes.set_xlabel(grows)
-        axes.set_ylabel("milliseconds of CPU time")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    """Points and lines, with slots on the left and parameters on the right, where both axes are logarithmic."""
+    with figure_for(path, (9.5, 3.8), columns=2) as figure:
+        for axes, grows in zip(figure.axes, ("slots", "parameters"), strict=True):
+            own = [row for row in rows if row.grows == grows]
+            for row in own:
+                sizes, milliseconds = row.points()
+                (points,) = axes.plot(sizes, milliseconds, "o", markersize=4, label=row.call)
+                x = np.geomspace(sizes[0], sizes[-1], 200)
+                y = 1e-3 * row.slope_microseconds * x + row.intercept_milliseconds
+                shown = y > 0  # a line may begin below nothing
+                label = f"{row.slope_microseconds:,.1f} µs each, R² {row.r_squared:.4f}"
+                axes.plot(x[shown], y[shown], color=points.get_color(), linewidth=1, label=label)
+            if grows == "parameters":
+                axes.set_xscale("log")
+                axes.set_yscale("log")
+            axes.set_title(f"{own[0].other} {'parameters' if grows == 'slots' else 'slots'}")
+            axes.set_xlabel(grows)
+            axes.set_ylabel("milliseconds of CPU time")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="x-small")

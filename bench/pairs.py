@@ -1,9 +1,10 @@
-"""Two pieces of work timed in turn, and what their times say about each other.
+"""Times pieces of work that take turns, and compares the times.
 
-`alternate` is for two, `take_turns` for any number; a `Comparison` is made of times that were taken in pairs. Knows
-nothing of what is measured. It is for everything in `bench/` that says how many times faster one thing is than another.
+`alternate` is for two pieces of work, `take_turns` for any number. A `Comparison` is made of times that were taken in
+pairs. This module does not know what is measured. Everything in `bench/` uses it that says how many times as fast one
+thing is as another.
 
-On a machine that does other things too, calls a second apart can be compared and whole runs cannot. So the calls take
+On a machine that does other things too, calls a second apart can be compared, but whole runs cannot. So the calls take
 turns, each pair gives one ratio, and the median ratio is reported with a bootstrap interval. Whether a bar is reached
 is answered only where the interval leaves no doubt.
 """
@@ -38,7 +39,7 @@ Verdict = Literal["yes", "no", "not decided"]
 
 
 def pairs_for(bar: float | None) -> int:
-    """How many pairs it takes to tell on which side of ``bar`` a ratio is: twice as many within 10 % of 1."""
+    """How many pairs a ratio needs to be judged by ``bar``: twice as many where the bar is within 10 % of 1."""
     if bar is None or abs(bar - 1) > NEAR_ONE * (1 + 1e-9):
         return PAIRS
     return PAIRS_NEAR_ONE
@@ -46,10 +47,10 @@ def pairs_for(bar: float | None) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of each pair, and the machine's load average (of a minute, in processes) before and after.
+    """The seconds of each pair, and the load average of the machine (over a minute, in processes) before and after.
 
-    The ratio of a pair is ``theirs / ours``: how many times faster ours is. `swapped` has it the other way round, how
-    many times as long ours takes.
+    The ratio of a pair is ``theirs / ours``: how many times as fast ours is. `swapped` has the inverse ratio: how many
+    times as long ours takes.
 
     Raises:
         ValueError: no pairs, times without a partner, or times that are not positive.
@@ -74,7 +75,7 @@ class Comparison:
 
     @property
     def ratios(self) -> list[float]:
-        """Pair by pair: their time over ours."""
+        """Their time over ours, pair by pair."""
         return [theirs / ours for ours, theirs in zip(self.ours, self.theirs, strict=True)]
 
     @property
@@ -100,7 +101,7 @@ class Comparison:
     def verdict(self, bar: float, at_least: bool = True) -> Verdict:
         """Whether the ratio is at least ``bar``, or with ``at_least=False`` at most.
 
-        "not decided" where the interval straddles the bar, and where there are fewer pairs than `pairs_for` asks for.
+        "not decided" where the bar lies in the interval, and where there are fewer pairs than `pairs_for` asks for.
         """
         if self.pairs < pairs_for(bar):
             return "not decided"
@@ -119,7 +120,7 @@ class Comparison:
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median of ``values``, the same one at every call.
+    """The 95 % interval of the median of ``values``, which is the same at every call.
 
     Percentile bootstrap: B. Efron and R. J. Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
     """
@@ -142,15 +143,15 @@ def alternate(
     bar: float | None = None,
     short: bool = False,
 ) -> Comparison:
-    """Calls the two in turn; which goes first changes from pair to pair.
+    """Calls the two in turn. Which one begins changes from pair to pair.
 
     Args:
-        ours, theirs: what is compared. What they return is dropped within their time.
-        pairs: default: what `pairs_for` says about ``bar``.
-        warmup: how many pairs go before, untimed.
+        ours, theirs: what is compared. Dropping what they return is part of their time.
+        pairs: how many pairs. Default: what `pairs_for` says about ``bar``.
+        warmup: how many pairs come before, without timing.
         between: called before each call, outside the timing.
-        bar: what the ratio will be judged by, if by anything.
-        short: quick rather than meaningful: 3 pairs after 1, whatever ``pairs`` and ``warmup`` are.
+        bar: what the ratio will be judged by, if anything.
+        short: quick rather than meaningful: 3 pairs after 1, whatever ``pairs`` and ``warmup`` say.
 
     Raises:
         ValueError: fewer pairs than 15, or than 30 for a bar within 10 % of 1.
@@ -167,12 +168,11 @@ def alternate(
 def take_turns(
     calls: Sequence[Call], rounds: int, warmup: int = 2, between: Call | None = None, *, short: bool = False
 ) -> list[list[float]]:
-    """The seconds of each of ``calls`` in each round, in which all have their turn; who begins moves on by one.
+    """The seconds of each of ``calls`` in each round. All of them have a turn in a round; each round another begins.
 
-    Times go from devices that are idle to devices that are idle again. Each call begins after a full garbage
-    collection, and the collector stays on: what a call's objects cost the collector is a cost of the call, what the one
-    before has left is none of its. What exists at the start is frozen meanwhile (`gc.freeze`), so that neither pays
-    for walking through the rest of the process.
+    A call is timed from idle devices to idle devices. It begins after a full garbage collection, and the collector
+    stays on: a call pays for collecting its own objects, and not for those that the call before has left. What exists
+    at the start is frozen meanwhile (`gc.freeze`), so that no call pays for visiting the rest of the process.
     """
     if short:
         rounds, warmup = SHORT_PAIRS, SHORT_WARMUP
@@ -196,7 +196,7 @@ def take_turns(
 
 
 def load() -> float:
-    """The machine's load average over the last minute, in processes; NaN where the system has none."""
+    """The load average of the machine over the last minute, in processes. NaN where the system does not tell."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else math.nan
 
 

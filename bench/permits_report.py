@@ -1,6 +1,6 @@
-"""What the times of different numbers of permits mean: the chosen number beside the best fixed one.
+"""From the times with different numbers of permits to a table and a plot: the chosen number beside the best fixed one.
 
-Knows nothing of how the times came about, and measures nothing itself.
+Does not know how the times were taken, and measures nothing itself.
 """
 
 from __future__ import annotations
@@ -11,12 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pairs import Comparison, Verdict
+from plots import figure_for
 
 CAPTION = """\
-Milliseconds of a call on 8 devices with the chosen number of permits and with each fixed one, medians. at once is how
-many replicas were seen to run at the same time with the chosen number, behind the timing. chosen/best is its time over
-that of the fixed number with the smallest median, pair by pair: the median and its bootstrap 95 % interval. It should
-be at most 1.1. Simulated devices are no accelerators: all of them compute on the CPU's cores. Their clocks were off."""
+How many replicas run Python at a time is chosen by the library (workers=None). The table has median milliseconds of a
+call on 8 devices with the chosen number and with each fixed one (workers=1 and so on). Simulated devices are no
+accelerators: all of them compute on the CPU's cores. Their clocks were off.
+
+at once
+    The most replicas that were in forward at the same time, in one call with the chosen number after the timing.
+chosen/best
+    The time with the chosen number over that of the best fixed one, pair by pair: the median and its bootstrap 95 %
+    interval. It should be at most 1.1. The best one has the smallest median of the same calls. Of equally good numbers
+    the luckiest is taken, which makes this ratio a little larger than it is.
+
+In the last row the batch changes every 50 calls between 1 and 64 samples for each device. A pair is 100 calls with each
+number, and milliseconds are means over them. No calls come before, so the time includes those in which the library
+chooses."""
 
 FIXED = (1, 2, 4, 8)
 BAR = 1.1
@@ -24,7 +35,7 @@ BAR = 1.1
 
 @dataclass(frozen=True)
 class Row:
-    """One model doing one kind of work."""
+    """One kind of work of one model."""
 
     model: str
     work: str
@@ -72,7 +83,7 @@ def summarise(
     at_once: str,
     loads: tuple[float, float],
 ) -> Row:
-    """From the seconds of a call with the chosen number, and with each fixed one, in the same pairs."""
+    """The row for the seconds of a call with the chosen number and with each fixed one, taken in the same pairs."""
     best = min(fixed, key=lambda number: statistics.median(fixed[number]))
     comparison = Comparison(list(fixed[best]), list(chosen), *loads)
     return Row(
@@ -95,28 +106,22 @@ def summarise(
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """For each model and work the time with each number of permits over that of the best fixed one."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    places = range(len(rows))
-    for number in FIXED:
-        over_best = [row.fixed_ms(number) / row.fixed_ms(row.best) for row in rows]
-        axes.plot(places, over_best, "_", markersize=18, markeredgewidth=2, label=f"{number} fixed")
-    middle = [row.over_best for row in rows]
-    spread = [
-        [max(0.0, row.over_best - row.over_best_low) for row in rows],
-        [max(0.0, row.over_best_high - row.over_best) for row in rows],
-    ]
-    axes.errorbar(places, middle, yerr=spread, fmt="ko", capsize=4, label="chosen")
-    axes.axhline(BAR, color="grey", linestyle="--", linewidth=1, label=f"bar, {BAR:g}")
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xticks(places, [f"{row.model}\n{row.work}" for row in rows], rotation=25, ha="right", fontsize="small")
-    axes.set_ylabel("time / that of the best fixed number")
-    axes.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with figure_for(path, (9, 4)) as figure:
+        (axes,) = figure.axes
+        places = range(len(rows))
+        for number in FIXED:
+            over_best = [row.fixed_ms(number) / row.fixed_ms(row.best) for row in rows]
+            axes.plot(places, over_best, "_", markersize=18, markeredgewidth=2, label=f"{number} fixed")
+        middle = [row.over_best for row in rows]
+        spread = [
+            [max(0.0, row.over_best - row.over_best_low) for row in rows],
+            [max(0.0, row.over_best_high - row.over_best) for row in rows],
+        ]
+        axes.errorbar(places, middle, yerr=spread, fmt="ko", capsize=4, label="chosen")
+        axes.axhline(BAR, color="grey", linestyle="--", linewidth=1, label=f"bar, {BAR:g}")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xticks(places, [f"{row.model}\n{row.work}" for row in rows], rotation=25, ha="right", fontsize="small")
+        axes.set_ylabel("time / that of the best fixed number")
+        axes.grid(axis="y", alpha=0.3)
+        figure.legend(loc="outside right upper", fontsize="small")

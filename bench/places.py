@@ -1,40 +1,59 @@
-"""Which devices are measured: the machine's accelerators, or where it has none the CPU and simulated devices.
+"""Which devices are measured: the machine's accelerators or, where it has none, the CPU and simulated devices.
 
-Simulated devices are no accelerators. They are separate devices to torch and to the library, which scatters,
-replicates and gathers between them as between GPUs, but their operators run on the CPU's cores.
+Simulated devices are no accelerators. To torch and to the library they are separate devices, and the library
+scatters, replicates and gathers between them as between GPUs. But their operators run on the CPU's cores.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from dataparallel.devices import all_devices
-from dataparallel.testing import ToolsMissing, simulate
+from dataparallel.testing import SimulationUnavailable, simulate
+from reporting import Report
 
 SIMULATED = 8
 
 
 @dataclass(frozen=True)
 class Places:
-    """`real` are the accelerators, or the CPU; `simulated` is empty if `why_not_simulated` says why."""
+    """`real` has the accelerators, or the CPU. Where `simulated` is empty, `why_not_simulated` says why."""
 
     real: list[torch.device]
     simulated: list[torch.device]
     why_not_simulated: str = ""
 
+    @property
+    def apart(self) -> list[torch.device]:
+        """The devices with memory of their own: simulated ones or accelerators. Empty where there is only the CPU."""
+        return self.simulated or [device for device in self.real if device.type != "cpu"]
+
+    def apart_or_skip(self, count: int, report: Report) -> list[torch.device]:
+        """At least ``count`` devices of `apart`. With fewer, the test is skipped and ``report`` says why."""
+        if len(self.apart) >= count:
+            return self.apart
+        why = f"this machine has {len(self.apart)}" if self.apart else self.why_not_simulated
+        note = f"Rows are missing, because they need {count} devices: {why}."
+        if note not in report.notes:
+            report.notes.append(note)
+        pytest.skip(note)
+
     def clocks_off(self) -> AbstractContextManager[None]:
-        """For what is timed: no accelerator checks each access to its memory. Checks of results run with the clocks."""
+        """For timing: no accelerator checks each access to its memory. Results are checked with the clocks on."""
         return torch.sim.clocks(False) if self.simulated else nullcontext()
 
 
 def find_places() -> Places:
-    """The devices of this process; call it before the first backward, which is when torch counts them.
+    """The devices of this process. To be called before the first backward, which is when torch counts the devices.
 
-    Where there is an accelerator nothing is simulated: torch has one kind of accelerator in a process.
+    Where there is an accelerator nothing is simulated: torch has one kind of accelerator in a process. Where the
+    simulated devices cannot be compiled the reason is kept, and the benchmarks run on CPU slots.
     """
     accelerators = all_devices()
     if accelerators:
@@ -43,15 +62,26 @@ def find_places() -> Places:
     _keep_freed_memory()
     try:
         return Places(cpu, simulate(SIMULATED))
-    except ToolsMissing as error:
-        return Places(cpu, [], str(error))
+    except SimulationUnavailable as error:
+        return Places(cpu, [], first_lines(str(error)))
+
+
+def first_lines(message: str, most: int = 300) -> str:
+    """The beginning of what may be pages of a compiler's output, as one line without a full stop."""
+    line = " ".join(message.split()).rstrip(".")
+    return line if len(line) <= most else f"{line[:most]} ..."
+
+
+def slots_on(devices: Sequence[torch.device], count: int) -> list[torch.device]:
+    """``count`` slots, dealt out in turn to the devices."""
+    return [devices[slot % len(devices)] for slot in range(count)]
 
 
 def _keep_freed_memory() -> None:
-    """Has the C library keep memory that is freed, as accelerators' allocators do, where it can be told to.
+    """Tells the C library, where it can be told, to keep freed memory, as the allocators of accelerators do.
 
     Otherwise it gives large blocks back to the system, and the next ones come page by page, which takes longer than
-    filling them. Which sizes that meets is luck.
+    filling them. Which sizes are affected depends on chance.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -63,7 +93,7 @@ def _keep_freed_memory() -> None:
 
 
 def computing_devices(devices: list[torch.device]) -> int:
-    """How many times as fast as one device these could be: simulated ones share the CPU as slots on one device do."""
+    """How many times as fast as one device these could be. Simulated devices share the CPU, as slots on it do."""
     return 1 if is_simulated(devices[0]) else len(set(devices))
 
 
@@ -72,7 +102,7 @@ def is_simulated(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """The product's name where the backend tells it, else the device type."""
+    """The name of the product where the backend knows it, otherwise the device type."""
     if device.type == "cpu":
         return "cpu"
     if is_simulated(device):

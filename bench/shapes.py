@@ -1,8 +1,8 @@
-"""Models with the module trees of well-known ones, so narrow that what remains is mostly the cost of their shape.
+"""Models with the module trees of well-known ones, but so narrow that their time is mostly overhead.
 
-What replicating costs depends on how many modules, parameters and buffers there are, what running costs on how many
-operators; their size matters less. ResNet-50's tree has many of all of them, GPT-2's small ones in long rows, and
-BERT's a module around every linear. A wider GPT is there for the opposite: it spends its time in its operators.
+The cost of replicating depends on the number of modules, parameters and buffers. The cost of running depends on the
+number of operators. Their size matters less. ResNet-50 has many of all of them, GPT-2 has a long row of small blocks,
+and BERT has a module around every linear. A wider GPT is there for the opposite: it spends its time in its operators.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class GPT(nn.Module):
 
 
 class BERTEmbeddings(nn.Module):
-    """Of words, positions and token types, the last of which are all the same here."""
+    """The sum of embeddings of words, positions and token types, of which there is only one here."""
 
     def __init__(self, width: int, length: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class BERTEmbeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Looks both ways; a linear each for queries, keys and values."""
+    """Attention in both directions, with a linear each for queries, keys and values."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class BERT(nn.Module):
 
 @dataclass(frozen=True)
 class Shape:
-    """A model with a batch to train it on; both come from seeds and are the same at every call."""
+    """A model and a batch to train it on. Both come from seeds and are the same at every call."""
 
     name: str
     make: Callable[[], nn.Module]

@@ -1,4 +1,4 @@
-"""Which simulator the simulated devices came from: results of two of them are no comparison."""
+"""Names the simulator behind the simulated devices: results of different simulators cannot be compared."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from places import Places
 
 
 def simulator_notes(places: Places) -> list[str]:
-    """What a report says about it, if devices are simulated.
+    """What a report says about the simulator; nothing where no devices are simulated.
 
-    It is the name under which the simulator is compiled, which is made from its sources, torch and Python.
+    It has the name under which the simulator was compiled, which is made from its sources, torch and Python.
     """
     if not places.simulated:
         return []

@@ -1,7 +1,7 @@
-"""A training step stage by stage: scatter, replicate, parallel_apply, gather, backward, each timed alone.
+"""A training step stage by stage: scatter, replicate, parallel_apply, gather, backward, each timed by itself.
 
-The stages are called as `DataParallel` calls them, on every number of devices, one included, where the wrapper itself
-just calls the module. Compares and judges nothing: that is for `stages_report.py` and `test_stages.py`.
+The stages are called as `DataParallel` calls them, also on one device, where the wrapper just calls the module. This
+module compares and judges nothing. That is done by `stages_report.py` and `test_stages.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from by_hand import ByHand
 from dataparallel import DataParallel
+from gradients import assert_same_gradients, gradients_of
+from ways import ByHand
 
 STAGES = ("scatter", "replicate", "parallel_apply", "gather", "backward")
 
@@ -26,7 +27,7 @@ def mean_square(output: Tensor) -> Tensor:
 
 
 class Stopwatch:
-    """Adds up the seconds of named stretches, each from when the devices are idle until they are idle again."""
+    """Times named parts of a step, each from idle devices to idle devices."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
@@ -44,10 +45,10 @@ class Stopwatch:
 
 @dataclass
 class StagedTraining:
-    """Training steps without their optimizer, so that all steps are the same one.
+    """Training steps without an optimizer, so that all steps are the same.
 
-    `module` and `batch` are on the first of `devices`. `steps` has for each step so far the seconds of each stage, of
-    the whole "step", and of the same step "by hand": the same chunks, without the library, on the first device.
+    `module` and `batch` are on the first of `devices`. `steps` has, for each step so far, the seconds of each stage, of
+    the whole "step", and of the step "by hand": the same chunks on the first device without the library.
     """
 
     module: nn.Module
@@ -56,11 +57,11 @@ class StagedTraining:
     steps: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Its stages are called one by one, for what it keeps and chooses from call to call.
+        # Its own stages are called, because it keeps replicas and chooses permits from call to call.
         self.parallel = DataParallel(self.module, self.devices)
 
     def step(self) -> tuple[Tensor, list[Tensor]]:
-        """One step by the stages; returns output and gradients."""
+        """One step by the stages. Returns output and gradients."""
         watch = Stopwatch(self.devices)
         self.module.zero_grad()
         with watch.time("step"):
@@ -72,40 +73,33 @@ class StagedTraining:
                 outputs = self.parallel.parallel_apply(replicas, inputs, kwargs)
             with watch.time("gather"):
                 output = self.parallel.gather(outputs, self.devices[0])
-            # The wrapper lets go of them here too. It takes a moment, which only "step" shows.
+            # The wrapper lets go of them here too, which takes some time. Only "step" includes it.
             del inputs, kwargs, replicas, outputs
             loss = mean_square(output)
             with watch.time("backward"):
                 loss.backward()
         self.steps.append(watch.seconds)
-        return output.detach(), self._gradients()
+        return output.detach(), gradients_of(self.module)
 
     def step_by_hand(self) -> tuple[Tensor, list[Tensor]]:
-        """The same step without the library, noted with the last one by the stages."""
+        """The same step without the library. Its time is noted with that of the last step by the stages."""
         watch = Stopwatch(self.devices[:1])
         self.module.zero_grad()
         with watch.time("by hand"):
             output = ByHand(self.module, len(self.devices))(self.batch)
             mean_square(output).backward()
         self.steps[-1] |= watch.seconds
-        return output.detach(), self._gradients()
+        return output.detach(), gradients_of(self.module)
 
     def check(self) -> None:
-        """Raises `AssertionError` unless a step by the stages gives what the one by hand gives."""
+        """Raises `AssertionError` unless a step by the stages has the results of the step by hand."""
         output, gradients = self.step()
         expected_output, expected_gradients = self.step_by_hand()
         torch.testing.assert_close(output, expected_output)
-        for gradient, expected in zip(gradients, expected_gradients, strict=True):
-            # Sums of chunks in another order; single entries may cancel nearly to zero.
-            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        assert_same_gradients(gradients, expected_gradients)
 
     def seconds(self, name: str) -> list[float]:
         return [step[name] for step in self.steps]
-
-    def _gradients(self) -> list[Tensor]:
-        gradients = [parameter.grad for parameter in self.module.parameters()]
-        assert all(gradient is not None for gradient in gradients)
-        return gradients
 
 
 def staged(build: Callable[[], nn.Module], batch: Tensor, devices: Sequence[torch.device]) -> StagedTraining:

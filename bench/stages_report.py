@@ -1,4 +1,4 @@
-"""What the times of the stages mean: medians, and the whole step beside the same chunks by hand; rows and a plot."""
+"""From the times of the stages to a table and a plot: medians, and the whole step beside the same chunks by hand."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from places import device_name
+from plots import figure_for
 from reporting import quartiles, ratios
 from stages import STAGES, StagedTraining
 
 CAPTION = """\
-Milliseconds, medians over the rounds. step/by hand is the time of the whole step over that of the same chunks called
-one after the other on the first device, without the library: median over the rounds, and their middle half. Simulated
-devices are no accelerators: all of them compute on the CPU's cores. Their clocks were off."""
+Median milliseconds of a training step without its optimizer. Devices are idle before and after each stage, so nothing
+overlaps that could overlap in DataParallel. step is all of it, with the loss and letting go of the replicas; medians of
+the parts do not add up to the median of the whole. step/by hand is the time of the step over that of the same chunks
+one after the other on the first device, without the library: the median over the rounds, and their middle half.
+Simulated devices are no accelerators: all of them compute on the CPU's cores. Their clocks were off."""
 
 
 @dataclass(frozen=True)
@@ -70,32 +73,23 @@ def summarise(model: str, trainings: Sequence[StagedTraining]) -> list[Row]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """For each model its stages, piled up over the number of devices."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """For each model its stages, stacked, over the number of devices."""
     models = list(dict.fromkeys(row.model for row in rows))
-    figure, plots = pyplot.subplots(
-        1, len(models), figsize=(4.5 * len(models), 3.6), layout="constrained", squeeze=False
-    )
-    for axes, model in zip(plots[0], models, strict=True):
-        own = [row for row in rows if row.model == model]
-        ticks = [str(row.devices) for row in own]
-        below = [0.0] * len(own)
-        for stage in STAGES:
-            heights = [row.stage_ms(stage) for row in own]
-            axes.bar(ticks, heights, bottom=below, width=0.6, label=stage)
-            below = [a + b for a, b in zip(below, heights, strict=True)]
-        by_hand = [row.step_ms / row.over_by_hand for row in own]
-        axes.plot(ticks, by_hand, "k_", markersize=24, label="step by hand")
-        axes.set_title(model)
-        axes.set_xlabel(f"devices ({own[0].device})")
-        axes.set_ylabel("milliseconds")
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-    handles, labels = plots[0][0].get_legend_handles_labels()
-    plots[0][0].legend(handles[::-1], labels[::-1], fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with figure_for(path, (4.5 * len(models), 3.6), columns=len(models)) as figure:
+        for axes, model in zip(figure.axes, models, strict=True):
+            own = [row for row in rows if row.model == model]
+            ticks = [str(row.devices) for row in own]
+            below = [0.0] * len(own)
+            for stage in STAGES:
+                heights = [row.stage_ms(stage) for row in own]
+                axes.bar(ticks, heights, bottom=below, width=0.6, label=stage)
+                below = [a + b for a, b in zip(below, heights, strict=True)]
+            by_hand = [row.step_ms / row.over_by_hand for row in own]
+            axes.plot(ticks, by_hand, "k_", markersize=24, label="step by hand")
+            axes.set_title(model)
+            axes.set_xlabel(f"devices ({own[0].device})")
+            axes.set_ylabel("milliseconds")
+            axes.grid(axis="y", alpha=0.3)
+            axes.set_axisbelow(True)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.axes[0].legend(handles[::-1], labels[::-1], fontsize="small")

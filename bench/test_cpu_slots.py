@@ -1,20 +1,31 @@
-"""A training step on two CPU slots beside one module with the whole batch or its halves, and beside DDP."""
+"""A training step on two CPU slots beside one module with the whole batch or its halves, and beside DDP.
+
+A GPT of 6 blocks, 256 wide, 16 samples of 64 tokens. ``DataParallel`` runs in one process with two intra-op threads.
+Beside it run, two at a time in turns:
+
+- the module with the whole batch, in the same process, with the same parameters and threads;
+- the module with the two halves of the batch one after the other, which is what the split costs by itself;
+- ``DistributedDataParallel`` in two processes with gloo, each with one intra-op thread and half of the batch.
+
+All processes are started once. A process whose turn it is not waits for a line on its standard input and takes no time
+from the others. Garbage is collected before each step, outside its time.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-from torch import Tensor
 
 from contender import LENGTH, SAMPLES_PER_SLOT, SLOTS
 from cpu_slots import Contender, memory_of
 from cpu_slots_report import CAPTION, Other, summarise
+from gradients import assert_same_gradients
 from pairs import Comparison, alternate
 from reporting import Report
 
@@ -32,7 +43,7 @@ def report(reports: list[Report]) -> Report:
 
 
 def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report, tmp_path: Path, short: bool) -> None:
-    """Steps of two take turns. All gradients are the same, before and after."""
+    """All gradients are the same, before and after the timing."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("torch without gloo")
     ranks = [["1", str(rank), str(tmp_path / "rendezvous")] for rank in range(SLOTS)]
@@ -46,10 +57,10 @@ def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report
     with (
         Contender("slots", [[str(SLOTS)]], tmp_path) as ours,
         Contender("ddp", ranks, tmp_path) as ddp,
-        # In a short run the module gets no process of its own: it takes longest to start them.
+        # In a short run the module gets no process of its own, because starting processes takes longest.
         Contender("module", [] if short else [[str(SLOTS)]], tmp_path) as module,
     ):
-        # One way of making the step in each of them; later the process of the slots makes those of the module too.
+        # Each process makes one kind of step here. Later the process of the slots makes those of the module too.
         memory_of_slots = memory_after_steps(ours, "slots")
         memory_of_ddp = memory_after_steps(ddp, "ddp")
         memory_of_module = None if short else memory_after_steps(module, "module")
@@ -60,10 +71,10 @@ def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report
                 contender.tell(command)
                 found.append(contender.gradients())
             for other in found[1:]:
-                assert_close(found[0], other)
+                assert_same_gradients(found[0], other)
 
         def collect_garbage() -> None:
-            """So that no step pays for what another has left."""
+            """So that no step pays for the garbage of another."""
             ours.collect_garbage()
             ddp.collect_garbage()
 
@@ -105,13 +116,6 @@ def test_slots_beside_module_and_ddp(benchmark: BenchmarkFixture, report: Report
             report.notes.append("Memory was not measured: this system has no /proc/PID/smaps.")
 
 
-def assert_close(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Up to rounding: sums of float32 in another order."""
-    for gradient, wanted in zip(gradients, expected, strict=True):
-        # Single entries may cancel nearly to zero.
-        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
-
-
 HOLDS = """
 import sys
 held = bytes(range(256)) * int(sys.argv[1])
@@ -122,7 +126,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def holding() -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes that hold 32 MiB more than two others."""
+    """Four processes. Each of the last two holds 32 MiB more than each of the first two."""
     sizes = [0, 0, 2**17, 2**17]
     processes = [
         subprocess.Popen(
@@ -143,5 +147,5 @@ def test_memory_is_what_processes_hold(holding: list[subprocess.Popen[str]]) -> 
     if one is None or two is None or larger is None:
         pytest.skip("this system has no /proc/PID/smaps")
     assert larger - two == pytest.approx(2 * 32 * 2**20, rel=0.02)
-    # What both have of the interpreter's own files counts once.
+    # The pages of the interpreter's files count once.
     assert one < two < 2 * one

@@ -1,21 +1,21 @@
 """A training step by ``composable.replicate`` beside the wrapper, ``torch.nn.DataParallel``, single steps and DDP.
 
-What is asserted is that all do the same work. The bars of the report say what its ratios should be, and fail nothing.
+On 8 devices, where all take turns, and on two CPU slots in processes of their own (see `test_cpu_slots`). The tests
+assert that all do the same work. The bars of the report say what its ratios should be; they fail no test.
 """
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from beside_torch import BesideTorch
+from beside_torch import SETTLE, SHORT_SETTLE
 from contender import SLOTS
 from cpu_slots import Contender
-from dataparallel.composable import replicate
+from forms import Forms
 from forms_report import (
     BAR_DEVICES,
     BARS,
@@ -28,14 +28,13 @@ from forms_report import (
     held,
     timed,
 )
+from gradients import assert_same_gradients
 from pairs import PAIRS, Comparison, alternate, load, take_turns
 from places import Places
 from reporting import Report
 from shapes import NARROW_GPT, RESNET, WIDE_GPT, Shape
 from simulator import simulator_notes
-from stages import mean_square
 
-SETTLE, SHORT_SETTLE = 32, 3  # calls in which the library finds out how many replicas to run at a time
 STEPS_BEFORE_MEMORY, SHORT_STEPS_BEFORE_MEMORY = 10, 1
 
 
@@ -45,35 +44,13 @@ def report(reports: list[Report], places: Places) -> Report:
     return reports[-1]
 
 
-class Forms(BesideTorch):
-    """One model in both wrappers, and a copy of it that is replicated in place."""
-
-    def __init__(self, shape: Shape, devices: list[torch.device], dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(shape, devices, dtype)
-        self.replicated = replicate(copy.deepcopy(self.module), devices=devices)
-
-    def train_replicated(self) -> None:
-        mean_square(self.replicated(self.batch)).backward()
-        self.replicated.zero_grad()
-
-    def check_replicated(self) -> None:
-        """Raises `AssertionError` unless its gradients are the wrapper's."""
-        for call, module in ((self.ours, self.module), (self.replicated, self.replicated)):
-            module.zero_grad()
-            mean_square(call(self.batch)).backward()
-        for ours, theirs in zip(self.replicated.parameters(), self.module.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * float(theirs.grad.abs().max()))
-            ours.grad = theirs.grad = None
-
-
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL support")
 @pytest.mark.parametrize("shape", [RESNET, NARROW_GPT, WIDE_GPT], ids=lambda shape: shape.name)
 def test_on_devices(shape: Shape, benchmark: BenchmarkFixture, places: Places, report: Report, short: bool) -> None:
     """All take turns, in rounds."""
-    found = places.simulated or [device for device in places.real if device.type != "cpu"]
-    if len(found) < BAR_DEVICES or (short and shape is not NARROW_GPT):
-        pytest.skip(f"takes {BAR_DEVICES} devices" if len(found) < BAR_DEVICES else "short")
-    devices = found[:BAR_DEVICES]
+    if short and shape is not NARROW_GPT:
+        pytest.skip("short")
+    devices = places.apart_or_skip(BAR_DEVICES, report)[:BAR_DEVICES]
     forms = Forms(shape, devices)
     calls = [forms.train_replicated, forms.train, forms.torch_train, forms.train_in_a_row]
 
@@ -97,7 +74,7 @@ def test_on_devices(shape: Shape, benchmark: BenchmarkFixture, places: Places, r
 
 
 def test_on_cpu_slots(benchmark: BenchmarkFixture, report: Report, tmp_path: Path, short: bool) -> None:
-    """In processes of their own, beside as many processes of DDP as there are slots."""
+    """In a process of its own, beside as many processes of DDP as there are slots."""
     if short or not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("short" if short else "torch without gloo")
     ranks = [["1", str(rank), str(tmp_path / "rendezvous")] for rank in range(SLOTS)]
@@ -126,8 +103,7 @@ def test_on_cpu_slots(benchmark: BenchmarkFixture, report: Report, tmp_path: Pat
             return [compared(wrapper, "slots"), compared(ddp, "ddp")]
 
         beside_wrapper, beside_ddp = benchmark.pedantic(compare, rounds=1)
-        for gradient, wanted in zip(ours.gradients(), ddp.gradients(), strict=True):
-            torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+        assert_same_gradients(ours.gradients(), ddp.gradients())
     if benchmark.enabled:
         report.rows.append(timed(model, slots, BESIDE_WRAPPER, beside_wrapper, 1.0))
         report.rows.append(timed(model, slots, BESIDE_DDP, beside_ddp, DDP_BAR))

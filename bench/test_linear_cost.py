@@ -1,9 +1,8 @@
-"""Whether host cost grows linearly: replication and whole calls on 1 to 32 slots and with 10 to 10,000 parameters."""
+"""Whether the cost on the host grows linearly: with 1 to 32 slots, and with 10 to 10,000 parameters."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from linear_cost import PARAMETERS, SLOTS, Size
 from linear_cost_report import CAPTION, fitted, plot, summarise
+from places import first_lines
+from processes import environment
 from reporting import Report
 
 SCRIPT = Path(__file__).with_name("linear_cost.py")
@@ -32,26 +33,26 @@ def report(reports: list[Report]) -> Report:
 
 
 def measured(slot_rounds: int, most_slots: int, parameter_rounds: int, most_parameters: int) -> dict[str, Any]:
-    """What the script finds, which simulates more devices than there are in this process, and checks results."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    """What the script finds. It needs a process of its own because it simulates more devices than this one."""
     arguments = map(str, (slot_rounds, most_slots, parameter_rounds, most_parameters))
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(SCRIPT), *arguments], env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_slots_and_parameters(benchmark: BenchmarkFixture, report: Report, short: bool) -> None:
-    """Every size has its turn again and again. Replicas, outputs and gradients are checked before and after."""
+    """All sizes take turns. The script checks replicas, outputs and gradients before and after."""
     if short:
         arguments = (SHORT_ROUNDS, SHORT_MOST_SLOTS, SHORT_ROUNDS, SHORT_MOST_PARAMETERS)
     else:
         arguments = (SLOT_ROUNDS, SLOTS[-1], PARAMETER_ROUNDS, PARAMETERS[-1])
     found = benchmark.pedantic(measured, arguments, rounds=1)
     if "why_not" in found:
-        report.notes.append(f"Growth was not measured: {found['why_not']}.")
-        pytest.skip(found["why_not"])
+        why_not = first_lines(found["why_not"])
+        report.notes.append(f"Growth was not measured: {why_not}.")
+        pytest.skip(why_not)
     if benchmark.enabled:
         for grows in ("slots", "parameters"):
             sizes = [Size(**size) for size in found[grows]]

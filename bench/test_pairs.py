@@ -1,4 +1,4 @@
-"""The statistics that the other benchmarks report, on times that are known. Nothing is timed here."""
+"""The statistics that the benchmarks report, on known times. Nothing is timed here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TestComparison:
         assert compared(2.5).swapped.ratio == pytest.approx(0.4)
 
     def test_ratio_is_taken_pair_by_pair(self) -> None:
-        """A machine that becomes ten times slower half-way changes nothing."""
+        """A machine that becomes ten times slower half-way does not change the ratio."""
         slower = [1.0] * 8 + [10.0] * 7
         assert Comparison(slower, [3 * seconds for seconds in slower]).ratio == pytest.approx(3)
 
@@ -56,7 +56,7 @@ class TestInterval:
         assert bootstrap_interval([3.0] * 15) == (3, 3)
 
     def test_of_medians_as_they_are_distributed(self) -> None:
-        """All 27 samples of three values: the bootstrap's own distribution, counted instead of drawn."""
+        """All 27 samples of three values are the distribution that the bootstrap draws from."""
         values = [1.0, 2.0, 4.0]
         medians = [statistics.median(sample) for sample in product(values, repeat=3)]
         assert medians.count(1.0) / 27 > 0.025 < medians.count(4.0) / 27  # so both ends are in the interval

@@ -1,6 +1,8 @@
 """The number of replicas that run at a time: the library's choice beside every fixed number.
 
-What is asserted is that the number changes no result. The bar of the report fails nothing.
+Three models, and one that sleeps 1 ms in each of 12 layers, as if it waited for a device. The library chooses in 40
+calls before the timing. The tests assert that the number changes no result, bit for bit. The bar of the report fails no
+test.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ SMALL, LARGE = 1, 64  # samples for each device
 
 
 class Sleeps(nn.Module):
-    """12 layers, in each of which the host waits for 1 ms, as for a device."""
+    """12 layers. In each of them the host sleeps 1 ms, as if it waited for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ class Sleeps(nn.Module):
 
 
 def linears() -> nn.Module:
-    """Launch-bound with few samples, compute-bound with many."""
+    """A model that is launch-bound with few samples and compute-bound with many."""
     return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.ReLU())))
 
 
@@ -57,7 +59,7 @@ LINEARS = Shape("8 linears of width 128", linears, lambda n: torch.randn(n, 128)
 
 
 class Wrapped:
-    """One module in a wrapper that chooses and in one for each fixed number."""
+    """One module in a wrapper that chooses the number, and in one wrapper for each fixed number."""
 
     def __init__(self, shape: Shape, devices: Sequence[torch.device]) -> None:
         self.module = shape.model().to(devices[0])
@@ -76,13 +78,13 @@ class Wrapped:
         return gradients
 
     def check(self, work: Callable[[nn.Module], Any]) -> None:
-        """Raises `AssertionError` unless the number of permits is no part of the result."""
+        """Raises `AssertionError` if the number changes the result."""
         expected, *others = map(work, self.all)
         for other in others:
             torch.testing.assert_close(other, expected, rtol=0, atol=0)
 
     def most_at_once(self, work: Callable[[nn.Module], Any]) -> int:
-        """The most replicas that run at the same time in one call with the chosen number."""
+        """The most replicas that were in forward at the same time in one call with the chosen number."""
         lock, running, most = threading.Lock(), 0, 0
 
         def enter(*_: Any) -> None:
@@ -111,13 +113,7 @@ def report(reports: list[Report], places: Places) -> Report:
 
 @pytest.fixture
 def devices(places: Places, report: Report) -> list[torch.device]:
-    found = places.simulated or [device for device in places.real if device.type != "cpu"]
-    if len(found) < DEVICES:
-        note = f"Permits were not measured, which takes {DEVICES} devices: {places.why_not_simulated}."
-        if note not in report.notes:
-            report.notes.append(note)
-        pytest.skip(note)
-    return found[:DEVICES]
+    return places.apart_or_skip(DEVICES, report)[:DEVICES]
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
@@ -131,7 +127,7 @@ def test_chosen_number(
     places: Places,
     short: bool,
 ) -> None:
-    """After the first calls, in which the number is chosen."""
+    """After calls in which the number is chosen."""
     if short and shape not in (NARROW_GPT, SLEEPS):
         pytest.skip("short")
     wrapped = Wrapped(shape, devices)
@@ -161,9 +157,9 @@ def test_chosen_number(
 def test_changing_batch(
     devices: list[torch.device], benchmark: BenchmarkFixture, report: Report, places: Places, short: bool
 ) -> None:
-    """Every 50 calls the batch changes, from 1 sample for each device to 64 and back. Choosing is part of the time.
+    """Every 50 calls the batch changes between 1 and 64 samples for each device. Choosing is part of the time.
 
-    A pair is 50 calls with each, so that calls that choose weigh as much as they take.
+    A pair is 100 calls with each number, so that slow calls, in which the library chooses, count for what they take.
     """
     wrapped = Wrapped(LINEARS, devices)
     wrapped.module.eval()

@@ -1,13 +1,15 @@
-"""Where the time of a training step goes: each stage by itself, for two shapes of model, on several devices."""
+"""Where the time of a training step goes: each stage by itself, for two models, on 1, 2, 4 and 8 devices.
+
+Slots on one device have nothing to copy. So without accelerators and simulated devices nothing is measured.
+"""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from pytest_benchmark.fixture import BenchmarkFixture
-from tqdm import tqdm
 
 from places import Places
+from progress import Progress
 from reporting import Report
 from shapes import SHAPES, Shape
 from stages import staged
@@ -17,7 +19,7 @@ SAMPLES = 16
 ROUNDS = 40
 SHORT_ROUNDS = 5
 CHOOSING = 30
-"""Steps in which the number of replicas that run at a time is chosen."""
+"""Steps in which the library chooses how many replicas run at a time."""
 
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name.split()[0])
 
@@ -28,39 +30,20 @@ def report(reports: list[Report]) -> Report:
     return reports[-1]
 
 
-@pytest.fixture
-def devices(places: Places, report: Report) -> list[torch.device]:
-    """Accelerators, else simulated ones: slots on one device have nothing to scatter or replicate over."""
-    if places.simulated or places.real[0].type != "cpu":
-        return places.simulated or places.real
-    note = f"Stages were not measured: {places.why_not_simulated}."
-    if note not in report.notes:
-        report.notes.append(note)
-    pytest.skip(note)
-
-
-@each_shape
-def test_shape(shape: Shape) -> None:
-    model = shape.model()
-    assert len(list(model.modules())) == shape.modules
-    assert len(list(model.parameters())) == shape.parameters
-    assert len(list(model.buffers())) == shape.buffers
-
-
 @each_shape
 def test_stages(
     shape: Shape,
-    devices: list[torch.device],
     benchmark: BenchmarkFixture,
-    capsys: pytest.CaptureFixture[str],
+    progress: Progress,
     report: Report,
     places: Places,
     short: bool,
 ) -> None:
-    """One round is a step on every number of devices, each beside the same chunks by hand.
+    """A round is a step on each number of devices, and the same chunks by hand.
 
-    Before and after, a step's outputs and gradients are those of the chunks by hand on one device.
+    Before and after, outputs and gradients of a step are those of the chunks by hand on one device.
     """
+    devices = places.apart_or_skip(1, report)
     rounds = SHORT_ROUNDS if short else ROUNDS
     counts = [n for n in (1, 2, 4, 8) if n <= len(devices)]
     trainings = [staged(shape.model, shape.batch(SAMPLES), devices[:n]) for n in counts]
@@ -76,11 +59,7 @@ def test_stages(
             training.step_by_hand()
         bar.update()
 
-    with (
-        capsys.disabled(),
-        tqdm(total=rounds, desc=shape.name, unit="round", disable=None) as bar,
-        places.clocks_off(),
-    ):
+    with progress(shape.name, rounds) as bar, places.clocks_off():
         benchmark.pedantic(step_each, rounds=rounds)
     if benchmark.enabled:
         report.rows += summarise(shape.name, trainings)

@@ -1,4 +1,4 @@
-"""That ``torch.nn.parallel`` beside the library is itself, and that the replicas' check finds what it is for.
+"""The stand-ins do what the primitives of ``torch.nn.parallel`` do, and the check of replicas finds wrong ones.
 
 Nothing is timed here.
 """

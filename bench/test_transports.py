@@ -1,4 +1,7 @@
-"""Transports and routes against each other, and against a copy from device to device. All give the same bits."""
+"""Transports and routes beside each other and beside a copy from device to device. All give the same bits.
+
+Buckets have 1 KiB to 32 MiB on simulated devices, up to 1 GiB on accelerators, and 1 to 10,000 tensors.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,7 @@ def report(reports: list[Report], places: Places) -> Report:
 
 @pytest.fixture
 def devices(places: Places, report: Report) -> list[torch.device]:
-    found = places.simulated or [device for device in places.real if device.type != "cpu"]
-    if len(found) < 2:
-        note = f"Transports were not measured, which takes two devices: {places.why_not_simulated}."
-        if note not in report.notes:
-            report.notes.append(note)
-        pytest.skip(note)
-    return found
+    return places.apart_or_skip(2, report)
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -1,6 +1,6 @@
-"""What the throughput of runs that took turns means: efficiencies, as rows of a report and as a plot.
+"""From the throughput of trainings that took turns to a table and a plot of efficiencies.
 
-Knows nothing of digits, and measures nothing itself.
+Does not know what was trained, and measures nothing itself.
 """
 
 from __future__ import annotations
@@ -14,16 +14,31 @@ from typing import Protocol
 import torch
 
 from places import computing_devices, device_name
+from plots import figure_for
 from reporting import quartiles, ratios
 
 CAPTION = """\
-Efficiency is the speed-up over one slot of the same kind, divided by the number of devices that compute. Simulated
-devices are no accelerators: all of them compute on the CPU's cores, so they count as one, and nothing becomes faster
-by more of them than the cores allow. Their clocks were off."""
+One training on 1 to 8 slots. The whole batch has 128 samples for every number of slots, so 8 slots get 16 each.
+Simulated devices are no accelerators: all of them compute on the CPU's cores. Their clocks were off.
+
+samples/s
+    The training throughput of the median epoch, which depends on what else the machine did.
+efficiency
+    The speed-up over one slot on a device of the same kind, divided by the number of devices that compute: 1 is ideal.
+    For slots that share a device it shows what scattering, replicating and gathering cost, for several devices how much
+    of them arrives as speed. Simulated devices count as one, because they share the CPU. Above 1.00 they only use a
+    second core: a device uses one, because torch is limited to one intra-op thread here. The median over the epochs,
+    and their middle half.
+time/by hand
+    The time of an epoch over that of the same chunks one after the other on one device, without the library: what the
+    library costs. The rest of the loss is what small chunks cost torch.
+test accuracy
+    After the whole training. All rows do the same training up to rounding; float32 lets them differ by a few of the
+    360 test scans."""
 
 
 class Run(Protocol):
-    """A training whose epochs took turns with those of the runs that it is compared with."""
+    """A training. Its epochs took turns with those of the runs that it is compared with."""
 
     slots: list[torch.device]
     epoch_seconds: list[float]
@@ -38,8 +53,8 @@ class Run(Protocol):
 class Row:
     """One run. Efficiencies are the quartiles over the epochs; 1 is ideal.
 
-    `over_by_hand` is the time of an epoch over that of the same chunks without the library on one device, where that
-    is the same work for the same cores.
+    `over_by_hand` is the time of an epoch over that of the same chunks on one device without the library. It is `None`
+    where the two do not use the same cores.
     """
 
     device: str
@@ -70,10 +85,9 @@ def compare(runs: Sequence[Run], by_hand: Mapping[Run, Run]) -> list[Row]:
 
     efficiency = speed-up over one slot / number of devices that compute
 
-    so 1 is ideal both for slots that share one device, whose work does not become less by splitting
-    it, and for n devices, which should be n times as fast. Simulated devices share the CPU. The
-    speed-up is taken epoch by epoch: on a machine that does other things too, epochs a second apart
-    can be compared, whole runs cannot.
+    So 1 is ideal both for slots that share one device, which have the same work to do as one slot, and for n devices,
+    which should be n times as fast. Simulated devices share the CPU. The speed-up is taken epoch by epoch: on a machine
+    that does other things too, epochs a second apart can be compared, but whole runs cannot.
     """
     rows = []
     for run in runs:
@@ -101,35 +115,29 @@ def compare(runs: Sequence[Run], by_hand: Mapping[Run, Run]) -> list[Row]:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Samples per second and efficiency over the number of slots."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (speed, efficiency) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for label, series in _series(rows).items():
-        slots = [row.slots for row in series]
-        speed.plot(slots, [row.samples_per_second for row in series], "o-", label=label)
-        middle = [row.efficiency for row in series]
-        spread = [
-            [row.efficiency - row.efficiency_low for row in series],
-            [row.efficiency_high - row.efficiency for row in series],
-        ]
-        efficiency.errorbar(slots, middle, yerr=spread, fmt="o-", capsize=3, label=label)
-    efficiency.axhline(1, color="grey", linestyle=":", label="ideal")
-    speed.set_ylabel("training samples per second")
-    efficiency.set_ylabel("efficiency (see the table)")
-    for axes in (speed, efficiency):
-        axes.set_xscale("log", base=2)
-        ticks = sorted({row.slots for row in rows})
-        axes.set_xticks(ticks, [str(slots) for slots in ticks])
-        axes.minorticks_off()
-        axes.set_xlabel("slots")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    efficiency.legend(fontsize="small", loc="lower left")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with figure_for(path, (9, 3.6), columns=2) as figure:
+        speed, efficiency = figure.axes
+        for label, series in _series(rows).items():
+            slots = [row.slots for row in series]
+            speed.plot(slots, [row.samples_per_second for row in series], "o-", label=label)
+            middle = [row.efficiency for row in series]
+            spread = [
+                [row.efficiency - row.efficiency_low for row in series],
+                [row.efficiency_high - row.efficiency for row in series],
+            ]
+            efficiency.errorbar(slots, middle, yerr=spread, fmt="o-", capsize=3, label=label)
+        efficiency.axhline(1, color="grey", linestyle=":", label="ideal")
+        speed.set_ylabel("training samples per second")
+        efficiency.set_ylabel("efficiency (see the table)")
+        for axes in (speed, efficiency):
+            axes.set_xscale("log", base=2)
+            ticks = sorted({row.slots for row in rows})
+            axes.set_xticks(ticks, [str(slots) for slots in ticks])
+            axes.minorticks_off()
+            axes.set_xlabel("slots")
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+        efficiency.legend(fontsize="small", loc="lower left")
 
 
 def _series(rows: Sequence[Row]) -> dict[str, list[Row]]:

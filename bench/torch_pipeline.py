@@ -1,10 +1,10 @@
-"""What ``torch.nn.parallel`` lacks on devices that are not CUDA's: its copies between devices, as plain ones.
+"""Plain copies that stand in for the copies of ``torch.nn.parallel`` on devices that are not CUDA's.
 
-Scatter, replicate and gather of ``torch.nn.parallel`` call three primitives of ``torch._C``, which builds for the CPU
-do not have and builds for CUDA refuse to run on other devices. `StandIns` puts plain copies in their place while a
-context is open. They do what the primitives do: one flat copy for each chunk of tensors and device, the first slot gets
-the tensors themselves, and no two tensors share a version counter. They count the seconds spent inside them, so that a
-comparison can be read without them. On CUDA devices they do nothing.
+Scatter, replicate and gather of ``torch.nn.parallel`` call three primitives of ``torch._C``. Builds for the CPU do not
+have them, and builds for CUDA refuse to run them on other devices. `StandIns` puts plain copies in their place while a
+context is open. The stand-ins do what the primitives do: one flat copy for each chunk of tensors and device, the first
+slot gets the tensors themselves, and no two tensors share a version counter. They count the seconds spent in them, so
+that a comparison can be made without these seconds. On CUDA devices nothing is replaced.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 
+from pairs import Call
+
 
 class StandIns:
-    """The plain copies for devices of one type, and the seconds that they have taken.
+    """The stand-ins for devices of one type, and the seconds that they have taken.
 
-    Seconds of all threads are added up; ``torch.nn.parallel`` calls one at a time.
+    The seconds of all threads are added up. ``torch.nn.parallel`` calls one stand-in at a time.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -33,12 +35,12 @@ class StandIns:
 
     @property
     def needed(self) -> bool:
-        """Whether torch has nothing of its own for these devices."""
+        """Whether torch has no primitives for these devices."""
         return self.device_type != "cuda"
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Puts them into ``torch._C``, for the whole process, and takes them out again."""
+        """Puts them into ``torch._C``, for the whole process, and takes them out at the end."""
         if not self.needed:
             yield
             return
@@ -59,8 +61,19 @@ class StandIns:
                 elif hasattr(torch._C, name):
                     delattr(torch._C, name)
 
+    def count(self, call: Call) -> tuple[Call, list[float]]:
+        """``call`` with a list that gets, for each time it is called, the seconds spent in the stand-ins."""
+        seconds: list[float] = []
+
+        def counted() -> None:
+            self.take_seconds()
+            call()
+            seconds.append(self.take_seconds())
+
+        return counted, seconds
+
     def take_seconds(self) -> float:
-        """What they have taken since this was called last."""
+        """The seconds spent in the stand-ins since this was called last."""
         with self._lock:
             seconds, self._seconds = self._seconds, 0.0
         return seconds

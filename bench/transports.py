@@ -1,7 +1,7 @@
 """Broadcasts and sums of buckets between devices, by each transport and route, as calls to be timed.
 
-Checks that all give the same bits; times and judges nothing, which is for `test_transports.py` and
-`transports_report.py`.
+Checks that all of them give the same bits. This module times and judges nothing. That is done by `test_transports.py`
+and `transports_report.py`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WAYS: dict[str, dict[str, str]] = {
     "cupy": {"transport": "cupy"},
 }
 COPIED_BYTES = 64 * 2**20
-"""Of the copy that bandwidths are compared with."""
+"""The size of the copy that bandwidths are compared with."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """``tensors`` of one size on every device, of ``nbytes`` together."""
+    """``tensors`` tensors of one size on every device, which have ``nbytes`` bytes together."""
 
     work: str
     nbytes: int
@@ -38,7 +38,7 @@ class Case:
 
 
 class Traffic:
-    """One case on some devices, by every way that serves them."""
+    """One case on some devices, by every transport and route that serves them."""
 
     def __init__(self, case: Case, devices: Sequence[torch.device]) -> None:
         self.case, self.devices = case, list(devices)
@@ -69,7 +69,7 @@ class Traffic:
 
     @property
     def moved(self) -> int:
-        """Bytes read plus bytes written by the transfers that the work takes at least: one for each other device."""
+        """Bytes read plus bytes written by the fewest transfers possible: one for each other device."""
         numbers = sum(tensor.numel() for tensor in self.inputs[0])
         return 2 * 4 * numbers * (len(self.devices) - 1)
 
@@ -81,7 +81,7 @@ class Traffic:
             self.run(way)
         except ValueError:
             return False
-        # What a transport or a route does not carry goes another way: a sum along a tree is a star's.
+        # Work that a transport or route does not support takes another one: a sum along a tree is one along a star.
         return {"transport": choice.transport, "route": choice.route}.items() >= WAYS[way].items()
 
 

@@ -1,7 +1,6 @@
-"""``python -m dataparallel``: print what this machine offers.
+"""``python -m dataparallel`` prints a description of this machine, and what to do next.
 
-Only the entry point: what is looked at and how it reads is in ``report``. Called by the
-interpreter, imported by nobody.
+This is only the entry point: ``report`` writes the text. The interpreter runs it, and nobody imports it.
 """
 
 from dataparallel.report import collect, format_report

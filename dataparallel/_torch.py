@@ -1,12 +1,12 @@
-"""Every private name of torch that the library uses: what for, and what happens in a torch that lacks it.
+"""Every private name of torch that the library uses: its purpose, and what happens in a torch that lacks it.
 
-torch may rename these without notice, so no other room spells one out (``testing`` aside, whose simulated devices are a
-backend of torch's own kind). Each name is looked up once, at import (one of the
-compiler's when it is first needed). Where torch lacks it, either there is a fallback
-(its ``without`` says which), or calls that need the name raise ``RuntimeError`` with a sentence; importing the library
-works all the same. All names exist in torch 2.11, 2.13 and 2.15, whatever the build, unless an entry says otherwise.
+torch may rename these without notice, so no other room uses a private name. ``testing`` is the exception: its simulated
+devices are a backend for torch. Each name is looked up once, at import; one name of the compiler is looked up when it
+is first needed. If torch lacks a name, importing the library still works: either there is a fallback, which ``without``
+describes, or calls that need the name raise ``RuntimeError`` with an explanation. All names exist in torch 2.11, 2.13
+and 2.15, in every build.
 
-Any room may call this one. It knows torch and nothing of the library.
+Any room may call this one. It knows nothing of the library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["HOOK_FLAGS", "HOOK_TABLES", "NAMES", "OWN_HOOK_TABLES", "REGISTRIES"
 F = TypeVar("F", bound=Callable[..., Any])
 
 TRIED = ("2.11", "2.13", "2.15")
-"""Releases of torch in which all names have been found."""
+"""Releases of torch that have all names."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class PrivateName:
     """One private name of torch.
 
     Attributes:
-        path: where torch has it.
-        purpose: what the library needs it for, to complete "which dataparallel needs to ...".
-        without: what happens where torch lacks it; empty: calls that need it raise.
-        value: what was found, or what stands in for it.
+        path: the name, from ``torch`` on.
+        purpose: why the library needs it; it completes "which dataparallel needs to ...".
+        without: what happens if torch lacks it; empty if calls that need it raise.
+        value: the object at ``path``, or its substitute.
     """
 
     path: str
@@ -51,11 +51,11 @@ class PrivateName:
 
 
 NAMES: list[PrivateName] = []
-"""All of them, in the order of this file."""
+"""All names, in the order of this file."""
 
 
 def _private(path: str, purpose: str, instead: Any = None, without: str = "") -> Any:
-    """What torch has at ``path``; else ``instead``, whose effect ``without`` describes; else what raises a sentence."""
+    """The object at ``path``. If torch lacks it: ``instead``, or an object that raises when it is used."""
     try:
         value = pkgutil.resolve_name(path)
     except (AttributeError, ImportError):
@@ -65,13 +65,13 @@ def _private(path: str, purpose: str, instead: Any = None, without: str = "") ->
 
 
 def _attribute(path: str, purpose: str) -> Callable[[Any], Any]:
-    """Reads the attribute at the end of ``path`` from an instance."""
+    """A function that reads the attribute at the end of ``path`` from an instance."""
     value = _private(path, purpose)
     return value if isinstance(value, _Missing) else attrgetter(path.rpartition(".")[2])
 
 
 class _Missing:
-    """Stands for what torch lacks: a call, or a look at an attribute, raises a sentence."""
+    """The substitute for a name that torch lacks: a call of it, or a look at an attribute, raises ``RuntimeError``."""
 
     def __init__(self, path: str, purpose: str) -> None:
         self._sentence = (
@@ -97,7 +97,7 @@ will_engine_execute_node: Callable[[Any], bool] = _private(
     "torch._C._will_engine_execute_node", "ask whether the running backward pass reaches a parameter"
 )
 queue_callback: Callable[[Callable[[], object]], None] = _private(
-    "torch.autograd.Variable._execution_engine.queue_callback", "do something when a backward pass ends"
+    "torch.autograd.Variable._execution_engine.queue_callback", "run a function when a backward pass ends"
 )
 rebuild_engine: Callable[[], object] = _private(
     "torch.autograd.Variable._execution_engine.is_checkpoint_valid",
@@ -109,18 +109,20 @@ set_sequence_nr: Callable[[Any, int], None] = _private(
     "torch._C._FunctionBase._set_sequence_nr",
     "say which of several nodes that are ready backward runs first, so that sums begin while it still computes",
     lambda node, number: None,
-    "gradients are summed when backward has computed all of them",
+    "gradients are summed only after backward has computed all of them",
 )
 
 # ---- tensors and storages --------------------------------------------------------------------------------------------
 
 version_of: Callable[[Tensor], int] = _attribute(
-    "torch.Tensor._version", "see that a tensor was changed in place; tensors made in inference mode have no version"
+    "torch.Tensor._version", "see that a tensor was changed in place (tensors made in inference mode have no version)"
 )
-use_count: Callable[[Tensor], int] = _private("torch.Tensor._use_count", "count who holds a tensor outside of Python")
+use_count: Callable[[Tensor], int] = _private(
+    "torch.Tensor._use_count", "count the holders of a tensor outside of Python"
+)
 storage_address: Callable[[Any], int] = _attribute("torch.UntypedStorage._cdata", "tell storages from each other")
 storage_use_count: Callable[[int], int] = _private(
-    "torch._C._storage_Use_Count", "count who holds the storage with this address"
+    "torch._C._storage_Use_Count", "count the holders of the storage at an address"
 )
 hooks_of: Callable[[Tensor], Any] = _attribute("torch.Tensor._backward_hooks", "see hooks on a tensor")
 hooks_after_accumulation_of: Callable[[Tensor], Any] = _attribute(
@@ -132,14 +134,14 @@ flatten_dense_tensors: Callable[[list[Tensor]], Tensor] = _private(
     "torch._utils._flatten_dense_tensors",
     "flatten many tensors by one operator",
     lambda tensors: torch.cat([tensor.contiguous().view(-1) for tensor in tensors]),
-    "a view is made of each tensor first, which takes longer",
+    "a view of each tensor is made first, which takes longer",
 )
 foreach_add: Callable[..., Sequence[Tensor]] = _private("torch._foreach_add", "add lists of tensors")
 foreach_add_: Callable[..., None] = _private("torch._foreach_add_", "add a list of tensors to another one in place")
 _DispatchKeySet = _private("torch._C.DispatchKeySet", "name the dispatch key that tracks views")
 _DispatchKey = _private("torch._C.DispatchKey", "name the dispatch key that tracks views")
 _ExcludeDispatchKeyGuard = _private(
-    "torch._C._ExcludeDispatchKeyGuard", "make tensors that share memory and are no views to autograd"
+    "torch._C._ExcludeDispatchKeyGuard", "make tensors that share memory without being views to autograd"
 )
 
 
@@ -149,70 +151,74 @@ def sparse_memory(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def without_view_tracking() -> AbstractContextManager[Any]:
-    """Inside, tensors that share memory are no views to autograd, and have version counters of their own."""
+    """Inside, autograd does not take new tensors on shared memory for views; they have their own version counters."""
     guard: AbstractContextManager[Any] = _ExcludeDispatchKeyGuard(_DispatchKeySet(_DispatchKey.ADInplaceOrView))
     return guard
 
 
-# ---- what a thread has set -------------------------------------------------------------------------------------------
+# ---- settings of a thread, which workers take over -------------------------------------------------------------------
 
-is_fwd_grad_enabled: Callable[[], bool] = _private("torch._C._is_fwd_grad_enabled", "carry forward-mode gradients")
+is_fwd_grad_enabled: Callable[[], bool] = _private("torch._C._is_fwd_grad_enabled", "hand forward-mode AD to workers")
 set_fwd_grad_enabled: Callable[[bool], None] = _private(
-    "torch._C._set_fwd_grad_enabled", "carry forward-mode gradients"
+    "torch._C._set_fwd_grad_enabled", "hand forward-mode AD to workers"
 )
 is_multithreading_enabled: Callable[[], bool] = _private(
-    "torch._C._is_multithreading_enabled", "carry whether backward uses several threads"
+    "torch._C._is_multithreading_enabled", "choose single-threaded backward in workers"
 )
 set_multithreading_enabled: Callable[[bool], None] = _private(
-    "torch._C._set_multithreading_enabled", "carry whether backward uses several threads"
+    "torch._C._set_multithreading_enabled", "choose single-threaded backward in workers"
 )
-is_view_replay_enabled: Callable[[], bool] = _private("torch._C._is_view_replay_enabled", "carry view replay")
-set_view_replay_enabled: Callable[[bool], None] = _private("torch._C._set_view_replay_enabled", "carry view replay")
+is_view_replay_enabled: Callable[[], bool] = _private("torch._C._is_view_replay_enabled", "hand view replay to workers")
+set_view_replay_enabled: Callable[[bool], None] = _private(
+    "torch._C._set_view_replay_enabled", "hand view replay to workers"
+)
 is_any_autocast_enabled: Callable[[], bool] = _private(
     "torch._C._is_any_autocast_enabled", "see whether autocast is on for any device"
 )
 autocast_device_types: Callable[[], list[str]] = _private(
-    "torch._C._autocast_supported_devices", "carry autocast for every type of device"
+    "torch._C._autocast_supported_devices", "hand autocast for every type of device to workers"
 )
 is_torch_function_all_disabled: Callable[[], bool] = _private(
-    "torch._C._is_torch_function_all_disabled", "carry whether __torch_function__ is called"
+    "torch._C._is_torch_function_all_disabled", "disable __torch_function__ in workers"
 )
 is_torch_function_enabled: Callable[[], bool] = _private(
-    "torch._C._is_torch_function_enabled", "carry whether __torch_function__ is called"
+    "torch._C._is_torch_function_enabled", "disable __torch_function__ in workers"
 )
 DisableTorchFunction: Callable[[], AbstractContextManager[Any]] = _private(
-    "torch._C.DisableTorchFunction", "carry that __torch_function__ is not called"
+    "torch._C.DisableTorchFunction", "disable __torch_function__ in workers"
 )
 DisableTorchFunctionSubclass: Callable[[], AbstractContextManager[Any]] = _private(
-    "torch._C.DisableTorchFunctionSubclass", "carry that __torch_function__ is not called"
+    "torch._C.DisableTorchFunctionSubclass", "disable __torch_function__ in workers"
 )
 function_modes: Callable[[], list[Any]] = _private(
-    "torch.overrides._get_current_function_mode_stack", "carry torch function modes"
+    "torch.overrides._get_current_function_mode_stack", "hand torch function modes to workers"
 )
-push_function_mode: Callable[[Any], None] = _private("torch.overrides._push_mode", "carry torch function modes")
-pop_function_mode: Callable[[], Any] = _private("torch.overrides._pop_mode", "carry torch function modes")
+push_function_mode: Callable[[Any], None] = _private(
+    "torch.overrides._push_mode", "hand torch function modes to workers"
+)
+pop_function_mode: Callable[[], Any] = _private("torch.overrides._pop_mode", "hand torch function modes to workers")
 dispatch_modes: Callable[[], list[Any]] = _private(
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "carry torch dispatch modes"
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "hand torch dispatch modes to workers"
 )
-_push_dispatch_mode = _private("torch.utils._python_dispatch._push_mode", "carry torch dispatch modes")
-_pop_dispatch_mode = _private("torch.utils._python_dispatch._pop_mode", "carry torch dispatch modes")
+_push_dispatch_mode = _private("torch.utils._python_dispatch._push_mode", "hand torch dispatch modes to workers")
+_pop_dispatch_mode = _private("torch.utils._python_dispatch._pop_mode", "hand torch dispatch modes to workers")
 top_saved_tensors_hooks: Callable[[bool], Any] = _private(
-    "torch._C._autograd._top_saved_tensors_default_hooks", "carry saved-tensor hooks"
+    "torch._C._autograd._top_saved_tensors_default_hooks", "hand saved-tensor hooks to workers"
 )
 push_saved_tensors_hooks: Callable[..., None] = _private(
-    "torch._C._autograd._push_saved_tensors_default_hooks", "carry saved-tensor hooks"
+    "torch._C._autograd._push_saved_tensors_default_hooks", "hand saved-tensor hooks to workers"
 )
 pop_saved_tensors_hooks: Callable[[], object] = _private(
-    "torch._C._autograd._pop_saved_tensors_default_hooks", "carry saved-tensor hooks"
+    "torch._C._autograd._pop_saved_tensors_default_hooks", "hand saved-tensor hooks to workers"
 )
 why_saved_tensors_hooks_are_disabled: Callable[[], str | None] = _private(
-    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", "carry that saved-tensor hooks are disabled"
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", "disable saved-tensor hooks in workers"
 )
 disable_saved_tensors_hooks: Callable[[str], None] = _private(
-    "torch._C._autograd._saved_tensors_hooks_disable", "carry that saved-tensor hooks are disabled"
+    "torch._C._autograd._saved_tensors_hooks_disable", "disable saved-tensor hooks in workers"
 )
 enable_saved_tensors_hooks: Callable[[], None] = _private(
-    "torch._C._autograd._saved_tensors_hooks_enable", "carry that saved-tensor hooks are disabled"
+    "torch._C._autograd._saved_tensors_hooks_enable", "disable saved-tensor hooks in workers"
 )
 DeviceContext: Callable[[torch.device], Any] = _private(
     "torch.utils._device.DeviceContext", "translate the default device to a slot's"
@@ -229,7 +235,7 @@ _functorch_interpreter: Callable[[], Any] = _private(
 
 
 def push_dispatch_modes(modes: Iterable[Any]) -> Callable[[], None]:
-    """Enters dispatch modes, outermost first; the result leaves them."""
+    """Enters dispatch modes, outermost first. Returns a function that leaves them."""
     entered = [*modes]
     for mode in entered:
         _push_dispatch_mode(mode)
@@ -243,32 +249,35 @@ def push_dispatch_modes(modes: Iterable[Any]) -> Callable[[], None]:
 
 
 def is_device_context(mode: Any) -> bool:
-    """Whether a function mode is what ``torch.set_default_device`` or ``with torch.device(...)`` enters."""
+    """True for a function mode that ``torch.set_default_device`` or ``with torch.device(...)`` has entered."""
     return isinstance(DeviceContext, type) and isinstance(mode, DeviceContext)
 
 
 def default_device_context() -> Any:
-    """What ``torch.set_default_device`` has last set in this thread: a context with a ``device``, or ``None``."""
+    """The context, with a ``device``, that ``torch.set_default_device`` has last set in this thread, or ``None``."""
     return getattr(_GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def forget_default_device_context() -> None:
-    """Undoes what ``torch.set_default_device`` notes for this thread, once its mode has been taken off."""
+    """Clears the context that ``torch.set_default_device`` keeps for this thread. Its mode has been left before."""
     _GLOBAL_DEVICE_CONTEXT.device_context = None
 
 
 def is_inside_functorch_transform() -> bool:
-    """Whether ``vmap``, ``grad`` or another transform of ``torch.func`` runs in this thread."""
+    """True if ``vmap``, ``grad`` or another transform of ``torch.func`` runs in this thread."""
     return _functorch_interpreter() is not None
 
 
 # ---- classes, compiled functions, the profiler, builds ---------------------------------------------------------------
 
 disabled_torch_function: Any = _private(
-    "torch._C._disabled_torch_function_impl", "make parameters of replicas as cheap as torch's own"
+    "torch._C._disabled_torch_function_impl", "make operators on parameters of replicas as fast as on torch's own"
 )
 ScriptMethod: type = _private(
-    "torch._C.ScriptMethod", "tell methods of ScriptModules", type("NoScriptMethod", (), {}), "none is recognised"
+    "torch._C.ScriptMethod",
+    "recognise methods of ScriptModules",
+    type("NoScriptMethod", (), {}),
+    "they are not recognised",
 )
 pytree: Any = _private("torch.utils._pytree", "walk containers that users have registered with torch")
 _private(
@@ -276,36 +285,36 @@ _private(
 )
 _disable_dynamo = _private(
     "torch._disable_dynamo",
-    "have torch.compile run the stages between its graphs",
+    "make torch.compile run the stages between its graphs",
     lambda function: torch.compiler.disable(function),
-    "torch.compiler.disable does the same and imports torch's compiler at once, which takes seconds",
+    "torch.compiler.disable does the same, but imports torch's compiler at once, which takes seconds",
 )
 
 
 def is_profiler_enabled() -> bool:
-    """Whether a profiler of torch runs in this process; ``False`` in a torch that does not tell."""
+    """True if a profiler of torch runs in this process; False in a torch that does not tell."""
     return bool(getattr(profiler, "_is_profiler_enabled", False))
 
 
 def between_graphs(function: F) -> F:
-    """The function as ``torch.compile`` around it has to run it: not traced. Imports no compiler."""
+    """The function, marked so that ``torch.compile`` around it does not trace it. It imports no compiler."""
     disabled: F = _disable_dynamo(function)
     return disabled
 
 
 def is_compiler_loaded() -> bool:
-    """Whether ``torch.compile`` has been used: importing it would take seconds."""
+    """True if ``torch.compile`` has been used. It imports no compiler, which would take seconds."""
     return "torch._dynamo.eval_frame" in sys.modules
 
 
 @cache
 def _optimized_module() -> Any:
-    # Not at import: whoever looks it up imports the compiler.
-    return _private("torch._dynamo.eval_frame.OptimizedModule", "tell modules that torch.compile has made")
+    # Not looked up at import, because that would import the compiler.
+    return _private("torch._dynamo.eval_frame.OptimizedModule", "recognise modules that torch.compile has made")
 
 
 def compiled_original(item: Any) -> Any:
-    """The module or function that ``torch.compile`` has made ``item`` of; ``None`` if it has not."""
+    """The module or function from which ``torch.compile`` made ``item``; ``None`` if it did not make it."""
     if not is_compiler_loaded():
         return None
     if issubclass(type(item), _optimized_module()):
@@ -316,7 +325,7 @@ def compiled_original(item: Any) -> Any:
 
 
 def has_nccl() -> bool:
-    """Whether this build of torch has NCCL for the devices of one process: ``torch._C._nccl_broadcast``."""
+    """True if this build of torch has NCCL for the devices of one process: ``torch._C._nccl_broadcast``."""
     return hasattr(torch._C, "_nccl_broadcast")
 
 
@@ -326,10 +335,10 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 """Attributes in which a module keeps parameters, buffers and children."""
 
 OWN_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Attributes in which a module keeps hooks, by number. A ``forward`` may register one."""
+"""Attributes in which a module keeps hooks by number. A ``forward`` may register hooks."""
 
 HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-"""Attributes in which a module notes, by number, how some hooks are called. No two hooks have one number."""
+"""Attributes in which a module keeps, by the hook's number, how some hooks are called. Each hook has its own number."""
 
 HOOK_TABLES = (*OWN_HOOK_TABLES, *HOOK_FLAGS)
-"""What ``register_*_hook`` writes to."""
+"""All attributes that ``register_*_hook`` writes to."""

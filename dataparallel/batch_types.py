@@ -1,9 +1,10 @@
-"""Which types are containers, which are batches: the registry that scatter and gather walk by.
+"""The registry of types that scatter and gather look into (containers) or split (batches).
 
-A *container* holds other values under keys and can be built again with other values: tuple, namedtuple, list, dict
-and their subclasses, ``UserDict``, dataclasses, and everything registered with ``torch.utils._pytree``. A *batch* is
-a value that is many samples but no tensor and knows how to be cut (``PackedSequence``). All else is a leaf. Users
-add their own with `register_container` and `register_batch`; the walking itself is ``scatter_gather``'s.
+A *container* holds other values under keys, and can be built again with other values: tuple, namedtuple, list, dict
+and their subclasses, ``UserDict``, dataclasses, and every type registered with ``torch.utils._pytree``. A *batch* holds
+many samples, is not a tensor, and can be split (``PackedSequence``). Everything else is a leaf. Users add types with
+`register_container` and `register_batch`. This room walks no structures: ``structures`` and ``scatter_gather`` do, and
+ask here about each value.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ __all__ = ["Batch", "Container", "batch_of", "container_of", "is_written_to", "r
 class Container(NamedTuple):
     """How to walk one type.
 
-    ``children(obj)`` gives pairs of a path element (``[0]``, ``["key"]``, ``.field``) and a value; ``rebuild(obj,
-    values)`` makes an object like ``obj`` that holds ``values`` instead, in the same order, and leaves ``obj`` alone.
+    ``children(obj)`` lists pairs of a path element (``[0]``, ``["key"]``, ``.field``) and a value. ``rebuild(obj,
+    values)`` makes an object like ``obj`` with ``values`` in the same order, and does not change ``obj``.
     """
 
     children: Callable[[Any], list[tuple[str, Any]]]
@@ -36,7 +37,7 @@ class Container(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """How to cut one type: see `register_batch`."""
+    """How to split one type: see `register_batch`."""
 
     size: Callable[[Any], int]
     split: Callable[[Any, Sequence[int]], Sequence[Any]]
@@ -58,7 +59,7 @@ def register_container(
     Args:
         cls: the type.
         children: ``children(obj)`` lists pairs of a path element for error messages and a value.
-        rebuild: ``rebuild(obj, values)`` makes a new object like ``obj`` with ``values`` in the same order.
+        rebuild: ``rebuild(obj, values)`` makes a new object like ``obj`` with ``values``, in the same order.
     """
     _containers[cls] = Container(children, rebuild)
 
@@ -71,20 +72,21 @@ def register_batch(
     merge: Callable[[Sequence[Any]], Any],
     to: Callable[[Any, torch.device], Any] | None = None,
 ) -> None:
-    """Makes ``cls`` and its subclasses batches: scatter cuts them, gather joins them.
+    """Makes ``cls`` and its subclasses batches: scatter splits them, gather joins them.
 
     Args:
         cls: the type, for example a graph batch.
-        size: ``size(batch)`` is the number of samples; it must agree with the tensors beside it.
+        size: ``size(batch)`` is the number of samples; it must be that of the tensors in the same call.
         split: ``split(batch, sizes)`` gives one batch for each size, in order.
         merge: ``merge(batches)`` joins batches that are on one device.
-        to: ``to(batch, device)`` moves a batch, recording gradients if it should; default ``batch.to(device)``.
+        to: ``to(batch, device)`` moves a batch, and records gradients if batches have them; default
+            ``batch.to(device)``.
     """
     _batches[cls] = Batch(size, split, to or (lambda batch, device: batch.to(device)), merge)
 
 
 def batch_of(obj: Any) -> Batch | None:
-    """How to cut ``obj``; ``None`` if its type is no registered batch."""
+    """How to split ``obj``; ``None`` if its type is not registered as a batch."""
     return next((_batches[cls] for cls in type(obj).__mro__ if cls in _batches), None)
 
 
@@ -109,7 +111,7 @@ def container_of(obj: Any) -> Container | None:
 
 
 def is_written_to(obj: Any) -> bool:
-    """Whether ``obj`` is of a type that a model's forward writes to, so that replicas cannot share it."""
+    """True if a model's forward writes to objects of this type, so that replicas cannot share them."""
     cls = type(obj)
     return cls not in _LEAVES and any(f"{base.__module__}.{base.__qualname__}" in _WRITTEN_TO for base in cls.__mro__)
 
@@ -129,7 +131,7 @@ def _mapping_children(obj: Any) -> list[tuple[str, Any]]:
 def _rebuild_mapping(obj: Any, values: list[Any]) -> Any:
     # A copy keeps what a subclass adds: a default factory, attributes.
     new = copy.copy(obj)
-    if getattr(obj, "__dict__", None) is obj:  # items that are attributes too
+    if getattr(obj, "__dict__", None) is obj:  # a dict whose items are its attributes
         new.__dict__ = new
     for key, value in zip(obj, values, strict=True):
         new[key] = value
@@ -159,7 +161,7 @@ def _rebuild_tuple(obj: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
     except TypeError as error:
         raise TypeError(
             f"cannot build another {type(obj).__qualname__} from its elements; "
-            "tell how with dataparallel.batch_types.register_container"
+            "register how with dataparallel.batch_types.register_container"
         ) from error
 
 
@@ -175,18 +177,18 @@ def _rebuild_namedtuple(obj: Any, values: list[Any]) -> Any:
 
 
 def _dataclass_children(obj: Any) -> list[tuple[str, Any]]:
-    # A field without a value (init=False, never set) stays without one.
+    # A field without a value (init=False, never set) is left out.
     return [(f".{f.name}", getattr(obj, f.name)) for f in dataclasses.fields(obj) if hasattr(obj, f.name)]
 
 
 def _rebuild_dataclass(obj: Any, values: list[Any]) -> Any:
     new = copy.copy(obj)
     for name in list(getattr(new, "__dict__", ())):
-        # What was computed from the old fields is computed anew.
+        # Values that were cached for the old fields are computed again.
         if isinstance(getattr(type(obj), name, None), functools.cached_property):
             del vars(new)[name]
     for (path, _), value in zip(_dataclass_children(obj), values, strict=True):
-        # object's own setter: frozen dataclasses refuse theirs.
+        # By object's setter, because that of a frozen dataclass raises.
         object.__setattr__(new, path[1:], value)
     return new
 
@@ -208,8 +210,8 @@ def _rebuild_pytree(obj: Any, values: list[Any]) -> Any:
 
 
 _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)})
-# By name, because they are other libraries'. Two replicas that append to one cache compute garbage, without an error
-# where they are on one device.
+# By name, because other libraries define them. Two replicas that append to one cache compute garbage; on one device
+# there is not even an error.
 _WRITTEN_TO = frozenset({"transformers.cache_utils.Cache"})
 _BUILT_IN: dict[type, Container] = {
     tuple: Container(_sequence_children, lambda obj, values: tuple(values)),

@@ -1,8 +1,8 @@
-"""Which devices: what a caller may pass, what it means, what the machine has.
+"""Devices: the forms in which a caller may pass them, and the devices that the machine has.
 
-Every other room asks here and nowhere else, so that ints, strings and ``torch.device`` mean the same thing
-throughout and CUDA, CPU slots, XPU-like and PrivateUse1 devices take one code path. This room makes no
-contexts, moves no tensor and knows no module. Anyone may call it.
+Every other room asks here and nowhere else, so that ints, strings and ``torch.device`` mean the same thing everywhere,
+and CUDA, CPU slots, XPU and PrivateUse1 devices take one code path. This room initialises no device, moves no tensor
+and knows no module. Any room may call it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ DeviceLike: TypeAlias = "int | str | torch.device"
 
 CPU = torch.device("cpu")
 
-# Devices that have been found to exist: they are asked for many times in each step, and do not go away.
+# Devices that are known to exist. They are looked up many times in each step, and do not go away.
 _checked: dict[int | torch.device, torch.device] = {CPU: CPU}
 
 
 def accelerator_type() -> str | None:
-    """The type of the machine's accelerators (``"cuda"``, ``"xpu"``, ...), ``None`` where there is none."""
+    """The type of the machine's accelerators (``"cuda"``, ``"xpu"``, ...); ``None`` if it has none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else accelerator.type
 
 
 def device_count(device_type: str) -> int:
-    """How many devices of ``device_type`` the machine has; 0 for a type it lacks."""
+    """The number of devices of ``device_type``; 0 for a type that the machine lacks."""
     return torch.accelerator.device_count() if device_type == accelerator_type() else 0
 
 
 def all_devices() -> list[torch.device]:
-    """All accelerators of the machine, in order; empty where there is none."""
+    """All accelerators of the machine, in order; an empty list if it has none."""
     device_type = accelerator_type()
     if device_type is None:
         return []
@@ -41,24 +41,24 @@ def all_devices() -> list[torch.device]:
 
 
 def current_device(like: torch.device | None = None) -> torch.device:
-    """The current device of the type of ``like``; else the current accelerator, or the CPU where there is none."""
+    """The current device of the type of ``like``; by default the current accelerator, or the CPU if there is none."""
     device_type = accelerator_type() if like is None else like.type
     return CPU if device_type is None else resolve(torch.device(device_type))
 
 
 def what_exists() -> str:
-    """The machine's devices as words for an error message."""
+    """The machine's devices, in words for an error message."""
     found = ", ".join(str(device) for device in all_devices())
     return f"this machine has {found} and cpu" if found else "this machine has no accelerator, only cpu"
 
 
 def resolve(device: DeviceLike) -> torch.device:
-    """One device, checked: an accelerator with its index, or ``cpu`` without one.
+    """The ``torch.device`` that ``device`` means: an accelerator with its index, or ``cpu`` without one.
 
     An int means the current accelerator of that index; a type without an index means its current device.
 
     Raises:
-        TypeError: ``device`` is no int, string or ``torch.device``.
+        TypeError: ``device`` is not an int, a string or a ``torch.device``.
         ValueError: the machine has no such device, or it cannot hold data (``meta``).
     """
     if type(device) in (int, torch.device) and device in _checked:
@@ -105,7 +105,7 @@ def _resolve_index(index: int) -> torch.device:
 
 
 def resolve_each(devices: Sequence[DeviceLike]) -> list[torch.device]:
-    """Every device of a list that is not empty; types may be mixed. Errors as in `resolve_slots`."""
+    """Every device of a list that is not empty. Types may be mixed. Errors are those of `resolve_slots`."""
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(f"expected a list of devices; got {devices!r}: write [{devices!r}]")
     devices = list(devices)
@@ -115,12 +115,12 @@ def resolve_each(devices: Sequence[DeviceLike]) -> list[torch.device]:
 
 
 def resolve_slots(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
-    """The slots that ``device_ids`` asks for; ``None`` asks for every accelerator (none: an empty list).
+    """The slots that ``device_ids`` means. ``None`` means every accelerator: an empty list if there is none.
 
-    A device may be listed more than once: each mention is a slot.
+    A device may be listed more than once: each entry is a slot.
 
     Raises:
-        TypeError: ``device_ids`` is no sequence, or an entry is no device.
+        TypeError: ``device_ids`` is not a sequence, or an entry is not a device.
         ValueError: an empty sequence, devices of several types, or a device that the machine lacks.
     """
     if device_ids is None:
@@ -135,10 +135,10 @@ def resolve_slots(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]
 
 
 def resolve_output(output_device: DeviceLike | None, slots: Sequence[torch.device]) -> torch.device:
-    """Where results go: ``None`` is the first slot, -1 and ``"cpu"`` the CPU, else a device of the slots' type.
+    """The device for results: the first slot for ``None``, the CPU for -1 and ``"cpu"``, else the device given.
 
     Raises:
-        TypeError, ValueError: as in `resolve`, and for a device whose type is neither the slots' nor ``cpu``.
+        TypeError, ValueError: as `resolve`, and ValueError for a type that is neither the slots' nor ``cpu``.
     """
     if output_device is None:
         return slots[0]
@@ -157,10 +157,10 @@ def resolve_output(output_device: DeviceLike | None, slots: Sequence[torch.devic
 
 
 def device_id(device: torch.device) -> int | torch.device:
-    """What attributes such as ``DataParallel.device_ids`` show: the index, or the device for a CPU slot."""
+    """The value in attributes such as ``DataParallel.device_ids``: the index, or the device for a CPU slot."""
     return device if device.index is None else device.index
 
 
 def current_device_set(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which ``device`` is the current one of its type; the CPU needs none."""
+    """A context in which ``device`` is the current device of its type. For the CPU it does nothing."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

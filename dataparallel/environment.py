@@ -1,6 +1,6 @@
-"""Environment variables that switch something on or off: which of their values mean no.
+"""Environment variables that switch something on or off: the values that mean no.
 
-Any room may call this one. What is switched is the business of the room that names the variable.
+Any room may call this one. The caller names the variable, and knows what it switches.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ __all__ = ["says_no"]
 
 
 def says_no(variable: str) -> bool:
-    """Whether the environment variable is set to ``0``, ``false``, ``no`` or ``off``, in whatever case."""
+    """True if the environment variable is set to ``0``, ``false``, ``no`` or ``off``, in upper or lower case."""
     return os.environ.get(variable, "").lower() in ("0", "false", "no", "off")

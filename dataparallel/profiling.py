@@ -1,7 +1,8 @@
-"""Named ranges in what a profiler records: one for each stage of a call and for each replica.
+"""Named ranges in a profile: one for each stage of a call and for each replica.
 
 ``torch.profiler`` shows them beside the operators, and under ``torch.autograd.profiler.emit_nvtx`` they are NVTX
-ranges. Where no profiler runs nothing is recorded and nothing made. Every room may call this one.
+ranges. Without a profiler nothing is recorded and no object is made. This room measures nothing itself. Any room may
+call it.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ _NOTHING = nullcontext()
 
 
 def is_recording() -> bool:
-    """Whether a profiler of torch runs in this process.
+    """True if a profiler of torch runs in this process.
 
-    Asked of the process: one that records all threads is no state of any of them.
+    It asks for the process, because a profiler of all threads leaves no mark in a single thread's state.
     """
     return _torch.is_profiler_enabled()
 
 
 def stage(name: str) -> AbstractContextManager[Any]:
-    """The range ``dataparallel::<name>`` where a profiler runs, else a context that does nothing."""
+    """The range ``dataparallel::<name>`` if a profiler runs, else a context that does nothing."""
     return profiler.record_function(f"dataparallel::{name}") if is_recording() else _NOTHING
 
 
 def in_stage(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: each call of the function is the range ``dataparallel::<name>``."""
+    """A decorator: each call of the function is a range ``dataparallel::<name>``."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)

@@ -1,25 +1,27 @@
-"""Where the suite runs, and what it does when it hangs.
+"""The devices that the tests run on, and the fixtures that they share.
 
-`--devices` picks the kind of slots for the whole process, `--sim-devices` how many devices are simulated, and
-`--arrangement` which of the devices the slots are on. A test asks for `slots` (a list of three, or of as many as its
-marker `slots(2, 8)` says, one run for each), for `root` (the device of the first slot) or for `make_slots` (a function
-of the number, for tests that draw it). A test marked `devices("sim")` runs on these kinds only. With `--no-skips` a run
-fails if any test is skipped, whatever the reason.
+Some ideas are plugins of their own, in files beside this one: `kinds` runs the tests on each kind of devices,
+`selection` says which tests run, `company` lets a test run alone, and `watchdog` ends a run that hangs.
 
-With `--arrangement=isolated` all slots are on one device, and every test runs inside `isolated_slots`, but those marked
-`not_isolated`, which say why.
+``pytest`` runs the short tests on CPU slots and on simulated devices, ``pytest --all`` all tests. `--devices` picks one
+kind, `--sim-devices` the number of simulated devices, and `--arrangement` the devices of the slots. A test asks for
+`slots` (a list of three slots, or one run for each number in its marker `slots(2, 8)`), for `root` (the device of the
+first slot) or for `make_slots` (a function from a number to slots, for tests that draw the number). With
+`slots(2, long=[8])`, the run with eight is one of the long tests. A test marked `devices("sim")` runs on these kinds
+only. With `--no-skips`, a run fails if any test is skipped.
 
-With `DATAPARALLEL_REUSE=0` in the environment nothing is used again that only reference counts could tell to be free.
-Every promise holds then too, but tests marked `reuses` are about what is used again or freed at once, and are skipped.
-The fixture `untold` makes it so for one test.
+With `--arrangement=isolated`, all slots are on one device, and every test runs inside `isolated_slots`. Tests marked
+`not_isolated` say why they are skipped there.
+
+With `DATAPARALLEL_REUSE=0` in the environment, the library never asks reference counts whether memory or an object is
+free to be used again. Every promise holds there too. Tests marked `reuses` are about what is used again or freed at
+once, and are skipped. The fixture `untold` has the same effect for one test.
 """
 
-import faulthandler
 import gc
 import os
 import signal
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -34,7 +36,7 @@ from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 from processes import Ahead
 
-WATCHDOG_SECONDS = 120.0
+pytest_plugins = ["company", "kinds", "selection", "watchdog"]
 
 hypothesis.settings.register_profile(
     "dataparallel",
@@ -49,7 +51,6 @@ hypothesis.settings.load_profile("dataparallel")
 
 DEFAULT_SLOTS = 3
 SIMULATED = 8  # what tests of the simulated devices themselves rely on
-KINDS = ("cpu", "cuda", "sim")
 
 # The index of the device for each of `count` slots, where there are `available` devices.
 ARRANGEMENTS: dict[str, Callable[[int, int], list[int]]] = {
@@ -60,17 +61,10 @@ ARRANGEMENTS: dict[str, Callable[[int, int], list[int]]] = {
     "isolated": lambda count, available: [0] * count,
 }
 
-_stderr_key = pytest.StashKey[int]()
 _why_not_key = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--devices",
-        choices=KINDS,
-        default="cpu",
-        help="the kind of devices that slots are on (default: cpu)",
-    )
     parser.addoption("--sim-devices", type=int, default=SIMULATED, help=f"with --devices=sim (default: {SIMULATED})")
     parser.addoption(
         "--arrangement",
@@ -82,12 +76,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slots(*counts): run the test once per number of slots")
-    config.addinivalue_line("markers", f"watchdog(seconds): end a run that hangs (default: {WATCHDOG_SECONDS:g} s)")
-    config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
+    config.addinivalue_line("markers", "slots(*counts, long=[]): once per number of slots, with --all those of long")
     config.addinivalue_line("markers", "not_isolated(why): not with --arrangement=isolated")
     config.addinivalue_line("markers", "reuses(what): only where reference counts tell what may be used again")
-    config.addinivalue_line("markers", "alone: no test of another process of pytest-xdist runs at the same time")
     config.addinivalue_line("markers", "ahead(...): what the test's own process is to do, see processes.Ahead")
     kind = config.getoption("--devices")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -99,21 +90,15 @@ def pytest_configure(config: pytest.Config) -> None:
             config.stash[_why_not_key] = str(error)
         except (SimulationUnavailable, ValueError) as error:
             raise pytest.UsageError(f"--devices=sim: {error}") from error
-    # Capturing is suspended while plugins are configured, so this is the terminal's stderr.
-    config.stash[_stderr_key] = os.dup(sys.__stderr__.fileno())
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if _stderr_key in config.stash:
-        os.close(config.stash[_stderr_key])
-        del config.stash[_stderr_key]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("slots")
     if marker is not None and "slots" in metafunc.fixturenames:
-        ids = [f"{count}slots" for count in marker.args]
-        metafunc.parametrize("slots", marker.args, indirect=True, ids=ids)
+        counts = [pytest.param(count, id=f"{count}slots") for count in marker.args]
+        long = marker.kwargs.get("long", [])
+        counts += [pytest.param(count, id=f"{count}slots", marks=pytest.mark.long) for count in long]
+        metafunc.parametrize("slots", counts, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -151,23 +136,6 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where several processes share the tests, one that is marked `alone` has the room to itself."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    import fcntl
-
-    mode = fcntl.LOCK_SH if request.node.get_closest_marker("alone") is None else fcntl.LOCK_EX
-    of_all = tmp_path_factory.getbasetemp().parent
-    with (of_all / "door").open("w") as door, (of_all / "room").open("w") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)  # nobody enters while somebody waits until the room is empty
-        fcntl.flock(room, mode)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        yield
-
-
-@pytest.fixture(autouse=True)
 def nothing_freed_too_early(request: pytest.FixtureRequest) -> Iterator[None]:
     """What the clocks find when memory is freed belongs to the test that caused it."""
     yield
@@ -180,17 +148,6 @@ def isolation(request: pytest.FixtureRequest) -> Iterator[None]:
     """With `--arrangement=isolated` slots on one device behave as devices of their own."""
     with isolated_slots() if request.config.getoption("--arrangement") == "isolated" else nullcontext():
         yield
-
-
-@pytest.fixture(autouse=True)
-def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
-    """End the whole run, with every thread's traceback, if the test takes too long."""
-    marker = request.node.get_closest_marker("watchdog")
-    seconds = marker.args[0] if marker is not None else WATCHDOG_SECONDS
-    stderr = request.config.stash[_stderr_key]
-    faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-# Not "sim": before `simulate`, where these tests are skipped, torch does not know the name.
+# Not "sim": torch does not know that name before `simulate`, and these tests are collected without it too.
 DEVICE = torch.device("privateuseone", 1)
 OTHER = torch.device("privateuseone", 2)
 
@@ -20,14 +20,14 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> T
 
 
 def made(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """The module with the same weights every time, in double precision on the CPU."""
+    """A module with the same weights every time, in double precision on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return build(*args, **kwargs).double()
 
 
 def outcome(function: Callable[..., Any], inputs: tuple[Any, ...], device: torch.device | str) -> list[Any]:
-    """The tensors that the function returns, and the gradients of its inputs after a backward, all on the CPU."""
+    """The tensors that the function returns, and its inputs' gradients after a backward, all moved to the CPU."""
     leaves = [fresh(value, device) for value in inputs]
     torch.manual_seed(1)
     outputs = [leaf for leaf in tree_leaves(function(*leaves)) if isinstance(leaf, Tensor)]
@@ -40,7 +40,7 @@ def outcome(function: Callable[..., Any], inputs: tuple[Any, ...], device: torch
 
 
 def assert_as_on_the_cpu(function: Callable[..., Any], *inputs: Any, **tolerances: Any) -> None:
-    """The function of tensors, modules and others returns the same on a device, and so does its backward."""
+    """Fails unless the function and its backward return the same on a simulated device as on the CPU."""
     torch.testing.assert_close(
         outcome(function, inputs, DEVICE), outcome(function, inputs, "cpu"), equal_nan=True, **tolerances
     )

@@ -1,4 +1,4 @@
-"""What tests need that run scripts in processes of their own, most of them with simulated accelerators."""
+"""Helpers of tests that run scripts in separate processes, most of them with simulated accelerators."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ import pytest
 import dataparallel
 from dataparallel.testing.simulated import build
 
-CACHE = str(build._cache())  # before a test moves HOME or the variable
+CACHE = str(build.library_path().parents[1])  # read before a test changes HOME or TORCH_EXTENSIONS_DIR
 
 TRY = """
 from dataparallel.testing import ToolsMissing, simulate
@@ -29,7 +29,7 @@ except ToolsMissing as error:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The variables for a process that imports this package and finds the accelerators compiled."""
+    """The variables of a process that imports this package and uses the same compiled accelerators."""
     paths = [str(Path(dataparallel.__file__).parents[1]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -40,7 +40,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run(script: str, *arguments: str, timeout: float = 60, **changes: str) -> subprocess.CompletedProcess:
-    """Runs a Python script to its end."""
+    """Runs a Python script in a new process, and waits for its end."""
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(
         command, env=environment(**changes), capture_output=True, text=True, timeout=timeout, check=False
@@ -48,14 +48,14 @@ def run(script: str, *arguments: str, timeout: float = 60, **changes: str) -> su
 
 
 def run_script(script: str, *arguments: str, timeout: float = 60, **changes: str) -> str:
-    """What a Python script prints, which has to end well and in time."""
+    """Runs a Python script and returns what it prints. Fails if the script fails or takes too long."""
     done = run(script, *arguments, timeout=timeout, **changes)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 class Job(NamedTuple):
-    """A Python script in a process of its own. Of the variables those with an empty value are not set."""
+    """A Python script for a separate process. In ``changes`` an empty value removes the variable."""
 
     script: str
     arguments: Sequence[str] = ()
@@ -67,14 +67,15 @@ class Job(NamedTuple):
 
 
 def run_pytest(folder: Path, *arguments: str, **changes: str) -> Job:
-    """Like ``python -m pytest`` in the folder."""
-    changes["PYTEST_ADDOPTS"] = ""
+    """Returns the job that runs ``python -m pytest`` in the folder, apart from the run of this test."""
+    of_this_run = [name for name in os.environ if name.startswith("DATAPARALLEL_TESTS_")]
+    changes |= dict.fromkeys(["PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", *of_this_run], "")
     script = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
     return Job(script, ["-p", "no:cacheprovider", *arguments], folder, changes)
 
 
-# Nothing of torch but its import has happened when this forks: a child is what a new interpreter is after that import,
-# and ends as an interpreter does.
+# This process has only imported torch when it forks. So a child starts as a new interpreter does after that import, and
+# ends like one.
 FORKS = """
 import json, os, signal, sys, types
 import torch
@@ -105,11 +106,14 @@ exec(compile(script, "<script>", "exec"), main.__dict__)
 
 
 class Ahead:
-    """The processes of a file's tests, two at a time, forked from one that has imported torch: that takes seconds.
+    """Runs the processes of a file's tests ahead of the tests, two at a time.
 
-    A test says with the marker ``ahead`` what its own process is to do: the arguments of `job`, a function to a `Job`.
-    Those of all chosen tests of the file run in their order from the first one on. For a fixture of module scope with
-    the name ``processes``; the fixture ``done`` is then how the test's own has ended, ``printed`` what it has printed.
+    They are forked from one process that has imported torch, because that import takes seconds. A test says with the
+    marker ``ahead`` what its process does: the marker has the arguments of `job`, a function that returns a `Job`. The
+    processes of all selected tests of the file start with the first test, and run in the order of the tests.
+
+    A test file makes it in a fixture ``processes`` of module scope. The fixture ``done`` then tells how the process of
+    a test has ended, and ``printed`` what it has printed.
     """
 
     def __init__(self, request: pytest.FixtureRequest, folder: Path, job: Callable[..., Job] = Job) -> None:
@@ -160,7 +164,7 @@ class Ahead:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # what the tests have not waited for
+            os.killpg(self._process.pid, signal.SIGKILL)  # processes that no test has waited for
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._process.wait()
@@ -168,14 +172,14 @@ class Ahead:
 
 @functools.cache
 def attempt() -> subprocess.CompletedProcess:
-    """To simulate. For a fixture of module scope: what is compiled there is not on the watchdog's time."""
+    """Runs `simulate` in a process, once. In a fixture of module scope the watchdog does not count the compilation."""
     return run(TRY, timeout=600)
 
 
 def skip_without_tools() -> None:
-    """For a fixture of module scope too.
+    """Skips the tests of a fixture of module scope if the tools for compiling are missing.
 
-    Anything but missing tools, a compiler that refuses for one, is an error of the fixture.
+    Any other failure, for example of the compiler, is an error of the fixture.
     """
     done = attempt()
     assert done.returncode == 0, done.stdout + done.stderr

@@ -205,6 +205,7 @@ class Mine:
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes back what a test registers: registrations have no public end."""
     monkeypatch.setattr(batch_types, "_containers", dict(batch_types._containers))
 
 

@@ -1,4 +1,4 @@
-"""Batches that are no tensors are cut into samples and joined again, in order: packed sequences, registered types."""
+"""Batches that are not tensors are split into samples and joined again in order: packed sequences, registered types."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ from dataparallel.batch_types import register_batch
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes back what a test registers: registrations have no public end."""
     monkeypatch.setattr(batch_types, "_batches", dict(batch_types._batches))
 
 

@@ -136,7 +136,7 @@ def test_streams_events_and_properties_have_what_is_read(kind: str) -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda flats: Nccl(sums=False).spread(flats[0], flats[1:]),
+        lambda flats: Nccl(sums=False).broadcast_flat(flats[0], flats[1:]),
         lambda flats: Nccl(sums=True).add_up(flats, flats[0].device),
     ],
     ids=["broadcast", "reduce"],

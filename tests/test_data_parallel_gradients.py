@@ -47,7 +47,7 @@ def put(model, parameters) -> None:
         layer._parameters[name] = parameter
 
 
-@pytest.mark.slots(2, 3, 8)
+@pytest.mark.slots(2, long=[3, 8])
 def test_gradcheck_and_gradgradcheck_for_inputs_and_parameters(model, slots, x):
     wrapped = DataParallel(model, slots)
     parameters = [p.detach().clone().requires_grad_() for p in list(model.parameters())[2:]]

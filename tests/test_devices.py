@@ -1,7 +1,7 @@
-"""What a caller may pass as a device, what it means, and what is refused with which words.
+"""The forms in which a caller may pass devices, their meaning, and the messages of those that are refused.
 
-Accelerators that the machine lacks are simulated here by the three answers of ``torch.accelerator`` that the room
-asks for: names are resolved without touching a device, so no data is needed.
+Three answers of ``torch.accelerator`` play accelerators that the machine lacks: names are resolved without touching a
+device, so no data is needed.
 """
 
 import subprocess
@@ -39,6 +39,7 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, device_type: str | None, count: int) -> None:
     accelerator = None if device_type is None else torch.device(device_type)
+    # Devices that were found stay known for the process, and this process has others.
     monkeypatch.setattr("dataparallel.devices._checked", {})
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)

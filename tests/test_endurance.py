@@ -13,6 +13,7 @@ from torch import nn
 
 from dataparallel import DataParallel
 from memory import live_objects
+from selection import others_long
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -55,6 +56,7 @@ def training_step(wrapped, optimizer, x) -> None:
     optimizer.step()
 
 
+@pytest.mark.long
 @pytest.mark.slots(4)
 def test_a_thousand_training_steps_grow_nothing(slots, root):
     model = mlp(root)
@@ -164,7 +166,9 @@ def call_often(wrapped, expected, x, recording) -> None:
 
 
 @pytest.mark.parametrize("recording", [True, False])
-@pytest.mark.parametrize("arrangement", ["one wrapper", "two wrappers", "a wrapper in a wrapper"])
+@pytest.mark.parametrize(
+    "arrangement", others_long(["one wrapper", "two wrappers", "a wrapper in a wrapper"], ["one wrapper"])
+)
 def test_six_threads_call_at_once(arrangement, recording, slots, root):
     if arrangement == "a wrapper in a wrapper":
         if len({*slots}) > 1:

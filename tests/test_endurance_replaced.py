@@ -42,6 +42,7 @@ def inference(parallel, x):
         return parallel(x)
 
 
+@pytest.mark.long
 def test_a_thousand_steps_with_a_parameter_replaced_every_ten(distinct):
     """Every step is followed by a forward that records no graph, which has replicas of its own."""
     torch.manual_seed(0)

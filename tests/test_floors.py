@@ -89,6 +89,15 @@ def graph() -> dict[str, set[str]]:
     return {name: {*imported_by(path, names)} - {name} for name, path in names.items()}
 
 
+def in_circles(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What is left of the graph when files that import none of the rest are taken away, again and again."""
+    left = dict(graph)
+    while free := [name for name, found in left.items() if not found & left.keys()]:
+        for name in free:
+            del left[name]
+    return left
+
+
 def test_every_room_is_there() -> None:
     names = files()
     assert [room for room in ROOMS if room not in names and f"{room}.__init__" not in names] == []
@@ -100,9 +109,15 @@ def test_nothing_is_imported_from_above(graph: dict[str, set[str]]) -> None:
 
 
 def test_no_files_import_each_other(graph: dict[str, set[str]]) -> None:
-    """Not by way of others either: files without imports among the rest are taken away until none is left."""
-    left = dict(graph)
-    while free := [name for name, found in left.items() if not found & left.keys()]:
-        for name in free:
-            del left[name]
-    assert left == {}
+    """Not by way of others either."""
+    assert in_circles(graph) == {}
+
+
+def test_no_cpp_files_include_each_other() -> None:
+    """A header and its source count as one file."""
+    includes: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "testing" / "simulated" / "csrc").iterdir()):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = {line.split('"')[1].removesuffix(".h") for line in lines if line.startswith('#include "')}
+        includes.setdefault(path.stem, set()).update(found - {path.stem})
+    assert in_circles(includes) == {}

@@ -131,6 +131,7 @@ def test_gangs_in_a_child(printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 over = threading.Event()
 
@@ -170,6 +171,7 @@ def test_data_loader_workers_are_forked_as_ever(printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 step()
 locked, forked = threading.Event(), threading.Event()
@@ -196,6 +198,7 @@ def test_a_fork_while_another_thread_is_about_to_make_replicas(printed: str) -> 
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 asked = []
 
@@ -221,6 +224,7 @@ def test_torchs_engine_is_rebuilt_in_a_child_before_workers_ask_for_it(printed: 
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 from dataparallel.composable import replicate
 

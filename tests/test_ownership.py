@@ -22,6 +22,7 @@ from dataparallel.composable import replicate
 from memory import allocated
 from nets import HELD, HOLDS, Net, build, forget, samples
 from processes import run_script
+from selection import others_long
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -42,7 +43,7 @@ def test_counts_are_trusted_here(trial: Callable) -> None:
 
 
 @once
-@pytest.mark.parametrize("value", ["0", "no", "False", "off"])
+@pytest.mark.parametrize("value", others_long(["0", "no", "False", "off"], ["0"]))
 def test_reuse_can_be_turned_off(value: str) -> None:
     script = "from dataparallel import ownership; print(ownership.are_counts_trusted(), ownership.why_not_trusted())"
     assert run_script(script, DATAPARALLEL_REUSE=value).split("\n")[0] == f"False DATAPARALLEL_REUSE={value} says so"

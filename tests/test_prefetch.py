@@ -77,7 +77,7 @@ def test_a_call_copies_nothing(slots: list, pinned: bool, scattered: list) -> No
     assert not scattered
 
 
-@pytest.mark.slots(2, 8)
+@pytest.mark.slots(2, long=[8])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_training_equals_training_without(slots: list, root: torch.device, depth: int) -> None:
     def train(source: nn.Module, prefetched: bool) -> list[Tensor]:

@@ -22,7 +22,7 @@ def batch_sizes(slots: int) -> list[int]:
     return sorted({2 * slots, 2 * slots + 1, slots - 1, 1})
 
 
-@pytest.mark.slots(2, 3, 4, 8)
+@pytest.mark.slots(3, long=[2, 4, 8])
 @every_case
 def test_step_equals_one_device(case: Case, slots: list) -> None:
     for size in batch_sizes(len(slots)):
@@ -30,7 +30,7 @@ def test_step_equals_one_device(case: Case, slots: list) -> None:
         parity.assert_same_step(case.build, batch, slots, dim=case.dim, by_chunks=case.by_chunks)
 
 
-@pytest.mark.slots(3, 8)
+@pytest.mark.slots(3, long=[8])
 @every_case
 def test_twenty_optimizer_steps_equal_one_device(case: Case, slots: list) -> None:
     sizes = batch_sizes(len(slots))
@@ -50,7 +50,7 @@ def test_each_replica_computes_with_its_own_weights(case: Case, slots: list) -> 
         parity.assert_same_step(case.build, case.batch(size, size), slots, dim=case.dim, perturbation=PERTURBATION)
 
 
-@pytest.mark.slots(3, 8)
+@pytest.mark.slots(3, long=[8])
 @pytest.mark.parametrize("case", DROPOUT_CASES, ids=lambda case: case.name)
 def test_checkpointing_recomputes_with_the_same_dropout(case: Case, slots: list) -> None:
     assert case.twin is not None

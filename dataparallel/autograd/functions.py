@@ -30,7 +30,7 @@ from dataparallel.autograd.node_order import run_first
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import Planned
 from dataparallel.comm.copies import alias
-from dataparallel.comm.routes import Travelling
+from dataparallel.comm.transport import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.profiling import stage
 from dataparallel.streams.nodes import forward_streams_set, note_forward_streams

@@ -1,11 +1,11 @@
 """Moving tensors between the devices of one process: plain functions.
 
-This file checks arguments and says what results look like; ``comm.select`` beside it says what carries a call, and how
-tensors travel is a file each. The room knows no module and no autograd: gradients are not recorded here,
-``dataparallel.autograd.functions`` does that. Names and arguments are those of ``torch.nn.parallel.comm``; devices are
-anything that ``dataparallel.devices`` accepts, the CPU included. On one device nothing is copied unless the caller
+Every function here checks its arguments, asks ``comm.select`` for a transport, and calls the method of that transport
+(``comm.transport``) with the function's name. The room knows no modules and records no gradients:
+``dataparallel.autograd.functions`` does. Names and arguments are those of ``torch.nn.parallel.comm``; devices are
+anything that ``dataparallel.devices`` accepts, the CPU included. Within one device nothing is copied unless the caller
 needs its own storage, or slots are isolated, which is for tests (``dataparallel.testing.isolated_slots``). `using`
-says how tensors travel where the library's choice is not wanted.
+overrides the library's choice of transport and route.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dataparallel.comm import copies, topology
+from dataparallel.comm import topology
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Planned
 from dataparallel.comm.checks import (
     check_chunk_sizes,
@@ -26,12 +26,10 @@ from dataparallel.comm.checks import (
     why_not_gatherable,
 )
 from dataparallel.comm.choice import Choice, Collective
-from dataparallel.comm.cupy import transport as kernels
-from dataparallel.comm.cupy.transport import Kernels
-from dataparallel.comm.routes import Travelling
 from dataparallel.comm.select import choose_for, transport_for
 from dataparallel.comm.settings import are_slots_isolated, using
 from dataparallel.comm.topology import Topology
+from dataparallel.comm.transport import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
 __all__ = [
@@ -50,21 +48,21 @@ __all__ = [
 ]
 
 _TYPICAL_BYTES, _TYPICAL_COUNT = 25 * 2**20, 100
-"""A bucket of a model."""
+"""The bytes and the number of tensors in a typical bucket of parameters."""
 
 
 def choose_transport(
     devices: Sequence[torch.device], known: Topology | None = None, work: Collective = "broadcast"
 ) -> Choice:
-    """How a bucket of parameters would travel between the first of ``devices`` and the others, and the reason.
+    """The transport and the route that a bucket of parameters would take between ``devices``, and the reason.
 
     Args:
         devices: accelerators, or the CPU several times.
-        known: what lies between them, where it must not be asked of the devices themselves.
-        work: what is done.
+        known: the links between them; by default the devices are asked.
+        work: the operation.
 
     Raises:
-        ValueError: a transport that was asked for can carry nothing between them, or is unknown.
+        ValueError: a transport that was asked for can do nothing between these devices, or is unknown.
     """
     return choose_for(work, topology.of(devices) if known is None else known, _TYPICAL_BYTES, _TYPICAL_COUNT)
 
@@ -75,22 +73,23 @@ def broadcast(
 ) -> tuple[Tensor, ...]:
     """The tensor on each of ``devices``, or copied into each of ``out`` (exactly one of them is given).
 
-    Shape, strides (where memory has no holes), dtype and class are kept. Where the tensor is on a device already,
-    the result for that device is the tensor itself.
+    Shape, dtype, class and, unless memory has holes, strides are kept. The result for the tensor's own device is the
+    tensor itself.
 
     Raises:
         ValueError: both or none of ``devices`` and ``out``, a shape in ``out`` that differs, a meta or lazy tensor.
     """
     check_movable([tensor])
     check_exactly_one(devices, out)
-    if devices is not None:
-        slots = resolve_each(devices)
-        transport = transport_for("broadcast", _places([tensor.device], slots), [tensor])
-        own = are_slots_isolated()
-        if isinstance(transport, Kernels):
-            return tuple(copy for (copy,) in kernels.broadcast_coalesced([tensor], slots, own=own))
-        return tuple(copies.broadcast(tensor, slots, own=own, transport=transport))
-    assert out is not None
+    if out is not None:
+        return _broadcast_into(out, tensor)
+    assert devices is not None
+    slots = resolve_each(devices)
+    transport = transport_for("broadcast", _places([tensor.device], slots), [tensor])
+    return tuple(transport.broadcast(tensor, slots, own=are_slots_isolated()))
+
+
+def _broadcast_into(out: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
     check_movable(out)
     for index, target in enumerate(out):
         if target.shape != tensor.shape:
@@ -98,10 +97,7 @@ def broadcast(
                 f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
             )
     transport = transport_for("broadcast", _places([tensor.device], [target.device for target in out]), [tensor])
-    if isinstance(transport, Kernels):
-        kernels.broadcast_into(out, tensor)
-    else:
-        copies.broadcast_into(out, tensor, transport)
+    transport.broadcast_into(out, tensor)
     return tuple(out)
 
 
@@ -114,14 +110,14 @@ def broadcast_coalesced(
     own_storage: bool = False,
     planned: Planned | None = None,
 ) -> list[list[Tensor]]:
-    """A list of tensors for each of ``devices``; those that move travel in flat buffers of ``buffer_size`` bytes.
+    """A list of tensors for each of ``devices``. Tensors that move travel in flat buffers of ``buffer_size`` bytes.
 
     Args:
-        tensors: any mix of dtypes, shapes, strides, sparse and complex ones.
-        devices: slots; several on one device share what was copied there.
+        tensors: any mix of dtypes, shapes and strides, sparse and complex ones included.
+        devices: slots; slots on one device share the copies there.
         buffer_size: above 0.
         own_storage: every slot but the first gets storage that nothing else uses.
-        planned: what ``comm.buckets.plan_buckets`` has made of these tensors with this size, where the caller has it.
+        planned: the result of ``comm.buckets.plan_buckets`` for these tensors and this size, if the caller has it.
 
     Raises:
         ValueError: a meta or lazy tensor, a device that does not exist.
@@ -129,11 +125,8 @@ def broadcast_coalesced(
     check_movable(tensors)
     slots = resolve_each(devices)
     transport = transport_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors)
-    isolated = are_slots_isolated()
-    if isinstance(transport, Kernels):
-        return kernels.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage or isolated)
-    return copies.broadcast_coalesced(
-        tensors, slots, buffer_size, own=own_storage, isolated=isolated, transport=transport, planned=planned
+    return transport.broadcast_coalesced(
+        tensors, slots, buffer_size, own=own_storage, isolated=are_slots_isolated(), planned=planned
     )
 
 
@@ -141,7 +134,7 @@ def broadcast_coalesced(
 def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) -> Tensor:
     """The sum of the tensors, added in the order given, on ``destination`` (default: the first tensor's device).
 
-    One tensor that is there already is handed through.
+    A single tensor that is there already is returned as it is.
 
     Raises:
         ValueError: no tensor, shapes or dtypes that differ (the message says which).
@@ -150,9 +143,7 @@ def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) 
     check_summable(inputs)
     target = inputs[0].device if destination is None else resolve(destination)
     transport = transport_for("reduce_add", _places([target], [tensor.device for tensor in inputs]), inputs[:1])
-    if isinstance(transport, Kernels):
-        return kernels.reduce_add_coalesced([[tensor] for tensor in inputs], target)[0]
-    return copies.reduce_add(inputs, target, transport, isolated=are_slots_isolated())
+    return transport.reduce_add(inputs, target, isolated=are_slots_isolated())
 
 
 @torch.no_grad()
@@ -169,8 +160,8 @@ def reduce_add_coalesced(
         inputs: one list of tensors for each slot, all of one length.
         destination: a device.
         buffer_size: size in bytes of the flat buffers in which dense tensors travel; above 0.
-        travelling: opens a context in which flat buffers travel and are added, for other streams to be current there;
-            it is given all buffers that are used there. Kernels, which know no flat buffers, run outside.
+        travelling: opens the context in which flat buffers are copied and added, to make other streams current there.
+            Its argument is every buffer that is used there. Kernels use no flat buffers, and run outside.
 
     Raises:
         ValueError: no slot, lists of different lengths, shapes or dtypes that differ within one position.
@@ -191,33 +182,29 @@ def reduce_add_coalesced(
             check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
     transport = transport_for("reduce_add", _places([target], [tensors[0].device for tensors in inputs]), inputs[0])
-    if isinstance(transport, Kernels):
-        return tuple(kernels.reduce_add_coalesced(inputs, target))
     isolated = are_slots_isolated()
-    return tuple(copies.reduce_add_coalesced(inputs, target, buffer_size, transport, travelling, isolated=isolated))
+    return tuple(transport.reduce_add_coalesced(inputs, target, buffer_size, travelling=travelling, isolated=isolated))
 
 
 def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> bool:
-    """Whether gradients of ``tensors``, on each of ``slots``, travel in flat buffers to where the tensors are.
+    """True if gradients of ``tensors``, on each of ``slots``, travel to the tensors' device in flat buffers.
 
-    They do not where all are on one device already, and where kernels read them where they are.
+    They do not if all of them are on that device already, or if kernels read them where they lie.
     """
     source = tensors[0].device
     if all(slot == source for slot in slots) and not are_slots_isolated():
         return False
-    return not isinstance(transport_for("reduce_add", _places([source], slots), tensors), Kernels)
+    return transport_for("reduce_add", _places([source], slots), tensors).sums_flat_buffers
 
 
 @torch.no_grad()
 def add_flat(flats: Sequence[Tensor], destination: torch.device, *, travelling: Travelling | None = None) -> Tensor:
-    """The sum of flat buffers of one size and dtype, in the order given. They are the caller's to give away.
+    """The sum of flat buffers of one size and dtype, in the order given. It may overwrite the buffers.
 
     ``travelling``: see `reduce_add_coalesced`.
     """
     transport = transport_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
-    if isinstance(transport, Kernels):
-        return kernels.reduce_add_coalesced([[flat] for flat in flats], destination)[0]
-    return copies.add_flat(flats, destination, transport, travelling, isolated=are_slots_isolated())
+    return transport.add_flat(flats, destination, travelling=travelling, isolated=are_slots_isolated())
 
 
 @torch.no_grad()
@@ -231,8 +218,8 @@ def scatter(
 ) -> tuple[Tensor, ...]:
     """Consecutive chunks of ``tensor`` along ``dim``, one on each device (or copied into ``out``).
 
-    Without ``chunk_sizes`` the chunks are near-equal (`near_equal_sizes`), and there are fewer of them than devices
-    where the tensor is small. Chunks that need not move are views.
+    Without ``chunk_sizes`` the chunks are near-equal (`near_equal_sizes`); a small tensor has fewer chunks than there
+    are devices. Chunks that need not move are views.
 
     Raises:
         IndexError: the tensor has no dimension ``dim``.
@@ -252,7 +239,7 @@ def scatter(
         sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
     slots = slots[: len(sizes)]
     transport = transport_for("scatter", _places([tensor.device], slots), [tensor])
-    return tuple(copies.scatter(tensor, slots, sizes, dim, transport, own=are_slots_isolated()))
+    return tuple(transport.scatter(tensor, slots, sizes, dim, own=are_slots_isolated()))
 
 
 def _scatter_into(
@@ -310,7 +297,7 @@ def gather(
         else:
             target = CPU if destination == -1 else resolve(destination)
         transport = transport_for("gather", _places([target], [tensor.device for tensor in tensors]), tensors)
-        return copies.gather(tensors, dim % first.dim(), target, transport)
+        return transport.gather(tensors, dim % first.dim(), target)
     if destination is not None:
         raise ValueError("out has a device already; pass only one of destination and out")
     shape = list(first.shape)
@@ -321,9 +308,9 @@ def gather(
     if list(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, the gathered tensors {tuple(shape)}")
     transport = transport_for("gather", _places([out.device], [tensor.device for tensor in tensors]), tensors)
-    return copies.gather_into(out, tensors, dim, transport)
+    return transport.gather_into(out, tensors, dim)
 
 
 def _places(ends: Sequence[torch.device], slots: Sequence[torch.device]) -> list[torch.device]:
-    """The slots, after those devices at the other end that are no slots."""
+    """The devices of a call: first those of ``ends`` that are not slots, then the slots."""
     return [*dict.fromkeys(end for end in ends if end not in slots), *slots]

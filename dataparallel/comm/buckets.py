@@ -1,8 +1,8 @@
 """Grouping tensors by device and dtype, flattening and unflattening them.
 
-A bucket is a group of tensors that travels as one flat buffer. This room decides which tensors can be part of
-one, keeps what is needed to restore shapes and strides, and does the two copies; it moves nothing between
-devices. ``comm`` calls it, and whoever else moves many tensors at once.
+A bucket is a group of tensors that travels as one flat buffer. This room decides which tensors a bucket can hold,
+keeps what is needed to restore shapes and strides, and makes the two copies. It moves nothing between devices. ``comm``
+calls it, and so do the rooms that move many tensors at once: ``autograd``, ``kept``, ``composable``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ DEFAULT_CAP_BYTES = 10 * 2**20
 """10 MiB, the size that ``torch.nn.parallel.comm`` has used since its beginning."""
 
 PLAIN_TYPES: frozenset[type] = frozenset({Tensor, torch.nn.Parameter, ReplicaParameter})
-"""Classes of tensors that are nothing but their data; others keep what they are by travelling singly."""
+"""Classes of tensors that are only data. Tensors of other classes travel singly, so that they keep their class."""
 
 
 class Layout(NamedTuple):
-    """How one tensor lies in a flat buffer: its memory without repetition, and the shape it is seen with.
+    """How one tensor lies in a flat buffer.
 
-    ``row_major``: elements lie in the order in which an index counts, as in a contiguous tensor.
+    Attributes:
+        shape: the shape of the tensor.
+        core_shape: the same with size 1 for repeated dimensions, which are stored once.
+        core_stride: the strides of the stored elements.
+        numel: the number of stored elements.
+        row_major: True if elements lie in the order of a contiguous tensor.
     """
 
     shape: tuple[int, ...]
@@ -39,10 +44,10 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of one dtype and device: their positions in the list they came from, in the order of the flat buffer.
+    """Tensors of one dtype and device, by their positions in a list, in the order of the flat buffer.
 
-    Neighbours with one layout are a run: ``runs`` has each with its length. A run is taken apart in one step, so what
-    unflattening costs depends on how many kinds of tensors there are more than on how many tensors.
+    ``runs`` has each layout with the number of tensors that share it; they are neighbours. `unflatten` splits a run in
+    one step, so its cost depends on the number of different layouts more than on the number of tensors.
     """
 
     indices: list[int]
@@ -52,16 +57,16 @@ class Bucket:
 
     @property
     def keeps_repeats(self) -> bool:
-        """Whether a tensor in it has dimensions that are stored once; see `layout_of`."""
+        """True if a tensor in it has repeated dimensions that are stored once; see `layout_of`."""
         return any(layout.core_shape != layout.shape for layout, _ in self.runs)
 
     @classmethod
     def of(cls, members: Sequence[tuple[int, Layout]]) -> Bucket:
-        """A bucket of tensors given by position and layout, put in an order of its own."""
+        """A bucket of tensors given by position and layout. The bucket chooses their order."""
         by_layout: dict[Layout, list[int]] = {}
         for index, layout in members:
             by_layout.setdefault(layout, []).append(index)
-        # Sizes that divide by a large power of two first: each tensor is then as aligned as its size allows.
+        # Sizes with the largest power of two as a factor come first: each tensor is as aligned as its size allows.
         runs = sorted(by_layout.items(), key=lambda run: -(run[0].numel & -run[0].numel))
         return cls(
             indices=[index for _, indices in runs for index in indices],
@@ -72,11 +77,11 @@ class Bucket:
 
 
 Planned: TypeAlias = tuple[list[Bucket], list[int]]
-"""What `plan_buckets` returns."""
+"""The result of `plan_buckets`."""
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill one run of memory without holes or overlap, in whatever order of dimensions."""
+    """True if the elements fill one stretch of memory without holes or overlap, in any order of dimensions."""
     expected = 1
     for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
         if step != expected:
@@ -86,7 +91,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def dense_stride(shape: Sequence[int], like_stride: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor of ``shape`` whose dimensions lie in memory in the order of ``like_stride``."""
+    """The strides of a dense tensor of ``shape`` whose dimensions have the order in memory that ``like_stride`` has."""
     stride = [0] * len(shape)
     expected = 1
     for dim in sorted(reversed(range(len(shape))), key=lambda dim: like_stride[dim]):
@@ -102,8 +107,8 @@ def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> Layout:
 
     Args:
         tensor: a strided tensor.
-        keep_repeats: dimensions that are repeated (stride 0, from ``expand``) are stored once and come back repeated;
-            else every element is stored.
+        keep_repeats: if True, repeated dimensions (stride 0, from ``expand``) are stored once and come back repeated.
+            If False, every element is stored.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     if tensor.is_contiguous():
@@ -121,9 +126,10 @@ def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> Layout:
 
 
 def travels_flat(tensor: Tensor) -> bool:
-    """Whether a flat copy carries all that the tensor is.
+    """True if a flat copy of the data is a full copy of the tensor.
 
-    Subclasses, sparse and quantised tensors and tensors with Python attributes do not.
+    It is not for subclasses, for sparse, quantised, nested and lazily conjugated tensors, and for tensors with Python
+    attributes.
     """
     return (
         type(tensor) in PLAIN_TYPES
@@ -145,9 +151,10 @@ def plan_buckets(
     """Groups tensors into buckets of at most ``cap_bytes`` (or one tensor), in order, by device and dtype.
 
     Args:
-        tensors: any tensors; ``candidates`` limits which of them (by position) are considered, default all.
+        tensors: any tensors.
         cap_bytes: above 0.
-        keep_repeats: see `layout_of`; ``False`` where other tensors of the same shapes will be flattened too.
+        candidates: the positions of the tensors to group; default all.
+        keep_repeats: see `layout_of`. Pass False if other tensors of the same shapes will be flattened too.
 
     Returns:
         The buckets, and the positions of tensors that have to travel singly.
@@ -156,7 +163,7 @@ def plan_buckets(
         raise ValueError(f"a bucket holds more than 0 bytes; got {cap_bytes}")
     filled: list[list[tuple[int, Layout]]] = []
     singles: list[int] = []
-    # For each kind the members of the bucket that is being filled, and their bytes.
+    # For each device and dtype the members of the bucket that is being filled, and their bytes.
     open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[tuple[int, Layout]], int]] = {}
     layouts: dict[tuple[torch.Size, tuple[int, ...]], Layout] = {}
     for index in range(len(tensors)) if candidates is None else candidates:
@@ -184,12 +191,12 @@ def fill_buckets(
 ) -> list[list[int]]:
     """Positions in groups of one device and dtype, of at most ``cap_bytes`` (or one tensor), in the given order.
 
-    Only sizes are looked at: `plan_buckets` says how a group travels. The first one has at most ``first_cap_bytes``,
-    each one after it may have twice as much as the one before.
+    It looks only at sizes: `plan_buckets` says how a group travels. The first group has at most ``first_cap_bytes``,
+    and each later group may have twice the bytes of the group before.
     """
     filled: list[list[int]] = []
     next_cap = first_cap_bytes
-    # For each kind the group that is being filled, how many bytes fit in, and how many it has.
+    # For each device and dtype the group that is being filled, its cap, and its bytes.
     open_groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], int, int]] = {}
     for index in order:
         tensor = tensors[index]
@@ -208,7 +215,8 @@ def fill_buckets(
 def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
     """A new flat buffer with the elements of the bucket's tensors, in the order in which they lie in memory.
 
-    ``tensors`` is the list that the bucket was planned for or, if it keeps no repeats, one with the same shapes.
+    ``tensors`` is the list that the bucket was planned for. If the bucket keeps no repeats, it may also be another list
+    with the same shapes.
     """
     if len(bucket.indices) == 1:
         return _flat_view(tensors[bucket.indices[0]], bucket.layouts[0]).clone()
@@ -227,7 +235,7 @@ def _flat_view(tensor: Tensor, layout: Layout) -> Tensor:
     if layout.core_shape != layout.shape:
         core = tensor.as_strided(layout.core_shape, tensor.stride())
     if core.stride() != layout.core_stride and core.numel() > 0:
-        # A tensor planned with other strides: gradients of one parameter on two slots may differ in them.
+        # The bucket was planned for other strides: gradients of one parameter on two slots may differ in them.
         core = torch.empty_strided(layout.core_shape, layout.core_stride, dtype=core.dtype, device=core.device).copy_(
             core
         )
@@ -237,13 +245,13 @@ def _flat_view(tensor: Tensor, layout: Layout) -> Tensor:
 def unflatten(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     """The bucket's tensors as parts of ``flat``, in the order of ``bucket.indices``.
 
-    They share its memory but are no views to autograd, and each has a version counter of its own: an in-place change of
-    one does not make autograd believe that its neighbours have changed.
+    They share its memory, but autograd does not take them for views, and each has its own version counter: an in-place
+    change of one does not look like a change of its neighbours.
     """
     parts: list[Tensor] = []
     offset = flat.storage_offset()
     flat = flat.detach()
-    # Below the dispatch key that makes views of what shares memory.
+    # Below the dispatch key that makes views of tensors that share memory.
     with _torch.without_view_tracking():
         for layout, count in bucket.runs:
             size, stride = layout.core_shape, layout.core_stride

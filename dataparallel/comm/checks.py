@@ -1,6 +1,6 @@
-"""What is wrong with the arguments of a call, in words, before anything is moved.
+"""Checks of a call's arguments, before anything is moved.
 
-Only ``comm`` and ``scatter_gather``, which names places in nested structures, ask here.
+It moves nothing. ``comm`` calls it, and so does ``scatter_gather``, which adds places in nested structures to messages.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = [
 
 
 def near_equal_sizes(total: int, slots: int) -> list[int]:
-    """Chunk sizes as ``torch.chunk`` makes them: equal but for the last, and fewer than ``slots`` where need be.
+    """Chunk sizes as ``torch.chunk`` makes them: all but the last are equal, and there may be fewer than ``slots``.
 
-    A batch of none is one empty chunk.
+    An empty batch is one empty chunk.
     """
     if total == 0:
         return [0]
@@ -36,10 +36,10 @@ def near_equal_sizes(total: int, slots: int) -> list[int]:
 
 
 def check_chunk_sizes(chunk_sizes: Sequence[int], slots: int, total: int) -> list[int]:
-    """``chunk_sizes`` as a list, if there is one for each slot, and they add up to ``total``.
+    """``chunk_sizes`` as a list.
 
     Raises:
-        ValueError: says which of these does not hold.
+        ValueError: not one size for each slot, a negative size, or a sum other than ``total``.
     """
     sizes = [operator.index(size) for size in chunk_sizes]
     if len(sizes) != slots:
@@ -55,7 +55,7 @@ def check_chunk_sizes(chunk_sizes: Sequence[int], slots: int, total: int) -> lis
 
 
 def why_not_movable(tensor: Tensor) -> str | None:
-    """What keeps the tensor from being moved, as the rest of a sentence; ``None`` if nothing does."""
+    """Why the tensor cannot be moved, as the rest of a sentence; ``None`` if it can."""
     if is_lazy(tensor):
         return "is an uninitialised lazy parameter; run the module once on a sample batch first"
     if tensor.is_meta:
@@ -64,7 +64,7 @@ def why_not_movable(tensor: Tensor) -> str | None:
 
 
 def why_not_gatherable(tensors: Sequence[Tensor], dim: int) -> str | None:
-    """What keeps the tensors from being joined along ``dim``, in words; ``None`` if nothing does."""
+    """Why the tensors cannot be joined along ``dim``, in words; ``None`` if they can."""
     first = tensors[0]
     for slot, tensor in enumerate(tensors[1:], start=1):
         if tensor.dtype != first.dtype:
@@ -81,13 +81,13 @@ def why_not_gatherable(tensors: Sequence[Tensor], dim: int) -> str | None:
 
 
 def check_exactly_one(devices: object, out: object) -> None:
-    """Raises ``ValueError`` unless one of the two is ``None`` and the other is not."""
+    """Raises ``ValueError`` unless exactly one of the two is ``None``."""
     if (devices is None) == (out is None):
         raise ValueError(f"pass exactly one of devices and out; got devices={devices!r} and out={out!r}")
 
 
 def check_movable(tensors: Sequence[Tensor]) -> None:
-    """Raises ``ValueError`` for the first tensor that cannot be moved, and says why."""
+    """Raises ``ValueError`` for the first tensor that cannot be moved; the message says why."""
     for index, tensor in enumerate(tensors):
         if tensor.is_meta or type(tensor) not in PLAIN_TYPES:
             problem = why_not_movable(tensor)
@@ -96,7 +96,7 @@ def check_movable(tensors: Sequence[Tensor]) -> None:
 
 
 def check_summable(tensors: Sequence[Tensor], where: str = "") -> None:
-    """Raises ``ValueError`` for no tensors, and for shapes or dtypes that differ; ``where`` says where."""
+    """Raises ``ValueError`` for no tensors, and for shapes or dtypes that differ. ``where`` is put into the message."""
     if not tensors:
         raise ValueError("cannot add no tensors; pass at least one")
     check_movable(tensors)

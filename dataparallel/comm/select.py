@@ -1,16 +1,15 @@
-"""What carries a call: asks what has to be known, has ``choice`` choose, and hands out the transport.
+"""The transport of a call: asks what has to be known, has ``choice`` choose, and compares a new transport with copies.
 
-Only ``comm`` calls it, before each call between devices. Within one device it answers at once, unless its slots are
-isolated: these count as devices.
+``comm`` calls it before every call between devices; ``choose_for`` answers the report. Within one device it answers at
+once, unless slots are isolated: isolated slots count as devices. It moves nothing but the data of the first comparison.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,57 +19,71 @@ from dataparallel.comm.choice import Choice, Collective, choose
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.host import ThroughHost
-from dataparallel.comm.routes import STAR, TorchCopies, Transport
+from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.settings import ROUTES, Settings, are_slots_isolated
-from dataparallel.comm.sum_check import AddUp, wrong_sums
+from dataparallel.comm.sum_check import wrong_sums
 from dataparallel.comm.topology import Topology
+from dataparallel.comm.transport import Transport
 from dataparallel.forks import in_forked_child
 
-__all__ = ["choose_for", "transport_for"]
+__all__ = ["choose_for", "forget", "transport_for", "why_dropped"]
 
-Spread: TypeAlias = "Callable[[Tensor, Sequence[Tensor]], None]"
-
-_COMPARED = 2**16 + 1
-"""Elements of the buffers by which a transport is compared with plain copies; no round number."""
+_CHECKED_BYTES = 2**16 + 1
+"""The size of the buffers by which a transport is compared with plain copies; no round number."""
 
 _BY_ROUTE = {route: TorchCopies(route) for route in ROUTES}
 _HOST = ThroughHost()
 _KERNELS = Kernels()
 
-_UNTRIED = "it has not been measured on GPUs yet, and is used only where it is asked for"
+_COMPARED: dict[str, Transport] = {"nccl": nccl.Nccl(sums=False), "cupy": _KERNELS}
+"""The transports that are compared with plain copies before their first use."""
 
-_dropped: dict[tuple[str, tuple[torch.device, ...]], str | None] = {}
-"""Transports that have been compared on some devices: ``None``, or why they are not used there."""
+_ADDS_IN_SLOT_ORDER = frozenset({"cupy"})
+"""Those of them whose sums must have the bits of plain copies. NCCL adds in an order of its own."""
+
+_NOT_MEASURED = "it has not been measured on GPUs yet, and is used only where it is asked for"
+
+_comparisons: dict[tuple[str, tuple[torch.device, ...]], str | None] = {}
+"""For each transport and devices that have been compared: ``None``, or why the transport is not used there."""
 
 
 def transport_for(work: Collective, devices: Sequence[torch.device], tensors: Sequence[Tensor]) -> Transport:
-    """What carries ``tensors`` between ``devices``, where they are and where they go. In a sum, those of one slot.
+    """The transport for a call.
+
+    Args:
+        work: the operation.
+        devices: where the tensors are and where they go.
+        tensors: what each device receives in a broadcast, or brings to a sum.
 
     Raises:
-        ValueError: a transport that was asked for can carry nothing between these devices, or an environment variable
-            asks for something unknown.
+        ValueError: a transport that was asked for can do nothing between these devices, or an environment variable
+            names an unknown transport or route.
     """
     if len({*devices}) < 2 and not (are_slots_isolated() and len(devices) > 1):
         return STAR
     nbytes = sum([tensor.numel() * tensor.itemsize for tensor in tensors])
-    return _decided(work, tuple(devices), nbytes.bit_length(), len(tensors), settings.current(), peer_check.is_on())
+    asked, check_peers = settings.current(), peer_check.is_on()
+    return _select(work, tuple(devices), nbytes.bit_length(), len(tensors), asked, check_peers)
 
 
 @lru_cache(maxsize=4096)
-def _decided(
+def _select(
     work: Collective, devices: tuple[torch.device, ...], bits: int, count: int, asked: Settings, check_peers: bool
 ) -> Transport:
-    """Sizes count by powers of two, as thresholds do, so that a program has a few cases."""
+    """The transport for ``count`` tensors of ``2**(bits - 1)`` bytes or more together.
+
+    A power of two stands for all sizes up to the next, so that a program has few different calls.
+    """
     known, nbytes = topology.of(devices), 1 << max(0, bits - 1)
     checks = peer_check.check_all(known.distinct) if check_peers else {}
     untrusted = [pair for pair, is_trusted in checks.items() if not is_trusted]
-    found = _available(asked.transport)
-    choice = choose(work, known, nbytes, count, asked, found, untrusted)
-    rival = _RIVALS.get(choice.transport)
-    if rival is not None:
-        problem = _compared(choice.transport, rival, known.distinct)
+    available = _why_not_available(asked.transport)
+    choice = choose(work, known, nbytes, count, asked, available, untrusted)
+    if choice.transport in _COMPARED:
+        problem = why_dropped(choice.transport, _COMPARED[choice.transport], known.distinct)
         if problem is not None:
-            choice = choose(work, known, nbytes, count, asked, {**found, choice.transport: problem}, untrusted)
+            available = {**available, choice.transport: problem}
+            choice = choose(work, known, nbytes, count, asked, available, untrusted)
     if choice.transport == "nccl":
         return nccl.Nccl(sums=not asked.deterministic)
     if choice.transport == "cupy":
@@ -79,19 +92,19 @@ def _decided(
 
 
 def choose_for(work: Collective, known: Topology, nbytes: int, count: int) -> Choice:
-    """The choice as things are, without any check of data and without an import of CuPy.
+    """The choice for a call, without a check of data and without an import of CuPy.
 
     Raises:
         ValueError: as `transport_for`.
     """
     asked = settings.current()
-    return choose(work, known, nbytes, count, asked, _available(asked.transport, try_import=False), ())
+    return choose(work, known, nbytes, count, asked, _why_not_available(asked.transport, try_import=False), ())
 
 
 @cache
-def _available(asked: str | None, try_import: bool = True) -> Mapping[str, str | None]:
-    """For each transport ``None``, or why it is not available; nothing is asked of one that nobody has asked for."""
-    found: dict[str, str | None] = {"copy": None, "host": None, "nccl": _UNTRIED, "cupy": _UNTRIED}
+def _why_not_available(asked: str | None, try_import: bool = True) -> Mapping[str, str | None]:
+    """For each transport ``None``, or why it is not available. Only the transport that was asked for is looked up."""
+    found: dict[str, str | None] = {"copy": None, "host": None, "nccl": _NOT_MEASURED, "cupy": _NOT_MEASURED}
     if asked == "nccl":
         found[asked] = nccl.why_not()
     elif asked == "cupy":
@@ -99,34 +112,34 @@ def _available(asked: str | None, try_import: bool = True) -> Mapping[str, str |
     return found
 
 
-def _compared(name: str, spread: Spread, devices: tuple[torch.device, ...]) -> str | None:
-    """Why a transport that has brought other data than plain copies is not used between these devices.
+def why_dropped(name: str, transport: Transport, devices: tuple[torch.device, ...]) -> str | None:
+    """How the transport's results differ from those of plain copies between these devices; ``None`` if they do not.
 
-    The first call compares, and warns of a transport that it drops.
+    The first call for a transport and devices compares, and warns (``RuntimeWarning``) if the results differ.
     """
     key = name, devices
-    if key not in _dropped:
-        problem = _first_comparison(spread, devices)
-        if problem is None and name in _ADDING:
-            problem = wrong_sums(_ADDING[name], devices)
-        _dropped[key] = problem
+    if key not in _comparisons:
+        problem = _wrong_copies(transport, devices)
+        if problem is None and name in _ADDS_IN_SLOT_ORDER:
+            problem = wrong_sums(transport.add_up, devices)
+        _comparisons[key] = problem
         if problem is not None:
             warnings.warn(
                 f"the transport {name!r} is not used between {', '.join(map(str, devices))}: {problem}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-    return _dropped[key]
+    return _comparisons[key]
 
 
 @torch.no_grad()
-def _first_comparison(spread: Spread, devices: tuple[torch.device, ...]) -> str | None:
-    # Not from torch's generators: the user's random state stays where it is.
-    data = torch.frombuffer(bytearray(os.urandom(_COMPARED)), dtype=torch.uint8)
+def _wrong_copies(transport: Transport, devices: tuple[torch.device, ...]) -> str | None:
+    # os.urandom leaves torch's generators, and so the user's random state, as they are.
+    data = torch.frombuffer(bytearray(os.urandom(_CHECKED_BYTES)), dtype=torch.uint8)
     source = data.to(devices[0])
     buffers = [data.bitwise_not().to(device) for device in devices[1:]]
     try:
-        spread(source, buffers)
+        transport.broadcast_flat(source, buffers)
         for buffer in buffers:
             if not torch.equal(buffer.cpu(), data):
                 return f"it brought other data to {buffer.device} than plain copies do"
@@ -135,16 +148,9 @@ def _first_comparison(spread: Spread, devices: tuple[torch.device, ...]) -> str 
     return None
 
 
-_RIVALS: dict[str, Spread] = {"nccl": nccl.Nccl(sums=False).spread, "cupy": _KERNELS.spread}
-"""How transports other than torch's copies are tried before their first use."""
-
-
-_ADDING: dict[str, AddUp] = {"cupy": _KERNELS.add_up}
-"""Those of them whose sums have to be plain copies', bit for bit. NCCL's are in an order of its own."""
-
-
 @in_forked_child
-def _forget() -> None:
-    _dropped.clear()
-    _decided.cache_clear()
-    _available.cache_clear()
+def forget() -> None:
+    """Forgets all answers: a forked child, and a test that changes what is available, asks again."""
+    _comparisons.clear()
+    _select.cache_clear()
+    _why_not_available.cache_clear()

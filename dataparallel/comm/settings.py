@@ -1,8 +1,8 @@
-"""What a user may say about how tensors travel: the transport, the route, and whether sums keep their order.
+"""The user's settings for how tensors travel: the transport, the route, and whether sums keep their order.
 
-`using` says it for a block of code, two environment variables for the process; what nobody has said is the library's
-choice. This room only knows names and who said them: what they mean is ``choice``'s business. Anyone may call it.
-Beside them it carries whether slots are isolated: for tests, see `dataparallel.testing.isolated_slots`.
+`using` sets them for a block of code, two environment variables for the process; the library chooses what is not set.
+This room only keeps the names: ``choice`` knows what they mean. Any room may call it. It also keeps whether slots are
+isolated, which is for tests: see `dataparallel.testing.isolated_slots`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ROUTE_VARIABLE = "DATAPARALLEL_ROUTE"
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for; ``None`` is the library's choice.
+    """The settings of a call; ``None`` leaves the choice to the library.
 
     Attributes:
         transport: one of `TRANSPORTS`.
         route: one of `ROUTES`.
-        deterministic: sums are added in slot order, so that they have the same bits in every run. Without it NCCL
-            may add them, in an order of its own.
-        isolated: slots on one device share nothing, as if each had a device of its own.
+        deterministic: if True, sums are added in slot order, and have the same bits in every run. If False, NCCL may
+            add them, in an order of its own.
+        isolated: if True, slots on one device share nothing, as if each had a device of its own.
     """
 
     transport: str | None = None
@@ -53,7 +53,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Overrides:
-    """What `using` and `isolating` blocks have named so far."""
+    """The settings that the `using` and `isolating` blocks around this code have named."""
 
     transport: str | None = None
     route: str | None = None
@@ -63,7 +63,7 @@ class _Overrides:
 
 _NOTHING = _Overrides()
 
-# A context variable, so that threads which run in a copy of the caller's context see what the caller has said.
+# A context variable, so that threads which run in a copy of the caller's context see the caller's settings.
 _overrides: ContextVar[_Overrides] = ContextVar("dataparallel.comm.settings", default=_NOTHING)
 
 
@@ -71,19 +71,20 @@ _overrides: ContextVar[_Overrides] = ContextVar("dataparallel.comm.settings", de
 def using(
     *, transport: str | None = None, route: str | None = None, deterministic: bool | None = None
 ) -> Iterator[None]:
-    """Inside, tensors travel as said here; what is ``None`` stays what it was, in nested blocks too.
+    """Inside, tensors travel as set here. An argument that is ``None`` keeps the setting of the block around it.
 
-    It holds in this thread and in the library's workers. Threads that a user starts see it where they run in a copy of
+    It holds in this thread and in the library's workers. A thread that a user starts sees it if it runs in a copy of
     the context (``contextvars.copy_context``).
 
     Args:
-        transport: one of `TRANSPORTS`. It carries what it can, and the rest goes by plain copies; ``choice`` says what.
-        route: one of `ROUTES`: which way a broadcast or a sum takes between more than two devices.
+        transport: one of `TRANSPORTS`. It serves the calls that it supports, and the rest falls back to plain copies;
+            see ``dataparallel.comm.choice``.
+        route: one of `ROUTES`: the way of a broadcast or a sum between more than two devices.
         deterministic: see `Settings`.
 
     Raises:
-        ValueError: a name that is none of those.
-        TypeError: ``deterministic`` is no bool.
+        ValueError: an unknown transport or route.
+        TypeError: ``deterministic`` is not a bool.
     """
     if transport is not None:
         _check("transport", transport, TRANSPORTS)
@@ -91,8 +92,8 @@ def using(
         _check("route", route, ROUTES)
     if deterministic is not None and not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is True or False; got {deterministic!r}")
-    said = {"transport": transport, "route": route, "deterministic": deterministic}
-    named = {name: value for name, value in said.items() if value is not None}
+    arguments = {"transport": transport, "route": route, "deterministic": deterministic}
+    named = {name: value for name, value in arguments.items() if value is not None}
     token = _overrides.set(replace(_overrides.get(), **named))  # type: ignore[arg-type]
     try:
         yield
@@ -102,7 +103,7 @@ def using(
 
 @contextmanager
 def isolating() -> Iterator[None]:
-    """Inside, slots are isolated, in this thread and where its context goes, as with `using`."""
+    """Inside, slots are isolated, in this thread and in copies of its context, as with `using`."""
     token = _overrides.set(replace(_overrides.get(), isolated=True))
     try:
         yield
@@ -111,13 +112,13 @@ def isolating() -> Iterator[None]:
 
 
 def are_slots_isolated() -> bool:
-    """Whether an `isolating` block is around this code."""
+    """True inside an `isolating` block."""
     return _overrides.get().isolated
 
 
 @contextmanager
 def held(settings: Settings) -> Iterator[None]:
-    """Inside, `current` is ``settings``: for work that another thread does later, such as a backward pass."""
+    """Inside, `current` returns ``settings``: for later work in another thread, such as a backward pass."""
     token = _overrides.set(_Overrides(settings.transport, settings.route, settings.deterministic, settings.isolated))
     try:
         yield
@@ -126,17 +127,17 @@ def held(settings: Settings) -> Iterator[None]:
 
 
 def current() -> Settings:
-    """What holds here and now: what `using` says, else what the environment says, else the defaults.
+    """The settings that hold here: those of `using`, else those of the environment, else the defaults.
 
     Raises:
-        ValueError: an environment variable that counts has a value that is not possible.
+        ValueError: an environment variable that is used has an impossible value.
     """
-    said = _overrides.get()
+    overrides = _overrides.get()
     return Settings(
-        transport=said.transport or _from_environment(TRANSPORT_VARIABLE, TRANSPORTS),
-        route=said.route or _from_environment(ROUTE_VARIABLE, ROUTES),
-        deterministic=True if said.deterministic is None else said.deterministic,
-        isolated=said.isolated,
+        transport=overrides.transport or _from_environment(TRANSPORT_VARIABLE, TRANSPORTS),
+        route=overrides.route or _from_environment(ROUTE_VARIABLE, ROUTES),
+        deterministic=True if overrides.deterministic is None else overrides.deterministic,
+        isolated=overrides.isolated,
     )
 
 

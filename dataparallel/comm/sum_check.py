@@ -1,8 +1,8 @@
-"""Whether a transport's sums are those of plain copies, bit for bit: tried once, before it is trusted with gradients.
+"""Checks that a transport's sums have the bits of plain copies' sums, before it is trusted with gradients.
 
-A build that flushes subnormals to zero, or rounds at another point, is not seen on ordinary numbers and copies nothing
-wrong. So numbers at the edges of each floating-point dtype are added to each other. ``comm.select`` asks, before the
-first use; what becomes of the transport is its business.
+A build that flushes subnormals to zero, or that rounds at another point, copies all data right and adds ordinary
+numbers right. So this adds numbers at the edges of each floating-point dtype to each other. ``comm.select`` calls it
+before the first use of a transport, and decides what follows.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from dataparallel.comm.routes import STAR
 __all__ = ["AddUp", "wrong_sums"]
 
 AddUp: TypeAlias = "Callable[[Sequence[Tensor], torch.device], Tensor]"
-"""Adds flat buffers of one dtype, one on each device, in the order given; the sum is on the second argument."""
+"""Adds flat buffers of one dtype, one on each device, in the order given. The second argument is the sum's device."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @torch.no_grad()
 def wrong_sums(add_up: AddUp, devices: Sequence[torch.device]) -> str | None:
-    """What ``add_up`` adds otherwise than plain copies do, in words; ``None`` if nothing. The sums are on the first."""
+    """How sums by ``add_up`` differ from those of plain copies, in words; ``None`` if they do not.
+
+    ``add_up`` adds one buffer on each of ``devices``; the sum is on the first.
+    """
     for dtype in _DTYPES:
-        # Both may write to what they add.
+        # Both may overwrite their terms, so each gets new ones.
         expected = STAR.add_up(_terms(dtype, devices), devices[0]).cpu()
         try:
             found = add_up(_terms(dtype, devices), devices[0]).cpu()
@@ -44,10 +47,10 @@ def wrong_sums(add_up: AddUp, devices: Sequence[torch.device]) -> str | None:
 
 
 def _terms(dtype: torch.dtype, devices: Sequence[torch.device]) -> list[Tensor]:
-    """For each device numbers such that on the first two each number meets each.
+    """A buffer for each device. Those of the first two devices pair each number with each number.
 
-    In one half the others add nothing. In the other half they take away what the first two have added: that shows what
-    was rounded or has overflowed in between.
+    In the first half of the buffers the other devices add nothing. In the second half they subtract the first two
+    terms again: that shows rounding and overflow in between.
     """
     info = torch.finfo(dtype)
     normal, subnormal = info.smallest_normal, info.smallest_normal * info.eps
@@ -64,6 +67,6 @@ def _terms(dtype: torch.dtype, devices: Sequence[torch.device]) -> list[Tensor]:
 
 
 def _differ(found: Tensor, expected: Tensor) -> Tensor:
-    """Where bits differ, but for those of NaNs: which of them comes out is up to the device."""
+    """True where bits differ. Two NaNs are equal here: the device chooses their bits."""
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[found.itemsize]
     return (found.view(bits) != expected.view(bits)) & ~(found.isnan() & expected.isnan())

@@ -1,9 +1,9 @@
-"""What lies between the devices of one call: the same memory, NVLink, PCIe with peer access, or only the host.
+"""The links between the devices of one call: the same memory, NVLink, PCIe with peer access, or only the host.
 
-This room asks torch and NVML and remembers the answers; it copies nothing, and whether a link carries data unharmed is
-``peer_check``'s question. ``choice`` decides by what is said here.
+This room asks torch and NVML and remembers the answers. It copies nothing: ``peer_check`` finds out if a link brings
+the right data. ``comm.select`` asks, and ``comm.choice`` decides by the answers.
 
-What is said of CUDA devices needs CUDA to be tried: several GPUs have not answered these questions yet.
+It has not been tried on a machine with several GPUs.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ import torch
 
 from dataparallel.forks import in_forked_child
 
-__all__ = ["Link", "Topology", "of"]
+__all__ = ["Link", "Topology", "forget", "of"]
 
-# A number, not pynvml's name: releases differ in what they define.
+# Numbers instead of pynvml's names: releases differ in the names that they define.
 _P2P_NVLINK = 2
 _P2P_OK = 0
 
 
 class Link(Enum):
-    """How two places are connected, the fastest first."""
+    """The kinds of link, the fastest first."""
 
     SAME = 0
-    """One memory: a device and itself, and the CPU under whatever index."""
+    """One memory: a device and itself, and the CPU with any index."""
     NVLINK = 1
     PEER = 2
-    """Each can reach the other's memory, over PCIe as far as known."""
+    """Each device can reach the other's memory, over PCIe as far as is known."""
     HOST = 3
-    """No peer access: what goes from one to the other passes through host memory. The CPU and an accelerator, too."""
+    """No peer access: data passes through host memory. Also the link of the CPU and an accelerator."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The devices that take part in a call, and what lies between them.
+    """The devices of a call, and the links between them.
 
     Attributes:
-        devices: in slot order, with the source or the destination among them; one may be listed several times.
-        links: for every two positions in ``devices``, in both orders.
+        devices: in slot order, the source or the destination included. A device may be listed several times.
+        links: the link for every ordered pair of positions in ``devices``.
     """
 
     devices: tuple[torch.device, ...]
@@ -62,12 +62,12 @@ class Topology:
 
     @cached_property
     def slowest(self) -> Link:
-        """The slowest link between any two; ``Link.SAME`` where there are no two."""
+        """The slowest link between any two devices; ``Link.SAME`` for a single device."""
         return max(self.links.values(), key=lambda link: link.value, default=Link.SAME)
 
     @cached_property
     def without_peer_access(self) -> tuple[torch.device, torch.device] | None:
-        """The first two devices between which everything passes through the host, if any."""
+        """The first two devices without peer access; ``None`` if all have it."""
         for (one, other), link in self.links.items():
             if link is Link.HOST:
                 return self.devices[one], self.devices[other]
@@ -75,7 +75,7 @@ class Topology:
 
 
 def of(devices: Sequence[torch.device]) -> Topology:
-    """What lies between ``devices``. Others are not asked about, and no context is made on any.
+    """The links between ``devices``. It asks about no other device, and makes no context on any.
 
     Answers are remembered for the process; a forked child asks again.
     """
@@ -96,23 +96,23 @@ def _link(one: torch.device, other: torch.device) -> Link:
     if len(types) > 1:
         return Link.HOST
     if types != {"cuda"}:
-        # torch has no question about peers that every accelerator answers; its copies find the way themselves.
+        # torch cannot ask every accelerator about peers; its copies work with and without peer access.
         return Link.PEER
-    # A kernel on either device reaches the other's memory only where both may.
+    # The kernels run on either device, so peer access counts only if it holds both ways.
     if not (torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)):
         return Link.HOST
     return Link.NVLINK if _are_linked_by_nvlink(one, other) else Link.PEER
 
 
 def _are_linked_by_nvlink(one: torch.device, other: torch.device) -> bool:
-    """By NVML's word, through bridges and switches alike. What NVML does not know is no NVLink."""
+    """True if NVML says so, through bridges or switches. False if NVML does not know."""
     if torch.version.hip is not None or importlib.util.find_spec("pynvml") is None:
         return False
     nvml: Any = importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
         try:
-            # By UUID: CUDA_VISIBLE_DEVICES and CUDA's own order make indices differ from NVML's.
+            # By UUID: CUDA_VISIBLE_DEVICES and CUDA's order make torch's indices differ from NVML's.
             first, second = (
                 nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
                 for device in (one, other)
@@ -125,6 +125,7 @@ def _are_linked_by_nvlink(one: torch.device, other: torch.device) -> bool:
 
 
 @in_forked_child
-def _forget() -> None:
+def forget() -> None:
+    """Forgets all answers."""
     _of.cache_clear()
     _link.cache_clear()

@@ -1,7 +1,7 @@
-"""`isolated_slots`: slots on one device behave as separate devices, so tests of several devices run on one.
+"""`isolated_slots`: slots on one device behave as slots on several devices would, for tests on a single device.
 
-The library does the work: ``comm`` makes the copies and ``streams.isolated`` orders the streams. This file only
-switches it on, for tests.
+The library does the work: ``comm`` copies, and ``streams.isolated`` orders streams. This file only switches it on.
+Tests call it; nothing in the library does.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ __all__ = ["isolated_slots"]
 
 @contextmanager
 def isolated_slots() -> Iterator[None]:
-    """Inside the block slots on one device share nothing except the device: for tests on a machine that has only one.
+    """Inside, slots on one device share nothing but that device, for tests on a machine with a single device.
 
-    ``DataParallel(model, [0, 0, 0, 0])`` then copies, orders and sums as on four devices:
+    ``DataParallel(model, [0, 0, 0, 0])`` then copies, orders and sums as it would on four devices:
 
-    - Every slot except the first has its own storage of parameters, of buffers and of its chunk of the batch. Copies
-      fill it, in the flat buckets that would go to another device.
-    - On an accelerator every slot except the first has its own stream, which is current while its replica runs. The
-      stream waits for the caller's earlier work, and the caller's current stream waits for it at the end.
-    - Gradients of these slots are flattened, copied, and added in slot order: the results are those of other calls, to
-      the bit.
-    - ``dataparallel.comm.using(transport="cupy")`` and ``route=...`` work as between devices.
+    - Every slot but the first has its own storage for parameters, buffers and its chunk of the batch. Copies fill it,
+      in the same flat buckets that would go to another device.
+    - On an accelerator, every slot but the first on a device has its own stream, which is current while the replica
+      runs. It waits for what the caller has launched before, and the caller's current stream waits for it at the end.
+    - Gradients of these slots are flattened, copied, and added in slot order. They equal those without isolation to the
+      bit.
+    - ``dataparallel.comm.using(transport="cupy")`` and ``route=...`` mean the same as between devices.
 
-    CPU slots have their own storage and copies, and no streams. Slots on one accelerator still share its random
-    generator and its memory, so they run one after the other if they may draw from it. The library orders the memory of
-    tensors, containers and registered batches. You keep the memory of other values until the backward has ended.
+    CPU slots have their own storage and copies, and no streams. Slots on one accelerator still share its memory and its
+    random generator, so replicas that may draw from it run one after the other. Isolation does not keep the memory of
+    values alive that are no tensors, containers or registered batches; a backward may still need it.
 
-    Like `dataparallel.comm.using` it holds in this thread, in the library's workers and in the backward of graphs that
-    were recorded inside, and it may be nested. It changes nothing for slots on distinct devices. Do not train with it:
-    it makes needless copies.
+    It holds in this thread, in the library's workers, and in the backward of what is recorded inside, like
+    `dataparallel.comm.using`. Blocks may be nested. Slots on distinct devices do not change. It is not for training,
+    because it copies what need not be copied.
 
     Example::
 

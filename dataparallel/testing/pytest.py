@@ -4,18 +4,19 @@ In the ``conftest.py`` beside your pytest configuration::
 
     pytest_plugins = ["dataparallel.testing.pytest"]
 
-There are eight devices, or as many as ``sim_devices = 2`` in the ini file or ``--sim-devices=2`` says. They are made
-after the collection, before the first test, and only if a test that will run asks for the fixture: other runs compile
-nothing and keep their accelerator. From then on they are the accelerators of the process (``torch.accelerator``), so
-run tests of CUDA separately.
+There are eight devices; ``sim_devices = 2`` in the ini file or ``--sim-devices=2`` makes it two. They are made after
+the collection, before the first test, and only if a test that will run asks for the fixture. A run without such tests
+compiles nothing and keeps its accelerator. Once made, the devices are the accelerators of the process
+(``torch.accelerator``), so run tests of CUDA in another process.
 
-If the machine lacks a tool to compile them (`ToolsMissing`: no compiler, for example), tests that ask for them are
-skipped, and the reason is shown. After any other error these tests fail. If the error is a backward or a use of CUDA at
-the import of a ``conftest.py`` or a test file, call `simulate` at the top of ``conftest.py``.
+If the machine lacks what compiling needs (`ToolsMissing`, for example no compiler), tests that ask for the fixture are
+skipped and the reason is shown. If the devices cannot be made for any other reason, these tests fail. If the reason is
+a backward or a use of CUDA while a ``conftest.py`` or a test file is imported, call `simulate` at the top of
+``conftest.py``.
 
-After each test that asks for the devices garbage is collected, so that the next test counts only its own memory. After
-each test the clocks are checked, so that memory freed too early fails the test that freed it. Then every device is
-waited for, so that memory that the test leaves to be freed later is no error of another test.
+After each test that asks for the devices, garbage is collected, so that the next test counts its own memory only. After
+every test the clocks are checked, so that memory that was freed too early fails the test that freed it. Then every
+device is waited for, so that memory that is freed later is no error of another test.
 """
 
 from __future__ import annotations
@@ -31,30 +32,30 @@ from dataparallel.testing.simulated import SimulationTooLate, SimulationUnavaila
 
 __all__ = ["settle", "sim_devices"]
 
-# Exceptions of a test that has not failed.
+# What a test raises that does not fail.
 _NO_FAILURE = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
 
 _devices_key = pytest.StashKey[list[torch.device] | SimulationUnavailable]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The number of devices, from the command line or the ini file."""
+    """Adds the number of devices to the command line and the ini file."""
     text = "how many simulated accelerators the fixture sim_devices is a list of"
     parser.addini("sim_devices", f"{text} (default: 8)", default="8")
     parser.addoption("--sim-devices", type=int, metavar="N", help=f"{text} (default: what the ini file says, or 8)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ends the run if the number of devices is no number, even if no test asks for devices."""
+    """Ends the run if the number of devices is no number, even if no test needs it."""
     _number(config)
 
 
 @pytest.fixture(scope="session")
 def sim_devices(pytestconfig: pytest.Config) -> list[torch.device]:
-    """Simulated accelerators, ``sim:0``, ``sim:1``, ..., as many as ``--sim-devices`` or the ini file says.
+    """A list of simulated accelerators, ``sim:0``, ``sim:1``, ..., as many as ``--sim-devices`` or the ini file says.
 
-    A test that asks for them is skipped if the machine lacks a tool (`ToolsMissing`), and fails after any other
-    `SimulationUnavailable`.
+    A test that asks for it is skipped if `ToolsMissing` says what the machine lacks, and fails if another
+    `SimulationUnavailable` says why there are none.
     """
     devices = _make_once(pytestconfig)
     if isinstance(devices, SimulationTooLate):
@@ -71,7 +72,7 @@ def sim_devices(pytestconfig: pytest.Config) -> list[torch.device]:
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
-    """Reports the devices of the tests."""
+    """Says how many devices are simulated, and for how many tests."""
     count = sum(map(_asks, items))
     if count == 0:
         return None
@@ -83,7 +84,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Makes the devices before a test can run a backward. If that fails, the fixture reports it in each test."""
+    """Makes the devices before a test can run a backward. If that fails, the fixture says so for each test."""
     stopped = session.testsfailed and not session.config.option.continue_on_collection_errors
     if session.config.option.collectonly or stopped or not any(map(_asks, session.items)):
         return
@@ -95,13 +96,13 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Memory that the test frees too early fails the test."""
+    """Fails the test if it has freed memory too early."""
     return (yield from _settled(item, "call"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """Memory that its fixtures free too early is an error of its teardown."""
+    """Fails the teardown if the test's fixtures have freed memory too early."""
     return (yield from _settled(item, "teardown"))
 
 
@@ -114,7 +115,7 @@ def _settled(item: pytest.Item, when: str) -> Generator[None, object, object]:
     except BaseException:
         try:
             _settle(item)
-        except RuntimeError as freed:  # the first error is the test's
+        except RuntimeError as freed:  # the test's own error comes first
             item.add_report_section(when, "simulated accelerators", str(freed))
         raise
     _settle(item)
@@ -130,9 +131,12 @@ def _settle(item: pytest.Item) -> None:
 
 
 def settle() -> None:
-    """At the end of a test: raises if it has freed memory too early, and waits for every device.
+    """Call it at the end of a test: raises for memory that was freed too early, and waits for every device.
 
-    So memory that the test leaves to be freed later is no error of another test.
+    After the wait, memory that is freed later is no error of another test.
+
+    Raises:
+        RuntimeError: ``freed too early: ...``; the devices have been waited for then too.
     """
     try:
         torch.sim.check_clocks()  # type: ignore[attr-defined]
@@ -142,10 +146,10 @@ def settle() -> None:
 
 
 def _make_once(config: pytest.Config) -> list[torch.device] | SimulationUnavailable:
-    """The devices, or the error that says why there are none."""
+    """Returns the devices, or the reason why there are none; makes them at the first call."""
     if _devices_key not in config.stash:
         number = _number(config)
-        # A conftest.py that needs devices at import has called `simulate` itself, perhaps for more of them.
+        # A conftest.py that needs them at import has called `simulate` already, perhaps for more devices.
         already = torch.sim.device_count() if hasattr(torch, "sim") else 0
         try:
             config.stash[_devices_key] = simulate(max(number, already))[:number]

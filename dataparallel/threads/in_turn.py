@@ -1,8 +1,8 @@
 """The tasks of one call, one after the other in the calling thread. ``parallel_apply`` gives the tasks their meaning.
 
-If one replica runs at a time, a thread of its own brings it nothing. It costs a handover, and a second set of intra-op
-threads beside the caller's; the two sets slow each other down even after the call. With this room the calling thread
-runs on every device, with the handles that libraries keep for each pair of thread and device.
+If one replica runs at a time, a worker thread has no use, and it costs a handover and a second set of intra-op threads.
+That set and the caller's slow each other down even after the call. So here the calling thread runs on every device,
+with the handles that libraries keep for each pair of thread and device.
 
 Tasks that wait for each other by their own means would hang in this order. So with ``stall_timeout`` a *watcher*, one
 thread for the process, looks at these calls now and then, and hands tasks that have not started to a `Gang` of workers.
@@ -40,9 +40,9 @@ class SerialTasks:
     Attributes:
         stalled: true once ``stall_timeout`` has run out.
 
-    The thread that takes a slot from ``_waiting`` sees to its task: the calling thread takes one after the other, the
-    watcher takes all that are left and makes a gang of them. It does so with ``_lock`` held, and the calling thread
-    takes the lock to see the gang.
+    A slot is taken from ``_waiting`` once: the calling thread takes one after the other and runs its task, the watcher
+    takes all that are left and makes a gang of them. The watcher does so with ``_lock`` held, and the calling thread
+    takes the lock before it looks for the gang.
     """
 
     def __init__(

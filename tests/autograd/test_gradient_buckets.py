@@ -43,7 +43,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.alone
-@pytest.mark.slots(2, 8)
+@pytest.mark.slots(2, long=[8])
 def test_a_bucket_is_summed_before_the_slowest_slot_has_the_gradient_of_its_first_layer(
     slots, root, monkeypatch, capsys
 ):
@@ -108,7 +108,7 @@ def test_a_node_for_each_bucket_and_the_same_bits(slots, root, bucket_cap_mb):
         assert torch.equal(gradient, expected)
 
 
-@pytest.mark.slots(2, 3)
+@pytest.mark.slots(2, long=[3])
 def test_gradcheck_and_gradgradcheck_through_several_buckets(slots, root):
     layer = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double().to(root)
     x = torch.randn(5, 2, dtype=torch.float64, device=root, requires_grad=True)

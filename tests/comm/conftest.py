@@ -1,4 +1,4 @@
-"""Fixtures that several files of this folder use."""
+"""Fixtures of the tests of transports. Without a GPU the cupy transport's kernels are compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kernel_launches import Launches
 from kernel_runner import Kernels
 
 from dataparallel.comm import select
-from dataparallel.comm.cupy import launch as cupy_kernels
+from dataparallel.comm.cupy import launch as launching
 from dataparallel.comm.cupy import transport
 from dataparallel.comm.cupy.tables import Kernel, pack
 
 
 @pytest.fixture
 def forgetful() -> Iterator[None]:
-    """What a test finds out about transports is not known to other tests."""
-    select._forget()
+    """Other tests know nothing of what this test has made transports available for."""
+    select.forget()
     yield
-    select._forget()
+    select.forget()
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
 
 @pytest.fixture(scope="module")
 def launch(request: pytest.FixtureRequest) -> Callable:
-    """What launches a kernel: on the GPU where there is one, on the CPU elsewhere."""
+    """Launches a kernel: on the GPU if there is one, else on the CPU."""
     if request.config.getoption("--devices") == "cuda":
-        if (why_not := cupy_kernels.why_not()) is not None:
+        if (why_not := launching.why_not()) is not None:
             pytest.skip(why_not)
-        return cupy_kernels.launch
+        return launching.launch
     kernels = request.getfixturevalue("kernels")
 
     def run(kernel: Kernel, pointers: Sequence, counts: Sequence[int], device: object, others: object) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from tensor_kinds import strides
 from torch import Tensor
 
 from dataparallel.comm.cupy.tables import Kernel
@@ -53,17 +54,10 @@ def made(device: torch.device | str) -> list[Tensor]:
     return [tensor.to(device) for tensor in tensors] + with_holes_and_repeats
 
 
-def steps(tensor: Tensor) -> list[int]:
-    """The strides that mean something."""
-    if tensor.numel() == 0:
-        return []
-    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
-
-
 def assert_alike(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for mine, theirs in zip(results, expected, strict=True):
         assert (mine.device, mine.dtype, mine.shape) == (theirs.device, theirs.dtype, theirs.shape)
         assert mine.layout == theirs.layout
         if mine.layout is torch.strided:
-            assert steps(mine) == steps(theirs)
+            assert strides(mine) == strides(theirs)
         assert torch.equal(mine.to_dense().cpu(), theirs.to_dense().cpu())

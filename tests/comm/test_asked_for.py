@@ -1,7 +1,7 @@
-"""A transport that was asked for carries what it can, and the rest goes by plain copies, so that a whole step works.
+"""A transport that was asked for serves what it supports; the rest falls back to plain copies, so a whole step works.
 
-What carries a call is asked of CUDA devices of which only the names are there. For whole steps simulated devices are
-taken for CUDA's, with NCCL played by plain copies, and the kernels compiled for the CPU.
+The choice is tried on CUDA devices of which only the names exist. For whole steps simulated devices are taken for
+CUDA's, plain copies play NCCL, and the kernels are compiled for the CPU.
 """
 
 import itertools
@@ -24,15 +24,17 @@ from dataparallel.comm.settings import TRANSPORT_VARIABLE
 from dataparallel.comm.topology import Link, Topology
 from dataparallel.testing import isolated_slots
 
-pytestmark = pytest.mark.usefixtures("forgetful")
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
 CPU = torch.device("cpu")
 NAMES = {"nccl": nccl.Nccl, "cupy": Kernels}
 
 
 def pure(test: object) -> object:
-    """They know no slots: once is enough."""
+    """For tests without slots: one run is enough."""
     return pytest.mark.devices("cpu")(pytest.mark.not_isolated("no slots")(test))
+
+
+pytestmark = pytest.mark.usefixtures("forgetful")
 
 
 def linked(devices: Sequence[torch.device]) -> Topology:
@@ -45,7 +47,10 @@ def linked(devices: Sequence[torch.device]) -> Topology:
 
 
 class Machine:
-    """Eight CUDA devices linked by NVLink, where NCCL and CuPy are installed; none is touched."""
+    """Eight CUDA devices linked by NVLink, where NCCL and CuPy are installed.
+
+    Only their names exist, so nothing is copied between them: the comparison of copies is a note here.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.devices = [torch.device("cuda", index) for index in range(8)]
@@ -54,13 +59,13 @@ class Machine:
         self.asked: list[str] = []
         monkeypatch.setenv(peer_check.VARIABLE, "0")
         monkeypatch.setattr(topology, "of", linked)
-        monkeypatch.setattr(select, "_first_comparison", self.compare)
+        monkeypatch.setattr(select, "_wrong_copies", self.compare)
         monkeypatch.setattr(select, "wrong_sums", lambda add_up, devices: None)
         monkeypatch.setattr(nccl, "why_not", lambda: self.asked.append("nccl"))
         monkeypatch.setattr(launch, "why_not", lambda: self.asked.append("cupy"))
         monkeypatch.setattr(launch, "why_not_installed", lambda: self.asked.append("cupy's files"))
 
-    def compare(self, spread: object, devices: tuple[torch.device, ...]) -> str | None:
+    def compare(self, transport: object, devices: tuple[torch.device, ...]) -> str | None:
         self.compared.append(devices)
         return self.problem
 
@@ -72,7 +77,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pure
 @pytest.mark.parametrize("name", NAMES)
-def test_a_transport_that_is_asked_for_is_compared_once_where_it_carries(name: str, machine: Machine) -> None:
+def test_a_transport_that_is_asked_for_is_compared_once_where_it_serves(name: str, machine: Machine) -> None:
     with comm.using(transport=name, deterministic=False):
         for tensors in (LARGE, SMALL):
             assert isinstance(transport_for("broadcast", machine.devices, tensors), NAMES[name])
@@ -83,7 +88,7 @@ def test_a_transport_that_is_asked_for_is_compared_once_where_it_carries(name: s
 
 @pure
 @pytest.mark.parametrize("name", NAMES)
-def test_where_it_carries_nothing_it_is_not_tried(name: str, machine: Machine) -> None:
+def test_where_it_serves_nothing_it_is_not_tried(name: str, machine: Machine) -> None:
     with_cpu = [CPU, *machine.devices]
     with comm.using(transport=name):
         assert transport_for("gather", machine.devices, LARGE) == STAR
@@ -129,7 +134,7 @@ def test_of_one_that_nobody_has_asked_for_nothing_is_asked(asked: dict, machine:
 
 @pure
 @pytest.mark.parametrize(("name", "asked"), [("nccl", "nccl"), ("cupy", "cupy's files")])
-def test_what_would_carry_a_call_is_said_without_a_try(name: str, asked: str, machine: Machine) -> None:
+def test_the_report_compares_nothing(name: str, asked: str, machine: Machine) -> None:
     with comm.using(transport=name):
         assert comm.choose_transport(machine.devices).transport == name
         assert comm.choose_transport(machine.devices, work="gather").transport == "copy"
@@ -146,7 +151,7 @@ def taken_for_cuda(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Libra
     library = Library()
     monkeypatch.setenv(peer_check.VARIABLE, "0")
     monkeypatch.setattr(topology, "of", of)
-    monkeypatch.setattr(select, "_first_comparison", lambda spread, devices: None)
+    monkeypatch.setattr(select, "_wrong_copies", lambda transport, devices: None)
     monkeypatch.setattr(select, "wrong_sums", lambda add_up, devices: None)
     monkeypatch.setattr(nccl, "why_not", lambda: None)
     monkeypatch.setattr(nccl, "nccl", library)

@@ -1,4 +1,4 @@
-"""Flattening and unflattening keep values, shapes, strides and dtypes; what a flat copy cannot carry travels singly."""
+"""Flattening and unflattening keep values, shapes, strides and dtypes; other tensors travel singly."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from special_tensors import Tagged, with_attribute
+from tensor_kinds import tagged, with_attribute
 from torch import Tensor, nn
 
 from dataparallel.comm.buckets import (
@@ -263,7 +263,7 @@ def test_only_candidates_are_planned() -> None:
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.zeros(2).as_subclass(Tagged),
+        tagged(torch.zeros(2)),
         nn.Buffer(torch.zeros(2)),
         torch.eye(2).to_sparse(),
         with_attribute(torch.zeros(2)),

@@ -1,4 +1,4 @@
-"""Which transport and route carry a call, as a table over machines that need not exist."""
+"""The choice of transport and route for a call, as a table over machines that need not exist."""
 
 import itertools
 from collections.abc import Callable
@@ -193,9 +193,9 @@ CPU_AND_ONE = machine([CPU, *cuda(0)], Link.NVLINK)
 TWO_KINDS = machine([*cuda(0, 1), *sim(0)], Link.NVLINK)
 
 # transport, work, machine, what else is asked for, words of the reason
-LEFT = [
-    *(("nccl", work, where, {}, "does no") for work in WORK[2:] for where in (NVLINK_8, MIXED, SIM_8, NO_PEERS)),
-    *(("cupy", work, where, {}, "does no") for work in WORK[2:] for where in (NVLINK_8, MIXED, SIM_8, NO_PEERS)),
+FALL_BACK = [
+    *(("nccl", work, where, {}, "has no") for work in WORK[2:] for where in (NVLINK_8, MIXED, SIM_8, NO_PEERS)),
+    *(("cupy", work, where, {}, "has no") for work in WORK[2:] for where in (NVLINK_8, MIXED, SIM_8, NO_PEERS)),
     *(("nccl", "reduce_add", where, {}, "an order of its own") for where in (NVLINK_8, NVLINK_TWICE, MIXED, SIM_8)),
     *((name, work, MIXED, ANY_ORDER, "cpu is none") for name in ("nccl", "cupy") for work in WORK[:2]),
     *((name, work, CPU_AND_ONE, ANY_ORDER, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),
@@ -209,18 +209,18 @@ LEFT = [
 
 
 @pytest.mark.parametrize("available", [ALL, PLAIN])
-@pytest.mark.parametrize(("transport", "work", "where", "also", "words"), LEFT)
-def test_what_a_transport_does_not_carry_goes_by_plain_copies(
+@pytest.mark.parametrize(("transport", "work", "where", "also", "words"), FALL_BACK)
+def test_a_call_that_a_transport_does_not_support_falls_back_to_plain_copies(
     transport: str, work: str, where: Topology, also: dict, words: str, available: dict
 ) -> None:
     choice = decide(work, where, settings=Settings(transport, **also), available=available)
     assert choice[:2] == decide(work, where, settings=Settings("copy", **also), available=available)[:2]
-    assert f"{transport!r} was asked for and leaves this {work} to plain copies" in choice.reason
+    assert f"{transport!r} was asked for, but this {work} falls back to plain copies" in choice.reason
     assert words in choice.reason
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_what_is_left_to_plain_copies_takes_the_route_that_is_asked_for(route: str) -> None:
+def test_a_call_that_falls_back_takes_the_route_that_is_asked_for(route: str) -> None:
     assert decide("broadcast", MIXED, settings=Settings("nccl", route), available=ALL)[:2] == ("copy", route)
 
 
@@ -230,14 +230,14 @@ def test_nccl_broadcasts_to_slots_that_share_a_device() -> None:
 
 
 @pytest.mark.parametrize("work", WORK[:2])
-def test_kernels_carry_between_isolated_slots_on_one_device(work: str) -> None:
+def test_kernels_serve_isolated_slots_on_one_device(work: str) -> None:
     settings = Settings("cupy", isolated=True)
     for where in (ONE_TWICE, NVLINK_TWICE):
         assert decide(work, where, settings=settings, available=ALL).transport == "cupy"
 
 
 @pytest.mark.parametrize("transport", ["nccl", "cupy"])
-def test_a_broken_pair_between_which_the_transport_carries_nothing_is_no_reason_to_refuse(transport: str) -> None:
+def test_a_call_that_falls_back_is_not_refused_for_a_broken_pair(transport: str) -> None:
     with_cpu = machine([CPU, *cuda(0, 1, 2)], Link.NVLINK)
     for work, where in (("gather", NVLINK_8), ("scatter", with_cpu), ("broadcast", with_cpu), ("reduce_add", with_cpu)):
         assert decide(work, where, settings=Settings(transport), untrusted={BROKEN}).transport == "host"

@@ -1,4 +1,4 @@
-"""What the functions of ``comm`` return, what they refuse and with which words. How tensors travel: test_copies."""
+"""What the functions of ``comm`` return, what they refuse and with which words. How tensors travel: test_transport."""
 
 import itertools
 from collections.abc import Callable

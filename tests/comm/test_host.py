@@ -1,26 +1,24 @@
-"""What goes through the host arrives as by a plain copy, in the order of the streams, never from device to device."""
+"""Copies through the host equal plain copies, keep the order of the streams, and never go from device to device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import tensor_kinds
 import torch
-from special_tensors import Tagged, with_attribute
+from tensor_kinds import with_attribute
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dataparallel.comm import copies, host
+from dataparallel.comm import host
+from dataparallel.comm.routes import STAR
 
 CPU = torch.device("cpu")
 on_devices = pytest.mark.devices("sim", "cuda")
 
 
-# A function from values to a tensor of equal values, laid out in its own way.
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda values: values.clone(),
-    "transposed": lambda values: values.t().contiguous().t(),
-    "offset": lambda values: torch.stack([values, values])[1],
-    "strided": lambda values: torch.stack([values, values], -1)[..., 0],
+    **tensor_kinds.FORMS,
     "expanded": lambda values: values[:1].expand(5, values.shape[1]),
     "channels last": lambda values: values.reshape(2, 3, 1, 4).contiguous(memory_format=torch.channels_last),
     "empty": lambda values: values[:0],
@@ -30,9 +28,6 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "complex": lambda values: torch.complex(values, -values),
     "conjugate": lambda values: torch.complex(values, -values).conj(),
     "parameter": lambda values: nn.Parameter(values.clone()),
-    "attribute": lambda values: with_attribute(values.clone()),
-    "subclass": lambda values: values.as_subclass(Tagged),
-    "sparse": lambda values: values.relu().to_sparse(),
 }
 
 
@@ -44,12 +39,12 @@ def numbers() -> Tensor:
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A backend that has pinned memory, and one that has none."""
     if request.param == "pageable":
-        monkeypatch.setattr(host, "_can_pin", lambda device_type: False)
+        monkeypatch.setattr(host, "can_pin", lambda device_type: False)
     return request.param
 
 
 class Travels(TorchDispatchMode):
-    """Notes from where to where operators take data, and what they make."""
+    """Notes the devices between which operators copy, and the tensors that they make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +67,7 @@ class Travels(TorchDispatchMode):
 def test_it_brings_what_a_plain_copy_brings(form: str, pair: tuple, memory: str) -> None:
     tensor = FORMS[form](numbers().to(pair[0]))
     with torch.no_grad():
-        ours, theirs = host.send(tensor, pair[1]), copies.send(tensor, pair[1])
+        ours, theirs = host.send(tensor, pair[1]), STAR.to_device(tensor, pair[1])
     assert type(ours) is type(theirs)
     assert ours.__dict__ == theirs.__dict__
     assert (ours.device, ours.dtype, ours.layout) == (pair[1], theirs.dtype, theirs.layout)
@@ -168,9 +163,9 @@ def test_a_backend_without_pinned_memory_is_asked_once(monkeypatch: pytest.Monke
         asked.append(True)
         raise RuntimeError("Need to provide pin_memory allocator to use pin memory.")
 
-    host._can_pin.cache_clear()
+    host.can_pin.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", refuses)
-        assert [host._can_pin("xpu"), host._can_pin("xpu")] == [False, False]
-    host._can_pin.cache_clear()
+        assert [host.can_pin("xpu"), host.can_pin("xpu")] == [False, False]
+    host.can_pin.cache_clear()
     assert asked == [True]

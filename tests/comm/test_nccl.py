@@ -6,7 +6,7 @@ import pytest
 import torch
 from nccl_stand_in import AS_NUMBERS, Library
 
-from dataparallel.comm import copies, nccl
+from dataparallel.comm import nccl
 from dataparallel.comm.nccl import Nccl, why_not
 from dataparallel.comm.routes import STAR
 
@@ -24,7 +24,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 @pytest.mark.slots(3)
 def test_a_bucket_is_one_call(slots: list, root: torch.device, library: Library) -> None:
     tensors = [torch.randn(5, device=root), torch.randn(2, 3, device=root)]
-    sent = copies.broadcast_coalesced(tensors, slots, 2**20, own=False, transport=Nccl(sums=False))
+    sent = Nccl(sums=False).broadcast_coalesced(tensors, slots, 2**20, own=False)
     assert library.calls == [("broadcast", 3, 0)]
     for slot, on_slot in zip(slots, sent, strict=True):
         for copy, tensor in zip(on_slot, tensors, strict=True):
@@ -38,7 +38,7 @@ def test_a_bucket_is_one_call(slots: list, root: torch.device, library: Library)
 @pytest.mark.parametrize("sums", [False, True])
 def test_sums_are_its_own_only_where_their_order_does_not_matter(sums: bool, slots: list, library: Library) -> None:
     inputs = [[torch.full((4,), float(k + 1), device=slot)] for k, slot in enumerate(slots)]
-    (total,) = copies.reduce_add_coalesced(inputs, slots[0], 2**20, Nccl(sums))
+    (total,) = Nccl(sums).reduce_add_coalesced(inputs, slots[0], 2**20)
     assert torch.equal(total.cpu(), torch.full((4,), 6.0))
     assert total.device == slots[0]
     assert library.calls == ([("reduce", 3, 0)] if sums else [])
@@ -54,7 +54,7 @@ ON_TENSORS = [dtype for dtype in {*DTYPES} if not str(dtype).startswith(("torch.
 def test_bytes_of_every_dtype_arrive(dtype: torch.dtype, library: Library) -> None:
     data = torch.arange(3 * dtype.itemsize, dtype=torch.uint8)
     buffers = [torch.zeros_like(data).view(dtype) for _ in range(2)]
-    Nccl(sums=False).spread(data.view(dtype), buffers)
+    Nccl(sums=False).broadcast_flat(data.view(dtype), buffers)
     assert all(torch.equal(buffer.view(torch.uint8), data) for buffer in buffers)
     assert library.calls == [("broadcast", 3, 0)]
 
@@ -79,20 +79,20 @@ def test_what_nccl_cannot_add_plain_copies_add(dtype: torch.dtype, library: Libr
 def test_what_is_written_has_changed_for_autograd(library: Library) -> None:
     target, weight = torch.zeros(3), torch.ones(3, requires_grad=True)
     loss = (weight * target).sum()
-    Nccl(sums=False).spread(torch.ones(3), [target])
+    Nccl(sums=False).broadcast_flat(torch.ones(3), [target])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_nothing_to_send_is_no_call(library: Library) -> None:
-    Nccl(sums=False).spread(torch.zeros(3), [])
+    Nccl(sums=False).broadcast_flat(torch.zeros(3), [])
     assert library.calls == []
 
 
 def test_one_thread_launches_at_a_time(library: Library) -> None:
     def launch() -> None:
         for _ in range(20):
-            Nccl(sums=True).spread(torch.zeros(1), [torch.ones(1)])
+            Nccl(sums=True).broadcast_flat(torch.zeros(1), [torch.ones(1)])
             Nccl(sums=True).add_up([torch.zeros(1)] * 2, torch.device("cpu"))
 
     threads = [threading.Thread(target=launch) for _ in range(4)]

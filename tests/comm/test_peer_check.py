@@ -1,6 +1,7 @@
-"""Pairs of devices are trusted once random data has gone from the one to the other; a broken pair is noticed.
+"""A pair of devices is trusted after random data has gone from one to the other; a broken pair is noticed.
 
-A broken pair is played by a copy that brings garbage, or nothing.
+A copy that brings garbage, or nothing, plays a broken pair. It replaces `peer_check._copy`, because machines that run
+these tests have no broken pair. The script of the forked child holds the private lock, as a thread of the parent may.
 """
 
 import itertools
@@ -25,9 +26,9 @@ on_devices = pytest.mark.devices("sim", "cuda")
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("DATAPARALLEL_PEER_CHECK", raising=False)
     monkeypatch.setattr(torch.get_device_module(), "copies_cannot_fail", False, raising=False)
-    peer_check._forget()
+    peer_check.forget()
     yield
-    peer_check._forget()
+    peer_check.forget()
 
 
 @pytest.fixture
@@ -88,9 +89,6 @@ def test_every_ordered_pair_is_checked_once(slots: list, copies: list) -> None:
 
 
 def test_a_device_is_trusted_with_its_own_and_with_the_hosts_memory(root: torch.device, copies: list) -> None:
-    assert trusted(root, root)
-    assert trusted(root, CPU)
-    assert trusted(CPU, root)
     assert check_all([root, CPU, root]) == {}
     assert copies == []
 
@@ -167,7 +165,6 @@ def test_a_check_that_could_not_be_made_is_made_again(pair: tuple, monkeypatch: 
 @pytest.mark.parametrize("value", ["0", "no", "False", "off"])
 def test_it_can_be_turned_off(pair: tuple, value: str, copies: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", value)
-    assert trusted(*pair)
     assert check_all(pair) == {pair: True, pair[::-1]: True}
     assert copies == []
 
@@ -246,6 +243,7 @@ def test_in_any_mode(pair: tuple, mode: Callable) -> None:
         assert trusted(*pair)
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu")  # its processes are its own: once is enough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_knows_nothing_and_waits_for_nobody() -> None:

@@ -1,12 +1,13 @@
-"""Which transport a call gets, where its settings come from, and what becomes of a transport that brings other data."""
+"""The transport of a call, the source of its settings, and what becomes of a transport that brings other data."""
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from tensor_kinds import devices_of
 from torch import Tensor, nn
 
 import dataparallel
@@ -14,17 +15,15 @@ from dataparallel import DataParallel, comm
 from dataparallel.comm import peer_check, select
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.cupy.tables import SUM_KERNELS
+from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import ROUTE_VARIABLE, TRANSPORT_VARIABLE
+from dataparallel.comm.transport import Transport
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
-
-
-def on_all(slots: list) -> list[torch.device]:
-    return [torch.device(slot) for slot in slots]
 
 
 @pytest.mark.not_isolated("what slots on one device share")
@@ -37,7 +36,7 @@ def test_within_one_device_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.devices("sim")
 @pytest.mark.slots(8)
 def test_the_librarys_choice(slots: list) -> None:
-    devices = on_all(slots)
+    devices = devices_of(slots)
     assert transport_for("broadcast", devices, LARGE) == TorchCopies("chain")
     assert transport_for("broadcast", devices, SMALL) == TorchCopies("tree")
     assert transport_for("reduce_add", devices, LARGE) == TorchCopies("chain")
@@ -49,7 +48,7 @@ def test_the_librarys_choice(slots: list) -> None:
 @pytest.mark.devices("sim")
 @pytest.mark.slots(3)
 def test_the_context_counts_before_the_environment(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = on_all(slots)
+    devices = devices_of(slots)
     monkeypatch.setenv(ROUTE_VARIABLE, "tree")
     assert transport_for("broadcast", devices, LARGE) == TorchCopies("tree")
     with comm.using(route="star"):
@@ -67,13 +66,13 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
     def garbage(source: Tensor, target: Tensor) -> None:
         target.fill_(0)
 
-    peer_check._forget()
+    peer_check.forget()
     monkeypatch.setattr(torch.sim, "copies_cannot_fail", False)
     monkeypatch.setattr(peer_check, "_copy", garbage)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            transport = transport_for("broadcast", on_all(slots), LARGE)
+            transport = transport_for("broadcast", devices_of(slots), LARGE)
         assert isinstance(transport, ThroughHost)
         assert len(caught) == 6
         tensors = [torch.randn(3, 4, device=slots[0]), torch.arange(5, device=slots[0])]
@@ -84,14 +83,14 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
         chunks = comm.scatter(torch.arange(6.0, device=slots[0]), slots)
         assert torch.equal(comm.gather(chunks, 0, slots[0]).cpu(), torch.arange(6.0))
     finally:
-        peer_check._forget()
+        peer_check.forget()
 
 
 @pytest.mark.devices("sim")
 @pytest.mark.slots(3)
 @pytest.mark.parametrize("by", ["context", "environment"])
 def test_a_whole_step_takes_the_route_of_its_forward(by: str, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums run in threads of the engine, which know nothing of the caller's context."""
+    """Sums run in threads of the engine, which do not have the caller's context."""
     taken: list[tuple[str, bool]] = []
 
     def note(self: TorchCopies, *args: Any) -> Any:
@@ -113,14 +112,18 @@ def test_a_whole_step_takes_the_route_of_its_forward(by: str, slots: list, monke
     assert {*taken} == {("chain", False)}
 
 
-class Faulty:
-    """In the place of a transport."""
+class Faulty(Transport):
+    """Copies with a fault, and adds with one."""
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, fault: str = "", add_up: Callable = STAR.add_up) -> None:
         self.fault = fault
         self.used = 0
+        self._add_up = add_up
 
-    def spread(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
+    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
+        return self._add_up(flats, destination)
+
+    def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         self.used += 1
         if self.fault == "raises":
             raise RuntimeError("no link")
@@ -135,12 +138,12 @@ class Faulty:
 @pytest.mark.slots(3)
 def test_a_transport_that_fails_its_first_comparison_is_dropped(fault: str, why: str, slots: list) -> None:
     theirs = Faulty(fault)
-    devices = tuple(on_all(slots))
+    devices = tuple(devices_of(slots))
     with pytest.warns(RuntimeWarning, match=rf"'theirs' is not used between .*{why}"):
-        assert why in str(select._compared("theirs", theirs.spread, devices))
+        assert why in str(select.why_dropped("theirs", theirs, devices))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert why in str(select._compared("theirs", theirs.spread, devices))
+        assert why in str(select.why_dropped("theirs", theirs, devices))
     assert theirs.used == 1
 
 
@@ -148,33 +151,29 @@ def test_a_transport_that_fails_its_first_comparison_is_dropped(fault: str, why:
 @pytest.mark.slots(3)
 def test_one_that_does_not_stays(slots: list) -> None:
     state = torch.get_rng_state()
-    assert select._compared("theirs", Faulty().spread, tuple(on_all(slots))) is None
+    assert select.why_dropped("theirs", Faulty(), tuple(devices_of(slots))) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3)
-def test_kernels_whose_copies_are_right_and_whose_sums_are_not_are_dropped(
-    slots: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_whose_copies_are_right_and_whose_sums_are_not_are_dropped(slots: list) -> None:
     def flushing(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
         small = [flat.abs() < torch.finfo(flat.dtype).smallest_normal for flat in flats]
         return STAR.add_up([flat.masked_fill(where, 0) for flat, where in zip(flats, small, strict=True)], destination)
 
-    devices = tuple(on_all(slots))
-    monkeypatch.setitem(select._ADDING, "cupy", flushing)
+    devices = tuple(devices_of(slots))
     with pytest.warns(RuntimeWarning, match=r"'cupy' is not used between .*: in torch.float32 it has made 0.0 of"):
-        assert select._compared("cupy", Faulty().spread, devices) is not None
-    select._forget()
-    monkeypatch.setitem(select._ADDING, "cupy", STAR.add_up)
-    assert select._compared("cupy", Faulty().spread, devices) is None
+        assert select.why_dropped("cupy", Faulty(add_up=flushing), devices) is not None
+    select.forget()
+    assert select.why_dropped("cupy", Faulty(), devices) is None
 
 
-def test_the_kernels_sums_are_compared_by_the_kernels_that_will_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sums_that_are_compared_are_launches_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple] = []
     monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
     flats = [torch.ones(5, dtype=torch.bfloat16) for _ in range(3)]
-    total = select._ADDING["cupy"](flats, torch.device("cpu"))
+    total = Kernels().add_up(flats, torch.device("cpu"))
     rows = [[tensor.data_ptr()] for tensor in (total, *flats)]
     assert launched == [(SUM_KERNELS[torch.bfloat16], rows, [5], torch.device("cpu"), [torch.device("cpu")] * 3)]
 
@@ -197,7 +196,7 @@ def test_every_route_gives_the_same_gradients(dtype: torch.dtype, slots: list) -
 
 
 def test_a_device_is_listed_as_often_as_it_is_a_slot(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transports that take each device once would else refuse every call that begins or ends on a slot."""
+    """Otherwise transports that take each device once would refuse every call that begins or ends on a slot."""
     asked: list[list[torch.device]] = []
 
     def ask(work: str, devices: Sequence[torch.device], tensors: Sequence[Tensor]) -> TorchCopies:

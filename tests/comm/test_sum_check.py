@@ -1,20 +1,17 @@
-"""A transport that adds otherwise than plain copies do is found out, by numbers at the edges of each dtype."""
+"""Sums that differ from those of plain copies are noticed, by numbers at the edges of each dtype."""
 
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from kernel_runner import Kernels, summing
+from tensor_kinds import devices_of
 from torch import Tensor
 
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.sum_check import AddUp, wrong_sums
 
 CPUS = [torch.device("cpu")] * 3
-
-
-def on_all(slots: list) -> list[torch.device]:
-    return [torch.device(slot) for slot in slots]
 
 
 def flushed(tensor: Tensor) -> Tensor:
@@ -51,7 +48,7 @@ def failing(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
 
 @pytest.mark.slots(2, 3, 8)
 def test_plain_copies_sums_are_right_whatever_their_route(slots: list) -> None:
-    assert wrong_sums(STAR.add_up, on_all(slots)) is None
+    assert wrong_sums(STAR.add_up, devices_of(slots)) is None
 
 
 @pytest.mark.slots(2, 3)
@@ -66,12 +63,12 @@ def test_plain_copies_sums_are_right_whatever_their_route(slots: list) -> None:
     ],
 )
 def test_other_sums_are_told_by_an_example(add_up: AddUp, why: str, slots: list) -> None:
-    assert why in str(wrong_sums(add_up, on_all(slots)))
+    assert why in str(wrong_sums(add_up, devices_of(slots)))
 
 
 @pytest.mark.slots(3)
 def test_halves_that_are_rounded_each_time_are_found_out(slots: list) -> None:
-    assert "in torch.float16 it has made" in str(wrong_sums(rounding_each_time, on_all(slots)))
+    assert "in torch.float16 it has made" in str(wrong_sums(rounding_each_time, devices_of(slots)))
 
 
 @pytest.mark.slots(2)
@@ -80,7 +77,7 @@ def test_every_dtype_is_tried(dtype: torch.dtype, slots: list) -> None:
     def add_up(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
         return (flushing_terms if flats[0].dtype == dtype else STAR.add_up)(flats, destination)
 
-    assert f"in {dtype} it has made" in str(wrong_sums(add_up, on_all(slots)))
+    assert f"in {dtype} it has made" in str(wrong_sums(add_up, devices_of(slots)))
 
 
 @pytest.fixture
@@ -96,7 +93,7 @@ def flush() -> Iterator[None]:
 @pytest.mark.devices("cpu")
 @pytest.mark.usefixtures("flush")
 def test_the_kernels_are_right_unless_they_flush(kernels: Kernels) -> None:
-    """As a C++ compiler makes them. The processor's mode does to them what a compiler's option does on a GPU."""
+    """The kernels are compiled for the CPU. Its flush mode has the effect of the compiler's option on a GPU."""
 
     def add_up(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
         total = torch.empty_like(flats[0], device=destination)

@@ -23,9 +23,9 @@ CUDA = [torch.device("cuda", index) for index in range(4)]
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    topology._forget()
+    topology.forget()
     yield
-    topology._forget()
+    topology.forget()
 
 
 class Gpus:
@@ -161,6 +161,7 @@ def test_nvml_is_not_asked_about_other_makers_gpus(gpus: Gpus, monkeypatch: pyte
     assert of(CUDA[:2]).slowest is Link.PEER
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu")  # its processes are its own: once is enough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_asks_again() -> None:

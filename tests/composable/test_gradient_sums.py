@@ -39,7 +39,7 @@ def sums_are(wrapped: DataParallel, are_on: bool) -> None:
     tensors_of(wrapped).sums.are_on = are_on
 
 
-@pytest.mark.slots(2, 3, 8)
+@pytest.mark.slots(3, long=[2, 8])
 @pytest.mark.parametrize(
     "synchronised", [(True,) * 3, (False, False, True), (False, True, False, True), (True, False, True)]
 )

@@ -304,7 +304,7 @@ class Program:
                 torch.optim.SGD(module.parameters(), lr=1e-3).step()
 
 
-@pytest.mark.slots(2, 3)
+@pytest.mark.slots(2, long=[3])
 @given(program=st.lists(operations, min_size=2, max_size=14))
 def test_any_program_equals_one_device_whenever_all_is_summed(slots: list, root: torch.device, program: list) -> None:
     running = Program(slots, root)

@@ -189,7 +189,7 @@ class Flattened(nn.Module):
         return self.head(self.lstm(x)[0])
 
 
-@pytest.mark.slots(2, 3, 8)
+@pytest.mark.slots(3, long=[2, 8])
 def test_an_lstm_that_flattens_its_parameters_trains_as_on_one_device(slots, root):
     def loop(net):
         optimizer = adamw(net)

@@ -38,7 +38,7 @@ def copies_of(wrapped: DataParallel) -> list[list[Tensor]]:
     return tensors_of(wrapped).copies.by_slot
 
 
-@pytest.mark.slots(2, 8)
+@pytest.mark.slots(2, long=[8])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_training_is_that_of_one_device(case, slots):
     assert_same_training(

@@ -39,6 +39,7 @@ class Fails(Branched):
         raise ArithmeticError("in backward")
 
 
+@pytest.mark.long
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.parametrize("errors", [False, True], ids=["without errors", "an error in every tenth step"])
 def test_many_steps_grow_nothing(slots, root, errors):
@@ -87,6 +88,7 @@ def test_many_steps_grow_nothing(slots, root, errors):
     assert psutil.Process().memory_info().rss <= memory + 8 * 2**20
 
 
+@pytest.mark.long
 def test_a_hundred_modules_one_after_the_other_leave_nothing(slots, root):
     def use() -> None:
         module = replicate(nn.Linear(4, 4).double().to(root), devices=slots)

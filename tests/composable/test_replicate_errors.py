@@ -60,7 +60,7 @@ def step(module, x: Tensor, quietly: Tensor | None = None) -> list[Tensor | None
     return gradients(module)
 
 
-@pytest.mark.slots(2, 3, 8)
+@pytest.mark.slots(3, long=[2, 8])
 @pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first step"])
 @pytest.mark.parametrize("which", ["first", "last"])
 @pytest.mark.parametrize("fails", ["forward", "backward"])

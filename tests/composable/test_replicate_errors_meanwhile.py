@@ -149,7 +149,7 @@ def assert_next_steps(net, twin, x: Tensor, slots, before: list[int]) -> None:
         assert bytes_of(slots, before) == before
 
 
-@pytest.mark.slots(2, 8)
+@pytest.mark.slots(2, long=[8])
 @pytest.mark.parametrize("record", [True, False], ids=["recorded", "without a graph"])
 @when_known
 @by_slots
@@ -191,7 +191,7 @@ def test_in_forward(net, twin, slots, root, layer, which, settled, record, reque
 
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.usefixtures("together")
-@pytest.mark.slots(2, 8)
+@pytest.mark.slots(2, long=[8])
 @when_known
 @by_slots
 @at_layers
@@ -224,7 +224,7 @@ def test_in_backward(net, twin, slots, root, layer, which, settled, quietly) -> 
 
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.usefixtures("together")
-@pytest.mark.slots(2, 8)
+@pytest.mark.slots(2, long=[8])
 @by_slots
 @at_layers
 def test_again_and_again_in_backward(net, twin, slots, root, layer, which) -> None:

@@ -20,7 +20,7 @@ def judge() -> nn.Module:
     return seeded(lambda: nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)))()
 
 
-@pytest.mark.slots(2, 3, 8)
+@pytest.mark.slots(3, long=[2, 8])
 @pytest.mark.parametrize("quietly", [True, False], ids=["no_sync", "each is summed"])
 def test_a_gan_with_three_backwards_a_step(slots, root, quietly):
     """The judge gets real and made samples; the maker's pass leads through both, and the judge drops its gradients."""
@@ -63,7 +63,7 @@ class CheckpointedReentrantly(Checkpointed):
     reentrant = True
 
 
-@pytest.mark.slots(2, 3, 8)
+@pytest.mark.slots(3, long=[2, 8])
 @pytest.mark.parametrize("quietly", [True, False], ids=["no_sync", "each is summed"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("where", ["inside", "around"])

@@ -33,7 +33,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.alone
-@pytest.mark.slots(2, 8)
+@pytest.mark.slots(2, long=[8])
 def test_most_buckets_are_summed_before_the_slowest_slot_has_its_first_layers_gradient(
     slots, root, monkeypatch, capsys
 ):

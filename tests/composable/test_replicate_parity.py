@@ -16,7 +16,7 @@ every_case = pytest.mark.parametrize("case", REPLICATED, ids=lambda case: case.n
 
 @pytest.mark.usefixtures("one_intra_op_thread")
 class TestParity:
-    @pytest.mark.slots(2, 3, 8)
+    @pytest.mark.slots(2, long=[3, 8])
     @every_case
     def test_one_step_equals_one_device(self, case: Case, slots):
         size = 2 * len(slots) + 1

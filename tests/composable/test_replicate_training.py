@@ -30,7 +30,7 @@ STEPS = 4
 net = seeded(Branched)
 
 
-@pytest.mark.slots(2, 8)
+@pytest.mark.slots(2, long=[8])
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.name not in ("scripted", "traced")])
 def test_twenty_steps_in_small_buckets_equal_one_device(name, slots):
     """Batches divide evenly, do not, or leave slots without samples. Eight slots see only some models."""

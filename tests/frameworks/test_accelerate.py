@@ -9,7 +9,7 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import extract_model_from_parallel
-from forms import both_forms, in_form
+from either_form import both_forms, in_form
 from tiny import gpt2, tokens
 
 from dataparallel.composable import ReplicatedModule

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from forms import both_forms, in_form
+from either_form import both_forms, in_form
 from tiny import gpt2, tokens
 from transformers import DynamicCache
 

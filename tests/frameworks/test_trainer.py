@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from forms import both_forms, in_form
+from either_form import both_forms, in_form
 from tiny import VOCABULARY, examples, gpt2
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, Trainer, TrainingArguments
 

@@ -5,7 +5,6 @@ Tests of what a call leaves on tensors are in test_tensors, of what somebody els
 """
 
 import copy
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, scatter_kwargs
-from dataparallel.kept.replicas import KeptReplicas
-from dataparallel.modules.plan import ModulePlan
-from dataparallel.stages import Call
 from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES
 from nets import DOES, Net, build, on_one_device
@@ -128,7 +124,7 @@ def by_chunks(twin: nn.Module, count: int, args: tuple, kwargs: dict) -> Tensor:
     return torch.cat([module(*own, **keywords) for module, (own, keywords) in zip(modules, chunks, strict=True)])
 
 
-@pytest.mark.slots(3, 8)
+@pytest.mark.slots(3, long=[8])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_calls_without_a_graph_equal_one_device(case: Case, slots: list, root: torch.device) -> None:
     source, twin = (case.build().to(root).train(case.by_chunks) for _ in range(2))
@@ -271,60 +267,3 @@ def test_other_devices(wrapped, call) -> None:
         seen.clear()
         call()
         assert sorted(seen) == sorted(ids)
-
-
-def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) -> None:
-    """The object that makes them is told how calls end; nothing has to be overridden."""
-
-    class Ones:
-        def __init__(self) -> None:
-            self.told: list[str] = []
-
-        def for_call(self, plan: ModulePlan, slots: list, cap_bytes: int, record: bool) -> list[list[Tensor]]:
-            self.told.append(f"for_call, {record}")
-            return [[torch.ones_like(tensor, device=slot) for tensor in plan.tensors] for slot in slots]
-
-        def end_call(self) -> None:
-            self.told.append("end_call")
-
-        def forget_last_call(self) -> None:
-            self.told.append("forget_last_call")
-
-        def clear(self) -> None:
-            self.told.append("clear")
-
-    ones = Ones()
-    kept = KeptReplicas(ones)
-    devices = [torch.device(slot) for slot in slots]
-    module = nn.Linear(2, 1, bias=False).to(root)
-
-    def call(features: int = 2) -> None:
-        with Call(devices, kept) as around:
-            for replica, device in zip(around.uses(kept.replicas(module, devices, 2**20)), devices, strict=True):
-                assert replica(torch.ones(1, features, device=device)).item() == 2
-
-    call()
-    with torch.no_grad():
-        call()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        call(features=1)
-    kept.clear()
-    told = ["for_call, True", "end_call", "for_call, False", "end_call", "for_call, True", "forget_last_call", "clear"]
-    assert ones.told == ["clear", *told]
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))])
-def test_copies_are_empty_and_their_own(slots: list, root: torch.device, copied: Callable) -> None:
-    devices = [torch.device(slot) for slot in slots]
-    module = nn.Linear(2, 1).to(root)
-    kept = KeptReplicas()
-    with torch.no_grad():
-        replicas = kept.replicas(module, devices, 2**20)
-        other = copied(kept)
-        assert pickle.dumps(other) == pickle.dumps(KeptReplicas())
-        others = other.replicas(module, devices, 2**20)
-    assert not {*map(id, replicas)} & {*map(id, others)}
-    for replica, twin in zip(replicas, others, strict=True):
-        assert replica.weight is not twin.weight
-        if replica.weight.device != root:
-            assert replica.weight.data_ptr() != twin.weight.data_ptr()

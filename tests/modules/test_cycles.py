@@ -335,6 +335,7 @@ def test_what_somebody_holds_stays_whole_until_it_is_let_go(hold: Callable, slot
     held.clear()
 
 
+@pytest.mark.long
 def test_fifty_steps_leave_no_more_objects_than_ten(watch: Callable, root: torch.device) -> None:
     parallel, replicas = watch(Circular())
     x = torch.randn(6, 3, device=root)

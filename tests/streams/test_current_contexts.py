@@ -63,6 +63,7 @@ def test_training_with_the_wrapper(available: None, printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead(
     BEGIN
     + """
@@ -77,6 +78,7 @@ def test_batches_that_are_sent_ahead(available: None, printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead(
     BEGIN
     + """
@@ -95,6 +97,7 @@ def test_training_a_replicated_module(available: None, printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead(
     BEGIN
     + """

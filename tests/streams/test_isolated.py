@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dataparallel import DataParallel, parallel_apply
 from dataparallel.autograd import bucket_gradients, bucket_nodes
 from dataparallel.batch_types import register_batch
+from dataparallel.comm import using
 from dataparallel.comm.settings import Settings, held
 from dataparallel.streams.isolated import IsolatedStream, isolated_streams
 from dataparallel.testing import isolated_slots
@@ -155,6 +156,39 @@ def test_gradients_that_leave_their_device_are_kept_until_then(
     monkeypatch.setattr(bucket_nodes, "_receive_from_isolated", lambda *arguments: None)
     try:
         with pytest.raises(RuntimeError, match="freed too early"):
+            loss.backward()
+    finally:
+        for device in on_two_devices:
+            torch.accelerator.synchronize(device)
+
+
+class UsedByTheLast(nn.Module):
+    """Uses its layer in replicas whose first value is above 3, so the root's slots have no gradient of it."""
+
+    def __init__(self, root: torch.device) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).to(root)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x[0, 0] > 3 else x * 1
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("guarded", [True, False])
+def test_gradients_are_added_on_their_device_after_the_slot_has_made_them(
+    guarded: bool, on_two_devices: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a chain the other device adds its slots' gradients before anything is ordered against the root."""
+    root = on_two_devices[0]
+    x = torch.arange(8.0, device=root)[:, None].repeat(1, 4)
+    with using(route="chain"):
+        loss = DataParallel(UsedByTheLast(root), on_two_devices, workers=4)(x.requires_grad_()).sum()
+    if guarded:
+        loss.backward()
+        return
+    monkeypatch.setattr(bucket_nodes, "_receive_from_isolated", lambda *arguments: None)
+    try:
+        with pytest.raises(RuntimeError, match="race"):
             loss.backward()
     finally:
         for device in on_two_devices:

@@ -1,4 +1,4 @@
-"""The plugin ``dataparallel.testing.pytest``, in a project of its user."""
+"""The plugin ``dataparallel.testing.pytest`` in a user's project."""
 
 import textwrap
 
@@ -6,7 +6,7 @@ import pytest
 
 from processes import Ahead, Job, attempt, run_pytest
 
-# Their processes are their own: once is enough.
+# These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
 
 CONFTEST = 'pytest_plugins = ["dataparallel.testing.pytest"]\n'
@@ -14,7 +14,7 @@ CONFTEST = 'pytest_plugins = ["dataparallel.testing.pytest"]\n'
 
 @pytest.fixture(scope="module")
 def processes(request, tmp_path_factory):
-    """Runs of pytest in projects: a conftest.py with the plugin, and one test file."""
+    """Each process runs pytest in a project: a conftest.py with the plugin, and one test file."""
 
     def project(tests: str, *arguments: str, conftest: str = "", ini: str = "", **changes: str) -> Job:
         folder = tmp_path_factory.mktemp("project")
@@ -104,6 +104,7 @@ def test_count(sim_devices):
 """
 
 
+@pytest.mark.long
 @pytest.mark.ahead(
     COUNT.format(2), conftest="import torch\ntorch.cuda.is_available = lambda: True\n", ini="sim_devices = 2"
 )
@@ -122,11 +123,13 @@ torch.ones(1, device="sim:15", requires_grad=True).sum().backward()
 """
 
 
+@pytest.mark.long
 @pytest.mark.ahead(COUNT.format(3), "--sim-devices=3", conftest=MAKES_SIXTEEN, ini="sim_devices = 2")
 def test_the_command_line_says_how_many_of_those_that_a_conftest_has_made(available, result):
     result.assert_outcomes(passed=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [
@@ -157,6 +160,7 @@ def test_on_devices(sim_devices):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "argument",
     [
@@ -175,14 +179,16 @@ def test_without_a_compiler_tests_are_skipped_and_told_why(result):
     result.stdout.fnmatch_lines(["SKIPPED*simulated accelerators are compiled on first use*lacks a C++ compiler*"])
 
 
+@pytest.mark.long
 @pytest.mark.ahead(
     NEEDS_NONE, conftest="import torch\ntorch.utils.rename_privateuse1_backend('other')\ntorch.other = None\n"
 )
 def test_what_is_no_missing_tool_fails_the_tests(result):
     result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["another backend, 'other', has torch's PrivateUse1 slot*"])
+    result.stdout.fnmatch_lines(["the backend 'other' has torch's PrivateUse1 slot*"])
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
         import unittest
 
@@ -214,6 +220,7 @@ def test_freed_too_early_fails_a_test_that_skips_or_expects_to_fail(available, r
     result.stdout.fnmatch_lines(["E *RuntimeError: freed too early*"] * 3)
 
 
+@pytest.mark.long
 @pytest.mark.ahead(COUNT.format(8), conftest="import torch\ntorch.ones(1, requires_grad=True).sum().backward()\n")
 def test_a_backward_at_import_fails_the_tests_with_a_sentence(available, result):
     result.assert_outcomes(errors=1)

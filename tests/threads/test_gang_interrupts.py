@@ -31,7 +31,7 @@ def afterwards(*steps):
 
 def ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.4)  # longer than a waiting thread needs to look up
+    time.sleep(0.25)  # longer than a waiting thread needs to look up
 
 
 class Task:
@@ -120,6 +120,7 @@ def test_the_second_is_raised_at_once_and_leaves_the_threads_to_themselves(print
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 def fails():
     task()
@@ -151,6 +152,7 @@ def test_nested_gangs_start_none_either(printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 def nests(make):
     task()
@@ -168,6 +170,7 @@ def test_nor_do_nested_calls_that_begin_after_it(printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 tasks, found = [Task(), Task()], []
 afterwards(tasks[0].began.wait, ctrl_c, tasks[0].may_end.set)
@@ -179,6 +182,7 @@ def test_nor_do_nested_calls_in_turn(printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 holds, goes_on = Task(), []
 
@@ -198,6 +202,7 @@ def test_a_task_that_waits_for_a_permit_ends_its_work_too(printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 tasks = [Task() for _ in range(3)]
 afterwards(*[task.began.wait for task in tasks], ctrl_c, *[task.may_end.set for task in tasks])
@@ -216,6 +221,7 @@ def test_before_and_after_a_stall(printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 others, task, outcomes = Task(), Task(), []
 user = afterwards(lambda: outcomes.extend(Gang([others, int], 1).run()))
@@ -255,6 +261,7 @@ def test_memory_of_the_call_is_free_afterwards(printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 begin = pool.Worker.start
 
@@ -285,6 +292,7 @@ def test_while_the_first_thread_is_being_started(printed: str) -> None:
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 begin = pool.Worker.start
 

@@ -35,7 +35,7 @@ def test_without_a_timeout_the_limit_stays() -> None:
 
     def wait() -> bool:
         try:
-            barrier.wait(0.7)
+            barrier.wait(0.5)
         except threading.BrokenBarrierError:
             return False
         return True
@@ -46,13 +46,13 @@ def test_without_a_timeout_the_limit_stays() -> None:
 
 
 def test_tasks_that_end_one_after_the_other_are_no_stall() -> None:
-    gang = Gang([lambda: time.sleep(0.25)] * 6, 1, stall_timeout=1.2)
+    gang = Gang([lambda: time.sleep(0.25)] * 5, 1, stall_timeout=0.8)
     run(gang)
     assert not gang.stalled
 
 
 def test_nor_is_a_long_task_for_which_none_waits() -> None:
-    gang = Gang([lambda: time.sleep(0.7)] * 2, 2, stall_timeout=0.2)
+    gang = Gang([lambda: time.sleep(0.5)] * 2, 2, stall_timeout=0.2)
     run(gang)
     assert not gang.stalled
 
@@ -110,7 +110,7 @@ def test_a_task_that_fails_after_a_stall_is_reported() -> None:
 def test_gangs_whose_timeout_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dataparallel.threads.gang.POLL_SECONDS", 0.002)
     tasks: list[Callable[[], None]] = [lambda: time.sleep(0.002)] * 3
-    gangs = [Gang(tasks, 1, stall_timeout=0.001) for _ in range(300)]
+    gangs = [Gang(tasks, 1, stall_timeout=0.001) for _ in range(150)]
     for gang in gangs:
         run(gang)
     assert any(gang.stalled for gang in gangs)

@@ -90,6 +90,7 @@ def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 RUNS = [("nests", "75", "0"), ("nests", "75", "1"), ("short", "150", "0"), ("fails", "150", "0")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", [pytest.param(run, marks=pytest.mark.ahead(*run), id=" ".join(run)) for run in RUNS])
 def test_ctrl_c_at_any_time(run: tuple[str, ...], printed: str) -> None:
     assert printed == " ".join([*run, "ended well\n"])

@@ -84,14 +84,14 @@ def test_the_tasks_for_workers_are_handed_over() -> None:
 
 
 def test_tasks_that_end_one_after_the_other_are_no_stall() -> None:
-    tasks = [lambda: time.sleep(0.25)] * 6
-    call = SerialTasks(tasks, tasks, stall_timeout=1.2)
+    tasks = [lambda: time.sleep(0.25)] * 5
+    call = SerialTasks(tasks, tasks, stall_timeout=0.8)
     values(call.run())
     assert not call.stalled
 
 
 def test_nor_is_a_long_last_task() -> None:
-    tasks = [int, lambda: time.sleep(0.9)]
+    tasks = [int, lambda: time.sleep(0.6)]
     call = SerialTasks(tasks, tasks, stall_timeout=0.2)
     values(call.run())
     assert not call.stalled
@@ -135,7 +135,7 @@ def test_too_few_threads_are_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("can't start new thread")
 
     go_on = threading.Event()
-    threading.Timer(1.0, go_on.set).start()
+    threading.Timer(0.6, go_on.set).start()
     tasks = [lambda: go_on.wait(TIMEOUT)] * 3
     monkeypatch.setattr(pool, "start", no_threads)
     first, *others = SerialTasks(tasks, tasks, stall_timeout=0.2).run()
@@ -289,7 +289,7 @@ class HandedOver:
             while self.both.n_waiting or not call.stalled:
                 time.sleep(0.001)
             for step in steps:
-                time.sleep(0.4)  # longer than a waiting thread needs to look up
+                time.sleep(0.25)  # longer than a waiting thread needs to look up
                 step()
 
         tasks = [self.first, self.second]

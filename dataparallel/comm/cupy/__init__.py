@@ -1,1 +1,1 @@
-"""The cupy transport: `transport` says which tensors it carries, `tables` packs addresses, `launch` starts kernels."""
+"""The cupy transport: ``transport`` picks the tensors for kernels, ``tables`` packs addresses, ``launch`` launches."""

@@ -1,20 +1,22 @@
 // The kernels of the cupy transport: one launch copies many tensors, one launch sums the tensors of all slots.
 //
-// Plain CUDA C++ without a header, so that NVRTC compiles it as it is, and without shared memory or barriers, so that a
-// C++ compiler can run it thread by thread on the CPU. They see dense memory only: pointers and counts, in one table
-// that kernel_tables.py packs. They check nothing. Subnormals count, also where a compiler is told to flush them.
+// This is plain CUDA C++ without headers, so that NVRTC compiles it as it is, and without shared memory or barriers, so
+// that a C++ compiler can build it for the CPU and run it thread by thread. The kernels see dense memory only: pointers
+// and counts, in one table that tables.py packs. They check nothing. They keep subnormals even if a compiler is told to
+// flush them.
 //
-// The table has `rows` rows of pointers, one entry for each of the `tensors`: row 0 belongs to the one source or to the
-// one result, the rows after it to the destinations or to the slots, in slot order. Then for each tensor its count
-// (bytes for copies, elements for sums), then for each tensor the number of its first chunk, and the number of chunks in
-// all. A chunk is `chunk` bytes or elements of one tensor, a multiple of 16 bytes, and its last one may be shorter.
+// The table has `rows` rows of pointers, with one pointer for each of the `tensors`. Row 0 has the sources or the
+// results, the rows after it the destinations or the slots, in slot order. After the rows, the table has for each tensor
+// its count (bytes for copies, elements for sums), then for each tensor the number of its first chunk, then the number of
+// all chunks. A chunk is `chunk` bytes or elements of one tensor, a multiple of 16 bytes. A tensor's last chunk may be
+// shorter.
 
 namespace {
 
 typedef long long Int64;
 static_assert(sizeof(Int64) == 8 && sizeof(char*) == 8, "pointers travel as 64-bit integers");
 
-constexpr int kMaxThreads = 256;  // THREADS in kernel_tables.py
+constexpr int kMaxThreads = 256;  // THREADS in tables.py
 constexpr int kVectorBytes = 16;
 
 struct Table {
@@ -27,7 +29,7 @@ struct Table {
   __device__ Int64 count(Int64 tensor) const { return entries[rows * tensors + tensor]; }
   __device__ Int64 first_chunk(Int64 tensor) const { return entries[(rows + 1) * tensors + tensor]; }
 
-  // The tensor that a chunk belongs to, which is none before `low`.
+  // The tensor that a chunk belongs to. The caller knows that it is `low` or a later one.
   __device__ Int64 tensor_of(Int64 number, Int64 low) const {
     Int64 high = tensors;
     while (high - low > 1) {
@@ -37,7 +39,8 @@ struct Table {
     return low;
   }
 
-  // Whether vectors may be used for all of a tensor's rows. Chunks start at multiples of 16 bytes from the first element.
+  // All pointers of a tensor, or-ed: a low bit that is 0 in the result is 0 in all of them. If they are aligned to 16
+  // bytes, vectors may be used: chunks start at multiples of 16 bytes from the first element.
   __device__ Int64 address_bits(Int64 tensor) const {
     Int64 bits = 0;
     for (Int64 row = 0; row < rows; ++row) bits |= entries[row * tensors + tensor];
@@ -45,7 +48,7 @@ struct Table {
   }
 };
 
-// Calls work(tensor, begin, end) for each chunk that falls to this block: every gridDim.x-th.
+// Calls work(tensor, begin, end) for each chunk of this block, which has every gridDim.x-th chunk.
 template <typename Work>
 __device__ void for_each_chunk(const Table& table, Work work) {
   const Int64 chunks = table.first_chunk(table.tensors);
@@ -63,7 +66,7 @@ struct alignas(sizeof(Value) * size) Vector {
   Value values[size];
 };
 
-// The type that carries a number of bytes in one access.
+// The type that moves this number of bytes in one access.
 template <int bytes> struct BitsOf;
 template <> struct BitsOf<16> { typedef Vector<unsigned int, 4> Type; };
 template <> struct BitsOf<8> { typedef unsigned long long Type; };
@@ -73,11 +76,11 @@ template <> struct BitsOf<1> { typedef unsigned char Type; };
 
 // ---- copies ----------------------------------------------------------------------------------------------------------
 
-// Bytes from begin to end, a whole number of words, from row 0 to each row after it.
+// Copies the bytes from begin to end, a whole number of words, from row 0 to each row after it.
 template <int width>
 __device__ void copy_words(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
   typedef typename BitsOf<width>::Type Word;
-  constexpr int kAtOnce = 4;  // loads on their way per thread
+  constexpr int kAtOnce = 4;  // loads in flight per thread
   const Int64 words = (end - begin) / width;
   const Word* source = reinterpret_cast<const Word*>(table.pointer(0, tensor) + begin);
   const Int64 step = blockDim.x;
@@ -113,11 +116,11 @@ __device__ void copy_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 
   else copy_words<1>(table, tensor, begin, end);
 }
 
-// ---- how an element is stored, what it is summed in, and how ---------------------------------------------------------
+// ---- how an element is stored, and how it is added -------------------------------------------------------------------
 //
-// CuPy compiles with -ftz=true, whatever options it is given: of `+`, `*` and casts of floats the compiler then makes
-// instructions that take subnormals for zeros. It leaves inline PTX as it is, where `add` and `cvt` keep subnormals unless
-// `.ftz` is written. So on a GPU all that computes with floats is inline PTX; the rest works on bits, or on doubles.
+// CuPy always compiles with -ftz=true. With it the compiler turns `+`, `*` and casts of floats into instructions that
+// flush subnormals to zero. It does not change inline PTX, in which `add` and `cvt` keep subnormals unless `.ftz` is
+// written. So on a GPU all computation with floats is inline PTX; the rest works on bits, or on doubles.
 
 template <typename Sum>
 __device__ Sum add(Sum left, Sum right) { return left + right; }
@@ -142,7 +145,7 @@ __device__ unsigned int bits_of(float value) {
   return both.bits;
 }
 
-// Floating point of full width; and integers, whose unsigned sum wraps around as torch's does, whatever their sign.
+// float, double, and integers. Unsigned sums wrap around, and have the bits of torch's sums for signed integers too.
 template <typename StoredType, typename SumType>
 struct Plain {
   typedef StoredType Stored;
@@ -168,12 +171,12 @@ struct Float16 {
     return rounded;
   }
 #else
-  // What these instructions do, for a C++ compiler.
+  // The same in C++, for the CPU.
   static __device__ Sum widen(Stored stored) {
     const unsigned int sign = (stored & 0x8000u) << 16;
     const unsigned int shifted = (stored & 0x7fffu) << 13;
     if (shifted >= 0x0f800000u) return float_of(sign | shifted | 0x7f800000u);  // infinity and NaN
-    // The exponent's bias differs by 112. Multiplying by 2^112 is exact, and right for subnormals too.
+    // The bias of the exponents differs by 112. Multiplying by 2^112 is exact, for subnormals too.
     return float_of(sign | bits_of(float_of(shifted) * float_of(0x77800000u)));
   }
 
@@ -181,9 +184,9 @@ struct Float16 {
     const unsigned int magnitude = bits_of(sum) & 0x7fffffffu;
     unsigned int rounded;
     if (magnitude > 0x7f800000u) rounded = 0x7e00u;        // NaN
-    else if (magnitude >= 0x477ff000u) rounded = 0x7c00u;  // from 65520 on infinity is nearest
+    else if (magnitude >= 0x477ff000u) rounded = 0x7c00u;  // 65520 and above round to infinity
     else if (magnitude < 0x38800000u) {
-      // Below 2^-14 the steps are 2^-24, which are those of floats from 1/2 to 1: adding 1/2 rounds to them.
+      // Below 2^-14 halves are multiples of 2^-24, as floats from 1/2 to 1 are: adding 1/2 rounds to such a multiple.
       rounded = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
     } else {
       rounded = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -201,15 +204,15 @@ struct BFloat16 {
 
   static __device__ Stored narrow(Sum sum) {
     const unsigned int bits = bits_of(sum);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;  // rounding could carry a NaN into infinity
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;  // rounding could turn a NaN into infinity
     return Stored((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
   }
 };
 
 // ---- sums ------------------------------------------------------------------------------------------------------------
 
-// Elements from begin to end, a whole number of vectors: row 0 becomes ((row 1 + row 2) + row 3) + ..., rounded once.
-// Row 0 may be the memory of another row: a thread reads an element of every row before it writes it.
+// Sums the elements from begin to end, a whole number of vectors: row 0 becomes ((row 1 + row 2) + row 3) + ..., rounded
+// once. Row 0 may be the memory of another row: a thread reads an element of every row before it writes the result.
 template <typename Kind, int size>
 __device__ void sum_vectors(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
   typedef Vector<typename Kind::Stored, size> Word;
@@ -239,7 +242,7 @@ __device__ void sum_vectors(const Table& table, Int64 tensor, Int64 begin, Int64
     Bits* result = reinterpret_cast<Bits*>(table.pointer(0, tensor) + offset);
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      // The union makes one store of the vector: element types below 32 bits would otherwise be stored one by one.
+      // The union makes the vector one store. Otherwise elements below 32 bits would be stored one by one.
       union {
         typename Kind::Stored values[size];
         Bits bits;
@@ -264,7 +267,7 @@ __device__ void sum_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 e
 
 }  // namespace
 
-// ---- what is launched: any number of blocks, at most kMaxThreads threads in each -------------------------------------
+// ---- the kernels: any number of blocks, at most kMaxThreads threads in each ------------------------------------------
 
 #define KERNEL(name, work)                                                                            \
   extern "C" __global__ void __launch_bounds__(kMaxThreads)                                           \

@@ -1,12 +1,12 @@
-"""The kernels of the cupy transport, launched: many tensors copied, or summed over slots, in one launch.
+"""Launches the kernels of the cupy transport: one launch copies many tensors, or sums them over the slots.
 
-Not run on a GPU: what the kernels and their tables do is checked on the CPU, the launches here are not. This room
-compiles ``kernels.cu`` with CuPy and launches it on torch's current streams. It sees addresses, no tensors, and
-picks no transport: a kernel runs on one device and reads and writes the memory of others, which have to be peers. Only
-``comm`` calls it. CuPy is imported at the first question whether the kernels can be launched, never before.
+It has not run on a GPU: tests check the kernels and their tables on the CPU, but not the launches. This room compiles
+``kernels.cu`` with CuPy and launches it on torch's current streams. It sees addresses, no tensors, and chooses no
+transport: a kernel runs on one device and reads and writes the memory of others, which have to be peers. Only
+``cupy.transport`` launches, and ``comm.select`` asks `why_not`, which is the first to import CuPy.
 
-CuPy's current device is per thread, and is set around each launch, which names its stream. All memory comes from torch.
-Autograd does not see the writes: destinations are new, or their version counters are the caller's business.
+CuPy's current device is per thread, so each launch sets it, and names its stream. All memory comes from torch. Autograd
+does not see the writes: destinations are new, or the caller increments their version counters.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from dataparallel.forks import in_forked_child
 
 _SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("--std=c++17",)
-"""What the kernels are compiled with. CuPy adds ``-ftz=true`` after it, which the kernels have to bear."""
+"""The compiler's options. CuPy adds ``-ftz=true``; see ``kernels.cu`` for how the kernels avoid its effect."""
 
 _BLOCKS_PER_MULTIPROCESSOR = 8
 
 
 class _LaunchStream(NamedTuple):
-    """All that a launch asks of a stream.
+    """The one attribute of a stream that a launch reads.
 
-    CuPy's ``ExternalStream`` is deprecated from CuPy 14 on, and before that there is nothing else.
+    CuPy's ``ExternalStream`` is deprecated from CuPy 14 on, and CuPy 13 has no other class for it.
     """
 
     ptr: int
 
 
-# Tables whose launches may not have run yet, each with the event that tells.
+# Tables whose launches may not have run yet, each with an event after its launch.
 _held: list[tuple[torch.cuda.Event, list[Tensor]]] = []
 _held_lock = threading.Lock()
 
@@ -51,23 +51,23 @@ _reaching = threading.Lock()
 
 
 def why_not() -> str | None:
-    """Why the kernels cannot be launched here, in words; ``None`` if they can. Imports CuPy."""
+    """Why the kernels cannot be launched here, in words; ``None`` if they can. It imports CuPy."""
     problem = why_not_installed()
     if problem is not None:
         return problem
     try:
         import cupy  # noqa: F401
-    except Exception as error:  # what a broken installation raises is anything
+    except Exception as error:  # a broken installation may raise anything
         return f"cupy cannot be imported ({type(error).__name__}: {error})"
     return None
 
 
 def why_not_installed() -> str | None:
-    """What is known of `why_not` without an import of CuPy."""
+    """As `why_not`, as far as that is known without an import of CuPy."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if torch.version.hip is not None:
-        return "torch is built for ROCm, where the kernels are not tried"
+        return "torch is built for ROCm, on which the kernels have not been tried"
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
     return None
@@ -80,15 +80,15 @@ def launch(
     device: torch.device,
     others: Iterable[torch.device],
 ) -> None:
-    """Launches a kernel on the current stream of ``device``, unless nothing has an element.
+    """Launches a kernel on the current stream of ``device``, unless no tensor has an element.
 
-    What was launched before on the current streams of the other devices comes before it, what is launched there later
-    comes after it. The caller holds the memory until this returns.
+    Earlier work on the current streams of ``others`` runs before it, later work there runs after it. The caller holds
+    the memory until this returns.
 
     Args:
-        kernel: see `kernel_tables.pack`, which says what the kernels demand of ``pointers`` and ``counts`` too.
-        pointers: see above; nothing is checked. All memory is on ``device`` or on ``others``.
-        counts: see above.
+        kernel: see `dataparallel.comm.cupy.tables.pack`.
+        pointers: see `pack`. They are not checked. All memory is on ``device`` or on ``others``.
+        counts: see `pack`.
         device: a CUDA device.
         others: CUDA devices, in any order; repeated ones and ``device`` itself count once.
 
@@ -99,7 +99,7 @@ def launch(
     others = [*others]
     for place in (device, *others):
         if place.type != "cuda":
-            # A pointer that a kernel cannot follow would end the process's use of CUDA.
+            # A kernel that follows a pointer to other memory breaks CUDA for the whole process.
             raise ValueError(f"the kernels read and write memory of CUDA devices; got {place}")
     _launch(pack(kernel, pointers, counts, max_blocks=_max_blocks(device)), device, others)
 
@@ -114,13 +114,13 @@ def _launch(packed: Launch, device: torch.device, others: Iterable[torch.device]
     peers = [torch.cuda.current_stream(other) for other in others]
     stream = torch.cuda.current_stream(device)
     for peer in peers:
-        # What is read there must be written, and memory that is written there may still be read by its last owner.
+        # Memory that the kernel reads there must have been written, and memory that it writes must no longer be read.
         stream.wait_stream(peer)
     kernel, entries, *arguments, blocks = packed
     with torch.cuda.device(device), cupy.cuda.Device(device.index):
         pinned = entries.pin_memory()
         table = pinned.to(device, non_blocking=True)
-        # Integers, the pointer among them, are passed as 64 bits.
+        # CuPy passes integers, and so the pointer, as 64 bits.
         _function(kernel, device.index)(
             (blocks,), (THREADS,), (table.data_ptr(), *arguments), stream=_LaunchStream(stream.cuda_stream)
         )
@@ -131,10 +131,10 @@ def _launch(packed: Launch, device: torch.device, others: Iterable[torch.device]
 
 
 def _make_reachable(device: torch.device, others: Sequence[torch.device]) -> None:
-    """Has torch map the memory of ``others`` for ``device``, and the reverse; once for each pair.
+    """Makes torch map the memory of ``others`` for ``device``, and the reverse, once for each pair.
 
-    torch enables peer access within its own copies only, each copy for the device that it comes from, and a kernel that
-    reads what is not mapped ends the process's use of CUDA. The check of peers, which copies too, may be turned off.
+    torch enables peer access only when it copies, and only for the device that the copy comes from. A kernel that reads
+    memory that is not mapped breaks CUDA for the whole process. The peer check copies too, but may be turned off.
     """
     if all(frozenset((device, other)) in _reachable for other in others):
         return
@@ -148,25 +148,25 @@ def _make_reachable(device: torch.device, others: Sequence[torch.device]) -> Non
 
 
 def _copy(source: torch.device, target: torch.device) -> None:
-    """torch's own copy of one byte."""
+    """A copy of one byte by torch."""
     torch.empty(1, dtype=torch.uint8, device=target).copy_(torch.empty(1, dtype=torch.uint8, device=source))
 
 
 def _hold_until(done: torch.cuda.Event, tables: list[Tensor]) -> None:
-    """Keeps tables until the event has passed; lets go of those of earlier launches that have run."""
+    """Keeps tables until the event has passed, and frees those of earlier launches that have run."""
     global _held
     with _held_lock:
-        # What is let go is freed with `before`, when the lock is free again.
+        # `before` frees the tables when it goes out of scope, after the lock is released.
         before = [*_held, (done, tables)]
         _held = [held for held in before if not held[0].query()]
 
 
 @functools.cache
 def _function(kernel: str, device_index: int) -> Any:
-    """The kernel, loaded for the current device, which is the one with this index."""
+    """The kernel, loaded for the current device, whose index is ``device_index``."""
     try:
         return _module(device_index).get_function(kernel)
-    except Exception as error:  # CuPy's own for a compiler that fails, others for one that is not there
+    except Exception as error:  # CuPy raises its own if the compiler fails, and others if there is no compiler
         raise RuntimeError(f"CuPy cannot compile the kernels ({type(error).__name__}: {error})") from error
 
 
@@ -183,8 +183,11 @@ def _max_blocks(device: torch.device) -> int:
 
 
 @in_forked_child
-def _forget() -> None:
-    """In a forked child: another thread may have held the lock, and what is mapped is mapped in the parent."""
+def forget() -> None:
+    """Forgets which pairs are mapped. A forked child does: the parent's mappings do not hold there.
+
+    It makes a new lock, because another thread of the parent may have held the old one.
+    """
     global _reaching
     _reaching = threading.Lock()
     _reachable.clear()

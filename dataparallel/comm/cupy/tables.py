@@ -1,8 +1,8 @@
 """The tables that tell the kernels of the cupy transport what to copy and what to sum.
 
 This room packs pointers, counts and chunks into one table per launch, in the order that ``kernels.cu`` describes, and
-knows which dtypes have a sum. It launches nothing and knows no CUDA and no tensor but the table, which is on the CPU:
-pointers are numbers. ``launch`` has it pack, ``transport`` names the kernels.
+lists the dtypes that kernels can sum. It launches nothing and knows no CUDA: pointers are numbers, and the table is a
+CPU tensor. ``launch`` calls `pack`; ``transport`` picks the kernels.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 THREADS = 256
-"""Per block; the kernels are compiled for no more."""
+"""Threads per block. The kernels are compiled for at most this number."""
 
 
 class Kernel(NamedTuple):
-    """A kernel by its name, and the bytes of what it takes for an element."""
+    """The name of a kernel, and the bytes of one of its elements."""
 
     name: str
     itemsize: int
@@ -45,10 +45,10 @@ SUM_KERNELS: dict[torch.dtype, Kernel] = {
     torch.int8: Kernel("sum_int8", 1),
     torch.uint8: Kernel("sum_int8", 1),
 }
-"""For each dtype the kernel that sums it; bool and 8-bit floats have none.
+"""The kernel that sums each dtype. bool and 8-bit floats have none.
 
-A complex number is two elements. Integers wrap around, so that their sign does not matter. ``float16`` and ``bfloat16``
-are summed in ``float32`` and rounded once.
+A complex number is two elements. Integers wrap around, so signed and unsigned ones share a kernel. ``float16`` and
+``bfloat16`` are summed in ``float32`` and rounded once.
 """
 
 _VECTOR_BYTES = 16
@@ -68,15 +68,15 @@ class Launch(NamedTuple):
 
 
 def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int], *, max_blocks: int) -> Launch:
-    """The launch of a kernel on memory that the caller knows to be dense; without blocks where nothing has an element.
+    """The launch of a kernel on dense memory. It has 0 blocks if no tensor has an element.
 
     Args:
         kernel: `COPY_KERNEL` or one of `SUM_KERNELS`.
-        pointers: rows, each with one pointer for every tensor. Copies: the sources, which no destination overlaps, then
-            each list of destinations. Sums: the results, which overlap nothing, or are a slot's tensors at the same
-            positions; then each slot in turn. A sum's pointers are multiples of the kernel's ``itemsize``.
-        counts: the elements of every tensor, as the kernel counts them. The pointer of one without any is not followed.
-        max_blocks: above 0; how many blocks the device runs at once is a good number.
+        pointers: rows, each with one pointer for every tensor. For copies: the sources, then each list of destinations;
+            no destination overlaps a source. For sums: the results, then each slot in turn; a result overlaps nothing,
+            or is one slot's tensor at the same position. A sum's pointers are multiples of the kernel's ``itemsize``.
+        counts: the number of elements of every tensor. The pointer of an empty tensor is not followed.
+        max_blocks: above 0; a good number is that of the blocks that the device runs at once.
 
     Raises:
         ValueError: ``max_blocks`` below 1, or a row that is not as long as ``counts``.
@@ -93,6 +93,6 @@ def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int
 
 
 def _chunk_bytes(total: int, max_blocks: int) -> int:
-    """Chunks small enough to give every block one; large ones cost fewer searches in the table."""
+    """The size of a chunk: small enough to give every block one, else large, to cost fewer searches in the table."""
     share = -(-total // max_blocks)
     return min(max(1 << (share - 1).bit_length(), _SMALLEST_CHUNK), _LARGEST_CHUNK)

@@ -1,8 +1,8 @@
-"""Simulated accelerators: several devices out of none, real to torch, for tests of multi-device code.
+"""Simulated accelerators: several devices on a machine that has none, real to torch, for tests of multi-device code.
 
-`simulate` makes them. The parts: ``build`` compiles what is in ``csrc`` (devices, streams, memory, operators, clocks),
-``device_module`` is ``torch.sim``, ``threads`` carries what a host thread has waited for to the threads that it starts.
-The library itself does not import this package.
+`simulate` makes them. ``csrc`` implements devices, streams, memory, operators and clocks; ``build`` compiles it and
+``extension`` holds it. ``device_module`` is ``torch.sim``, with ``counts`` and ``clocks``. ``threads`` carries what a
+host thread has waited for to the threads that it starts. The library itself does not import this package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch.utils import backend_registration
 
-from dataparallel.testing.simulated import device_module, threads
+from dataparallel.testing.simulated import device_module, extension, threads
 from dataparallel.testing.simulated.build import (
     SimulationTooLate,
     SimulationUnavailable,
@@ -26,53 +26,59 @@ from dataparallel.testing.simulated.build import (
 __all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "simulate"]
 
 BACKEND = "sim"
+CEILING = 64  # kCeiling in csrc/limits.h
 _lock = threading.Lock()
 _started = False
-_failed: SimulationUnavailable | None = None  # once torch knows of the devices there is no second try
+_failed: SimulationUnavailable | None = None  # raised again by every later call
 
 
 def simulate(n: int = 8) -> list[torch.device]:
     """Makes ``n`` simulated accelerators, ``sim:0`` to ``sim:n-1``, in this process, and returns them.
 
-    They are devices to torch: ``tensor.to("sim:3")``, ``torch.accelerator``, ``torch.sim`` (what ``torch.cuda`` is for
-    CUDA), streams, events, one thread of the autograd engine each. Operators run on the CPU in the device's own memory,
-    which is counted to the byte; tensors of two devices in one operator raise as they do on CUDA. Vector clocks watch
-    every access: a read or write that no stream, event or synchronisation orders after an earlier conflicting one
-    raises ``RuntimeError`` (``race: ...``), and so does using memory again that was freed while another stream might
-    still use it (``freed too early: ...``), although nothing really runs late here. The same orders from the same
-    threads give the same error in every run; threads that race each other on the host may differ. Which thread of a
-    backward is faster makes no difference to memory that one of them frees and another takes. ``torch.sim.clocks``
-    switches this, and ``torch.sim.check_clocks()`` at the end of a test finds memory that nobody has used again yet.
+    To torch they are devices like any others: ``tensor.to("sim:3")``, ``torch.accelerator``, ``torch.sim`` (what
+    ``torch.cuda`` is for CUDA), streams, events, one thread of the autograd engine each. Operators run on the CPU in
+    the device's own memory, which is counted to the byte. Tensors of two devices in one operator raise as on CUDA.
 
-    What the clocks cannot see: operators of the host on pinned memory. After ``h = x.to("cpu", non_blocking=True)``
-    ``h.tolist()`` raises nothing, although on CUDA the copy may still be filling ``h``. And where the clocks see too
-    little: what one thread has waited for is known to the threads that it starts and to those that join it
-    (``threading.Thread``), but not to threads that get work by locks or queues, executors among them; these have to
-    wait once more, for the stream or an event, in the thread that uses the result.
+    Nothing really runs late here, so vector clocks watch every access and raise ``RuntimeError``:
 
-    Call it before the first backward of the process, in a ``conftest.py`` for example: torch's autograd engine makes
-    its threads then. After `SimulationTooLate` the process is of no more use for accelerators. The first call on a
-    machine compiles for a minute or two.
+    - ``race: ...`` for a read or write that no stream, event or synchronisation orders after an earlier conflicting
+      one;
+    - ``freed too early: ...`` when memory is used again that was freed while another stream might still use it.
+      ``torch.sim.check_clocks()`` at the end of a test finds such memory before it is used again.
+
+    The same launches from the same threads raise the same error in every run. Launches of threads that race each other
+    on the host may come in another order; but the speed of the threads of one backward does not decide what is found
+    about memory that one of them frees and another allocates. ``torch.sim.clocks`` switches the clocks off and on.
+
+    The clocks miss operators of the host on pinned memory: after ``h = x.to("cpu", non_blocking=True)``
+    ``h.tolist()`` raises nothing, although on CUDA the copy may still be filling ``h``. They also raise where nothing
+    is wrong: what a thread has waited for is known to the threads that it starts and to those that join it
+    (``threading.Thread``), but not to threads that get work through locks or queues, such as executors. Let the thread
+    that uses the result wait for the stream or an event too.
+
+    Call this before the first backward of the process, for example in a ``conftest.py``: torch's autograd engine makes
+    its threads at that backward. After `SimulationTooLate` the process cannot use accelerators any more. The first call
+    on a machine compiles for a minute or two.
 
     Args:
-        n: the number of devices, 1 to 64. A later call may ask for more, up to 64; asking for fewer is an error,
-            because tensors may be on the others.
+        n: the number of devices, 1 to 64. A later call may ask for more, but not for fewer, because tensors may be on
+            the others.
 
     Raises:
-        ValueError: if ``n`` is not from 1 to 64, or smaller than in an earlier call.
-        SimulationUnavailable: a ``RuntimeError`` that says why this process or machine cannot have them;
-            `ToolsMissing` where the machine lacks what compiling needs, `SimulationTooLate` where the process has
-            run a backward or used CUDA before.
+        TypeError: if ``n`` is not an int.
+        ValueError: if ``n`` is not from 1 to 64, or is smaller than in an earlier call.
+        SimulationUnavailable: a ``RuntimeError`` that says why this process or machine cannot have them. It is
+            `ToolsMissing` if the machine lacks what compiling needs, and `SimulationTooLate` if the process has run a
+            backward or used CUDA before.
     """
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"simulate takes a number of devices, an int; got {type(n).__name__}")
     with _lock:
         if _failed is not None:
             raise _failed
-        before = device_module.device_count() if _started else 0
-        ceiling = device_module._C.CEILING if _started else 64
-        if not 1 <= n <= ceiling:
-            raise ValueError(f"1 to {ceiling} devices can be simulated; got {n}")
+        before = extension.C.device_count() if _started else 0
+        if not 1 <= n <= CEILING:
+            raise ValueError(f"1 to {CEILING} devices can be simulated; got {n}")
         if n < before:
             raise ValueError(
                 f"{before} devices are simulated already, and tensors may be on them: ask for {before} or more; got {n}"
@@ -80,7 +86,7 @@ def simulate(n: int = 8) -> list[torch.device]:
         if not _started:
             _check_process()
             _start(load_extension())
-        device_module._C.set_device_count(n)
+        extension.C.set_device_count(n)
     return [torch.device(BACKEND, index) for index in range(n)]
 
 
@@ -94,42 +100,37 @@ def _check_process() -> None:
     name = torch._C._get_privateuse1_backend_name()
     if name not in ("privateuseone", BACKEND) or hasattr(torch, name):
         raise SimulationUnavailable(
-            f"another backend, {name!r}, has torch's PrivateUse1 slot in this process, and there is one: use a process "
-            "in which it is not imported"
+            f"the backend {name!r} has torch's PrivateUse1 slot in this process already, and there is one slot: use a "
+            "process in which nothing has taken it"
         )
 
 
-def _start(extension: ModuleType) -> None:
-    """Tells torch of the devices. What is half told stays, so any failure here is that of every later call."""
+def _start(compiled: ModuleType) -> None:
+    """Tells torch of the devices, which it cannot forget again: after a failure there is no second try."""
     global _started, _failed
+    assert compiled.CEILING == CEILING
     atexit.register(_before_exit)
     try:
-        device_module._C = extension
+        extension.C = compiled
         backend_registration.rename_privateuse1_backend(BACKEND)
         torch._register_device_module(BACKEND, device_module)
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-        _start_engine_threads(extension)
+        _start_engine_threads()
         threads.carry_knowledge()
     except SimulationUnavailable as error:
         _failed = error
         raise
-    except BaseException as error:
-        _failed = SimulationUnavailable(
-            f"an earlier call of simulate in this process ended half-way, and there is no second try: {error!r}"
-        )
-        _failed.__cause__ = error
-        raise
     _started = True
 
 
-def _start_engine_threads(extension: ModuleType) -> None:
-    """Has the autograd engine make a thread for each device that there may ever be, and each thread begin its work.
+def _start_engine_threads() -> None:
+    """Lets the autograd engine make a thread for each of `CEILING` devices, and lets each thread begin its work.
 
-    The engine does so at the first backward of the process, and asks how many devices there are only then.
+    The engine makes its threads at the first backward of the process, and asks for the number of devices only then.
     """
-    extension.set_device_count(extension.CEILING)
+    extension.C.set_device_count(CEILING)
     try:
-        for index in reversed(range(extension.CEILING)):
+        for index in reversed(range(CEILING)):
             leaf = torch.ones((), device=torch.device(BACKEND, index), requires_grad=True)
             leaf.clone().backward()
     except RuntimeError as error:
@@ -140,10 +141,10 @@ def _start_engine_threads(extension: ModuleType) -> None:
             "without any for these devices: call simulate first, before any backward"
         ) from error
     finally:
-        extension.set_device_count(0)
-        extension.forget_contexts()
+        extension.C.set_device_count(0)
+        extension.C.forget_contexts()
 
 
 def _before_exit() -> None:
-    # A thread of the engine may still be dropping a graph, which Python must not have left by then.
+    # A thread of the engine may still be freeing a graph, for which it needs Python.
     time.sleep(0.1)

@@ -1,8 +1,9 @@
-"""Compiles the simulated accelerators on first use, and finds them compiled afterwards.
+"""Compiles the simulated accelerators on first use, and loads the compiled library afterwards.
 
-What is compiled is kept in torch's extension cache (``TORCH_EXTENSIONS_DIR``, or ``torch_extensions`` in the user's
-cache folder) under a name made from the sources, torch and Python, so that a change of any is another build. Processes
-that want it at once wait for the first one; the lock belongs to the operating system and goes with its process.
+The library is kept in torch's extension cache (``TORCH_EXTENSIONS_DIR``, or ``torch_extensions`` in the user's cache
+folder). The folder's name is made from the sources, torch and Python, so that a change of any of them compiles anew.
+One process compiles, and others that need the library wait for it. The lock belongs to the operating system, which
+releases it when the process ends. `simulate` calls this file.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.machinery
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -24,14 +26,22 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "load_extension"]
+__all__ = [
+    "SimulationTooLate",
+    "SimulationUnavailable",
+    "ToolsMissing",
+    "check_tools",
+    "library_path",
+    "load_extension",
+    "path_with_ninja",
+]
 
 SOURCES = Path(__file__).with_name("csrc")
 NAME = "dataparallel_simulated"
 FLAGS = ["-O2", "-fvisibility=hidden"]
 SECONDS_TO_A_DOT = 2.0
 
-_loaded: dict[Path, ModuleType] = {}  # a second copy in one process would register everything twice
+_loaded: dict[Path, ModuleType] = {}  # a second copy in one process would register its operators twice
 
 
 class SimulationUnavailable(RuntimeError):
@@ -39,7 +49,7 @@ class SimulationUnavailable(RuntimeError):
 
 
 class ToolsMissing(SimulationUnavailable):
-    """The machine lacks what compiling needs, or is no POSIX system: a reason to skip tests, as no other one is."""
+    """The machine lacks what compiling needs, or is no POSIX system. The only reason to skip tests."""
 
 
 class SimulationTooLate(SimulationUnavailable):
@@ -47,25 +57,32 @@ class SimulationTooLate(SimulationUnavailable):
 
 
 def load_extension() -> ModuleType:
-    """The extension module, compiled if this is the first time.
+    """Returns the extension module, and compiles it if it is not in the cache.
 
     Raises:
-        ToolsMissing: if it has to be compiled and a compiler, ninja, setuptools or Python's headers are missing.
-        SimulationUnavailable: if the compiler refuses, or the folder for what is compiled cannot be written.
+        ToolsMissing: if it must be compiled and a compiler, ninja, setuptools or Python's headers are missing.
+        SimulationUnavailable: if the compiler fails, or if the cache cannot be written.
     """
     if sys.platform == "win32":
         raise ToolsMissing("simulated accelerators need a POSIX system (Linux, macOS, WSL); this is Windows")
-    cache = _cache() / _fingerprint()
-    library = cache / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    library = library_path()
     if library not in _loaded:
         try:
             _loaded[library] = _find_or_build(library)
         except OSError as error:
             raise SimulationUnavailable(
-                f"simulated accelerators are compiled into {cache}, which cannot be made or written: {error}. The "
-                "environment variable TORCH_EXTENSIONS_DIR names another folder"
+                f"simulated accelerators are compiled into {library.parent}, which cannot be made or written: {error}. "
+                "The environment variable TORCH_EXTENSIONS_DIR names another folder"
             ) from error
     return _loaded[library]
+
+
+def library_path() -> Path:
+    """Returns the file of the compiled library. A build writes to its folder only."""
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions"
+    )
+    return Path(cache, _fingerprint(), f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}")
 
 
 def _find_or_build(library: Path) -> ModuleType:
@@ -77,18 +94,11 @@ def _find_or_build(library: Path) -> ModuleType:
     return _import(library)
 
 
-def _cache() -> Path:
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
-
-
 def _fingerprint() -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    # Two environments may hold different builds of one version of torch, so its place counts too.
+    # Two environments may hold different builds of one version of torch, so the path counts too.
     for part in (torch.__version__, torch.__file__, str(sysconfig.get_config_var("EXT_SUFFIX")), *FLAGS):
         digest.update(part.encode() + b"\0")
     return f"{NAME}_{digest.hexdigest()[:16]}"
@@ -104,33 +114,33 @@ def _only_one(path: Path) -> Iterator[None]:
         except BlockingIOError:
             print("dataparallel: waiting for another process to compile the simulated accelerators", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file ends the lock
+        yield  # closing the file releases the lock
 
 
 def _build(library: Path) -> ModuleType:
-    _check_tools()
+    check_tools()
     from torch.utils import cpp_extension  # imports setuptools
 
-    for left_behind in library.parent.glob("tmp*"):  # by a process that was killed: the lock is ours now
+    for left_behind in library.parent.glob("tmp*"):  # by a process that was killed while it had the lock
         shutil.rmtree(left_behind, ignore_errors=True)
-    # torch gives the second build of a process another name, and the first may have failed.
+    # torch gives the second build of a process another name, and there is a second one if the first has failed.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(NAME, None)
     scratch = tempfile.TemporaryDirectory(dir=library.parent, ignore_cleanup_errors=True)
-    with scratch as folder, _path_with_ninja(), _progress():
+    with scratch as folder, path_with_ninja(), _progress():
         sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
         try:
             module = cpp_extension.load(NAME, sources, extra_cflags=FLAGS, build_directory=folder)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             raise SimulationUnavailable(f"compiling the simulated accelerators failed: {error}") from error
         try:
-            os.replace(Path(folder, f"{NAME}.so"), library)  # whoever sees the file sees all of it
-        except OSError as error:  # it is loaded already, which is enough for this process
+            os.replace(Path(folder, f"{NAME}.so"), library)  # atomic: no process loads half a file
+        except OSError as error:  # this process has loaded the library already
             print(f"dataparallel: what is compiled cannot be kept for the next process: {error}", file=sys.stderr)
     return module
 
 
-def _check_tools() -> None:
-    """Raises `ToolsMissing` that names what is missing, before the compiler would in a page of text."""
+def check_tools() -> None:
+    """Raises `ToolsMissing` with everything that is missing, in a sentence instead of a page of compiler output."""
     missing = []
     compiler = os.environ.get("CXX", "c++")  # as torch reads it
     if shutil.which(compiler) is None:
@@ -138,7 +148,7 @@ def _check_tools() -> None:
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.exists():
         missing.append(f"Python's headers ({header} does not exist; packages call them python3-dev or python3-devel)")
-    with _path_with_ninja():
+    with path_with_ninja():
         if shutil.which("ninja") is None:
             missing.append("ninja (pip install ninja)")
     if importlib.util.find_spec("setuptools") is None:
@@ -150,29 +160,25 @@ def _check_tools() -> None:
 
 
 @contextmanager
-def _path_with_ninja() -> Iterator[None]:
-    """A ninja that pip has installed lies beside Python, which need not be on PATH.
+def path_with_ninja() -> Iterator[None]:
+    """Adds the folder of Python's scripts to PATH while inside, because pip installs ninja there.
 
-    PATH belongs to every thread of the process, so it changes only where it has to.
+    PATH belongs to every thread of the process, so it stays as it is if ninja is on it.
     """
     if shutil.which("ninja") is not None:
         yield
         return
-    before = os.environ.get("PATH")
-    searched = os.defpath if before is None else before
-    os.environ["PATH"] = os.pathsep.join(filter(None, [searched, sysconfig.get_path("scripts")]))
+    before = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts")])
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PATH"]
-        else:
-            os.environ["PATH"] = before
+        os.environ["PATH"] = before
 
 
 @contextmanager
 def _progress() -> Iterator[None]:
-    """Says on stderr what takes so long, with a dot now and then."""
+    """Says on stderr that it compiles, with a dot every few seconds."""
     text = "dataparallel: compiling the simulated accelerators, once, for a minute or two "
     print(text, end="", file=sys.stderr, flush=True)
     over = threading.Event()

@@ -1,10 +1,9 @@
-"""What a host thread has waited for, carried to where its orders go: threads that it starts or joins, and replicas.
+"""Carries what a host thread has waited for to the threads that it starts, to those that join it, and to replicas.
 
-A thread that has synchronised with a stream may use what the stream wrote from any other stream, and so may a thread
-that it starts afterwards. The clocks keep this knowledge for each thread; into the threads of the autograd engine it
-travels with torch's thread-local state. Threads that hand work to each other by locks or queues (executors, too) are
-not followed, and get an alarm although the host did wait: wait once more, for the stream or an event, in the thread
-that uses the result.
+A thread that has waited for a stream may use on any stream what that one has written, and so may the threads that it
+starts afterwards. The clocks keep this knowledge for each thread; torch carries it into the threads of the autograd
+engine. Threads that pass work to each other through locks or queues, such as executors, are not followed: there the
+clocks raise although the host has waited. `simulate` calls this file.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dataparallel.testing.simulated import device_module
+from dataparallel.testing.simulated import extension
 from dataparallel.threads import settings
 
 __all__ = ["ROW", "carry_knowledge"]
@@ -25,8 +24,8 @@ ROW = "simulated host waits"
 
 
 def carry_knowledge() -> None:
-    """Follows ``threading.Thread`` and replicas from now on. Called once."""
-    device_module._C.enter_thread(None)
+    """Follows ``threading.Thread`` and replicas from now on. To be called once."""
+    extension.C.enter_thread(None)
     thread: Any = threading.Thread
     thread.start = _start_telling(thread.start)
     thread._bootstrap_inner = _begin_knowing(thread._bootstrap_inner)
@@ -38,8 +37,8 @@ def carry_knowledge() -> None:
 def _start_telling(start: Any) -> Any:
     @functools.wraps(start)
     def start_telling(self: threading.Thread) -> None:
-        # A copy: what this thread waits for later, the new one does not know.
-        vars(self)["_simulated_known"] = device_module._C.snapshot()
+        # A copy, because the new thread does not know what this one waits for later.
+        vars(self)["_simulated_known"] = extension.C.snapshot()
         start(self)
 
     return start_telling
@@ -48,18 +47,18 @@ def _start_telling(start: Any) -> Any:
 def _begin_knowing(bootstrap: Any) -> Any:
     @functools.wraps(bootstrap)
     def begin_knowing(self: threading.Thread) -> None:
-        device_module._C.enter_thread(vars(self).pop("_simulated_known", None))
-        vars(self)["_simulated_knows"] = device_module._C.knowledge()
+        extension.C.enter_thread(vars(self).pop("_simulated_known", None))
+        vars(self)["_simulated_knows"] = extension.C.knowledge()
         bootstrap(self)
 
     return begin_knowing
 
 
 def _learn_from(thread: threading.Thread) -> None:
-    """What an ended thread has waited for, whoever sees that it has ended has waited for too."""
+    """Adds what an ended thread has waited for to the knowledge of the calling thread, which has seen that end."""
     known = vars(thread).get("_simulated_knows")
     if known is not None:
-        device_module._C.learn(known)
+        extension.C.learn(known)
 
 
 def _join_learning(join: Any) -> Any:
@@ -83,12 +82,12 @@ def _look_learning(is_alive: Any) -> Any:
 
 
 def _read(slots: Sequence[torch.device]) -> Any:
-    # A copy for the replicas, so that none knows what another one has told their caller meanwhile.
-    return device_module._C.snapshot(), device_module._C.knowledge()
+    # The replicas get a copy, so that none of them knows what another one adds to the caller's knowledge meanwhile.
+    return extension.C.snapshot(), extension.C.knowledge()
 
 
 def _hold(value: Any, slots: Sequence[torch.device], device: torch.device) -> Any:
-    """The replica knows what its caller knew, and the caller learns from it when the replica ends."""
+    """Tells the replica what the caller knows. Returns a function that tells the caller what the replica knows."""
     known, caller = value
-    device_module._C.learn(known)
-    return lambda: device_module._C.tell(caller)
+    extension.C.learn(known)
+    return lambda: extension.C.tell(caller)

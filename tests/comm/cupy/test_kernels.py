@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from kernel_runner import SOURCE, Kernels, copying, summing
 from torch import Tensor
 
-from dataparallel.comm.cupy import launch as cupy_kernels
+from dataparallel.comm.cupy import launch as launching
 from dataparallel.comm.cupy.tables import SUM_KERNELS
+from selection import others_long
 
 # They know no slots: once is enough.
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.devices("cpu")]
@@ -45,6 +46,10 @@ class Arena:
     def tensors(self, memory: Tensor | None = None) -> list[Tensor]:
         memory = self.bytes if memory is None else memory
         return [memory[start : start + numel * d.itemsize].view(d) for start, numel, d in self.places]
+
+
+# One of each kind of numbers, and the one that is rounded.
+SHORT = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8]
 
 
 @st.composite
@@ -127,7 +132,7 @@ def with_one_nan(arena: Arena) -> Tensor:
     return memory
 
 
-@pytest.mark.parametrize("dtype", SUM_KERNELS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", others_long(SUM_KERNELS, SHORT), ids=lambda dtype: str(dtype).removeprefix("torch."))
 @settings(max_examples=SUM_EXAMPLES)
 @given(
     drawn=sizes(),
@@ -193,6 +198,7 @@ def assert_same_bits_but_for_nans(actual: Tensor, expected: Tensor) -> None:
     assert torch.equal(actual.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
 
 
+@pytest.mark.long
 def test_ten_thousand_tensors_of_16_slots(kernels: Kernels) -> None:
     random = torch.Generator().manual_seed(0)
     numels = torch.randint(0, 40, (10_000,), generator=random).tolist()
@@ -216,11 +222,12 @@ def test_a_copy_needs_no_alignment_at_all(kernels: Kernels) -> None:
     assert [t.numpy().tobytes() for t in targets] == [t.numpy().tobytes() for t in sources]
 
 
+@pytest.mark.long
 def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("needs nvcc")
-    flags = [*cupy_kernels.OPTIONS, "--cubin", "--Werror=all-warnings"]
+    flags = [*launching.OPTIONS, "--cubin", "--Werror=all-warnings"]
     done = subprocess.run(
         [nvcc, *flags, str(SOURCE), "-o", str(tmp_path / "kernels.cubin")], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Where ``transport="cupy"`` is asked for, kernels carry every call of ``comm`` that they can, kept replicas' included.
+"""With ``transport="cupy"``, kernels serve every call of ``comm`` that they support, those of kept replicas included.
 
 Simulated devices are taken for CUDA's here, and the kernels run on their memory, compiled for the CPU.
 """
@@ -24,15 +24,15 @@ def asked_for(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """What ``transport="cupy"`` means for CUDA devices holds for simulated ones."""
 
     def choose(work: str, *known: object) -> Choice:
-        if work in choice._WORK["cupy"]:
+        if work in choice.SUPPORTED["cupy"]:
             return Choice("cupy", "star", "these devices are taken for CUDA's")
-        return Choice("copy", "star", "no work of kernels")
+        return Choice("copy", "star", "cupy does not support it")
 
-    select._forget()
+    select.forget()
     monkeypatch.setattr(select, "launch", launches)
     monkeypatch.setattr(select, "choose", choose)
     yield
-    select._forget()
+    select.forget()
 
 
 class Calls:
@@ -132,7 +132,7 @@ def test_kept_replicas_are_refreshed_by_kernels(
             tensor.add_(1)
         launches.noted.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(TorchCopies, "spread", stay_here)
+            patch.setattr(TorchCopies, "broadcast_flat", stay_here)
             output = model(x)
         alone.load_state_dict(net.state_dict())
         torch.testing.assert_close(output, alone(x))

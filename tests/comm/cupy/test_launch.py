@@ -1,4 +1,7 @@
-"""Launching the kernels: what is said where it cannot be done, and what they do where there is a GPU."""
+"""Launching the kernels: the reasons why it is impossible here, and the results on a GPU.
+
+Without a GPU the steps of a launch are tested one by one: they are private functions of the room.
+"""
 
 import os
 import sys
@@ -10,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dataparallel.comm.cupy import launch as cupy_kernels
+from dataparallel.comm.cupy import launch as launching
 from dataparallel.comm.cupy.launch import launch, why_not
 from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS, THREADS, pack
 from processes import run_script
@@ -59,7 +62,7 @@ def test_what_is_said_without_an_import_imports_nothing(
     (tmp_path / "cupy.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    assert cupy_kernels.why_not_installed() is None
+    assert launching.why_not_installed() is None
 
 
 @pytest.mark.parametrize("places", [("cpu", "cuda:0"), ("cuda:0", "cuda:1", "cpu")])
@@ -71,7 +74,7 @@ def test_memory_off_cuda_is_refused(places: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("counts", [[], [0, 0]])
 def test_where_nothing_has_an_element_nothing_is_launched(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cupy_kernels, "_max_blocks", lambda device: 4)
+    monkeypatch.setattr(launching, "_max_blocks", lambda device: 4)
     monkeypatch.setattr(torch.cuda, "current_stream", None)
     launch(COPY_KERNEL, [counts, counts], counts, torch.device("cuda", 0), [torch.device("cuda", 1)])
 
@@ -85,13 +88,13 @@ class Event:
 
 
 def test_tables_are_held_until_their_event_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cupy_kernels, "_held", [])
+    monkeypatch.setattr(launching, "_held", [])
     first, second, third = Event(), Event(), Event()
-    cupy_kernels._hold_until(first, [])
-    cupy_kernels._hold_until(second, [])
+    launching._hold_until(first, [])
+    launching._hold_until(second, [])
     second.passed = True
-    cupy_kernels._hold_until(third, [])
-    assert [event for event, _ in cupy_kernels._held] == [first, third]
+    launching._hold_until(third, [])
+    assert [event for event, _ in launching._held] == [first, third]
 
 
 class Stream:
@@ -134,9 +137,9 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
         monkeypatch.setitem(sys.modules, "cupy", cupy)
-        monkeypatch.setattr(cupy_kernels, "_module", lambda index: FakeModule(self.log))
-        monkeypatch.setattr(cupy_kernels, "_held", [])
-        monkeypatch.setattr(cupy_kernels, "_copy", self.copy)
+        monkeypatch.setattr(launching, "_module", lambda index: FakeModule(self.log))
+        monkeypatch.setattr(launching, "_held", [])
+        monkeypatch.setattr(launching, "_copy", self.copy)
 
     def copy(self, source: torch.device, target: torch.device) -> None:
         self.log.append(("copy", source.index, target.index))
@@ -144,7 +147,7 @@ class Machine:
     def launch(self, device: int, *others: int) -> list[tuple]:
         """What a launch has done."""
         self.log.clear()
-        cupy_kernels._launch(PACKED, self.devices[device], [self.devices[other] for other in others])
+        launching._launch(PACKED, self.devices[device], [self.devices[other] for other in others])
         return [*self.log]
 
 
@@ -154,11 +157,11 @@ LAUNCH = ("launch", "sum_float32", (1,), (THREADS,), (1, 3, 1024))
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    cupy_kernels._function.cache_clear()
-    cupy_kernels._forget()
+    launching._function.cache_clear()
+    launching.forget()
     yield Machine(monkeypatch)
-    cupy_kernels._function.cache_clear()
-    cupy_kernels._forget()
+    launching._function.cache_clear()
+    launching.forget()
 
 
 def test_a_launch_comes_between_what_the_other_devices_did_and_do_next(machine: Machine) -> None:
@@ -169,7 +172,7 @@ def test_a_launch_comes_between_what_the_other_devices_did_and_do_next(machine: 
         ("stream", 0, "records"),
         ("stream", 2, "waits for the event"),
     ]
-    _, (_, (pinned, table)) = cupy_kernels._held
+    _, (_, (pinned, table)) = launching._held
     assert torch.equal(pinned, PACKED.table)
     assert torch.equal(table, pinned)
 
@@ -199,7 +202,7 @@ def test_a_copy_that_fails_is_no_launch_and_is_made_again(machine: Machine, monk
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cupy_kernels, "_copy", fails)
+        patch.setattr(launching, "_copy", fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             machine.launch(0, 1)
     assert machine.log == []
@@ -210,27 +213,28 @@ def test_a_copy_that_fails_is_no_launch_and_is_made_again(machine: Machine, monk
 @pytest.mark.devices("sim")
 def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
     with torch.sim.counted() as counts:
-        cupy_kernels._copy(slots[0], slots[1])
+        launching._copy(slots[0], slots[1])
     assert counts.copied == {(slots[0].index, slots[1].index): 1}
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu")  # its processes are its own: once is enough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_copies_again_and_waits_for_nobody() -> None:
     run_script("""
 import os, warnings
 import torch
-from dataparallel.comm.cupy import launch as cupy_kernels
+from dataparallel.comm.cupy import launch as launching
 warnings.simplefilter("ignore")
 copied = []
-cupy_kernels._copy = lambda source, target: copied.append((source.index, target.index))
+launching._copy = lambda source, target: copied.append((source.index, target.index))
 one, other = torch.device("cpu", 0), torch.device("cpu", 1)
-cupy_kernels._make_reachable(one, [other])
+launching._make_reachable(one, [other])
 assert copied == [(0, 1), (1, 0)]
-cupy_kernels._reaching.acquire()
+launching._reaching.acquire()
 child = os.fork()
 if child == 0:
-    cupy_kernels._make_reachable(one, [other])
+    launching._make_reachable(one, [other])
     os._exit(0 if len(copied) == 4 else 1)
 assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 0
 """)
@@ -244,7 +248,7 @@ def test_a_compiler_that_fails_is_an_error_in_words(machine: Machine, monkeypatc
     def fails(index: int) -> FakeModule:
         raise CompileException("nvrtc: error: invalid value for --gpu-architecture")
 
-    monkeypatch.setattr(cupy_kernels, "_module", fails)
+    monkeypatch.setattr(launching, "_module", fails)
     with pytest.raises(RuntimeError, match=r"cannot compile the kernels \(CompileException: nvrtc: error") as caught:
         machine.launch(0, 1)
     assert isinstance(caught.value.__cause__, CompileException)

@@ -11,17 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_launches import Launches, assert_alike, made
-from special_tensors import Tagged, with_attribute
+from tensor_kinds import tagged, with_attribute
 from torch import Tensor, nn
 
-from dataparallel.comm import copies, select
-from dataparallel.comm.cupy import transport as one_launch
+from dataparallel.comm import select
+from dataparallel.comm.cupy import transport
 from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.routes import STAR
 
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(3)]
 
 CPU = torch.device("cpu")
+KERNELS = Kernels()
 
 
 def pointers(tensors: Iterable[Tensor]) -> list[int]:
@@ -33,11 +34,11 @@ def test_addresses_are_those_of_sources_and_results(
 ) -> None:
     """Nothing is launched: a wrong address would end the process."""
     launches = Launches(lambda *arguments: None)
-    monkeypatch.setattr(one_launch, "launch", launches)
+    monkeypatch.setattr(transport, "launch", launches)
     shapes = [(3, 4), (5,), (3, 4), (8, 2), (1,), (5,), (3, 4)]
     inputs = [[torch.randn(shape).to(slot) for shape in shapes] for slot in slots]
-    copied = one_launch.broadcast_coalesced(inputs[0], [root, *map(torch.device, slots)], own=True)
-    totals = one_launch.reduce_add_coalesced(inputs, root)
+    copied = KERNELS.broadcast_coalesced(inputs[0], [root, *map(torch.device, slots)], own=True)
+    totals = KERNELS.reduce_add_coalesced(inputs, root)
     (_, (sources, *rows), nbytes), (_, (out, *terms), numels) = launches.noted
     order = [sources.index(pointer) for pointer in pointers(inputs[0])]
     assert [nbytes[k] for k in order] == [tensor.nbytes for tensor in totals]
@@ -50,8 +51,8 @@ def test_addresses_are_those_of_sources_and_results(
 def test_a_broadcast(own: bool, launches: Launches, slots: list, root: torch.device) -> None:
     devices = [*map(torch.device, slots), root, torch.device(slots[-1])]
     tensors = made(root)
-    results = one_launch.broadcast_coalesced(tensors, devices, own=own)
-    expected = copies.broadcast_coalesced(tensors, devices, 2**20, own=own)
+    results = KERNELS.broadcast_coalesced(tensors, devices, own=own)
+    expected = STAR.broadcast_coalesced(tensors, devices, 2**20, own=own)
     for mine, theirs in zip(results, expected, strict=True):
         assert_alike(mine, theirs)
     assert all(copy is tensor for copy, tensor in zip(results[0], tensors, strict=True))
@@ -66,7 +67,7 @@ def test_a_broadcast(own: bool, launches: Launches, slots: list, root: torch.dev
 
 def test_slots_on_one_device_share_what_was_copied_there(launches: Launches, slots: list, root: torch.device) -> None:
     devices = [torch.device(slots[0]), torch.device(slots[-1]), torch.device(slots[-1])]
-    results = one_launch.broadcast_coalesced(made(root), devices, own=False)
+    results = KERNELS.broadcast_coalesced(made(root), devices, own=False)
     assert all(copy is other for copy, other in zip(results[1], results[2], strict=True))
 
 
@@ -74,33 +75,35 @@ def test_a_sum(launches: Launches, slots: list, root: torch.device) -> None:
     inputs = [made(slot) for slot in slots]
     for k, tensors in enumerate(inputs):
         tensors[:-2] = [tensor * (k + 1) for tensor in tensors[:-2]]
-    totals = one_launch.reduce_add_coalesced(inputs, root)
-    assert_alike(totals, copies.reduce_add_coalesced(inputs, root, 2**20))
+    totals = KERNELS.reduce_add_coalesced(inputs, root)
+    assert_alike(totals, STAR.reduce_add_coalesced(inputs, root, 2**20))
     assert launches.kinds() == {"sum": 3}, "one for each dtype"
     assert launches.tensors() == len(totals) - 3, "all but the sparse, the repeated and the one with holes"
 
 
 def test_one_slot_is_no_launch(launches: Launches, root: torch.device) -> None:
     tensors = made(root)
-    totals = one_launch.reduce_add_coalesced([tensors], root)
+    totals = KERNELS.reduce_add_coalesced([tensors], root)
     assert all(total is tensor for total, tensor in zip(totals, tensors, strict=True))
     assert launches.noted == []
 
 
 def test_what_stays_where_it_is_is_no_launch(launches: Launches, root: torch.device) -> None:
     tensors = made(root)
-    for copied in one_launch.broadcast_coalesced(tensors, [root, root], own=False):
+    for copied in KERNELS.broadcast_coalesced(tensors, [root, root], own=False):
         assert all(copy is tensor for copy, tensor in zip(copied, tensors, strict=True))
     assert launches.noted == []
 
 
-def test_as_a_carrier_it_does_what_the_others_do(launches: Launches, slots: list, root: torch.device) -> None:
+def test_flat_buffers_are_copied_and_added_as_by_other_transports(
+    launches: Launches, slots: list, root: torch.device
+) -> None:
     """Also where tensors are in flat buffers already."""
     flats = [torch.arange(9.0).to(slot) for slot in slots]
     buffers = [torch.zeros(9, device=slot) for slot in slots[1:]]
-    Kernels().spread(flats[0], buffers)
+    KERNELS.broadcast_flat(flats[0], buffers)
     assert all(torch.equal(buffer.cpu(), torch.arange(9.0)) for buffer in buffers)
-    assert torch.equal(Kernels().add_up(iter(flats), root).cpu(), torch.arange(9.0) * len(slots))
+    assert torch.equal(KERNELS.add_up(iter(flats), root).cpu(), torch.arange(9.0) * len(slots))
     assert launches.kinds() == {"copy_many": 1, "sum": 1}
 
 
@@ -109,7 +112,7 @@ def test_what_is_written_has_changed_for_autograd(launches: Launches, slots: lis
     targets = [torch.zeros(3, device=slot) for slot in slots]
     weight = torch.ones(3, device=slots[-1], requires_grad=True)
     loss = (weight * targets[-1]).sum()
-    one_launch.broadcast_into(targets, torch.ones(3, device=slots[0]))
+    KERNELS.broadcast_into(targets, torch.ones(3, device=slots[0]))
     assert launches.kinds() == {"copy_many": 1}
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -146,9 +149,9 @@ def test_kernels_write_into_what_lies_alike_and_plain_copies_into_the_rest(name:
     make, room, count = INTO[name]
     tensor = make()
     out, expected = room(tensor), room(tensor)
-    one_launch.broadcast_into(out, tensor)
+    KERNELS.broadcast_into(out, tensor)
     assert sum(len(rows) - 1 for _, rows, _ in launches.noted) == count
-    copies.broadcast_into(expected, tensor, STAR)
+    STAR.broadcast_into(expected, tensor)
     assert_alike(out, expected)
 
 
@@ -156,11 +159,13 @@ def test_the_transport_is_tried_by_the_same_launch(
     launch: Callable, monkeypatch: pytest.MonkeyPatch, slots: list
 ) -> None:
     launches = Launches(launch)
-    monkeypatch.setattr(one_launch, "launch", launches)
-    assert select._first_comparison(select._RIVALS["cupy"], tuple(map(torch.device, slots))) is None
+    monkeypatch.setattr(transport, "launch", launches)
+    select.forget()
+    assert select.why_dropped("kernels, copies only", KERNELS, tuple(map(torch.device, slots))) is None
     ((name, rows, counts),) = launches.noted
     assert (name, [len(row) for row in rows]) == ("copy_many", [1] * len(slots))
-    assert counts == [select._COMPARED]
+    assert len(counts) == 1
+    select.forget()
 
 
 def test_each_tensor_of_the_caller_is_asked_once_and_no_result(
@@ -174,9 +179,9 @@ def test_each_tensor_of_the_caller_is_asked_once_and_no_result(
         asked.append(tensor)
         return data_ptr(tensor)
 
-    monkeypatch.setattr(one_launch, "launch", Launches(lambda *arguments: None))
+    monkeypatch.setattr(transport, "launch", Launches(lambda *arguments: None))
     monkeypatch.setattr(Tensor, "data_ptr", noted)
-    one_launch.reduce_add_coalesced(inputs, CPU)
+    KERNELS.reduce_add_coalesced(inputs, CPU)
     of_inputs = Counter(id(tensor) for tensors in inputs for tensor in tensors)
     assert Counter(map(id, asked[:-1])) == of_inputs
     assert asked[-1].shape == (sum(tensor.numel() for tensor in inputs[0]),), "the buffer of the results"
@@ -205,7 +210,7 @@ COPIED_ONLY = {
 NOT_FLAT = {
     "holes": lambda: torch.randn(6)[::2],
     "repeated": lambda: torch.randn(1).expand(3),
-    "subclass": lambda: torch.randn(3).as_subclass(Tagged),
+    "subclass": lambda: tagged(torch.randn(3)),
     "attribute": lambda: with_attribute(torch.arange(3.0)),
     "sparse": lambda: torch.ones(3).to_sparse(),
     "sparse rows": lambda: torch.ones(3, 3).to_sparse_csr(),
@@ -226,8 +231,8 @@ def placed(make: Callable[[], Tensor]) -> list[Tensor]:
 @pytest.mark.devices("cpu")
 def test_kernels_copy_what_is_dense_and_plain_copies_the_rest(name: str, launches: Launches) -> None:
     tensors = placed({**DENSE, **COPIED_ONLY, **NOT_FLAT}[name])
-    results = one_launch.broadcast_coalesced(tensors, [CPU, CPU], own=True)
-    assert_alike(results[1], copies.broadcast_coalesced(tensors, [CPU, CPU], 2**20, own=True)[1])
+    results = KERNELS.broadcast_coalesced(tensors, [CPU, CPU], own=True)
+    assert_alike(results[1], STAR.broadcast_coalesced(tensors, [CPU, CPU], 2**20, own=True)[1])
     assert launches.tensors() == (4 if name in NOT_FLAT else 5)
 
 
@@ -242,8 +247,8 @@ def test_kernels_sum_what_is_dense_on_every_slot(name: str, slot: int, launches:
         # One slot's is enough.
         for k in {*range(4)} - {slot}:
             inputs[k][1] = torch.arange(make().numel()).reshape(make().shape).to(make().dtype)
-    totals = one_launch.reduce_add_coalesced(inputs, CPU)
-    assert_alike(totals, copies.reduce_add_coalesced(inputs, CPU, 2**20))
+    totals = KERNELS.reduce_add_coalesced(inputs, CPU)
+    assert_alike(totals, STAR.reduce_add_coalesced(inputs, CPU, 2**20))
     assert launches.tensors() == (5 if name in DENSE else 4)
 
 
@@ -252,14 +257,14 @@ def test_strides_that_differ_between_slots_are_left(launches: Launches) -> None:
     tall, wide = torch.randn(3, 2).t(), torch.randn(2, 3)
     for inputs in ([[wide, tall], [wide, wide]], [[wide, wide], [wide, tall]]):
         launches.noted.clear()
-        assert_alike(one_launch.reduce_add_coalesced(inputs, CPU), copies.reduce_add_coalesced(inputs, CPU, 2**20))
+        assert_alike(KERNELS.reduce_add_coalesced(inputs, CPU), STAR.reduce_add_coalesced(inputs, CPU, 2**20))
         assert launches.tensors() == 1
 
 
 @pytest.mark.devices("cpu")
 def test_nothing_but_tensors_that_are_left(launches: Launches) -> None:
     tensors = [misaligned(), torch.ones(8)[::2]]
-    assert_alike(one_launch.reduce_add_coalesced([tensors, tensors], CPU), [2 * tensor for tensor in tensors])
+    assert_alike(KERNELS.reduce_add_coalesced([tensors, tensors], CPU), [2 * tensor for tensor in tensors])
     assert launches.tensors() == 0
 
 
@@ -301,22 +306,23 @@ def test_any_mix_has_the_bits_of_plain_copies(launch: Callable, drawn: list, cou
             values = (torch.randn(shape, generator=random) * 50).to(dtype)
             tensors.append(KINDS[kind](values) if len(shape) == 2 or kind != "transposed" else values)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_launch, "launch", Launches(launch))
-        totals = one_launch.reduce_add_coalesced(inputs, CPU)
-        copied = one_launch.broadcast_coalesced(inputs[0], [CPU] * count, own=True)
-    assert_alike(totals, copies.reduce_add_coalesced(inputs, CPU, 2**30))
+        patch.setattr(transport, "launch", Launches(launch))
+        totals = KERNELS.reduce_add_coalesced(inputs, CPU)
+        copied = KERNELS.broadcast_coalesced(inputs[0], [CPU] * count, own=True)
+    assert_alike(totals, STAR.reduce_add_coalesced(inputs, CPU, 2**30))
     for tensors in copied:
         assert_alike(tensors, inputs[0] if tensors is copied[0] else [tensor.clone() for tensor in inputs[0]])
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu")
 def test_ten_thousand_tensors_of_16_slots(launches: Launches) -> None:
     random = torch.Generator().manual_seed(0)
     numels = torch.randint(0, 40, (10_000,), generator=random).tolist()
     flats = [torch.randn(sum(numels), generator=random) for _ in range(16)]
     inputs = [[*flat.split(numels)] for flat in flats]
-    totals = one_launch.reduce_add_coalesced(inputs, CPU)
-    copied = one_launch.broadcast_coalesced(inputs[0], [CPU] * 16, own=True)
+    totals = KERNELS.reduce_add_coalesced(inputs, CPU)
+    copied = KERNELS.broadcast_coalesced(inputs[0], [CPU] * 16, own=True)
     expected = flats[0].clone()
     for flat in flats[1:]:
         expected += flat

@@ -1,6 +1,6 @@
-"""What is compiled on first use: once, by one process, with words where it cannot be, and leaving nothing half-made.
+"""The extension is compiled once, by one process. Errors name the reason, and a failed build leaves no files.
 
-The sources here are three lines, so that it takes a second; compilers, ninja, locks and processes are real.
+The sources here are a few lines, so that compiling takes a second. Compilers, ninja, locks and processes are real.
 """
 
 import io
@@ -20,9 +20,9 @@ from torch.utils import cpp_extension
 
 from dataparallel.testing import SimulationUnavailable, ToolsMissing
 from dataparallel.testing.simulated import build
-from processes import Ahead, Job, environment, run_pytest
+from processes import environment
 
-# Their processes are their own: once is enough.
+# These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
 
 SOURCE = """
@@ -44,18 +44,13 @@ build.SOURCES = Path(sys.argv[1])
 print(build.load_extension().ANSWER)
 """
 
-# A compiler that tells when it begins, and goes on when it may.
+# A compiler that makes a file when it begins, and then waits for the file "go".
 PATIENT_COMPILER = """#!/bin/sh
 case " $* " in *" -c "*)
     touch "{0}/compiling.$$"
     while [ ! -e "{0}/go" ]; do sleep 0.05; done
 esac
 exec {1} "$@"
-"""
-
-REFUSING_COMPILER = """#!/bin/sh
-case " $* " in *" -c "*) echo "I refuse" >&2; exit 1; esac
-exec {} "$@"
 """
 
 
@@ -67,30 +62,20 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch) -> Path:
-    """Three lines of C++ in the place of the accelerators."""
+    """A few lines of C++ instead of the accelerators."""
     folder = tmp_path / "csrc"
     folder.mkdir()
     (folder / "module.cpp").write_text(SOURCE)
     monkeypatch.setattr(build, "SOURCES", folder)
-    monkeypatch.setattr(build, "_loaded", {})
-    # torch counts what a process compiles under one name; every test is a first time.
+    monkeypatch.setattr(build, "_loaded", {})  # as in a new process: one loads a library only once
+    # torch counts the builds of a process under one name; each test needs the first.
     monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", type(cpp_extension.JIT_EXTENSION_VERSIONER)())
     return folder
 
 
 @pytest.fixture
-def compiler() -> str:
-    """The C++ compiler, where there is one and all else that compiling needs."""
-    try:
-        build._check_tools()
-    except ToolsMissing as error:
-        pytest.skip(str(error))
-    return cpp_extension.get_cxx_compiler()
-
-
-@pytest.fixture
 def no_scripts(tmp_path, monkeypatch) -> None:
-    """Nothing lies beside Python."""
+    """The folder of Python's scripts is empty."""
     get_path = sysconfig.get_path
     monkeypatch.setattr(
         sysconfig, "get_path", lambda name: str(tmp_path / "none") if name == "scripts" else get_path(name)
@@ -178,7 +163,7 @@ def test_windows(monkeypatch):
 
 @pytest.fixture
 def ninja(tmp_path, monkeypatch) -> str:
-    """A ninja beside Python."""
+    """A ninja in the folder of Python's scripts."""
     path = tmp_path / "ninja"
     path.write_text("#!/bin/sh\n")
     path.chmod(0o755)
@@ -188,31 +173,27 @@ def ninja(tmp_path, monkeypatch) -> str:
 
 def test_a_ninja_beside_python_needs_no_path(ninja, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with build._path_with_ninja():
+    with build.path_with_ninja():
         assert shutil.which("ninja") == ninja
         assert os.environ["PATH"] == f"/nowhere:{Path(ninja).parent}"
     assert os.environ["PATH"] == "/nowhere"
-    with pytest.raises(ZeroDivisionError), build._path_with_ninja():
+    with pytest.raises(ZeroDivisionError), build.path_with_ninja():
         raise ZeroDivisionError
     assert os.environ["PATH"] == "/nowhere"
-
-
-@pytest.mark.parametrize(("before", "searched"), [(None, os.defpath.split(":")), ("", [])])
-def test_a_path_that_is_unset_or_empty_stays_so(ninja, monkeypatch, before, searched):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.delenv("PATH")
-    if before is not None:
-        monkeypatch.setenv("PATH", before)
-    with build._path_with_ninja():
-        assert os.environ["PATH"].split(":") == [*searched, str(Path(ninja).parent)]
-    assert os.environ.get("PATH") == before
 
 
 def test_a_ninja_on_path_leaves_path_alone(ninja, monkeypatch):
     path = str(Path(ninja).parent)
     monkeypatch.setenv("PATH", path)
-    with build._path_with_ninja():
+    with build.path_with_ninja():
         assert os.environ["PATH"] == path
+
+
+def test_a_compiler_that_cannot_tell_its_version(cache, sources, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(SimulationUnavailable, match=r"compiling the simulated accelerators failed: .*'false'"):
+        build.load_extension()
+    assert left_behind(cache) == set()
 
 
 def test_what_the_compiler_refuses_is_told_in_its_words(cache, sources, compiler):
@@ -233,7 +214,7 @@ def test_a_cache_that_cannot_be_made(cache, sources):
 
 
 def test_a_lock_that_cannot_be_opened(cache, sources):
-    (cache / build._fingerprint() / "lock").mkdir(parents=True)
+    build.library_path().with_name("lock").mkdir(parents=True)
     with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
         build.load_extension()
 
@@ -270,11 +251,11 @@ def test_a_second_try_in_one_process_succeeds(cache, sources, compiler):
     assert build.load_extension().ANSWER == 42
 
 
-def test_every_change_of_sources_torch_python_and_flags_is_another_build(sources, monkeypatch):
+def test_every_change_of_sources_torch_python_and_flags_is_another_build(cache, sources, monkeypatch):
     def changed(change: Callable[[], object]) -> bool:
-        before = build._fingerprint()
+        before = build.library_path()
         change()
-        return build._fingerprint() != before
+        return build.library_path() != before
 
     assert not changed(lambda: None)
     module, header = sources / "module.cpp", sources / "limits.h"
@@ -288,7 +269,7 @@ def test_every_change_of_sources_torch_python_and_flags_is_another_build(sources
 
 
 class Loading:
-    """A process that loads the extension; what it says is in a file."""
+    """A process that loads the extension and writes its output to a file."""
 
     def __init__(self, log: Path, *arguments: str, **changes: str) -> None:
         self.log = log
@@ -316,7 +297,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture
 def load(cache, sources, compiler, tmp_path):
-    """Starts processes whose compilers wait for the file ``go``."""
+    """A function that starts processes; their compilers wait for the file ``go``."""
     script = tmp_path / "patient-g++"
     script.write_text(PATIENT_COMPILER.format(tmp_path, compiler))
     script.chmod(0o755)
@@ -338,6 +319,7 @@ WAITING = "waiting for another process to compile"
 COMPILING = "compiling the simulated accelerators, once"
 
 
+@pytest.mark.long
 def test_of_two_processes_one_compiles(load, cache, tmp_path):
     both = [load(), load()]
     wait_until(lambda: list(tmp_path.glob("compiling.*")) and any(loading.says(WAITING) for loading in both))
@@ -349,6 +331,7 @@ def test_of_two_processes_one_compiles(load, cache, tmp_path):
     assert len(left_behind(cache)) == 1
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_while_it_compiles_leaves_no_lock(load, tmp_path):
     both = [load(), load()]
     wait_until(lambda: list(tmp_path.glob("compiling.*")) and any(loading.says(WAITING) for loading in both))
@@ -357,36 +340,3 @@ def test_a_process_that_is_killed_while_it_compiles_leaves_no_lock(load, tmp_pat
     wait_until(lambda: second.says(COMPILING))
     (tmp_path / "go").touch()
     assert second.answers()
-
-
-@pytest.fixture(scope="module")
-def processes(request, tmp_path_factory):
-    """Runs of a file of this suite on simulated devices; the compiler is a name, or the text of a script."""
-
-    def suite(compiler: str) -> Job:
-        folder = tmp_path_factory.mktemp("suite")
-        if compiler.startswith("#!"):
-            script = folder / "g++"
-            script.write_text(compiler)
-            script.chmod(0o755)
-            compiler = str(script)
-        file = Path(__file__).with_name("test_lists.py")
-        changes = {"TORCH_EXTENSIONS_DIR": str(folder / "cache"), "CXX": compiler}
-        return run_pytest(file.parents[1], "-q", "--devices=sim", str(file), **changes)
-
-    with Ahead(request, tmp_path_factory.mktemp("ahead"), suite) as ahead:
-        yield ahead
-
-
-@pytest.mark.ahead(REFUSING_COMPILER.format(cpp_extension.get_cxx_compiler()))
-def test_a_compiler_that_refuses_ends_the_suite_with_an_error(compiler, result):
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --devices=sim: compiling the simulated accelerators failed*"])
-    result.stderr.fnmatch_lines(["*I refuse*"])
-
-
-@pytest.mark.ahead("nonexistent-compiler")
-def test_without_a_compiler_the_suite_is_skipped_and_says_why(result):
-    assert result.ret == pytest.ExitCode.OK
-    result.stdout.fnmatch_lines(["*this machine lacks a C++ compiler*"])
-    assert result.parseoutcomes().keys() == {"skipped"}

@@ -1,4 +1,4 @@
-"""The simulated accelerators' clocks: what no event orders raises, in every run, and what one orders does not."""
+"""The clocks of simulated devices: accesses that nothing orders raise in every run, and ordered ones do not."""
 
 import pytest
 import torch
@@ -151,7 +151,7 @@ def test_two_reads_need_no_order(stream):
 
 
 def test_memory_belongs_to_the_stream_that_was_current_when_it_was_made(stream):
-    """The stream may still be busy with what had the memory before."""
+    """The stream may still be using the same memory for an earlier tensor."""
     before = torch.ones(3, device=ONE) * 2
     made = torch.empty(3, device=ONE)
     with torch.sim.stream(stream), pytest.raises(RuntimeError, match=r"^race: .*the allocation of that memory on"):

@@ -1,8 +1,8 @@
-"""Memory that one thread of a backward frees while another one takes memory from the same stream.
+"""Memory that one thread of a backward frees while another thread allocates from the same stream.
 
-The engine has a thread for each device. Where a node reads a gradient of another device on a stream that is not the one
-it was made on, its memory goes back to that one as soon as the node has run. The other device's thread may launch at
-any time, so the clocks must not depend on which of the two threads is faster.
+The engine has a thread for each device. A node may read a gradient of another device on a stream on which it was not
+allocated. As soon as the node has run, the memory returns to the stream on which it was. The other device's thread may
+launch at any time, so the result of the clocks must not depend on which thread is faster.
 """
 
 import threading
@@ -21,13 +21,13 @@ Order = tuple[threading.Event, threading.Event]
 
 @pytest.fixture
 def order() -> Order:
-    """Set when THERE's thread has taken memory, and when HERE's thread has freed the gradient."""
+    """Two events: THERE's thread has allocated memory; HERE's thread has freed the gradient."""
     return threading.Event(), threading.Event()
 
 
 @pytest.fixture
 def side() -> Iterator[torch.Stream]:
-    """The current stream of THERE, in this thread. The engine's thread for HERE is on the default one there."""
+    """The current stream of THERE in this thread. The engine's thread for HERE uses THERE's default stream."""
     stream, here = torch.Stream(THERE), torch.accelerator.current_device_index()
     with torch.sim.stream(stream):
         torch.accelerator.set_device_index(here)
@@ -39,7 +39,7 @@ def wait_for(event: threading.Event) -> None:
 
 
 class Fork(torch.autograd.Function):
-    """A tensor of HERE, there and on THERE. Backward, in HERE's thread, adds up on HERE."""
+    """Returns a tensor of HERE on HERE and on THERE. Its backward, in HERE's thread, adds both gradients on HERE."""
 
     @staticmethod
     def forward(ctx, x, side, guard, may_begin):
@@ -61,9 +61,9 @@ def loss_of(
     guard: Callable[[Tensor, torch.Stream], None] = lambda gradient, side: None,
     branch_is_last: bool = True,
 ) -> Tensor:
-    """A loss on THERE with two branches: through `Fork`, and one that stays there and takes memory in backward.
+    """A loss on THERE with two branches: one through `Fork`, and one that stays on THERE and allocates in backward.
 
-    The engine runs what was made last first. ``first``: what comes first where they could run at the same time.
+    The engine runs the nodes that were made last first. ``first`` says which branch goes first where both could run.
     """
     taken, freed = order
     at_once = threading.Event()
@@ -84,7 +84,7 @@ def loss_of(
     through_fork = on_there * 3
     if alone is None:
         alone = branch()
-    # HERE's own gradient is made before all else.
+    # The gradient on HERE itself is computed before all others.
     return torch.add(through_fork * 2, alone, alpha=3).sum() + on_here.sum().to(THERE)
 
 
@@ -97,13 +97,13 @@ def too_early():
 
 @pytest.mark.parametrize("first", ["taken", "freed"])
 def test_a_gradient_freed_while_its_devices_thread_takes_memory(side: torch.Stream, order: Order, first: str) -> None:
-    """Whichever thread is faster."""
+    """It raises whichever thread is faster."""
     with too_early():
         loss_of(side, order, first).backward()
-        # All later work is in order, which is too late for what the other branch may have been given.
+        # This orders later work only. The other branch may have been given the memory before.
         side.wait_stream(torch.sim.default_stream(THERE))
         torch.sim.check_clocks()
-    torch.sim.check_clocks()  # said once
+    torch.sim.check_clocks()  # reported once
     torch.sim.synchronize(THERE)
 
 
@@ -123,7 +123,7 @@ def test_a_gradient_that_is_freed_in_order(side: torch.Stream, order: Order, fir
 
 
 def test_what_a_thread_did_before_it_handed_the_gradient_over_is_no_hazard(side: torch.Stream, order: Order) -> None:
-    """In every run it has taken its memory by then."""
+    """In every run it has allocated before that."""
     loss_of(side, order, "taken", branch_is_last=False).backward()
     side.wait_stream(torch.sim.default_stream(THERE))
     torch.sim.check_clocks()

@@ -1,4 +1,4 @@
-"""Memory that goes back to its stream while another one may still use it."""
+"""Memory that returns to its stream while another stream may still use it."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_memory_freed_while_another_stream_uses_it(used_on_the_stream):
     result = used_on_the_stream()
     with too_early():
         torch.sim.check_clocks()
-    torch.sim.check_clocks()  # said once
+    torch.sim.check_clocks()  # reported once
     finish()
     assert result.tolist() == [2, 2, 2]
 
@@ -49,7 +49,7 @@ def test_memory_freed_too_early_raises_where_it_is_used_again(used_on_the_stream
     result = used_on_the_stream()
     with too_early():
         use_again(other)
-    use_again(other)  # said once
+    use_again(other)  # reported once
     finish()
     del result
 

@@ -1,8 +1,8 @@
-"""Plain autograd over several devices and side streams, ordered as torch's documentation asks, raises no alarm.
+"""Plain autograd over several devices and side streams raises nothing if it is ordered as torch's documentation asks.
 
-Sums are weighted: the backward of ``a + b`` gives both inputs the same gradient tensor, and torch's engine may add to
-it in place on one stream while an operator that it has run for the other input still reads it on another. The clocks
-say so, and are right: nothing orders the two.
+Sums are weighted, because the backward of ``a + b`` gives both inputs the same gradient tensor. torch's engine may add
+to it in place on one stream while an operator for the other input still reads it on another stream. The clocks report
+that, and they are right: nothing orders the two.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.devices("sim")
 
 DEVICES, STREAMS = 4, 3
 
-# What a node computes from two tensors of one device.
+# How a node computes its value from two tensors of one device.
 OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "add": lambda a, b: torch.add(a * 0.5, b, alpha=2),
     "matmul": torch.matmul,
@@ -41,7 +41,7 @@ nodes = st.lists(
 
 @pytest.fixture(scope="module")
 def streams() -> list[list[torch.Stream]]:
-    """For each device the default stream and some more."""
+    """For each device the default stream and others."""
     return [
         [torch.sim.default_stream(device), *(torch.Stream(torch.device("sim", device)) for _ in range(STREAMS - 1))]
         for device in range(DEVICES)
@@ -49,7 +49,7 @@ def streams() -> list[list[torch.Stream]]:
 
 
 def use(tensor: torch.Tensor, made_on: torch.Stream, used_on: torch.Stream, wait: bool = True) -> torch.Tensor:
-    """The tensor for ``used_on``: waited for, told to the allocator, and copied if it is on another device."""
+    """The tensor for use on ``used_on``, which waits for it: recorded there, or copied if it is on another device."""
     if made_on.device == used_on.device:
         if made_on != used_on:
             if wait:
@@ -61,7 +61,7 @@ def use(tensor: torch.Tensor, made_on: torch.Stream, used_on: torch.Stream, wait
 
 
 def run(graph: list, streams: list[list[torch.Stream]]) -> list[torch.Tensor]:
-    """Builds the graph, runs backward from everything in it, and reads every gradient on the default streams."""
+    """Builds the graph, runs backward from all its tensors, and reads all gradients on the default streams."""
     leaves = []
     made: list[tuple[torch.Tensor, torch.Stream]] = []
     for device in range(DEVICES):
@@ -80,12 +80,16 @@ def run(graph: list, streams: list[list[torch.Stream]]) -> list[torch.Tensor]:
     return [leaf.grad * 2 for leaf in leaves]
 
 
+def finish_all() -> None:
+    for index in range(DEVICES):
+        torch.sim.synchronize(index)
+
+
 @hypothesis.settings(max_examples=1_000)
 @hypothesis.given(graph=nodes)
 def test_no_false_alarm(streams, graph):
     gradients = run(graph, streams)
-    for index in range(DEVICES):
-        torch.sim.synchronize(index)
+    finish_all()
     torch.sim.check_clocks()
     assert all(gradient.isfinite().all() for gradient in gradients)
 
@@ -94,8 +98,7 @@ def test_no_false_alarm(streams, graph):
 @hypothesis.given(graph=nodes, device=st.integers(0, DEVICES - 1), numbers=st.permutations(range(STREAMS)))
 def test_after_any_such_graph_one_missing_wait_is_found(streams, graph, device, numbers):
     run(graph, streams)
-    for index in range(DEVICES):
-        torch.sim.synchronize(index)
+    finish_all()
     made_on, used_on = (streams[device][number] for number in numbers[:2])
     used_on.wait_stream(made_on)
     with torch.sim.stream(made_on):
@@ -104,5 +107,4 @@ def test_after_any_such_graph_one_missing_wait_is_found(streams, graph, device, 
         use(made, made_on, used_on, wait=False) + 1
     with torch.sim.stream(used_on):
         use(made, made_on, used_on) + 1
-    for index in range(DEVICES):
-        torch.sim.synchronize(index)
+    finish_all()

@@ -1,4 +1,4 @@
-"""Launches and copied bytes of simulated devices: each counted once, on its device, whoever launches it."""
+"""Launches and copied bytes of simulated devices: each is counted once, on its device, from all threads."""
 
 import threading
 from typing import ClassVar
@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from at_once import in_threads
 from like_the_cpu import DEVICE as ONE
 from like_the_cpu import OTHER as TWO
 from like_the_cpu import launches_of
@@ -163,7 +164,7 @@ def test_clocks_do_not_matter():
 
 
 class Doubled(torch.autograd.Function):
-    """Runs one operator in backward, and notes the thread."""
+    """Runs one operator in backward, and keeps the thread's number."""
 
     threads: ClassVar[list[int]] = []
 
@@ -187,26 +188,6 @@ def test_launches_of_backwards_threads_count():
     assert len({*Doubled.threads, threading.get_ident()}) == 3, "each device has a thread of its own"
     assert (counts.launches[1], counts.launches[2]) == (1, 2), "two products, and the copy that TWO sends"
     assert counts.copied == {(2, 1): 12}
-
-
-def in_threads(count, work):
-    """Runs `work(index, barrier)` in as many threads, and raises what one of them raises."""
-    barrier, errors = threading.Barrier(count), []
-
-    def run(index):
-        try:
-            work(index, barrier)
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.usefixtures("one_intra_op_thread")

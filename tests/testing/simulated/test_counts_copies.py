@@ -1,4 +1,4 @@
-"""Copied bytes of simulated devices: of every copy, its target's, from the one place to the other."""
+"""Copied bytes of simulated devices: each copy counts the bytes of its target, from one place to the other."""
 
 import pytest
 import torch

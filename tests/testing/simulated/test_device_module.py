@@ -1,4 +1,4 @@
-"""``torch.sim`` means what ``torch.cuda`` means: code that is ported by changing the name finds what it asks for."""
+"""``torch.sim`` has the names of ``torch.cuda``, so code can be ported by changing the name."""
 
 import pytest
 import torch

@@ -107,7 +107,7 @@ dist.destroy_process_group()
 
 
 def run_pair(script: str, folder: Path) -> None:
-    """Runs it as rank 0 and rank 1, which both have to end well."""
+    """Runs the script as rank 0 and as rank 1. Fails if either fails."""
     arguments = [sys.executable, "-c", PREAMBLE + script, str(folder / "rendezvous")]
     second = subprocess.Popen([*arguments, "1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -121,5 +121,6 @@ def run_pair(script: str, folder: Path) -> None:
     assert second.returncode == 0, output
 
 
+@pytest.mark.long
 def test_collectives_and_distributed_data_parallel(tmp_path: Path) -> None:
     run_pair(COLLECTIVES + DATA_PARALLEL, tmp_path)

@@ -1,4 +1,4 @@
-"""Memory of simulated devices: counted to the byte, limited if wanted, and back where it was after training."""
+"""Memory of simulated devices: counted to the byte, limited on request, and given back after training."""
 
 import gc
 import time
@@ -20,22 +20,8 @@ def fresh():
     gc.collect()
 
 
-@pytest.fixture
-def capacity():
-    """A function that limits a device; the limit ends with the test."""
-    limited = []
-
-    def limit(size, device):
-        limited.append(device)
-        torch.sim.set_memory_capacity(size, device)
-
-    yield limit
-    for device in limited:
-        torch.sim.set_memory_capacity(None, device)
-
-
 def settles_at(growths, expected):
-    """Whether the bytes come to be these: a thread of the engine may be a moment late to drop its part of a graph."""
+    """True once the bytes are these, within a second: a thread of the engine may free its part of a graph late."""
     for _ in range(100):
         if [growth.now for growth in growths] == expected:
             return True
@@ -156,7 +142,7 @@ def test_a_capacity_is_a_number_of_bytes(wrong, error):
 
 @pytest.fixture
 def distinct(request):
-    """As many devices as the parameter says, whatever the arrangement of slots in this run."""
+    """The first devices, as many as the parameter says, whatever the arrangement of slots in this run."""
     return [torch.device("sim", index) for index in range(request.param)]
 
 
@@ -193,6 +179,7 @@ def test_a_replica_without_memory_raises_and_the_next_smaller_batch_works(distin
     torch.testing.assert_close(model.layer.weight.grad, expected.module.layer.weight.grad)
 
 
+@pytest.mark.long
 @on_distinct(8)
 @pytest.mark.usefixtures("one_intra_op_thread")
 def test_a_thousand_steps_leave_no_byte_on_any_device(distinct):
@@ -226,13 +213,13 @@ def test_a_thousand_steps_leave_no_byte_on_any_device(distinct):
 def test_replica_0_costs_nothing_and_each_other_one_copy_of_parameters_and_buffers(distinct, recorded):
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)).to(distinct[0])
     copy = nbytes([*model.parameters(), *model.buffers()])
-    replicate(model, distinct)  # nothing of a first time is left to do
+    replicate(model, distinct)  # so that the first time is over
     gc.collect()
     growths = [Growth(slot) for slot in distinct]
     with torch.set_grad_enabled(recorded):
         replicas = replicate(model, distinct)
     assert [growth.now for growth in growths] == [0] + [copy] * (len(distinct) - 1)
-    # The flat buckets that travel from the root, one for each dtype.
+    # The flat buckets that the root sends, one for each dtype.
     assert growths[0].peak <= copy
     assert [growth.peak for growth in growths[1:]] == [copy] * (len(distinct) - 1)
     del replicas
@@ -241,7 +228,7 @@ def test_replica_0_costs_nothing_and_each_other_one_copy_of_parameters_and_buffe
 
 def peaks_of_a_step(call, model, x, devices):
     """Peak bytes on each device in a training step that begins and ends without gradients."""
-    for _ in range(2):  # in the first one there may be things done once
+    for _ in range(2):  # the first one may allocate what later ones use again
         gc.collect()
         growths = [Growth(device) for device in devices]
         call(x).sum().backward()
@@ -254,13 +241,13 @@ def peaks_of_a_step(call, model, x, devices):
 
 @on_distinct(2, 3, 8)
 def test_a_step_costs_each_other_device_one_copy_of_parameters_and_gradients(distinct):
-    """The layers are wide, so that activations are gone when the last gradients are there."""
+    """The layers are wide, so that activations are freed before the last gradients exist."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(distinct[0])
     parameters = nbytes(model.parameters())
     x = torch.ones(2 * len(distinct), 64)
     peaks = peaks_of_a_step(DataParallel(model, distinct), model, x, distinct)
     assert peaks[1:] == [2 * parameters] * (len(distinct) - 1)
-    # The gradients, flat, and those that arrive from one other slot; of the parameters there is no second copy.
+    # The gradients, the flat bucket, and the gradients of one other slot; there is no second copy of the parameters.
     assert peaks[0] < 3.01 * parameters
 
 

@@ -1,10 +1,9 @@
-"""Every module of torch on a simulated device is the module on the CPU: outputs, gradients, buffers.
+"""Every module of torch computes on a simulated device what it computes on the CPU: outputs, gradients, buffers.
 
-The modules and their inputs are those of torch's own tests (``module_db``), all of them, with every input that torch
-has for them (of a loss with hundreds, all combinations of its options, every so-many-th), in training and, where that
-differs, in evaluation. A module is made on the CPU and copied to the device; both are seeded alike before they run, and
-then draw the same random numbers.
-There is no exception.
+The modules and their inputs are those of torch's own tests (``module_db``), without exception. They run in training
+and, where that differs, in evaluation. Of a module with hundreds of inputs (losses have all combinations of their
+options) every n-th runs. A module is made on the CPU and copied to the device. Both get the same seed before they run,
+and so draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -20,15 +19,21 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from like_the_cpu import DEVICE, to_cpu
+from selection import others_long
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 common_modules = pytest.importorskip("torch.testing._internal.common_modules")
-# That import forbids the whole process, other tests included, to set flags of torch.backends: it is allowed again.
+# That import forbids the whole process to set flags of torch.backends. Other tests set them, so allow it again.
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 pytestmark = pytest.mark.devices("sim")
 
-MANY = 200  # inputs of one module, which are enough
+MANY = 200  # inputs of one module are enough
+# Modules that most models are made of, one for each way to compute.
+SHORT = {
+    nn.BatchNorm2d, nn.Conv2d, nn.CrossEntropyLoss, nn.Dropout, nn.Embedding, nn.GELU, nn.LSTM, nn.LayerNorm, nn.Linear,
+    nn.MaxPool2d, nn.MultiheadAttention, nn.TransformerEncoderLayer,
+}  # fmt: skip
 
 
 def is_leaf(value: object) -> bool:
@@ -36,12 +41,12 @@ def is_leaf(value: object) -> bool:
 
 
 def fresh_leaves(value: Any, device: torch.device | str) -> Any:
-    """The same numbers in new tensors on the device, whose gradients are their own."""
+    """The same numbers in new leaf tensors on the device."""
 
     def fresh(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.detach().clone().to(device).requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, PackedSequence):  # its batch sizes stay on the CPU
+        if isinstance(leaf, PackedSequence):  # its batch sizes must be on the CPU
             return leaf._replace(data=fresh(leaf.data))
         return leaf
 
@@ -54,7 +59,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def run(module: nn.Module, args: Any, kwargs: Any, device: torch.device | str) -> dict[str, Any]:
-    """What a forward and a backward of the module leave behind."""
+    """Runs forward and backward, and returns outputs, gradients, parameters and buffers."""
     args, kwargs = fresh_leaves((args, kwargs), device)
     torch.manual_seed(3)
     outputs = tensors(module(*args, **kwargs))
@@ -77,14 +82,14 @@ def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any], dtype: torch.
             tree_map(to_cpu, on_device[part]),
             tree_map(to_cpu, on_cpu[part]),
             equal_nan=True,
-            # In float32 the CPU itself differs so much with what else runs: it sums in another order.
+            # In float32 the CPU's own results differ as much from run to run, because it sums in another order.
             **({"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}),
             msg=lambda message, part=part: f"{part}: {message}",
         )
 
 
 def samples(info: Any, dtype: torch.dtype, training: bool) -> Iterator[tuple[nn.Module, nn.Module, Any, Any]]:
-    """For the inputs that torch has for the module: a new one on the CPU, one on the device, the arguments."""
+    """For each input: a new module on the CPU, its copy on the device, and the arguments."""
     torch.manual_seed(1)
     inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
     inputs = [sample for sample in inputs if sample.forward_input is not None]
@@ -101,10 +106,13 @@ def samples(info: Any, dtype: torch.dtype, training: bool) -> Iterator[tuple[nn.
 
 def every_module(test: Callable[..., None]) -> Callable[..., None]:
     infos = sorted(common_modules.module_db, key=lambda info: info.name)
-    return pytest.mark.parametrize("info", infos, ids=[info.formatted_name for info in infos])(test)
+    short = [info for info in infos if info.module_cls in SHORT]
+    return pytest.mark.parametrize("info", others_long(infos, short), ids=[info.formatted_name for info in infos])(test)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype", others_long([torch.float32, torch.float64], [torch.float32]), ids=["float32", "float64"]
+)
 @every_module
 def test_a_module_on_a_device_is_the_module_on_the_cpu(info: Any, dtype: torch.dtype) -> None:
     if dtype not in info.supported_dtypes("cpu"):

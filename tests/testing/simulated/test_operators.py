@@ -1,4 +1,4 @@
-"""Layers, attention and optimizers on a simulated device do what they do on the CPU, gradients included."""
+"""Layers, attention and optimizers compute on a simulated device what they compute on the CPU, with gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers of a simulated device: those of the CPU with the same seed, one generator for each device."""
+"""Each simulated device has a generator, which draws the numbers that the CPU draws from the same seed."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What operators make on simulated devices: whose it is, who shares it, and that every byte of it counts."""
+"""Results of operators on simulated devices: which device owns them, what shares memory, and every byte counts."""
 
 import gc
-import threading
 
 import pytest
 import torch
 
+from at_once import in_threads
 from like_the_cpu import DEVICE as ONE
 from memory import Growth
 
@@ -22,7 +22,7 @@ def growth():
 
 @pytest.fixture
 def define():
-    """A function that defines operators of the CPU, `results_test::NAME`, until the test ends or it is called again."""
+    """A function that defines a CPU operator `results_test::NAME`, until the test ends or it is called again."""
     made = []
 
     def define(schema, kernel):
@@ -86,7 +86,7 @@ def test_what_an_operator_keeps_of_its_result_stays_the_cpus(define, growth, kee
     assert growth.now == BYTES
     del result
     assert growth.now == 0
-    assert len(kept[0].tolist()) > 0  # it is still there
+    assert len(kept[0].tolist()) > 0  # its memory is still there
 
 
 def overwrite(x, y):
@@ -129,38 +129,26 @@ def test_an_out_argument_that_is_itself_a_result_may_get_other_memory(growth):
     assert out.sum().item() == 2 * 1024
 
 
-def test_one_that_finds_no_memory_stays_what_it_was(growth):
+def test_one_that_finds_no_memory_stays_what_it_was(growth, capacity):
     x = numbers()
     out = x[:1] + 1
-    torch.sim.set_memory_capacity(torch.sim.memory_allocated(ONE) + BYTES - 1, ONE)
-    try:
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.add(x, 1, out=out)
-        with pytest.raises(torch.OutOfMemoryError):
-            x + 1
-    finally:
-        torch.sim.set_memory_capacity(None, ONE)
+    capacity(torch.sim.memory_allocated(ONE) + BYTES - 1, ONE)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.add(x, 1, out=out)
+    with pytest.raises(torch.OutOfMemoryError):
+        x + 1
     assert growth.now == BYTES + 4
     assert out.tolist() == [2]
     assert x.sum().item() == 1024
 
 
-def in_threads(count, work):
-    threads = [threading.Thread(target=work) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def test_threads_that_make_and_drop_memory_at_once_leave_none_and_the_peak_has_seen_all(growth):
-    everybody = threading.Barrier(4)
     before = torch.sim.memory_allocated(ONE)
     torch.sim.reset_peak_memory_stats(ONE)
 
-    def work():
+    def work(index, barrier):
         held = numbers()
-        everybody.wait()
+        barrier.wait()
         for _ in range(200):
             held + 1
         del held
@@ -170,34 +158,29 @@ def test_threads_that_make_and_drop_memory_at_once_leave_none_and_the_peak_has_s
     assert 4 * BYTES <= torch.sim.max_memory_allocated(ONE) - before <= 8 * BYTES
 
 
-def test_threads_share_a_capacity_to_the_byte(growth):
+def test_threads_share_a_capacity_to_the_byte(growth, capacity):
     held, refused = [], []
-    everybody = threading.Barrier(8)
-    torch.sim.set_memory_capacity(torch.sim.memory_allocated(ONE) + 3 * BYTES, ONE)
+    capacity(torch.sim.memory_allocated(ONE) + 3 * BYTES, ONE)
 
-    def work():
-        everybody.wait()
+    def work(index, barrier):
+        barrier.wait()
         try:
             held.append(torch.empty(1024, device=ONE))
         except torch.OutOfMemoryError:
             refused.append(True)
 
-    try:
-        in_threads(8, work)
-    finally:
-        torch.sim.set_memory_capacity(None, ONE)
+    in_threads(8, work)
     assert len(held) == 3
     assert len(refused) == 5
     assert growth.now == 3 * BYTES
 
 
 def test_operators_called_for_the_first_time_by_two_threads_at_once_are_right():
-    everybody = threading.Barrier(2)
     results = []
 
-    def work():
+    def work(index, barrier):
         x = numbers()
-        everybody.wait()
+        barrier.wait()
         results.append(torch.special.bessel_y1(x).cpu())
 
     in_threads(2, work)

@@ -1,4 +1,4 @@
-"""The whole zoo on slots that are not simply the first devices in their order."""
+"""The models of ``testing.models`` on slots other than the first devices in their order."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from dataparallel.testing import parity
 from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES
+from selection import others_long
 
 pytestmark = [
     pytest.mark.devices("sim"),
@@ -21,9 +22,10 @@ ARRANGEMENTS = {
     "not from 0": [3, 5],
     "all on one that is not the first": [2, 2, 2],
 }
+SHORT = [ARRANGEMENTS["one device shared by some"]]
 
 
-@pytest.mark.parametrize("indices", ARRANGEMENTS.values(), ids=ARRANGEMENTS)
+@pytest.mark.parametrize("indices", others_long(ARRANGEMENTS.values(), SHORT), ids=ARRANGEMENTS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_step_equals_one_device(case: Case, indices: list[int]) -> None:
     slots = [torch.device("sim", index) for index in indices]

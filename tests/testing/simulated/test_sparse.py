@@ -1,4 +1,4 @@
-"""Sparse tensors on a simulated device: COO, CSR and relatives, sparse gradients."""
+"""Sparse tensors on a simulated device: COO, the compressed layouts, sparse gradients."""
 
 from __future__ import annotations
 

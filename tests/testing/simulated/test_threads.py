@@ -1,4 +1,4 @@
-"""What a host thread has waited for goes along to the threads that it starts, ends or works for; nothing else does."""
+"""The clocks carry what a host thread has waited for to threads that it starts or that join it, and to no others."""
 
 import threading
 
@@ -41,7 +41,7 @@ def test_what_a_thread_has_waited_for_is_known_to_the_one_that_joins_it(stream):
 
 
 def test_what_another_thread_has_waited_for_is_not_known(stream):
-    """Whether the wait came first is a matter of luck."""
+    """The wait came first only by luck."""
     started, done = threading.Event(), threading.Event()
 
     def wait():
@@ -84,7 +84,7 @@ def test_a_thread_does_not_know_what_its_parent_waits_for_after_the_start(stream
         except RuntimeError as error:
             errors.append(str(error))
 
-    threading.setprofile(lambda *_: waited.wait())  # the thread has started, but not begun
+    threading.setprofile(lambda *_: waited.wait())  # the thread has started, but does not run yet
     try:
         thread = threading.Thread(target=read)
         thread.start()

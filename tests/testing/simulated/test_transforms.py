@@ -1,4 +1,4 @@
-"""What torch does around operators works on a simulated device: autocast, checkpoints, function transforms, tracing."""
+"""Autocast, checkpoints, function transforms and tracing work on a simulated device."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_vmap_over_random_numbers_and_modules() -> None:
     parameters, buffers = torch.func.stack_module_state(models)
     x = numbers(4, 3).to(DEVICE)
     outputs = torch.vmap(lambda p, b: torch.func.functional_call(models[0], (p, b), (x,)))(parameters, buffers)
-    # Other kernels than those of one module alone: they may differ in the last bit.
+    # vmap uses other kernels, so the last bit may differ.
     torch.testing.assert_close(outputs[1].detach(), models[1](x).detach(), rtol=0, atol=1e-12)
     drawn = torch.vmap(lambda x: x + torch.randn(3, dtype=x.dtype, device=DEVICE), randomness="different")(x)
     assert (drawn.device, drawn.shape) == (DEVICE, (4, 3))

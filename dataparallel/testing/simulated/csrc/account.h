@@ -1,4 +1,4 @@
-// How many bytes of a simulated device are in use.
+// Counts the bytes in use on a simulated device, and holds its capacity.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -9,12 +9,18 @@
 #include <limits>
 #include <optional>
 
-#include "memory.h"
+namespace simulated {
 
-namespace simulated::memory {
+struct MemoryStats {
+  size_t allocated = 0;
+  size_t peak = 0;
+  std::optional<size_t> capacity;
+};
 
-// Bytes of one device. Every call takes and gives some, on any thread, so there is no lock; all orders are the strict
-// ones, and who reads sees each number at some moment of the call.
+namespace memory {
+
+// The bytes of one device. Every operator takes and gives back bytes, on any thread, so the counts are atomic and there
+// is no lock. All accesses are sequentially consistent. A reader sees each number as it was at some moment of its call.
 class alignas(64) Account {
  public:
   void take(c10::DeviceIndex device, size_t bytes) {
@@ -34,7 +40,7 @@ class alignas(64) Account {
   void set_capacity(std::optional<size_t> bytes) {
     capacity_ = bytes.value_or(kUnlimited);
   }
-  // Who takes at the same time raises it after this or is seen here.
+  // A concurrent take() is either included in allocated_ here, or raises the peak after this.
   void reset_peak() {
     peak_ = 0;
     raise_peak(allocated_);
@@ -42,7 +48,7 @@ class alignas(64) Account {
   MemoryStats stats() const {
     MemoryStats now;
     now.allocated = allocated_;
-    now.peak = std::max<size_t>(peak_, now.allocated); // it is raised a moment later
+    now.peak = std::max<size_t>(peak_, now.allocated); // take() raises the peak a moment after the count
     if (const size_t most = capacity_; most != kUnlimited) {
       now.capacity = most;
     }
@@ -63,4 +69,5 @@ class alignas(64) Account {
   std::atomic<size_t> capacity_{kUnlimited};
 };
 
-} // namespace simulated::memory
+} // namespace memory
+} // namespace simulated

@@ -4,7 +4,7 @@
 
 namespace simulated {
 
-// torch's macros name its types and operators unqualified.
+// torch's macros use the names of these namespaces unqualified.
 using namespace at;
 using namespace at::autocast;
 

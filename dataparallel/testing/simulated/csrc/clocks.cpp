@@ -1,7 +1,6 @@
 #include "clocks.h"
 
 #include <c10/util/Exception.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <array>
@@ -10,13 +9,15 @@
 #include <mutex>
 
 #include "limits.h"
+#include "process_state.h"
 #include "races.h"
 
 namespace simulated::clocks {
 namespace {
 
 struct State : Streams {
-  std::mutex mutex; // guards this, every Tracked and every Knowledge; nothing of torch or Python is called with it held
+  // Guards this object, every Tracked and every Knowledge. Nothing of torch or Python is called while it is held.
+  std::mutex mutex;
   std::array<std::array<int32_t, kStreams>, kCeiling> numbers;
 
   State() {
@@ -26,24 +27,11 @@ struct State : Streams {
   }
 };
 
-State& state();
-
-// A forked child has the mutex as it was: of all threads only the one that forks may hold it then.
-void keep_whole_over_fork() {
-  pthread_atfork([] { state().mutex.lock(); }, [] { state().mutex.unlock(); }, [] { state().mutex.unlock(); });
-}
-
-// Never destroyed: memory is freed by engine threads until the very end.
 State& state() {
-  static State* the = [] {
-    keep_whole_over_fork();
-    return new State();
-  }();
-  return *the;
+  return process_state<State>();
 }
 
 std::atomic<bool> is_enabled{true};
-std::atomic<bool> stacks{false};
 std::atomic<std::string (*)()> stack_reader{nullptr};
 std::atomic<int (*)()> backward_reader{nullptr};
 thread_local std::shared_ptr<Knowledge> own_knowledge;
@@ -53,7 +41,7 @@ Knowledge& here() {
   if (auto* shared = dynamic_cast<Knowledge*>(c10::ThreadLocalDebugInfo::get(kKind))) {
     return *shared;
   }
-  // Under torch's own entries; on top of one it would be in the way when that is taken off.
+  // Only below torch's own entries: torch removes its entry from the top, where this one must not be.
   if (!c10::ThreadLocalDebugInfo::current()) {
     auto made = std::make_shared<Knowledge>();
     c10::ThreadLocalDebugInfo::_push(kKind, made);
@@ -65,7 +53,7 @@ Knowledge& here() {
   return *own_knowledge;
 }
 
-// Before the mutex is taken: a message is long in the making.
+// Call it before the mutex is taken: an error message takes long to build.
 void check_stream(c10::Stream stream) {
   TORCH_CHECK(stream.device_type() == c10::kPrivateUse1 && stream.id() >= 0 &&
                   stream.id() < static_cast<c10::StreamId>(kStreams),
@@ -100,11 +88,7 @@ void enable(bool on) {
 }
 
 void keep_stacks(bool on) {
-  stacks = on;
-}
-
-bool stacks_kept() {
-  return stacks;
+  state().keeps_stacks = on;
 }
 
 void set_stack_reader(std::string (*reader)()) {
@@ -120,12 +104,12 @@ Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> to
   if (!enabled() && !joined) {
     return {};
   }
+  auto& s = state();
   auto record = std::make_shared<Launch>();
   record->op = op;
-  if (enabled() && stacks && stack_reader) {
-    record->stack = (*stack_reader)(); // takes the GIL, so not with the mutex held
+  if (enabled() && s.keeps_stacks && stack_reader) {
+    record->stack = (*stack_reader)(); // takes the GIL, so the mutex must not be held here
   }
-  auto& s = state();
   std::string problem;
   Ticket ticket;
   {
@@ -139,7 +123,7 @@ Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> to
       ticket.access = {number, clock.tick(number), std::move(record), nullptr};
       problem = races::touch_all(s, clock, op, touches, ticket.access);
     }
-    // Also while the clocks are off: as with events, the order is needed when they are on again.
+    // Also while the clocks are off, as with events: the order is needed when they are on again.
     s.clocks[other].join(clock);
   }
   if (!problem.empty()) {
@@ -181,7 +165,7 @@ void allocated(Tracked& block, size_t bytes, c10::Stream home) {
   std::lock_guard<std::mutex> lock(s.mutex);
   const auto number = number_of(s, home);
   block.home = number;
-  // The memory may have been used by what the stream has launched so far, so only what comes after it may write there.
+  // Earlier launches of the stream may have used the memory, so every access must be ordered after all of them.
   block.history.start_with(bytes, {number, s.clocks[number][number], nullptr, nullptr});
   races::took(s, number, s.clocks[number][number], worker);
   if (s.has_debts && races::pending(s, number, here().clock)) {
@@ -197,7 +181,7 @@ void freed(Tracked& block, c10::Stream node) {
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const auto& known = here().clock;
-  const auto& of_node = s.clocks[number_of(s, node)]; // may move the clocks
+  const auto& of_node = s.clocks[number_of(s, node)]; // may reallocate s.clocks, so it comes before `home`
   const auto& home = s.clocks[*block.home];
   for (const auto& [begin, segment] : block.history.segments()) {
     const Span span{begin, segment.end};
@@ -242,7 +226,7 @@ void wait(c10::Stream stream, const Event& event) {
   check_stream(stream);
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  const auto number = number_of(s, stream); // may move the clocks
+  const auto number = number_of(s, stream); // may reallocate s.clocks
   s.clocks[number].join(event.clock);
 }
 

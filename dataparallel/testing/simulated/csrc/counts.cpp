@@ -8,9 +8,9 @@
 namespace simulated::counts {
 namespace {
 
-constexpr size_t kPlaces = kCeiling + 1; // the host is the first
+constexpr size_t kPlaces = kCeiling + 1; // the first is the host
 
-// Sums of independent events: no thread reads anything else because of one, so no order is needed.
+// A count of independent events. No thread decides by it whether other data is ready, so it needs no memory order.
 struct alignas(64) Count {
   std::atomic<uint64_t> value{0};
   void add(uint64_t more) {

@@ -1,7 +1,7 @@
-// How many launches each simulated device has seen, and how many bytes have been copied from which device to which.
+// Counts the launches on each simulated device, and the bytes that are copied between devices and the host.
 //
-// They always count, for the whole process, and never go back: who wants to know about a part of a program takes the
-// difference of two readings. Who calls decides what a launch is: on_cpu.cpp, kernels.cpp, memory.cpp.
+// The counts are those of the whole process, and only grow. The difference of two readings is the count of what ran in
+// between. The callers decide what a launch is: on_cpu.cpp, kernels.cpp and memory.cpp.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -14,16 +14,16 @@ namespace simulated::counts {
 
 constexpr c10::DeviceIndex kHost = -1;
 
-// Called when the work is done, so that one that raises is none.
+// Called when the work is done, so that an operator that raises does not count.
 void launched(c10::DeviceIndex device);
-// Between different places; within one nothing is counted.
+// A copy within one place does not count.
 void copied(c10::DeviceIndex from, c10::DeviceIndex to, uint64_t bytes);
 
 struct Counts {
-  std::vector<uint64_t> launches; // of every device that there may ever be
-  std::vector<std::tuple<c10::DeviceIndex, c10::DeviceIndex, uint64_t>> copied; // from, to, bytes: where any were
+  std::vector<uint64_t> launches; // by device, for all kCeiling
+  std::vector<std::tuple<c10::DeviceIndex, c10::DeviceIndex, uint64_t>> copied; // from, to, bytes: only pairs with any
 };
-// Complete as to what is ordered before it on the host, by a join for example.
+// Includes everything that the host orders before this call, for example by joining a thread.
 Counts read();
 
 } // namespace simulated::counts

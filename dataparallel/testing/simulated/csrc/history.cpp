@@ -1,8 +1,8 @@
+#include "history.h"
+
 #include <algorithm>
 #include <iterator>
 #include <utility>
-
-#include "clocks.h"
 
 namespace simulated {
 
@@ -40,7 +40,7 @@ void History::start_with(size_t bytes, Access write) {
   segments_.emplace(0, Segment{bytes, std::move(write), {}});
 }
 
-// The first segment that begins at or after `position`, after cutting the one that contains it.
+// Splits the segment that contains `position`, and returns the first one that begins there or later.
 History::Segments::iterator History::cut_at(size_t position) {
   auto next = segments_.lower_bound(position);
   if (next != segments_.begin()) {
@@ -54,10 +54,8 @@ History::Segments::iterator History::cut_at(size_t position) {
 }
 
 std::pair<History::Segments::iterator, History::Segments::iterator> History::within(Span span) {
-  auto first = cut_at(span.begin);
+  const auto first = cut_at(span.begin);
   const auto last = cut_at(span.end);
-  // A cut at the end may have come before `first`, where nothing had been accessed.
-  first = segments_.lower_bound(span.begin);
   auto position = span.begin;
   for (auto segment = first; position < span.end;) {
     if (segment != last && segment->first == position) {

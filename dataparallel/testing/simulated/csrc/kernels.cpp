@@ -1,10 +1,8 @@
-// The operators of the simulated devices: a few of their own, where memory is made, moved or viewed, and the CPU's for
-// everything else.
+// The operators that simulated devices implement themselves: those that allocate, copy or view memory, and those that
+// torch requires of this kind of backend. For all others registered.cpp registers the CPU's.
 #include <ATen/core/Tensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
-#include <ATen/native/transformers/attention.h>
-#include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/bernoulli.h>
@@ -16,7 +14,7 @@
 #include <torch/library.h>
 
 #include "counts.h"
-#include "devices.h"
+#include "current.h"
 #include "memory.h"
 #include "on_cpu.h"
 
@@ -28,29 +26,6 @@ using OptTensor = std::optional<Tensor>;
 
 c10::OperatorHandle handle(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-}
-
-// ---- everything else
-
-class OnCpu final : public c10::OperatorKernel {
- public:
-  explicit OnCpu(c10::OperatorHandle op) : plan_(std::move(op)) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    run_on_cpu(plan_, stack, op.operator_name());
-  }
-
- private:
-  const OperatorPlan plan_;
-};
-
-torch::CppFunction on_cpu(c10::OperatorHandle op) {
-  return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<OnCpu>(std::move(op)));
-}
-
-// What others define when the extension has been loaded. It may go away again, and another come in its place, so nothing
-// of it is kept.
-void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  run_on_cpu(OperatorPlan(op), stack, op.operator_name());
 }
 
 // ---- memory
@@ -83,7 +58,7 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::
                                            c10::dtype_or_default(dtype));
 }
 
-// Zeros without memory: what forward derivatives take for those of constants.
+// Zeros without memory. Forward-mode autograd uses them as the derivatives of constants.
 Tensor efficient_zeros(c10::SymIntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
                        std::optional<c10::Device> device, std::optional<bool>) {
   at::native::ZeroTensorAllocator none(device_or_current(device));
@@ -92,11 +67,11 @@ Tensor efficient_zeros(c10::SymIntArrayRef size, std::optional<c10::ScalarType> 
                                    std::nullopt);
 }
 
-// Memory first, then the shape: a tensor whose device is full stays what it was.
+// The memory grows before the shape changes, so that a tensor stays as it was if its device is full.
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
-  if (impl->sizes() != sizes) { // as on the CPU, the strides stay where the shape does
+  if (impl->sizes() != sizes) { // as on the CPU, the strides stay if the shape does
     if (c10::multiply_integers(sizes) > 0) {
       const auto bytes = at::detail::computeStorageNbytesContiguous(
           sizes, impl->dtype().itemsize(), static_cast<size_t>(impl->storage_offset()));
@@ -124,7 +99,7 @@ Tensor& set_storage_at(Tensor& self, at::Storage source, c10::SymInt offset, c10
     const auto bytes = at::detail::computeStorageNbytes(sizes, strides, item, static_cast<size_t>(begin));
     memory::grow(*source.unsafeGetStorageImpl(), bytes);
   }
-  at::native::checkSetStorage<int64_t>(self, std::move(source), begin, sizes, strides); // and sets it
+  at::native::checkSetStorage<int64_t>(self, std::move(source), begin, sizes, strides); // also sets the storage
   self.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, begin);
   return self;
 }
@@ -166,7 +141,8 @@ Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntAr
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
-// Whether `tensor.data = other` may be said. `Module.to` asks, and keeps its parameters, with all ties, if so.
+// True if `self.data = from` is allowed. Then `Module.to` keeps its parameter objects, and so parameters that are tied
+// stay tied.
 bool may_become(const Tensor& self, const Tensor& from) {
   auto ours = [](const Tensor& t) {
     return t.layout() == c10::kStrided && (t.is_cpu() || t.device().type() == c10::kPrivateUse1);
@@ -180,9 +156,9 @@ bool is_simulated(const Tensor& tensor) {
   return tensor.device().type() == c10::kPrivateUse1;
 }
 
-// Copies between devices are ordered against both current streams, as torch's CUDA copies are. Copies from and to the
-// host block unless `non_blocking` was said and the host memory is pinned; pageable memory that is sent
-// `non_blocking` is staged, so it does not block, and pageable memory that is written always does.
+// A copy between devices is ordered with the current streams of both, as torch's CUDA copies are. A copy from the host
+// blocks unless `non_blocking` is true; pageable memory is then staged. A copy to the host blocks unless `non_blocking`
+// is true and the host memory is pinned.
 Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   const auto at = is_simulated(to) ? current_stream(to.device()) : current_stream(self.device());
   const auto launched_on = is_simulated(self) ? current_stream(self.device()) : at;
@@ -200,7 +176,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
     target.copy_(source);
   }
   if (to.numel() > 0) {
-    // One launch and the target's bytes, whatever the layouts: torch converts and packs before it sends.
+    // One launch and the target's bytes, whatever the layouts, because torch converts and packs before it sends.
     const auto place = [](const Tensor& tensor) {
       return is_simulated(tensor) ? tensor.device().index() : counts::kHost;
     };
@@ -232,7 +208,7 @@ c10::Scalar local_scalar_dense(const Tensor& self) {
   return cpu_alias(self).item();
 }
 
-// ---- convolutions: torch asks backends of this kind for operators of their own
+// ---- convolutions: torch calls separate operators for this kind of backend
 
 void convolution(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   static const OperatorPlan cpu(handle("aten::convolution"));
@@ -248,7 +224,7 @@ void convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack* stac
   run_on_cpu(cpu, stack, op.operator_name());
 }
 
-// ---- what the CPU draws without a generator argument
+// ---- dropout: the CPU's operator draws without a generator argument
 
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (input.numel() == 0 || !train.value_or(true)) {
@@ -259,14 +235,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
 
-// ---- attention: torch asks each backend for the kernel, and takes the one of the CPU where the CPU says so
-
-int64_t attention_kernel(const Tensor& query, const Tensor& key, const Tensor& value, const OptTensor& mask,
-                         double dropout, bool is_causal, std::optional<double> scale, bool enable_gqa) {
-  return at::_fused_sdp_choice(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
-}
-
-// ---- recurrent cells: torch asks every accelerator for fused ones. Composed from differentiable operators.
+// ---- recurrent cells: torch calls fused ones on every accelerator. These are composed of differentiable operators.
 
 Tensor with_bias(const Tensor& gates, const OptTensor& bias) {
   return bias && bias->defined() ? gates.add(*bias) : gates;
@@ -292,10 +261,6 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hid
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-}
-
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
@@ -320,7 +285,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
 }
 
-// As `copy_` does, `_copy_from` handles lazily conjugated and negated tensors itself: resolving them is a copy.
+// Like `copy_`, `_copy_from` handles lazily conjugated and negated tensors itself: resolving them would be a copy.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
@@ -332,56 +297,6 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
   m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
-}
-
-namespace {
-
-class Silence final : public c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
-std::string full_name(const c10::OperatorName& name) {
-  return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-}
-
-// Whatever the CPU has a kernel for, one by one: torch's defaults for what no backend has registered come before a
-// fallback, and take detours that the CPU does not.
-void register_what_the_cpu_has(c10::DispatchKey cpu, c10::DispatchKey simulated) {
-  static std::vector<std::unique_ptr<torch::Library>> libraries;
-  libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", simulated, __FILE__, __LINE__));
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(cpu)) {
-    const auto op = *dispatcher.findOp(name);
-    if (name.name.rfind("aten::", 0) == 0 && !op.hasKernelForDispatchKey(simulated)) {
-      libraries.back()->impl(full_name(name).c_str(), on_cpu(op));
-    }
-  }
-}
-
-// torch.distributed's operators have kernels for this backend that ask for a process group of its own; gloo's work on
-// the device's memory.
-void register_distributed() {
-  static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  Silence silence; // that kernels are overridden is what is wanted
-  const c10::WarningUtils::WarningHandlerGuard silent(&silence);
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const auto& name : dispatcher.getAllOpNames()) {
-    if (name.name.rfind("c10d::", 0) == 0) {
-      library.impl(full_name(name).c_str(), on_cpu(*dispatcher.findOp(name)));
-    }
-  }
-}
-
-} // namespace
-
-void register_operators() {
-  using Key = c10::DispatchKey;
-  register_what_the_cpu_has(Key::CPU, Key::PrivateUse1);
-  register_what_the_cpu_has(Key::SparseCPU, Key::SparsePrivateUse1);
-  register_what_the_cpu_has(Key::SparseCsrCPU, Key::SparseCsrPrivateUse1);
-  register_what_the_cpu_has(Key::NestedTensorCPU, Key::NestedTensorPrivateUse1);
-  register_distributed();
-  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&attention_kernel);
 }
 
 } // namespace simulated

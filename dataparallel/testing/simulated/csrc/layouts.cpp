@@ -13,7 +13,7 @@ bool is_compressed(const at::Tensor& tensor) {
   return layout == c10::kSparseCsr || layout == c10::kSparseCsc || layout == c10::kSparseBsr || layout == c10::kSparseBsc;
 }
 
-// The implementations' own accessors, not the operators of these names: those would come back here.
+// These use the accessors of the implementations. The operators of the same names would call this file again.
 at::SparseTensorImpl* sparse(const at::Tensor& tensor) {
   return static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
 }
@@ -64,7 +64,7 @@ bool is_plain_and_unshared(const at::Tensor& tensor) {
 
 at::Tensor now_on(at::Tensor&& tensor, c10::Device device) {
   auto* impl = tensor.unsafeGetTensorImpl();
-  impl->set_storage_keep_dtype(tensor.storage()); // and so the device of the tensor
+  impl->set_storage_keep_dtype(tensor.storage()); // also sets the device of the tensor
   impl->_change_backend_component_keys(device);
   return std::move(tensor);
 }
@@ -84,7 +84,7 @@ Members members(const at::Tensor& tensor, const std::string& op) {
 
 at::Tensor made_of(const Members& members, const at::Tensor& like, c10::Device device) {
   if (like.is_nested()) {
-    // Its shapes are in host memory, whatever its device.
+    // Its shapes are in host memory on every device.
     return at::detail::make_tensor<at::native::NestedTensorImpl>(
         members[0], nested(like)->get_nested_sizes(), nested(like)->get_nested_strides(),
         nested(like)->get_storage_offsets());
@@ -104,7 +104,7 @@ at::Tensor made_of(const Members& members, const at::Tensor& like, c10::Device d
 
 void set_members(const at::Tensor& tensor, const Members& members, const at::Tensor& like) {
   if (like.is_nested()) {
-    return; // no operator changes the shapes of one
+    return; // no operator changes the shapes of a nested tensor
   }
   if (like.is_sparse()) {
     auto* impl = sparse(tensor);

@@ -1,4 +1,4 @@
-// Strided, sparse, compressed and nested tensors taken apart into strided ones and put together on another device.
+// Takes sparse, compressed and nested tensors apart into strided ones, and puts them together on another device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,22 +9,23 @@ namespace simulated::layouts {
 
 bool is_strided(const at::Tensor& tensor);
 
-// A strided tensor over the storage, with the shape, dtype and lazy bits of `like`.
+// A strided tensor over the storage, with the shape and dtype of `like`, and lazily conjugated or negated like it.
 at::Tensor strided(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like);
 
-// Whether it is a tensor of the CPU like those of `strided`, with memory, and only the caller knows it and its storage.
+// True for a plain strided CPU tensor with memory, if the caller has the only reference to the tensor and to its
+// storage.
 bool is_plain_and_unshared(const at::Tensor& tensor);
-// The same tensor, after its storage has become one of this device.
+// Makes the tensor one of `device`, after its storage has become one of that device. Returns the same tensor.
 at::Tensor now_on(at::Tensor&& tensor, c10::Device device);
 
-// The strided tensors that a tensor of another layout is made of; undefined ones at the end. Throws
-// c10::NotImplementedError, with the name of the operator, for layouts that are not known here.
+// The strided tensors that a tensor of another layout is made of. The array ends with undefined tensors if there are
+// fewer than three. Throws c10::NotImplementedError, with the name of the operator, for layouts that are not supported.
 using Members = std::array<at::Tensor, 3>;
 Members members(const at::Tensor& tensor, const std::string& op);
 
-// A tensor of the layout and shape of `like`, of these members, on their device.
+// A tensor with the layout and shape of `like`, made of these members, on their device.
 at::Tensor made_of(const Members& members, const at::Tensor& like, c10::Device device);
-// The same for a tensor that there is.
+// Gives an existing tensor these members and the shape of `like`.
 void set_members(const at::Tensor& tensor, const Members& members, const at::Tensor& like);
 
 } // namespace simulated::layouts

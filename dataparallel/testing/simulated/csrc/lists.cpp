@@ -11,7 +11,7 @@
 namespace simulated {
 namespace {
 
-// Whether the tensors of a call are on one device, beside numbers on the CPU.
+// Finds out if the tensors of a call are on one simulated device. CPU tensors without dimensions may be among them.
 class OneDevice {
  public:
   bool holds(c10::ArrayRef<c10::IValue> values) {
@@ -37,7 +37,7 @@ class OneDevice {
   std::optional<c10::Device> device_;
 };
 
-// As torch's fused kernels do: one launch for a list on one device, and a loop where that does not go.
+// As with torch's fused kernels, a list on one device is one launch, and any other list is a loop.
 class InOneLaunch final : public c10::OperatorKernel {
  public:
   explicit InOneLaunch(c10::OperatorHandle op) : plan_(std::move(op)) {}
@@ -47,7 +47,7 @@ class InOneLaunch final : public c10::OperatorKernel {
     if (OneDevice().holds(arguments)) {
       run_on_cpu(plan_, stack, op.operator_name());
     } else {
-      // What a backend gets that registers nothing: torch's loop.
+      // No kernels are registered for PrivateUse2, so torch's default runs: a loop over the tensors.
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse2), stack);
     }
   }

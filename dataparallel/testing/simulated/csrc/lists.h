@@ -1,4 +1,5 @@
-// Operators over lists of tensors that accelerators have fused kernels for, where torch's default is a loop.
+// Registers the operators over lists of tensors that have fused kernels on other accelerators. torch's default for them
+// is a loop.
 #pragma once
 
 namespace simulated {

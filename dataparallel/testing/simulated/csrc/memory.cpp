@@ -1,7 +1,6 @@
 #include "memory.h"
 
 #include <c10/util/Exception.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <array>
@@ -11,36 +10,24 @@
 #include <mutex>
 #include <string>
 
-#include "account.h"
 #include "counts.h"
-#include "devices.h"
+#include "current.h"
 #include "limits.h"
+#include "process_state.h"
 
 namespace simulated::memory {
 namespace {
 
 constexpr size_t kAlignment = 64;
 
-// Pinned blocks by the address of the first byte.
+// The pinned blocks, by the address of their first byte.
 struct Pinned {
   std::mutex mutex;
   std::map<const char*, Block*> blocks;
 };
 
-Pinned& pinned();
-
-// A forked child has the mutex as it was: of all threads only the one that forks may hold it then.
-void keep_whole_over_fork() {
-  pthread_atfork([] { pinned().mutex.lock(); }, [] { pinned().mutex.unlock(); }, [] { pinned().mutex.unlock(); });
-}
-
-// Never destroyed: memory is freed by engine threads until the very end.
 Pinned& pinned() {
-  static Pinned* the = [] {
-    keep_whole_over_fork();
-    return new Pinned();
-  }();
-  return *the;
+  return process_state<Pinned>();
 }
 
 Account& account(c10::DeviceIndex device) {
@@ -80,7 +67,7 @@ void delete_pinned(void* context) {
     std::lock_guard<std::mutex> lock(pinned().mutex);
     pinned().blocks.erase(static_cast<const char*>(block->data));
   }
-  // As CUDA's pinned allocator does, it waits for the copies that it knows of: nothing is reported here.
+  // CUDA's allocator waits for the copies of pinned memory before it reuses the memory, so the clocks are not told.
   delete block;
 }
 
@@ -119,7 +106,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     return hand_out(block.release());
   }
   c10::DeleterFnPtr raw_deleter() const override {
-    return nullptr; // the context of a pointer is its block, not its address
+    return nullptr; // the context of a DataPtr is its Block, not its address
   }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
     std::memcpy(destination, source, bytes);
@@ -195,7 +182,7 @@ c10::DataPtr adopt(const c10::Storage& made, c10::Device device) {
   if (made.nbytes() == 0) {
     return {nullptr, nullptr, &c10::detail::deleteNothing, device};
   }
-  made.mutable_data(); // its own, if it was to be copied when written
+  made.mutable_data(); // copies the memory if the storage is copy-on-write
   account(device.index()).take(device.index(), made.nbytes());
   return hand_out(new_block(held_by(made), made.nbytes(), device).release());
 }

@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "account.h"
 #include "clocks.h"
 
 namespace simulated {
@@ -17,26 +18,20 @@ struct Block : Tracked {
   c10::DataPtr owner; // frees the memory
 };
 
-struct MemoryStats {
-  size_t allocated = 0;
-  size_t peak = 0;
-  std::optional<size_t> capacity;
-};
-
 namespace memory {
 
 c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
 
-// Takes over what an operator has made on the CPU, as memory of `device`. Throws c10::OutOfMemoryError.
+// Takes over memory that an operator has allocated on the CPU, as memory of `device`. Throws c10::OutOfMemoryError.
 c10::DataPtr adopt(const c10::Storage& made, c10::Device device);
-// The same for a storage that nobody else knows, and has memory: it becomes one of `device`.
+// The same for a storage with memory that nobody else refers to: the storage itself becomes one of `device`.
 void convert(c10::StorageImpl& made, c10::Device device);
 
-// The memory of a storage, for the CPU. Keeps the storage alive.
+// The memory of a storage, as memory of the CPU. Keeps the storage alive.
 c10::DataPtr held_by(const c10::Storage& storage);
 
-// The block behind a device tensor's memory, or null (empty tensors, memory of somebody else's).
+// The block behind a device tensor's memory. Null for empty tensors and for memory that was allocated elsewhere.
 Block* block_of(const c10::DataPtr& data);
 // The pinned block that contains `pointer`, or null.
 Block* pinned_block_of(const void* pointer);
@@ -45,9 +40,9 @@ MemoryStats stats(c10::DeviceIndex device);
 void reset_peak(c10::DeviceIndex device);
 void set_capacity(c10::DeviceIndex device, std::optional<size_t> bytes);
 
-// Gives the storage other memory of this size, with as much of the content as fits.
+// Gives the storage new memory of this size, and copies as much of the content as fits.
 void move(c10::StorageImpl& storage, size_t bytes);
-// The same if it is smaller.
+// The same, but only if the storage is smaller.
 void grow(c10::StorageImpl& storage, size_t bytes);
 
 } // namespace memory

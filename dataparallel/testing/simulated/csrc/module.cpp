@@ -1,11 +1,13 @@
-// What Python sees of the simulated devices: `torch.sim` is made from it in device_module.py.
+// The Python bindings. device_module.py makes `torch.sim` from them.
 #include <ATen/core/Generator.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "clocks.h"
 #include "counts.h"
-#include "devices.h"
+#include "current.h"
+#include "generators.h"
+#include "hooks.h"
 #include "limits.h"
 #include "lists.h"
 #include "memory.h"
@@ -62,10 +64,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", &default_generator);
 
   py::class_<Knowledge, std::shared_ptr<Knowledge>>(m, "Knowledge");
-  m.def("clocks_enabled", &clocks::enabled);
   m.def("enable_clocks", &clocks::enable);
   m.def("keep_stacks", &clocks::keep_stacks);
-  m.def("stacks_kept", &clocks::stacks_kept);
   m.def("check", &clocks::check);
   m.def("knowledge", &clocks::knowledge);
   m.def("snapshot", &clocks::snapshot);

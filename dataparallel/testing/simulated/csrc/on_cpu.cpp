@@ -6,7 +6,8 @@
 #include <algorithm>
 
 #include "counts.h"
-#include "devices.h"
+#include "current.h"
+#include "generators.h"
 #include "layouts.h"
 #include "memory.h"
 #include "storages.h"
@@ -16,7 +17,7 @@ namespace {
 
 constexpr auto kDevice = c10::kPrivateUse1;
 
-// Whether it is a list with tensors in it, or with lists of them (torch.distributed).
+// True for a list that holds tensors, or lists of tensors (as in torch.distributed).
 bool holds_tensors(const c10::IValue& value) {
   if (!value.isList()) {
     return false;
@@ -27,7 +28,7 @@ bool holds_tensors(const c10::IValue& value) {
   });
 }
 
-// One call: what has been made for it, both ways.
+// One call of an operator, with the CPU tensors and the device tensors that are made for it.
 class Call {
  public:
   Call(const OperatorPlan& plan, const c10::OperatorName& name)
@@ -40,7 +41,7 @@ class Call {
     at::Tensor device;
     at::Tensor cpu;
   };
-  // What is done with an argument.
+  // How the operator uses an argument.
   struct Use {
     const ArgumentPlan& place;
     bool writes;
@@ -90,7 +91,7 @@ void Call::see_tensor(const at::Tensor& tensor, const ArgumentPlan& place) {
                 device_->str(), " and ", device.str(), "! (when checking argument '", place.name, "' of ", name_.name,
                 "; '", device_argument_, "' is on ", device_->str(), ")");
   } else if (device.is_cpu() && !cpu_argument_ && !place.may_be_on_the_cpu) {
-    // A number may come from the CPU, but none can be written there.
+    // A tensor without dimensions may be on the CPU, unless the operator writes it.
     if (tensor.dim() > 0 || place.says_it_writes) {
       cpu_argument_ = place.name;
     }
@@ -110,7 +111,7 @@ void Call::see(const c10::IValue& value, const ArgumentPlan& place) {
   }
 }
 
-// What an operator makes is where its device argument says, and beside its tensors otherwise.
+// Results are on the device of the device argument. Without one they are on the device of the tensors.
 void Call::choose_devices(const c10::IValue* arguments) {
   std::optional<c10::Device> wanted, drawn_on;
   for (const auto& place : plan_.places) {
@@ -183,7 +184,7 @@ void Call::replace(c10::IValue& value, const Use& use) {
   if (value.isTensor()) {
     value = argument_to_cpu(value.toTensor(), use);
   } else if (holds_tensors(value)) {
-    // The list is the caller's, so not in place.
+    // The list belongs to the caller, so it must not change.
     const auto list = value.toList();
     auto replaced = c10::impl::GenericList(list.elementType());
     replaced.reserve(list.size());
@@ -230,7 +231,7 @@ at::Tensor Call::to_device(at::Tensor&& tensor) {
     if (storages_.on_device(tensor.storage()) || !layouts::is_plain_and_unshared(tensor)) {
       return layouts::strided(storage_to_device(tensor.storage()), c10::DispatchKey::PrivateUse1, tensor);
     }
-    // Nobody else knows it, so neither the tensor nor its storage need be made again.
+    // Nobody else refers to the tensor or its storage, so both can be converted in place.
     memory::convert(*tensor.storage().unsafeGetStorageImpl(), result_device_);
     has_made(tensor.storage().data_ptr());
     return layouts::now_on(std::move(tensor), result_device_);
@@ -273,7 +274,8 @@ void Call::put_back(c10::IValue& value) {
   }
 }
 
-// What a kernel changes besides the bytes of an argument: its shape, its memory (out=, resize), a sparse tensor's parts.
+// Updates the device tensor with what the kernel has changed besides bytes: the shape, the memory (out=, resize), or
+// the parts of a sparse tensor.
 void Call::update(const Written& written) {
   auto* impl = written.device.unsafeGetTensorImpl();
   const auto& cpu = written.cpu;

@@ -1,4 +1,4 @@
-// Running an operator of a simulated device on the CPU, in the device's own memory.
+// Runs the operators of simulated devices on the CPU, in the device's own memory.
 #pragma once
 
 #include <ATen/core/stack.h>
@@ -10,24 +10,25 @@
 
 namespace simulated {
 
-// Pops the arguments of the operator from the stack, runs its CPU kernel on the same memory, pushes the results as tensors of
-// the device. The device is the one of the tensors; without tensors that of the device argument. Refuses two devices
-// in one call, and a CPU tensor of one or more dimensions beside a device tensor. `name` is what messages call it.
+// Pops the operator's arguments from the stack, runs its CPU kernel on the same memory, and pushes the results as
+// tensors of the device. The device is that of the tensors, or of the device argument if there are no tensors. Throws
+// c10::Error for tensors of two devices, and for a CPU tensor with dimensions beside a device tensor. Error messages
+// call the operator `name`.
 void run_on_cpu(const OperatorPlan& plan, torch::jit::Stack* stack, const c10::OperatorName& name);
 
-// What must not happen again below an operator of a device: autograd and autocast have had their turn.
+// Switches autograd and autocast off below an operator of a device. Both have run before it is called.
 struct BelowAutograd {
   c10::impl::ExcludeDispatchKeyGuard guard{
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset};
 };
 
-// A CPU tensor over the memory of a device tensor, Keeps that memory alive.
+// A CPU tensor over the memory of a device tensor. Keeps that memory alive.
 at::Tensor cpu_alias(const at::Tensor& tensor);
 
-// The memory that a tensor touches, for the clocks: nothing for memory that they do not know.
+// Adds the memory of a tensor, for the clocks. Adds nothing for memory that they do not know.
 void add_touch(c10::SmallVectorImpl<Touch>& touches, const at::Tensor& tensor, bool write, const char* argument);
 
-// The operators that are found when the extension is loaded: for sparse tensors, and torch.distributed's.
+// Registers the operators that exist when the extension is loaded: the CPU's of every layout, and torch.distributed's.
 void register_operators();
 
 } // namespace simulated

@@ -18,7 +18,7 @@ bool is_optional_generator(const c10::Type& type) {
       type.castRaw<c10::OptionalType>()->getElementType()->kind() == Kind::GeneratorType;
 }
 
-// Numbers, strings and the like, and lists of them: nothing of a device.
+// True for numbers, strings and similar types, and for lists of them. They say nothing about a device.
 bool is_plain(const c10::Type& type) {
   switch (type.kind()) {
     case Kind::OptionalType:
@@ -42,7 +42,7 @@ bool is_plain(const c10::Type& type) {
   }
 }
 
-// Arguments that may be on the CPU beside device tensors, on every accelerator.
+// True for arguments that every accelerator accepts on the CPU beside device tensors.
 bool may_be_on_the_cpu(const std::string& op, const std::string& argument) {
   static const std::unordered_map<std::string, std::string> arguments = {
       {"aten::index", "indices"},
@@ -68,7 +68,7 @@ bool waits_for_values(const c10::OperatorHandle& op) {
   if (op.hasTag(at::Tag::data_dependent_output)) {
     return true;
   }
-  // Indexing has the tag too, but only masks make it so.
+  // aten::index has this tag too, but only for masks: see ArgumentPlan::selects.
   return op.hasTag(at::Tag::dynamic_output_shape) && op.operator_name().name != "aten::index";
 }
 
@@ -110,7 +110,7 @@ OperatorPlan::OperatorPlan(c10::OperatorHandle handle)
     if (is_plain(*argument.type())) {
       continue;
     }
-    // The model of torch.cuda._sanitizer: an alias that is not written is the base of a view, not a read.
+    // As in torch.cuda._sanitizer, an alias that is not written is the base of a view. That is not a read.
     const auto* alias = argument.alias_info();
     places.push_back({argument.name().c_str(), i, !alias, alias && alias->isWrite(),
                       !alias && is_written_unsaid(name, argument.name()),

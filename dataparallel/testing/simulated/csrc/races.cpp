@@ -29,13 +29,13 @@ std::string describe(const Streams& s, const Access& earlier, bool write, Span s
   return out.str();
 }
 
-std::string stack_of(const Access& earlier) {
+std::string stack_of(const Streams& s, const Access& earlier) {
   if (!earlier.launch) {
     return "";
   }
   if (earlier.launch->stack.empty()) {
-    return clocks::stacks_kept() ? "\nThe earlier access was launched where no Python runs."
-                                 : "\ntorch.sim.clocks(stacks=True) shows where that was launched.";
+    return s.keeps_stacks ? "\nThe earlier access was launched where no Python runs."
+                          : "\ntorch.sim.clocks(stacks=True) shows where that was launched.";
   }
   return "\nThe earlier access was launched here:\n" + earlier.launch->stack;
 }
@@ -48,7 +48,7 @@ std::string race(const Streams& s, const std::string& op, const Touch& touch, St
   std::ostringstream out;
   out << "race: " << op << " " << (touch.write ? "writes" : "reads") << " its argument '" << touch.argument << "' in "
       << touch.block->where << " on " << name_of(s, stream) << ", and nothing orders it after "
-      << describe(s, earlier, earlier_write, span) << kRemedy << stack_of(earlier);
+      << describe(s, earlier, earlier_write, span) << kRemedy << stack_of(s, earlier);
   return out.str();
 }
 
@@ -62,7 +62,7 @@ void note_read(History::Segment& segment, const Access& access) {
   segment.reads.push_back(access);
 }
 
-// Whether an earlier access and a new one to the same span have bytes in common.
+// True if an earlier and a new access within the same span have bytes in common.
 bool meet(const Access& earlier, const Access& access, Span span) {
   if (!earlier.runs && !access.runs) {
     return true;
@@ -81,7 +81,7 @@ bool meet(const Access& earlier, const Access& access, Span span) {
   return false;
 }
 
-// The message of a race, or nothing; notes the access.
+// Records the access. Returns the message of a race, or nothing.
 std::string touch_span(Streams& s, const Clock& clock, const std::string& op, const Touch& touch, Span span,
                        const Access& access) {
   auto& history = touch.block->history;
@@ -109,7 +109,8 @@ std::string touch_span(Streams& s, const Clock& clock, const std::string& op, co
   return "";
 }
 
-// The message if what others did to the memory before it was given out again may not be over; said once.
+// Returns the message if another stream used the memory before it was allocated again and may still do so, or nothing.
+// Reports this once.
 std::string use_again(Streams& s, const Clock& clock, Tracked& block) {
   for (const auto& debt : std::exchange(block.inherited, {})) {
     if (debt.is_contested || !ordered(clock, debt.access)) {
@@ -132,7 +133,7 @@ std::string freed_too_early(const Streams& s, const Debt& debt, StreamNumber hom
       << (debt.is_contested ? ", from which another thread of the same backward takes memory" : ", which may use it again")
       << ", and nothing orders that after " << describe(s, debt.access, debt.write, debt.span)
       << ". Call tensor.record_stream(stream) before the last reference goes, or let the first stream wait for the "
-      << "second." << stack_of(debt.access);
+      << "second." << stack_of(s, debt.access);
   return out.str();
 }
 

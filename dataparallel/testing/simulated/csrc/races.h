@@ -1,5 +1,8 @@
-// Which accesses race, and what to say then. Called with the mutex of clocks.cpp held; knows no thread.
+// Finds accesses that race, and writes the error messages. clocks.cpp calls it with its mutex held.
 #pragma once
+
+#include <c10/core/Stream.h>
+#include <c10/util/ArrayRef.h>
 
 #include <atomic>
 #include <map>
@@ -7,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "clocks.h"
+#include "history.h"
 
 namespace simulated {
 
@@ -17,36 +20,38 @@ struct Worker {
   int backward = -1;
 };
 
-// When memory was last taken from a stream in one backward, by each thread: after which of the stream's launches.
+// For a stream and a backward, the number of the stream's launch after which each thread last took memory from it.
 struct Taken {
   int backward = -1;
   std::map<std::thread::id, uint64_t> ticks;
 };
 
-// What is known of all streams, by their numbers.
+// What is known about all streams, by their numbers.
 struct Streams {
   std::vector<Clock> clocks;
   std::vector<c10::Stream> names;
-  std::vector<std::vector<Debt>> debts; // by the stream that the memory went back to; one per other stream: the last
+  // By the stream that the memory returned to: the last access of each other stream.
+  std::vector<std::vector<Debt>> debts;
   std::vector<Taken> taken;
   std::atomic<bool> has_debts{false};
+  std::atomic<bool> keeps_stacks{false};
 };
 
 namespace races {
 
 bool ordered(const Clock& clock, const Access& earlier);
 
-// The message for the first of the touches that is not ordered; notes the others.
+// Records the touches up to the first one that is not ordered. Returns the message for that one, or nothing.
 std::string touch_all(Streams& s, const Clock& clock, const std::string& op, c10::ArrayRef<Touch> touches,
                       const Access& access);
 
-// Memory of `home` is taken, after its launch number `tick`.
+// Records that memory of `home` has been taken after its launch number `tick`.
 void took(Streams& s, StreamNumber home, uint64_t tick, const Worker& worker);
-// Whether another thread of the same backward has taken memory from `home` after its launch number `known`.
+// True if another thread of the same backward has taken memory from `home` after its launch number `known`.
 bool is_contested(const Streams& s, StreamNumber home, uint64_t known, const Worker& worker);
-// Memory that has gone back to `home` may still be in use.
+// Records an access that may still use memory which has returned to `home`.
 void owe(Streams& s, StreamNumber home, Debt debt);
-// Forgets what is over and nobody has contested, and returns the first debt that is not, if any.
+// Removes the debts that are complete and not contested. Returns the first of the others, or null.
 const Debt* pending(Streams& s, StreamNumber home, const Clock& known);
 std::string freed_too_early(const Streams& s, const Debt& debt, StreamNumber home);
 

@@ -8,7 +8,8 @@
 namespace simulated {
 namespace {
 
-// The byte spans of a strided tensor: exact for dense ones and for up to 64 runs, otherwise one span and its runs.
+// Adds the byte spans of a strided tensor. They are exact if the tensor is dense or has up to 64 runs. Otherwise they
+// are one span, with its runs.
 void add_spans(Touch& touch, const at::Tensor& tensor, size_t begin) {
   constexpr size_t kRuns = 64;
   const auto item = tensor.element_size();
@@ -16,7 +17,7 @@ void add_spans(Touch& touch, const at::Tensor& tensor, size_t begin) {
     touch.spans.push_back({begin, begin + static_cast<size_t>(tensor.numel()) * item});
     return;
   }
-  c10::SmallVector<std::pair<size_t, size_t>, 6> dims; // distance in bytes, size; expanded ones touch nothing more
+  c10::SmallVector<std::pair<size_t, size_t>, 6> dims; // distance in bytes, size; expanded dimensions add no bytes
   for (int64_t i = 0; i < tensor.dim(); ++i) {
     if (tensor.size(i) > 1 && tensor.stride(i) > 0) {
       dims.emplace_back(static_cast<size_t>(tensor.stride(i)) * item, static_cast<size_t>(tensor.size(i)));

@@ -1,7 +1,8 @@
-"""Tensors keep what they are on the way, and sums run in slot order, whether in flat buffers or one by one.
+"""Copies keep layout, class and attributes, and sums run in slot order, in flat buffers and one by one.
 
-Buffers are flattened where tensors have to move. Without a second device they move to ``cpu:0``: the CPU under a
-name that is not equal to ``cpu``, so that every copy is really made. What checks arguments is tested in test_comm.
+The operations of every transport are tested by torch's copies. Buffers are flattened if tensors have to move. Without a
+second device they move to ``cpu:0``, a name of the CPU that is not equal to ``cpu``, so that every copy is really made.
+test_comm tests the checks of arguments.
 """
 
 import operator
@@ -12,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from special_tensors import Tagged, of_many_magnitudes, tagged, with_attribute
-from torch import Tensor, nn
+from tensor_kinds import FORMS, Tagged, of_many_magnitudes, strides, tagged, with_attribute
+from torch import Tensor
 
 from dataparallel import comm
-from dataparallel.comm import copies
+from dataparallel.comm.routes import STAR
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -35,33 +36,21 @@ def destination(request: pytest.FixtureRequest, elsewhere: torch.device) -> torc
     return elsewhere if request.param == "elsewhere" else CPU
 
 
-# What a position of a list can hold: a function from values to a tensor of equal values, laid out in its own way.
-FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda values: values.clone(),
-    "transposed": lambda values: values.t().contiguous().t(),
-    "offset": lambda values: torch.stack([values, values])[1],
-    "strided": lambda values: torch.stack([values, values], -1)[..., 0],
-    "parameter": lambda values: nn.Parameter(values.clone(), requires_grad=False),
-    "attribute": lambda values: with_attribute(values.clone()),
-    "subclass": lambda values: tagged(values.clone()),
-    "conjugate": lambda values: values.conj().resolve_conj().conj(),
-    "sparse": lambda values: values.to_sparse(),
-}
 DENSE_FORMS = [form for form in FORMS if form != "sparse"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int32, torch.bool]
+
+
+def made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Values whose sum depends on the order in which they are added, if the dtype rounds."""
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.randint(0, 9, shape).to(dtype)
+    return of_many_magnitudes(*shape).to(dtype)
 
 
 def in_slot_order(terms: Sequence[Tensor]) -> Tensor:
     """The sum; 16-bit floats are added in float32 and rounded once."""
     wide = torch.float32 if terms[0].dtype in (torch.float16, torch.bfloat16) else terms[0].dtype
     return reduce(operator.add, [term.to(wide) for term in terms]).to(terms[0].dtype)
-
-
-def strides(tensor: Tensor) -> list[int]:
-    """Those that mean something."""
-    if tensor.numel() == 0:
-        return []
-    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
 def storage(tensor: Tensor) -> int:
@@ -79,30 +68,30 @@ def test_sums_run_in_slot_order_to_the_bit(destination: torch.device, data: st.D
     for _ in range(data.draw(st.integers(1, 5))):
         shape = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 4)))
         dtype = data.draw(st.sampled_from(DTYPES))
-        terms = [of_many_magnitudes(shape, dtype) for _ in range(slots)]
+        terms = [made(shape, dtype) for _ in range(slots)]
         forms = data.draw(st.lists(st.sampled_from(DENSE_FORMS), min_size=slots, max_size=slots))
         for on_slot, term, form in zip(inputs, terms, forms, strict=True):
             on_slot.append(FORMS[form](term))
         expected.append(in_slot_order(terms))
     before = [[tensor.clone() for tensor in on_slot] for on_slot in inputs]
-    totals = copies.reduce_add_coalesced(inputs, destination, cap)
+    totals = STAR.reduce_add_coalesced(inputs, destination, cap)
     for position, (total, exact) in enumerate(zip(totals, expected, strict=True)):
         assert total.dtype == exact.dtype
         assert total.shape == exact.shape
         assert torch.equal(total.cpu(), exact)
-        alone = copies.reduce_add([on_slot[position] for on_slot in inputs], destination)
+        alone = STAR.reduce_add([on_slot[position] for on_slot in inputs], destination)
         assert torch.equal(alone.cpu(), exact)
     for on_slot, old in zip(inputs, before, strict=True):
         assert all(map(torch.equal, on_slot, old)), "a sum changed its terms"
 
 
 def test_ten_runs_give_the_same_bits(destination: torch.device) -> None:
-    inputs = [[of_many_magnitudes((500,), torch.float32) for _ in range(3)] for _ in range(8)]
+    inputs = [[made((500,), torch.float32) for _ in range(3)] for _ in range(8)]
     expected = [in_slot_order(terms) for terms in zip(*inputs, strict=True)]
     backwards = [in_slot_order(terms) for terms in zip(*inputs[::-1], strict=True)]
     assert not any(map(torch.equal, expected, backwards)), "these values do not show an order"
     for _ in range(10):
-        totals = copies.reduce_add_coalesced(inputs, destination, 4096)
+        totals = STAR.reduce_add_coalesced(inputs, destination, 4096)
         assert all(map(torch.equal, [total.cpu() for total in totals], expected))
 
 
@@ -111,7 +100,7 @@ def test_an_expanded_term_adds_to_every_element(destination: torch.device, first
     """The gradient of a sum is expanded, that of another slot's loss may not be."""
     dense, expanded = torch.arange(6.0).view(2, 3), torch.ones(()).expand(2, 3)
     terms = [[dense], [expanded]] if first == "dense" else [[expanded], [dense]]
-    (total,) = copies.reduce_add_coalesced([*terms, [expanded]], destination, 4096)
+    (total,) = STAR.reduce_add_coalesced([*terms, [expanded]], destination, 4096)
     assert torch.equal(total.cpu(), dense + 2)
     total[0, 0] = -1.0
     assert total.sum() == (dense + 2).sum() - 3.0
@@ -120,7 +109,7 @@ def test_an_expanded_term_adds_to_every_element(destination: torch.device, first
 def test_sums_keep_the_strides_of_the_first_slot(destination: torch.device) -> None:
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     matrix = torch.randn(3, 4).t()
-    totals = copies.reduce_add_coalesced([[images, matrix], [images, matrix]], destination, 4096)
+    totals = STAR.reduce_add_coalesced([[images, matrix], [images, matrix]], destination, 4096)
     assert [total.stride() for total in totals] == [images.stride(), matrix.stride()]
 
 
@@ -130,7 +119,7 @@ def test_sparse_terms_add_up_with_dense_ones(destination: torch.device, kinds: s
     values = [torch.randn(4, 3).to(dtype) * (torch.rand(4, 1) > 0.5) for _ in kinds]
     terms = [value.to_sparse(1) if kind == "s" else value for kind, value in zip(kinds, values, strict=True)]
     dense = [torch.ones(2) for _ in kinds]
-    total, beside = copies.reduce_add_coalesced(
+    total, beside = STAR.reduce_add_coalesced(
         [list(on_slot) for on_slot in zip(terms, dense, strict=True)], destination, 4096
     )
     assert total.is_sparse == ("d" not in kinds)
@@ -142,14 +131,14 @@ def test_sparse_terms_add_up_with_dense_ones(destination: torch.device, kinds: s
 @pytest.mark.parametrize("make", [tagged, with_attribute], ids=["subclass", "attribute"])
 def test_special_tensors_add_up_one_by_one(destination: torch.device, make: Callable[[Tensor], Tensor]) -> None:
     inputs = [[torch.ones(2), make(torch.ones(3))] for _ in range(3)]
-    plain, special = copies.reduce_add_coalesced(inputs, destination, 4096)
+    plain, special = STAR.reduce_add_coalesced(inputs, destination, 4096)
     assert plain.tolist() == [3.0] * 2
     assert special.tolist() == [3.0] * 3
     assert isinstance(special, Tagged) == (make is tagged)
 
 
 def test_parts_of_one_sum_are_independent_for_autograd(destination: torch.device) -> None:
-    totals = copies.reduce_add_coalesced([[torch.ones(2), torch.ones(3)] for _ in range(2)], destination, 4096)
+    totals = STAR.reduce_add_coalesced([[torch.ones(2), torch.ones(3)] for _ in range(2)], destination, 4096)
     version = totals[1]._version
     totals[0].zero_()
     assert totals[1]._version == version
@@ -165,9 +154,9 @@ def test_broadcasts_keep_what_tensors_are(elsewhere: torch.device, data: st.Data
     tensors = []
     for _ in range(data.draw(st.integers(0, 6))):
         shape = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 4)))
-        values = of_many_magnitudes(shape, data.draw(st.sampled_from(DTYPES)))
+        values = made(shape, data.draw(st.sampled_from(DTYPES)))
         tensors.append(FORMS[data.draw(st.sampled_from(list(FORMS)))](values))
-    results = copies.broadcast_coalesced(tensors, slots, cap, own=own)
+    results = STAR.broadcast_coalesced(tensors, slots, cap, own=own)
     assert [len(on_slot) for on_slot in results] == [len(tensors)] * len(slots)
     for slot, device in enumerate(slots):
         for result, tensor in zip(results[slot], tensors, strict=True):
@@ -187,7 +176,7 @@ def test_broadcasts_keep_what_tensors_are(elsewhere: torch.device, data: st.Data
 def test_only_own_storage_is_copied_again_for_a_device_that_has_it(elsewhere: torch.device, own: bool) -> None:
     tensors = [torch.ones(3), torch.ones(2, dtype=torch.int64), tagged(torch.ones(2)), torch.eye(3).to_sparse()]
     devices = [elsewhere, CPU, elsewhere, CPU, elsewhere]
-    results = copies.broadcast_coalesced(tensors, devices, 4096, own=own)
+    results = STAR.broadcast_coalesced(tensors, devices, 4096, own=own)
     for position in range(len(tensors)):
         used = [storage(on_slot[position]) for on_slot in results] + [storage(tensors[position])]
         assert len(set(used)) == (len(used) if own else 2)
@@ -198,7 +187,7 @@ def test_only_own_storage_is_copied_again_for_a_device_that_has_it(elsewhere: to
 
 def test_expanded_tensors_arrive_expanded(elsewhere: torch.device) -> None:
     expanded = torch.randn(1, 3, 1).expand(4, 3, 5)
-    ((arrived,),) = copies.broadcast_coalesced([expanded], [elsewhere], 4096, own=False)
+    ((arrived,),) = STAR.broadcast_coalesced([expanded], [elsewhere], 4096, own=False)
     assert arrived.stride() == expanded.stride()
     assert arrived.untyped_storage().nbytes() == 3 * expanded.element_size()
     assert torch.equal(arrived.cpu(), expanded)
@@ -207,7 +196,7 @@ def test_expanded_tensors_arrive_expanded(elsewhere: torch.device) -> None:
 @pytest.mark.parametrize("own", [False, True])
 def test_one_tensor_broadcast_alone_keeps_strides_too(elsewhere: torch.device, own: bool) -> None:
     for tensor in (torch.randn(3, 4).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
-        for copy in copies.broadcast(tensor, [CPU, elsewhere, CPU], own=own):
+        for copy in STAR.broadcast(tensor, [CPU, elsewhere, CPU], own=own):
             assert copy.stride() == tensor.stride()
             assert torch.equal(copy.cpu(), tensor)
 
@@ -240,26 +229,26 @@ def test_slots_on_one_device_share_what_is_there(slots: list, root: torch.device
 def test_chunks_that_move_come_together_again(elsewhere: torch.device, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
     dim = data.draw(st.integers(0, 1))
-    values = of_many_magnitudes((sum(sizes), 3) if dim == 0 else (3, sum(sizes)), data.draw(st.sampled_from(DTYPES)))
+    values = made((sum(sizes), 3) if dim == 0 else (3, sum(sizes)), data.draw(st.sampled_from(DTYPES)))
     tensor = FORMS[data.draw(st.sampled_from(DENSE_FORMS))](values)
     devices = data.draw(st.lists(st.sampled_from([CPU, elsewhere]), min_size=len(sizes), max_size=len(sizes)))
-    chunks = copies.scatter(tensor, devices, sizes, dim)
+    chunks = STAR.scatter(tensor, devices, sizes, dim)
     for device, chunk, expected in zip(devices, chunks, torch.split(values, sizes, dim), strict=True):
         assert torch.equal(chunk.cpu(), expected)
         assert device != CPU or storage(chunk) == storage(tensor)
-    assert torch.equal(copies.gather(chunks, dim, elsewhere).cpu(), values)
-    assert torch.equal(copies.gather(chunks, dim, CPU), values)
+    assert torch.equal(STAR.gather(chunks, dim, elsewhere).cpu(), values)
+    assert torch.equal(STAR.gather(chunks, dim, CPU), values)
 
 
 def test_gather_keeps_the_order_of_dimensions(destination: torch.device) -> None:
     parts = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last) for _ in range(3)]
-    whole = copies.gather(parts, 0, destination)
+    whole = STAR.gather(parts, 0, destination)
     assert whole.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(whole.cpu(), torch.cat(parts))
 
 
 def test_gather_keeps_what_tensors_are(destination: torch.device) -> None:
-    assert type(copies.gather([tagged(torch.ones(2)), tagged(torch.ones(1))], 0, destination)) is Tagged
-    sparse = copies.gather([torch.eye(2).to_sparse(), torch.ones(1, 2).to_sparse()], 0, destination)
+    assert type(STAR.gather([tagged(torch.ones(2)), tagged(torch.ones(1))], 0, destination)) is Tagged
+    sparse = STAR.gather([torch.eye(2).to_sparse(), torch.ones(1, 2).to_sparse()], 0, destination)
     assert sparse.is_sparse
     assert sparse.to_dense().tolist() == [[1, 0], [0, 1], [1, 1]]

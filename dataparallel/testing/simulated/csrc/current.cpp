@@ -1,20 +1,25 @@
-#include "current_device.h"
+#include "current.h"
 
 #include <c10/util/Exception.h>
 
 #include <array>
 #include <atomic>
 
-#include "devices.h"
 #include "limits.h"
 
 namespace simulated {
 namespace {
 
+std::atomic<c10::DeviceIndex> count{0};
+
 thread_local c10::DeviceIndex current = 0;
-// The device that the driver has: another one while it is to be told of the current one when that is used.
+// The driver's current device. After the thread has gone back to a device without a context it differs from `current`,
+// until that device is used.
 thread_local c10::DeviceIndex drivers = 0;
 std::array<std::atomic<bool>, kCeiling> contexts{};
+
+// Every thread starts on the default streams.
+thread_local std::array<c10::StreamId, kCeiling> current_streams{};
 
 void set(c10::DeviceIndex device) noexcept {
   current = device;
@@ -26,13 +31,21 @@ void set(c10::DeviceIndex device) noexcept {
 
 } // namespace
 
+c10::DeviceIndex device_count() {
+  return count;
+}
+
+void set_device_count(c10::DeviceIndex new_count) {
+  count = new_count;
+}
+
 c10::DeviceIndex checked(c10::DeviceIndex device) {
   if (device == -1) {
     return current;
   }
-  const auto count = device_count();
-  TORCH_CHECK(device >= 0 && device < count, "sim:", static_cast<int>(device), ": this process simulates ",
-              static_cast<int>(count), " devices, sim:0 to sim:", count - 1);
+  const c10::DeviceIndex there = count;
+  TORCH_CHECK(device >= 0 && device < there, "sim:", static_cast<int>(device), ": this process simulates ",
+              static_cast<int>(there), " devices, sim:0 to sim:", there - 1);
   return device;
 }
 
@@ -67,6 +80,23 @@ void forget_contexts() noexcept {
   for (auto& context : contexts) {
     context = false;
   }
+}
+
+c10::Stream current_stream(c10::Device device) {
+  const auto index = checked(device.index());
+  const auto id = current_streams.at(static_cast<size_t>(index));
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kPrivateUse1, index), id);
+}
+
+c10::Stream exchange_stream(c10::Stream stream) {
+  const auto before = current_stream(stream.device());
+  current_streams.at(static_cast<size_t>(stream.device_index())) = stream.id();
+  return before;
+}
+
+c10::Stream stream_here() noexcept {
+  const auto device = current_device();
+  return c10::Stream(c10::Stream::UNSAFE, device, current_streams[static_cast<size_t>(device.index())]);
 }
 
 OnDevice::OnDevice(c10::Device device) : before_(current) {

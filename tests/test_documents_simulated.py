@@ -1,18 +1,21 @@
-"""The README's example of tests on simulated devices passes as it is printed, and fails where it says so."""
+"""Files that a page shows pass as they are printed, and the tests in the guide fail where the guide says so.
 
-import re
-import textwrap
+A block whose first line is ``# name.py`` is a file. All such blocks of a page are written into a folder. pytest runs
+there, in a process of its own, where simulated accelerators can be made.
+"""
+
 import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
 
-from processes import Ahead, run_pytest, skip_without_tools
+from documents import DOCS, README, blocks_of, pages
+from processes import Ahead, Job, run_pytest, skip_without_tools
 
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
 
-README = Path(__file__).parents[1] / "README.rst"
+TESTING = DOCS / "guide" / "testing.rst"
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +23,9 @@ def available() -> None:
     skip_without_tools()
 
 
-def files() -> dict[str, str]:
-    """The blocks that begin with a file's name, by that name."""
-    blocks = re.findall(
-        r"\.\. code-block:: python\n\n(    # (\w+\.py)\n(?:    .*\n|\n)+)", README.read_text(encoding="utf-8")
-    )
-    return {name: textwrap.dedent(block) for block, name in blocks}
+def files(page: Path) -> dict[str, str]:
+    """The blocks of a page that show a file, by its name."""
+    return {block.file: block.text for block in blocks_of(page) if block.file is not None}
 
 
 def failures(report: Path) -> dict[str, str]:
@@ -38,8 +38,9 @@ def failures(report: Path) -> dict[str, str]:
 
 
 def mistaken() -> dict[str, str]:
-    """Files with the example's tests, each of which makes one of the mistakes that the README tells of."""
-    one_file = files()["pipeline.py"] + files()["test_training.py"].replace("from pipeline import Pipeline\n", "")
+    """Files with the guide's tests, each of which makes one of the mistakes that the guide tells of."""
+    shown = files(TESTING)
+    one_file = shown["pipeline.py"] + shown["test_training.py"].replace("from pipeline import Pipeline\n", "")
 
     def with_(mistake: str, instead: str = "") -> str:
         assert one_file.count(mistake) == 1
@@ -55,9 +56,9 @@ def mistaken() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def processes(request, available, tmp_path_factory):
-    def project(change=dict):
+    def project(page: Path, change=dict) -> Job:
         folder = tmp_path_factory.mktemp("project")
-        for name, text in {**files(), **change()}.items():
+        for name, text in {**files(page), **change()}.items():
             (folder / name).write_text(text)
         return run_pytest(folder, "--junitxml=report.xml", *change(), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 
@@ -65,14 +66,23 @@ def processes(request, available, tmp_path_factory):
         yield ahead
 
 
-@pytest.mark.ahead
-def test_the_example_passes(result):
-    assert sorted(files()) == ["conftest.py", "pipeline.py", "test_training.py"]
-    result.assert_outcomes(passed=2)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.ahead(page), id=page.relative_to(README.parent).as_posix())
+        for page in pages()
+        if any(block.file is not None for block in blocks_of(page))
+    ],
+)
+def test_the_files_of_a_page_pass(page, result):
+    tests = sum(text.count("def test_") for name, text in files(page).items() if name.startswith("test_"))
+    assert tests > 0
+    result.assert_outcomes(passed=tests)
 
 
-@pytest.mark.ahead(change=mistaken)
-def test_each_mistake_that_it_tells_of_fails(result, done):
+@pytest.mark.long
+@pytest.mark.ahead(TESTING, change=mistaken)
+def test_each_mistake_that_the_guide_tells_of_fails(result, done):
     result.assert_outcomes(passed=4, failed=4)
     found = failures(done.args.folder / "report.xml")
     told = {

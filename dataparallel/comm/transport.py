@@ -1,0 +1,323 @@
+"""What every transport does: tensors are copied to slots, and summed over slots, in flat buckets.
+
+A transport is a subclass of `Transport`. It says how flat buffers go to several devices and how they are added up; the
+operations of ``comm`` follow from that, and a transport overrides those that it can do better. This room flattens,
+restores shapes, and decides which tensors travel singly. It chooses no transport and checks no arguments: only ``comm``
+calls it, with checked arguments and with gradient recording off.
+
+It works on every backend that torch knows, on several slots of one device, and on CPU slots. Sums run in slot order.
+Copies from and to the host block: the caller may reuse a pinned batch, and read a result on the CPU, as soon as a call
+returns. torch orders copies between devices against the current streams of both.
+
+Isolated slots count as devices: a copy from one to another is made within a device too, in the same buffers and along
+the same route as between devices.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dataparallel import _torch
+from dataparallel.comm.buckets import (
+    Bucket,
+    Planned,
+    dense_stride,
+    flatten,
+    plan_buckets,
+    travels_flat,
+    unflatten,
+)
+from dataparallel.comm.copies import same_kind
+
+__all__ = ["Transport", "Travelling", "summed_in", "travel_flat_on_every_slot"]
+
+Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[None]]"
+"""Opens the context in which flat buffers are copied and added. Its argument is every buffer that is used there."""
+
+
+class Transport(ABC):
+    """A way for tensors from device to device. Results own their memory unless a method says otherwise."""
+
+    sums_flat_buffers = True
+    """True if sums read flat buffers. A transport that reads tensors where they lie sets it to False."""
+
+    @property
+    def flattens_single_tensors(self) -> bool:
+        """True if a call with one tensor uses a flat buffer too, because `broadcast_flat` is faster than `send`."""
+        return True
+
+    # ---- how data moves: what a transport defines --------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A copy of the tensor's data on ``device``. By default torch copies it."""
+        return tensor.to(device, copy=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copies the data into ``target``, of the same shape, on any device. By default torch copies it."""
+        target.copy_(source)
+
+    @abstractmethod
+    def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
+        """Copies the flat buffer ``source`` into ``buffers`` of its size.
+
+        The buffers are on distinct devices other than the source's; buffers of isolated slots may be on any device.
+        """
+
+    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
+        """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers.
+
+        By default the destination adds them one by one, and takes each from ``flats`` after adding the one before.
+        """
+        waiting = iter(flats)
+        first = next(waiting)
+        total = self.to_device(first, destination).to(summed_in(first.dtype))
+        for flat in waiting:
+            total.add_(self.to_device(flat, destination))
+        return total.to(first.dtype)
+
+    # ---- one tensor --------------------------------------------------------------------------------------------------
+
+    def to_device(self, tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
+        """``tensor`` on ``device``: the tensor itself if it is there already, a clone of it if ``own``."""
+        if tensor.device == device:
+            return same_kind(tensor.detach().clone(), tensor) if own else tensor
+        return same_kind(self.send(tensor.detach(), device), tensor)
+
+    def broadcast(self, tensor: Tensor, devices: Sequence[torch.device], *, own: bool) -> list[Tensor]:
+        """One tensor for each slot. Slots on one device share one copy; if ``own``, each has its own."""
+        if self.flattens_single_tensors and travels_flat(tensor):
+            return [copy for (copy,) in self.broadcast_coalesced([tensor], devices, own=own)]
+        return self._broadcast_singly(tensor, devices, own)
+
+    def _broadcast_singly(self, tensor: Tensor, devices: Sequence[torch.device], own: bool) -> list[Tensor]:
+        sent: dict[torch.device, Tensor] = {}
+        results = []
+        for slot, device in enumerate(devices):
+            if own and slot > 0:
+                results.append(self.to_device(tensor, device, own=True))
+            else:
+                if device not in sent:
+                    sent[device] = self.to_device(tensor, device)
+                results.append(sent[device])
+        return results
+
+    def broadcast_into(self, out: Sequence[Tensor], tensor: Tensor) -> None:
+        """Copies ``tensor`` into each of ``out``, whose dtypes may differ from its own."""
+        devices = [target.device for target in out]
+        are_apart = len({tensor.device, *devices}) == 1 + len(devices)
+        # A device may pass on what it received: no target may have rounded it to another dtype.
+        if are_apart and all(target.dtype == tensor.dtype for target in out) and all(map(_is_flat, (tensor, *out))):
+            self.broadcast_flat(tensor, out)
+        else:
+            for target in out:
+                self.copy(target, tensor)
+
+    def reduce_add(self, inputs: Sequence[Tensor], destination: torch.device, *, isolated: bool = False) -> Tensor:
+        """The sum, in slot order, on ``destination``. A single input is returned as it is."""
+        if self.flattens_single_tensors and len(inputs) > 1 and all(map(travels_flat, inputs)):
+            (total,) = self.reduce_add_coalesced([[tensor] for tensor in inputs], destination, isolated=isolated)
+            return total
+        return self._sum_singly(inputs, destination, isolated)
+
+    def _sum_singly(self, inputs: Sequence[Tensor], destination: torch.device, isolated: bool) -> Tensor:
+        dtype = inputs[0].dtype
+        total = self.to_device(inputs[0], destination)
+        if len(inputs) == 1:
+            return total
+        total = total.to(summed_in(dtype))
+        for tensor in inputs[1:]:
+            term = self.to_device(tensor, destination, own=isolated).to(total.dtype)
+            if total.is_sparse and not term.is_sparse:
+                # torch adds sparse to dense, not dense to sparse. The sum of two has the same bits either way.
+                total, term = term, total
+            # Repeated indices are summed first: added to dense memory, CUDA would take them in any order.
+            total = total + (term.coalesce() if term.is_sparse and not total.is_sparse else term)
+        return total.to(dtype)
+
+    # ---- many tensors, in flat buckets -------------------------------------------------------------------------------
+
+    def broadcast_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        devices: Sequence[torch.device],
+        buffer_size: int = sys.maxsize,
+        *,
+        own: bool,
+        isolated: bool = False,
+        planned: Planned | None = None,
+    ) -> list[list[Tensor]]:
+        """The tensors for each slot. Tensors that have to move, move in flat buckets of ``buffer_size`` bytes.
+
+        Slots on one device share one copy; if ``own`` or ``isolated``, each has its own. ``planned``: the result of
+        `plan_buckets` for all of the tensors, if the caller has it.
+        """
+        own = own or isolated
+        results = [list(tensors) for _ in devices]
+        # If all slots are on one device, tensors that are there already stay, unless slots need their own.
+        stays = devices[0] if len({*devices}) == 1 and not (own and len(devices) > 1) else None
+        moving = [i for i, tensor in enumerate(tensors) if tensor.device != stays]
+        if planned is None or len(moving) < len(tensors):
+            planned = plan_buckets(tensors, buffer_size, candidates=moving)
+        buckets, singles = planned
+        for index in singles:
+            for result, copy in zip(results, self._broadcast_singly(tensors[index], devices, own), strict=True):
+                result[index] = copy
+        for bucket in buckets:
+            source = tensors[bucket.indices[0]].device
+            needing = [slot for slot, device in enumerate(devices) if device != source or (own and slot > 0)]
+            if not needing:
+                continue
+            flat = flatten(bucket, tensors)
+            # The first slot on each other device receives a buffer; every slot does if slots are isolated.
+            first_on = {device: devices.index(device) for device in devices if device != source}
+            receiving = needing if isolated else list(first_on.values())
+            buffers = {slot: torch.empty_like(flat, device=devices[slot]) for slot in receiving}
+            self.broadcast_flat(flat, [*buffers.values()])
+            arrived = {slot: unflatten(bucket, buffer) for slot, buffer in buffers.items()}
+            for slot in needing:
+                device = devices[slot]
+                if slot in arrived:
+                    parts = arrived[slot]
+                elif own and slot > 0:
+                    parts = unflatten(bucket, (buffers[first_on[device]] if device in first_on else flat).clone())
+                else:
+                    parts = arrived[first_on[device]]
+                for index, part in zip(bucket.indices, parts, strict=True):
+                    results[slot][index] = part
+        return results
+
+    def reduce_add_coalesced(
+        self,
+        inputs: Sequence[Sequence[Tensor]],
+        destination: torch.device,
+        buffer_size: int = sys.maxsize,
+        *,
+        travelling: Travelling | None = None,
+        isolated: bool = False,
+    ) -> list[Tensor]:
+        """For each position the sum over slots, in slot order. Dense tensors travel in flat buckets."""
+        first = inputs[0]
+        if len(inputs) == 1:
+            return [self.to_device(tensor, destination) for tensor in first]
+        results = list(first)
+        flat_ones = travel_flat_on_every_slot(inputs)
+        buckets, _ = plan_buckets(first, buffer_size, candidates=flat_ones, keep_repeats=False)
+        for index in set(range(len(first))).difference(flat_ones):
+            results[index] = self._sum_singly([tensors[index] for tensors in inputs], destination, isolated)
+        for bucket in buckets:
+            totals = self._sum_bucket(bucket, inputs, destination, travelling, isolated)
+            for index, total in zip(bucket.indices, totals, strict=True):
+                results[index] = total
+        return results
+
+    def _sum_bucket(
+        self,
+        bucket: Bucket,
+        inputs: Sequence[Sequence[Tensor]],
+        destination: torch.device,
+        travelling: Travelling | None,
+        isolated: bool,
+    ) -> list[Tensor]:
+        dtype = inputs[0][bucket.indices[0]].dtype
+        is_there = [tensors[bucket.indices[0]].device == destination for tensors in inputs]
+        if summed_in(dtype) == dtype and all(is_there) and not isolated:
+            # Nothing has to travel, so nothing has to be flattened.
+            terms = [[tensors[i] for i in bucket.indices] for tensors in inputs]
+            totals = _torch.foreach_add(terms[0], terms[1])
+            for term in terms[2:]:
+                _torch.foreach_add_(totals, term)
+            return list(totals)
+        # A generator: a star flattens the next slot's tensors when it has added the buffer before.
+        flats = (flatten(bucket, tensors) for tensors in inputs)
+        return unflatten(bucket, self.add_flat(flats, destination, travelling=travelling, isolated=isolated))
+
+    def add_flat(
+        self,
+        flats: Iterable[Tensor],
+        destination: torch.device,
+        *,
+        travelling: Travelling | None = None,
+        isolated: bool = False,
+    ) -> Tensor:
+        """The sum of flat buffers, in the order given, on ``destination``. It may overwrite the buffers."""
+
+        def sent(flats: Iterable[Tensor]) -> Iterator[Tensor]:
+            for place, flat in enumerate(flats):
+                # The first slot is at home on the destination. Other isolated slots send their buffer even from there.
+                yield self.send(flat, destination) if isolated and place and flat.device == destination else flat
+
+        if travelling is None:
+            return self.add_up(sent(flats), destination)
+        flats = [*flats]
+        # The memory of the sum is made outside, so that it belongs to the stream that is current there.
+        total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
+        with travelling([*flats, total]):
+            added = self.add_up(sent(flats), destination)
+            if added.data_ptr() != total.data_ptr():
+                total.copy_(added)
+        return total
+
+    # ---- chunks ------------------------------------------------------------------------------------------------------
+
+    def scatter(
+        self, tensor: Tensor, devices: Sequence[torch.device], sizes: Sequence[int], dim: int, *, own: bool = False
+    ) -> list[Tensor]:
+        """Consecutive chunks of the given sizes along ``dim``. Chunks that need not move are views.
+
+        If ``own``, slots other than the first get their own storage.
+        """
+        if len(sizes) == 1:
+            return [self.to_device(tensor, devices[0])]
+        if tensor.layout is torch.sparse_coo:
+            starts = [sum(sizes[:k]) for k in range(len(sizes))]
+            chunks = [tensor.detach().narrow_copy(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+        else:
+            chunks = list(torch.split(tensor.detach(), list(sizes), dim))
+        return [
+            same_kind(self.to_device(chunk, device, own=own and slot > 0), tensor)
+            for slot, (chunk, device) in enumerate(zip(chunks, devices, strict=True))
+        ]
+
+    def gather(self, tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:
+        """The tensors one after the other along ``dim``. A single one that is there already is returned as it is."""
+        if len(tensors) == 1:
+            return self.to_device(tensors[0], destination)
+        if all(tensor.device == destination for tensor in tensors) or not all(map(travels_flat, tensors)):
+            return torch.cat([self.to_device(tensor, destination) for tensor in tensors], dim)
+        first = tensors[0]
+        shape = list(first.shape)
+        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        stride = dense_stride(shape, torch.empty_like(first, device="meta").stride())
+        out = torch.empty_strided(shape, stride, dtype=first.dtype, device=destination)
+        return self.gather_into(out, tensors, dim)
+
+    def gather_into(self, out: Tensor, tensors: Sequence[Tensor], dim: int) -> Tensor:
+        """Copies the tensors into consecutive parts of ``out`` along ``dim``."""
+        for part, tensor in zip(torch.split(out, [t.shape[dim] for t in tensors], dim), tensors, strict=True):
+            self.copy(part, tensor)
+        return out
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which terms are added: ``float32`` for 16-bit floats, which are rounded once, else ``dtype``."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def travel_flat_on_every_slot(inputs: Sequence[Sequence[Tensor]]) -> list[int]:
+    """The positions whose tensors travel flat on every slot, on the device of that slot's first tensor."""
+    positions = list(range(len(inputs[0])))
+    for tensors in inputs:
+        device = tensors[0].device if tensors else None
+        positions = [i for i in positions if travels_flat(tensors[i]) and tensors[i].device == device]
+    return positions
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and travels_flat(tensor) and tensor.is_contiguous()

@@ -1,0 +1,52 @@
+"""Which tests a run is for: the short ones, all of them, or what the short run leaves out.
+
+A test marked `long` runs with `--all`, with `--rest`, and where the command line names it by its node id
+(``pytest tests/test_x.py::test_y``). So ``pytest`` and ``pytest --rest`` together run what ``pytest --all`` runs, each
+test once.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run every test, also those marked long")
+    parser.addoption("--rest", action="store_true", help="run only what a run without --all leaves out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: only with --all or --rest, or where it is named by its node id")
+    if config.getoption("--all") and config.getoption("--rest"):
+        raise pytest.UsageError("--all runs what --rest runs too: pass one of them")
+    if config.option.durations is None:
+        config.option.durations = 10  # a run names its longest tests
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = any("::" in argument for argument in config.args)
+    if config.getoption("--all") or (named and not config.getoption("--rest")):
+        return
+    long = [item for item in items if item.get_closest_marker("long") is not None]
+    short = [item for item in items if item.get_closest_marker("long") is None]
+    chosen, others = (long, short) if config.getoption("--rest") else (short, long)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=others)
+    config.stash[LEFT_OUT] = len(others)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
+    """Says that there are more, and how to run them."""
+    if not config.stash.get(LEFT_OUT, 0):
+        return None
+    if config.getoption("--rest"):
+        return f"not among the rest: {config.stash[LEFT_OUT]} tests, which run without --rest"
+    return f"left out: {config.stash[LEFT_OUT]} long tests, which run with --all"
+
+
+def others_long(values: Iterable[Any], short: Collection[Any]) -> list[Any]:
+    """The values for `parametrize`, of which all but the short ones are marked long."""
+    return [value if value in short else pytest.param(value, marks=pytest.mark.long) for value in values]

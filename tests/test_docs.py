@@ -1,0 +1,105 @@
+"""The manual has every public name, environment variable and setting, all committed results, and the house as it is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import dataparallel
+import dataparallel.composable
+import dataparallel.testing
+from dataparallel.threads import settings
+from test_floors import ROOMS
+
+pytestmark = pytest.mark.devices("cpu")  # they read files: once is enough
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PACKAGES = (dataparallel, dataparallel.composable, dataparallel.testing)
+
+reference = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.rst")))
+
+
+def documented() -> set[str]:
+    return set(re.findall(r"^\.\. auto\w+:: (.+)$", reference, re.M))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_public_names_are_in_the_reference(package):
+    public = {f"{package.__name__}.{name}" for name in package.__all__ if not name.startswith("_")}
+    assert public - documented() == set()
+
+
+def test_what_replaces_torchs_comm_is_in_the_reference():
+    names = ("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter")
+    assert {f"dataparallel.comm.{name}" for name in names} <= documented()
+
+
+def test_environment_variables_are_in_the_reference():
+    sources = [path.read_text(encoding="utf-8") for path in Path(dataparallel.__file__).parent.rglob("*.py")]
+    used = {name for source in sources for name in re.findall(r"DATAPARALLEL_[A-Z_]+", source)}
+    assert used == set(re.findall(r"^\.\. envvar:: (\w+)$", reference, re.M))
+
+
+def test_settings_that_reach_replicas_are_in_the_reference():
+    carried = [setting.name for setting in (*settings.CARRIED, *settings.TRANSLATED)]
+    others = [name for name, *_ in settings.REFUSED]
+    _, _, section = reference.partition(".. _settings-that-reach-the-replicas:")
+    listed = {" ".join(item.split()) for item in re.split(r"[,;]|\* - | - |\n\n", section)}
+    assert {*carried, *others} - listed == set()
+
+
+@pytest.mark.parametrize(("directive", "suffix"), [("include", "rst"), ("image", "png")])
+def test_the_committed_results_are_on_the_page_of_benchmarks(directive, suffix):
+    page = (DOCS / "benchmarks.rst").read_text(encoding="utf-8")
+    shown = re.findall(rf"^\.\. {directive}:: \.\./bench/results/(.+)$", page, re.M)
+    assert sorted(shown) == sorted(path.name for path in (ROOT / "bench" / "results").glob(f"*.{suffix}"))
+
+
+def test_every_page_is_reached_from_the_index():
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.glob("*.rst")} - {"index"}
+    assert pages <= set(re.findall(r"^   (\S+)$", (DOCS / "index.rst").read_text(encoding="utf-8"), re.M))
+
+
+def literals(text: str) -> list[str]:
+    """What stands between double backticks."""
+    return re.findall(r"``([^`]+)``", text)
+
+
+def exists(path: str) -> bool:
+    """``comm/routes.py``, ``comm/routes`` and ``tests/comm`` are in the repository or in the package."""
+    return any((base / f"{path}{suffix}").exists() for base in (ROOT, ROOT / "dataparallel") for suffix in ("", ".py"))
+
+
+class TestTheHouse:
+    """What ``docs/design.rst`` draws and ``docs/contributing.rst`` names is there."""
+
+    design = (DOCS / "design.rst").read_text(encoding="utf-8")
+    drawing = re.search(r"^    dataparallel/\n((?: {6}.*\n|\n)+)", design, re.M)[1].splitlines()
+
+    def test_the_rooms_are_those_of_the_floors_in_their_order(self):
+        drawn = [found[1] for line in self.drawing if (found := re.match(r" {6}([\w/]+?)(?:/|\.py) {2,}\S", line))]
+        assert [room.replace("/", ".") for room in drawn] == ROOMS
+
+    def test_the_files_in_a_room_exist(self):
+        room, missing = "", []
+        for line in self.drawing:
+            if found := re.match(r" {6}(\w+)/ ", line):
+                room = found[1]
+            elif line.startswith(" " * 8):
+                missing += [name for name in re.findall(r"\w+", line) if not exists(f"{room}/{name}")]
+        assert missing == []
+        assert room == "comm"  # the last one with a list: the drawing was read to its end
+
+    def test_the_promises_are_those_of_rooms(self):
+        _, _, promises = self.design.partition("What each room promises\n")
+        rooms = re.findall(r"^``(\w+)``$", promises, re.M)
+        assert "comm" in rooms
+        assert set(rooms) <= set(ROOMS)
+
+    @pytest.mark.parametrize("page", ["design", "contributing"])
+    def test_every_path_on_the_page_exists(self, page):
+        found = literals((DOCS / f"{page}.rst").read_text(encoding="utf-8"))
+        paths = [text for text in found if "/" in text and re.fullmatch(r"[\w./]+", text) and "NAME" not in text]
+        assert len(paths) > 5
+        assert [path for path in paths if not exists(path)] == []

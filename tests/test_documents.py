@@ -1,0 +1,242 @@
+"""The code in README.rst and docs/**/*.rst does what the pages say.
+
+Every ``.. code-block:: python`` on a page runs, from the top of the page to its end, in one namespace: a block may use
+what the blocks above it have defined. A page starts with nothing imported, in an empty folder. The code runs with each
+kind of ``--devices``, so it must work on CPU slots and on simulated devices. Blocks in other languages are not run.
+
+A page may contain marks. They are reStructuredText comments, so readers do not see them. These stand directly before a
+block, and several may be combined:
+
+``.. test: skip REASON``
+    The block is not run. It must still be valid Python.
+``.. test: devices sim``
+    The block runs only with this kind of ``--devices``, or with one of several: ``.. test: devices cpu sim``. There
+    are eight simulated devices.
+``.. test: needs lightning``
+    The block runs only where this package is installed, or all of several. ``tests/frameworks`` runs such pages too.
+
+Hidden code prepares a block or checks what it did. It is the body of a comment, and runs like a block::
+
+    .. test: hidden
+
+        assert loss < 5
+
+The marks above may stand before hidden code too. A mark that is misspelled, or that no code follows, is an error.
+
+A block whose first line names a file, such as ``# test_training.py``, is not run here. ``test_documents_simulated``
+writes all such blocks of a page into one folder and runs pytest there.
+"""
+
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import dataparallel
+from dataparallel import DataParallel
+from documents import DOCS, README, blocks_of, pages, parse, run, run_page
+
+every_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(README.parent).as_posix())
+
+
+@every_page
+def test_the_code_of_the_page_runs(page, request, tmp_path, monkeypatch):
+    run_page(page, request.config, tmp_path, monkeypatch)
+
+
+@every_page
+def test_every_block_is_valid_python(page):
+    for block in blocks_of(page):
+        block.compiled()
+
+
+def test_the_readme_and_the_guide_have_code_that_runs():
+    for page in (README, DOCS / "guide" / "training.rst"):
+        assert any(not block.skip and block.file is None for block in blocks_of(page))
+
+
+def test_the_complete_example_of_the_readme_learns(request, tmp_path, monkeypatch):
+    names = run_page(README, request.config, tmp_path, monkeypatch)
+    assert names["loss"] < 5
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+class TestFragmentsOfTheReadme:
+    """Blocks that use names which the reader has to bring."""
+
+    FRAGMENTS = ("model = DataParallel(model)", "whole(mask)", "set_requires_gradient_sync", "prefetch(", "frozen()")
+
+    def test_each_is_run_below(self):
+        skipped = [block.text for block in blocks_of(README) if block.skip]
+        for text, word in zip(skipped, self.FRAGMENTS, strict=True):
+            assert word in text
+
+    def run(self, word, **names):
+        assert word in self.FRAGMENTS
+        (found,) = [block for block in blocks_of(README) if block.skip and word in block.text]
+        names = {"torch": torch, "nn": nn, "dataparallel": dataparallel, "DataParallel": DataParallel, **names}
+        exec(found.compiled(), names)
+        return names
+
+    @pytest.fixture
+    def model(self, root):
+        torch.manual_seed(0)
+        return nn.Linear(20, 1).double().to(root)
+
+    @pytest.fixture
+    def batches(self):
+        return list(torch.randn(3, 64, 20, dtype=torch.float64))
+
+    def test_one_line(self, model):
+        assert self.run("model = DataParallel(model)", model=model)["model"].module is model
+
+    def test_a_mask_for_every_replica(self, slots, root):
+        class Masked(nn.Module):
+            def forward(self, x, mask):
+                return x * mask
+
+        x, mask = torch.randn(6, 20, device=root), torch.rand(20, device=root)
+        wrapped = DataParallel(Masked(), slots)
+        with pytest.raises(ValueError, match="20"):
+            wrapped(x, mask=mask)
+        torch.testing.assert_close(self.run("whole(mask)", model=wrapped, x=x, mask=mask)["output"], x * mask)
+
+    def test_gradients_that_wait(self, model, batches, root):
+        y = torch.randn(64, 1, dtype=torch.float64, device=root)
+        loss = sum(nn.functional.mse_loss(model(batch.to(root)), y) for batch in batches) / len(batches)
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        self.run("set_requires_gradient_sync", model=model, batches=batches, y=y)
+        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(expected))
+
+    def test_a_loader_that_sends_ahead(self, model, batches, slots, root):
+        loader = [(batch, batch[:, :1]) for batch in batches]
+        names = self.run("prefetch(", model=DataParallel(model, slots), loader=loader, device=root)
+        inputs, targets = (tensor.to(root) for tensor in loader[-1])
+        torch.testing.assert_close(names["loss"], nn.functional.mse_loss(model(inputs), targets))
+
+    def test_a_model_that_does_not_change(self, model, batches, slots, root):
+        wrapped = DataParallel(model, slots)
+        names = self.run("frozen()", model=wrapped, loader=[(batch, None) for batch in batches])
+        torch.testing.assert_close(names["outputs"], [model(batch.to(root)) for batch in batches])
+        assert not model.training
+
+
+class TestReadme:
+    """It is the front page, here and on a package index, which shows neither files beside it nor Sphinx's markup."""
+
+    text = README.read_text(encoding="utf-8")
+
+    def test_it_is_short(self):
+        assert len(self.text.splitlines()) <= 250
+
+    def test_it_needs_no_file_beside_it(self):
+        targets = [line.split("::")[1] for line in self.text.splitlines() if "image::" in line or "figure::" in line]
+        targets += [line.partition("<")[2] for line in self.text.splitlines() if ">`_" in line]
+        assert [target for target in targets if not target.strip().startswith("https://")] == []
+
+    def test_docutils_renders_it_without_a_warning(self):
+        core = pytest.importorskip("docutils.core")
+        writers = pytest.importorskip("docutils.writers")
+        settings = {"report_level": 1, "halt_level": 2, "raw_enabled": False, "file_insertion_enabled": False}
+        writer = writers.get_writer_class("html5")()
+        page = core.publish_string(self.text, writer=writer, settings_overrides=settings).decode()
+        assert "dataparallel" in page
+
+
+class TestMarks:
+    """What the docstring of this file promises to writers of pages."""
+
+    def blocks(self, text):
+        return list(parse(textwrap.dedent(text), README))
+
+    def test_code_is_found_at_its_line_and_without_its_options(self):
+        text = """
+            Words.
+
+            * In a list:
+
+              .. code-block:: python
+                 :caption: a caption
+
+                 if True:
+
+                     x = 1
+
+              More words.
+            """
+        (block,) = self.blocks(text)
+        assert (block.line, block.text) == (9, "if True:\n\n    x = 1\n")
+
+    def test_blocks_share_their_names_with_hidden_code_between_them(self):
+        text = """
+            .. code-block:: python
+
+                x = 1
+
+            Words, and code in another language:
+
+            .. code-block:: bash
+
+                exit 1
+
+            .. test: hidden
+
+                assert x == 1
+                x = 2
+
+            .. code-block:: python
+
+                y = x
+            """
+        assert run(self.blocks(text), "cpu")["y"] == 2
+
+    @pytest.mark.parametrize("mark", ["skip it waits", "devices sim", "needs nobody_has_this"])
+    def test_marked_code_is_left_out(self, mark):
+        text = """
+            .. test: {}
+
+            .. code-block:: python
+
+                x = 1
+
+            .. code-block:: python
+
+                y = 1
+            """
+        names = run(self.blocks(text.format(mark)), "cpu")
+        assert "x" not in names
+        assert names["y"] == 1
+
+    @pytest.mark.parametrize("mark", ["devices sim", "devices cpu sim", "needs torch"])
+    def test_marked_code_runs_where_it_can(self, mark):
+        names = run(self.blocks(f".. test: {mark}\n.. test: hidden\n\n    x = 1\n"), "sim")
+        assert names["x"] == 1
+
+    def test_a_block_that_shows_a_file_is_not_run(self):
+        (block,) = self.blocks(".. code-block:: python\n\n    # conftest.py\n    x = 1\n")
+        assert block.file == "conftest.py"
+        assert "x" not in run([block], "cpu")
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            (".. test: skp a reason\n\n.. code-block:: python\n\n    x = 1\n", "README.rst:1: '.. test: skp' is none"),
+            (".. test:\n\n.. code-block:: python\n\n    x = 1\n", "README.rst:1: '.. test: None' is none"),
+            (".. test: skip\n\n.. code-block:: python\n\n    x = 1\n", "README.rst:1: '.. test: skip' needs a reason"),
+            (".. test: skip a reason\n\nWords.\n", "README.rst:3: .* directly before"),
+            (".. test: skip a reason\n\n.. code-block:: bash\n\n    exit\n", "README.rst:3: .* directly before"),
+            (".. test: skip a reason\n", "README.rst:1: .* directly before"),
+            (".. test: hidden\n\nWords.\n", "README.rst:1: no code follows"),
+        ],
+    )
+    def test_a_mark_without_effect_is_an_error(self, text, problem):
+        with pytest.raises(ValueError, match=problem):
+            self.blocks(text)
+
+    def test_an_error_names_the_page_and_the_line(self):
+        text = "Words.\n\n.. code-block:: python\n\n    x = 1\n    raise KeyError(x)\n"
+        with pytest.raises(KeyError) as caught:
+            run(self.blocks(text), "cpu")
+        last = caught.traceback[-1]
+        assert (str(last.path), last.lineno + 1) == (str(README), 6)

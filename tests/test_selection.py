@@ -1,0 +1,91 @@
+"""What a run is for: the short tests, the rest, or all."""
+
+from pathlib import Path
+
+import pytest
+
+from processes import Ahead, run_pytest
+
+# Their processes are their own: once is enough.
+pytestmark = pytest.mark.devices("cpu")
+
+TESTS = """
+import pytest
+
+def test_short():
+    pass
+
+@pytest.mark.long
+def test_long():
+    pass
+
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_both(count):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def processes(request, tmp_path_factory):
+    def run(*arguments, this_file=False):
+        if this_file:
+            return run_pytest(Path(__file__).parent, "--devices=cpu", "-v", *arguments, __file__)
+        folder = tmp_path_factory.mktemp("project")
+        (folder / "conftest.py").write_text('pytest_plugins = ["selection"]\n')
+        (folder / "test_user.py").write_text(TESTS)
+        return run_pytest(folder, "-v", *arguments, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+
+    with Ahead(request, tmp_path_factory.mktemp("ahead"), run) as ahead:
+        yield ahead
+
+
+def passed(result: pytest.RunResult) -> set[str]:
+    return {line.split("::")[1].split()[0] for line in result.outlines if " PASSED" in line}
+
+
+@pytest.mark.ahead
+def test_a_run_without_options_leaves_the_long_ones_out_and_says_how_to_run_them(result):
+    assert passed(result) == {"test_short", "test_both[2]"}
+    result.stdout.fnmatch_lines(["left out: 2 long tests, which run with --all"])
+
+
+@pytest.mark.ahead("test_user.py::test_short")
+def test_a_run_names_its_longest_tests(result):
+    result.stdout.fnmatch_lines(["*slowest 10 durations*"])
+
+
+@pytest.mark.ahead("--rest")
+def test_the_rest_is_what_that_run_leaves_out(result):
+    assert passed(result) == {"test_long", "test_both[8]"}
+    result.stdout.fnmatch_lines(["not among the rest: 2 tests, which run without --rest"])
+
+
+@pytest.mark.ahead("--all")
+def test_all_is_both(result):
+    assert passed(result) == {"test_short", "test_both[2]", "test_long", "test_both[8]"}
+
+
+@pytest.mark.ahead("test_user.py::test_long", "test_user.py::test_short")
+def test_a_long_test_runs_where_it_is_named(result):
+    assert passed(result) == {"test_short", "test_long"}
+
+
+@pytest.mark.ahead("--all", "--rest")
+def test_both_options_are_one_too_many(result):
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --all runs what --rest runs too: pass one of them"])
+
+
+@pytest.mark.slots(2, long=[4])
+def test_slots(slots):
+    assert len(slots) in (2, 4)
+
+
+@pytest.mark.ahead("-k", "test_slots", this_file=True)
+def test_of_further_numbers_of_slots_the_run_leaves_out_those_that_are_long(result):
+    assert passed(result) == {"test_slots[2slots]"}
+
+
+@pytest.mark.ahead("-k", "test_slots", "--rest", this_file=True)
+def test_the_rest_has_those(result):
+    assert passed(result) == {"test_slots[4slots]"}
