@@ -66,8 +66,9 @@ def test_a_module_in_a_plain_attribute_is_the_replicas(place: str, slots: list, 
     model = Holder(*HIDING_PLACES[place]).double().to(root)
     perturbation = Perturbation(seed=0, scale=0.1)
     x = batch(root)
-    with perturbed_slots(model, perturbation):
-        found = DataParallel(model, slots)(x)
+    wrapped = DataParallel(model, slots)
+    with perturbed_slots(wrapped, perturbation):
+        found = wrapped(x)
 
     class Direct(nn.Module):
         def __init__(self) -> None:
@@ -77,9 +78,9 @@ def test_a_module_in_a_plain_attribute_is_the_replicas(place: str, slots: list, 
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x)
 
-    direct = Direct()
+    direct = DataParallel(Direct(), slots)
     with perturbed_slots(direct, perturbation):
-        expected = DataParallel(direct, slots)(x)
+        expected = direct(x)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert not torch.equal(found, model(x))
 

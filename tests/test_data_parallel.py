@@ -13,33 +13,19 @@ import torch
 from torch import nn
 
 import dataparallel as dp
+from affine import build_affine
 from dataparallel import DataParallel, data_parallel
-
-
-class Affine(nn.Module):
-    """A module with a parameter, a buffer, an attribute and options."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.register_buffer("calls", torch.zeros(()))
-        self.width = 3
-
-    def forward(self, x, *, scale=1.0, offset=None):
-        self.calls += 1
-        y = self.linear(x) * scale
-        return y if offset is None else y + offset
+from nets import samples
 
 
 @pytest.fixture
 def affine(root):
-    torch.manual_seed(0)
-    return Affine().double().to(root)
+    return build_affine(root)
 
 
 @pytest.fixture
 def batch(root):
-    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
+    return samples(root)
 
 
 class TestDropIn:

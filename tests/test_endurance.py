@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
+from memory import live_objects
 from selection import others_long
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -53,11 +54,6 @@ def training_step(wrapped, optimizer, x) -> None:
     optimizer.zero_grad()
     wrapped(x).square().mean().backward()
     optimizer.step()
-
-
-def live_objects() -> int:
-    gc.collect()
-    return len(gc.get_objects())
 
 
 @pytest.mark.long

@@ -1,7 +1,5 @@
 """If parameters of a model are replaced while it trains, every byte that was kept for the old ones is freed."""
 
-import gc
-import time
 import weakref
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
+from memory import allocated
 
 STEPS = 1_000
 EVERY = 10
@@ -19,15 +18,6 @@ pytestmark = [pytest.mark.devices("sim"), pytest.mark.usefixtures("one_intra_op_
 @pytest.fixture
 def distinct():
     return [torch.device("sim", index) for index in range(8)]
-
-
-def allocated(devices):
-    """Bytes on each device, when the engine's threads have had a moment to drop their part of a graph."""
-    gc.collect()
-    for device in devices:
-        torch.sim.synchronize(device)
-    time.sleep(0.1)
-    return [torch.sim.memory_allocated(device) for device in devices]
 
 
 def replace(model, name) -> nn.Parameter:

@@ -11,14 +11,16 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dataparallel import DataParallel, _torch, ownership
 from dataparallel.composable import replicate
+from memory import allocated
+from nets import HELD, HOLDS, Net, build, forget, samples
 from processes import run_script
 from selection import others_long
 
@@ -143,22 +145,6 @@ def test_every_question_is_answered_by_no_then() -> None:
     assert not ownership.are_in_one_list_only(tensors)
 
 
-class Net(nn.Module):
-    """Keeps what it is asked to in each forward; those that replicas share are no attributes."""
-
-    keeps: ClassVar[list[Callable[[Any], Any]]] = []
-    kept: ClassVar[list[Any]] = []
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("shift", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept.extend(keep(self) for keep in self.keeps)
-        return self.linear(x) + self.shift
-
-
 class Circular(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -167,24 +153,22 @@ class Circular(Net):
 
 @pytest.fixture(params=[Net, Circular], ids=["plain", "circular"])
 def net(request: pytest.FixtureRequest, root: torch.device) -> Any:
-    torch.manual_seed(0)
-    yield request.param().double().to(root)
-    Net.keeps.clear()
-    Net.kept.clear()
+    yield build(root, request.param)
+    forget()
 
 
 @pytest.fixture
 def x(root: torch.device) -> Tensor:
-    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
+    return samples(root)
 
 
 @pytest.mark.usefixtures("untold")
 def test_each_call_has_replicas_and_copies_of_its_own(net: Net, wrapped: DataParallel, call: Callable) -> None:
-    net.keeps.append(lambda replica: replica)
-    net.keeps.append(lambda replica: replica.linear.weight)
+    HOLDS.append(lambda replica: replica)
+    HOLDS.append(lambda replica: replica.linear.weight)
     for _ in range(3):
         call()
-    assert len({*map(id, net.kept)}) == len(net.kept) == 2 * 3 * 3
+    assert len({*map(id, HELD)}) == len(HELD) == 2 * 3 * 3
 
 
 KEEPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
@@ -202,19 +186,19 @@ KEEPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
 def test_what_forward_has_kept_stays_what_it_is(
     keep: Callable, value: Callable, net: Net, wrapped: DataParallel, call: Callable, x: Tensor
 ) -> None:
-    net.keeps.append(keep)
+    HOLDS.append(keep)
     call()
-    net.keeps.clear()
+    HOLDS.clear()
     # Tensors on the device of the root share the memory of the module.
-    before = [(kept, value(kept).clone()) for kept in net.kept if value(kept).device.index]
+    before = [(kept, value(kept).clone()) for kept in HELD if value(kept).device.index]
     for tensor in (*net.parameters(), *net.buffers()):
         tensor.data = tensor.data * 3
     for _ in range(2):
         with torch.no_grad():
             torch.testing.assert_close(call(), net(x), rtol=0, atol=1e-9)
         gc.collect()
-    assert len(net.kept) == 3
-    assert all(value(kept).numel() for kept in net.kept)
+    assert len(HELD) == 3
+    assert all(value(kept).numel() for kept in HELD)
     assert all(torch.equal(value(kept), expected) for kept, expected in before)
 
 
@@ -243,52 +227,44 @@ def test_no_replica_is_kept(net: Net, wrapped: DataParallel, slots: list, withou
 @pytest.mark.devices("sim")
 @pytest.mark.usefixtures("untold")
 def test_nothing_is_held_between_calls(net: Net, slots: list, call: Callable) -> None:
-    def allocated() -> list[int]:
-        gc.collect()
-        for slot in slots:
-            torch.sim.synchronize(slot)
-        return [torch.sim.memory_allocated(slot) for slot in slots]
-
-    before = allocated()
+    before = allocated(slots)
     for _ in range(3):
         call()
-    assert allocated() == before
+    assert allocated(slots, before) == before
 
 
 @pytest.mark.usefixtures("untold")
 def test_circles_are_the_collectors(root: torch.device, slots: list, x: Tensor) -> None:
-    net = Circular().double().to(root)
-    net.keeps.append(weakref.ref)
+    net = build(root, Circular)
+    HOLDS.append(weakref.ref)
     gc.collect()
     gc.disable()
     try:
         DataParallel(net, slots)(x).sum().backward()
-        net.keeps.clear()
-        assert [bool(replica() and vars(replica())) for replica in net.kept] == [True] * 3
+        HOLDS.clear()
+        assert [bool(replica() and vars(replica())) for replica in HELD] == [True] * 3
         gc.collect()
-        assert [replica() for replica in net.kept] == [None] * 3
+        assert [replica() for replica in HELD] == [None] * 3
     finally:
         gc.enable()
-        net.keeps.clear()
-        net.kept.clear()
+        forget()
 
 
 @pytest.mark.usefixtures("untold")
 def test_replicas_that_are_leased_are_used_again(net: Net, wrapped: DataParallel, call: Callable) -> None:
-    net.keeps.append(id)
+    HOLDS.append(id)
     with wrapped.frozen():
         for _ in range(3):
             call()
-    assert len({*net.kept}) == 3
+    assert len({*HELD}) == 3
 
 
 @pytest.mark.usefixtures("untold")
 def test_a_training_of_replicas_that_stay(net: Net, root: torch.device, slots: list, x: Tensor) -> None:
     """Their tensors need no counts; their modules are made for each call."""
-    torch.manual_seed(0)
-    twin = type(net)().double().to(root)
+    twin = build(root, type(net))
     replicate(net, devices=slots)
-    net.keeps.append(lambda module: module)
+    HOLDS.append(lambda module: module)
     optimizers = {module: torch.optim.SGD(module.parameters(), lr=0.1) for module in (net, twin)}
     for _ in range(4):
         for module, optimizer in optimizers.items():
@@ -297,4 +273,4 @@ def test_a_training_of_replicas_that_stay(net: Net, root: torch.device, slots: l
             optimizer.step()
     for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
-    assert len({*map(id, net.kept)}) == 4 * 3 + 1
+    assert len({*map(id, HELD)}) == 4 * 3 + 1

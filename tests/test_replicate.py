@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, replicate
 from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES
-from dataparallel.testing.parity import Perturbation, perturbed_slots
+from dataparallel.testing.parity import Perturbation, perturb
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 PERTURBATION = Perturbation(seed=2, scale=0.5)
 
 
 def perturbed_replicas(source: nn.Module, slots: list) -> list[nn.Module]:
-    with perturbed_slots(source, PERTURBATION):
-        return replicate(source, slots)
+    replicas = replicate(source, slots)
+    perturb(replicas, PERTURBATION)
+    return replicas
 
 
 def perturbed_copy(source: nn.Module, slot: int) -> nn.Module:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from dataparallel import DataParallel, replicate
 from dataparallel.testing.cases import numbers, seeded
-from dataparallel.testing.parity import Perturbation, assert_same_step, perturbed_slots
+from dataparallel.testing.parity import Perturbation, assert_same_step, perturb
 
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
@@ -24,8 +24,9 @@ PERTURBATION = Perturbation(seed=4, scale=0.5)
 
 
 def perturbed_replicas(source: nn.Module, slots: list) -> list[nn.Module]:
-    with perturbed_slots(source, PERTURBATION):
-        return replicate(source, slots)
+    replicas = replicate(source, slots)
+    perturb(replicas, PERTURBATION)
+    return replicas
 
 
 @pytest.fixture(params=["recorded", "detached"])

@@ -24,10 +24,12 @@ PERTURBATION = Perturbation(seed=3, scale=0.5)
 samples = numbers(4)
 
 
-class Net(nn.Module):
+class WithReferences(nn.Module):
     """Two layers, a weight and a forward; `setup` sets attributes of the instance."""
 
-    def __init__(self, setup: Callable[["Net"], Any], forward: Callable[["Net", Tensor], Tensor]) -> None:
+    def __init__(
+        self, setup: Callable[["WithReferences"], Any], forward: Callable[["WithReferences", Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.scale = nn.Parameter(torch.randn(4))
@@ -41,29 +43,29 @@ class Net(nn.Module):
         return self.first(x) * self.scale
 
 
-def hang(**attributes: Callable[[Net], Any]) -> Callable[[Net], None]:
+def hang(**attributes: Callable[[WithReferences], Any]) -> Callable[[WithReferences], None]:
     """Sets plain attributes, past the registries."""
 
-    def setup(net: Net) -> None:
+    def setup(net: WithReferences) -> None:
         for name, make in attributes.items():
             vars(net)[name] = make(net)
 
     return setup
 
 
-def both_layers(net: Net, x: Tensor) -> Tensor:
+def both_layers(net: WithReferences, x: Tensor) -> Tensor:
     return net.second(net.first(x))
 
 
-def rebind_forward(net: Net) -> None:
+def rebind_forward(net: WithReferences) -> None:
     net.first.forward = types.MethodType(lambda self, x: 2 * F.linear(x, self.weight), net.first)
 
 
-def rebind_call_of_the_root(net: Net) -> None:
+def rebind_call_of_the_root(net: WithReferences) -> None:
     net.forward = types.MethodType(lambda self, x: self.scaled(x) + self.scale, net)
 
 
-def decorate_forward(net: Net) -> None:
+def decorate_forward(net: WithReferences) -> None:
     method = net.first.forward
 
     @functools.wraps(method)
@@ -73,11 +75,11 @@ def decorate_forward(net: Net) -> None:
     net.first.forward = twice
 
 
-def borrow_forward(net: Net) -> None:
+def borrow_forward(net: WithReferences) -> None:
     net.second.forward = net.first.forward
 
 
-def a_recursion(net: Net) -> Callable:
+def a_recursion(net: WithReferences) -> Callable:
     def descend(x: Tensor, depth: int = 2) -> Tensor:
         x = torch.tanh(net.first(x))
         return descend(x, depth - 1) if depth else x
@@ -85,7 +87,7 @@ def a_recursion(net: Net) -> Callable:
     return descend
 
 
-def two_that_alternate(net: Net) -> Callable:
+def two_that_alternate(net: WithReferences) -> Callable:
     def one(x: Tensor, depth: int = 2) -> Tensor:
         return other(net.first(x), depth - 1)
 
@@ -95,25 +97,25 @@ def two_that_alternate(net: Net) -> Callable:
     return one
 
 
-def a_hook_of_the_parent(net: Net) -> None:
+def a_hook_of_the_parent(net: WithReferences) -> None:
     net.first.register_forward_hook(lambda module, args, output: output * net.scale)
 
 
-def a_method_as_hook(net: Net) -> None:
+def a_method_as_hook(net: WithReferences) -> None:
     net.second.register_forward_pre_hook(functools.partial(types.MethodType(lambda s, m, a: s.scaled(a[0]), net)))
 
 
-def a_child_that_knows_its_parent(net: Net) -> None:
+def a_child_that_knows_its_parent(net: WithReferences) -> None:
     net.first.above = [net]
     net.first.forward = types.MethodType(lambda self, x: F.linear(x, self.weight) * self.above[0].scale, net.first)
 
 
-def a_weak_parent(net: Net) -> None:
+def a_weak_parent(net: WithReferences) -> None:
     net.first.above = weakref.ref(net)
     net.first.forward = types.MethodType(lambda self, x: F.linear(x, self.weight) * self.above().scale, net.first)
 
 
-WAYS: dict[str, tuple[Callable[[Net], Any], Callable[[Net, Tensor], Tensor]]] = {
+WAYS: dict[str, tuple[Callable[[WithReferences], Any], Callable[[WithReferences, Tensor], Tensor]]] = {
     "forward bound to a child": (rebind_forward, both_layers),
     "forward bound to the root": (rebind_call_of_the_root, both_layers),
     "decorated forward": (decorate_forward, both_layers),
@@ -148,12 +150,12 @@ WAYS: dict[str, tuple[Callable[[Net], Any], Callable[[Net, Tensor], Tensor]]] = 
 
 @pytest.mark.parametrize(("setup", "forward"), WAYS.values(), ids=WAYS.keys())
 def test_every_way_leads_to_the_weights_of_the_replica(setup: Callable, forward: Callable, slots: list) -> None:
-    build = seeded(Net, setup, forward)
+    build = seeded(WithReferences, setup, forward)
     assert_same_step(build, samples(7, 1), slots, perturbation=PERTURBATION)
 
 
 def test_the_source_keeps_what_hangs_on_it(slots: list) -> None:
-    net = Net(hang(route=lambda net: [net.first], table=lambda net: {"in": net.scaled}), both_layers)
+    net = WithReferences(hang(route=lambda net: [net.first], table=lambda net: {"in": net.scaled}), both_layers)
     route, table = net.route, net.table
     replicas = replicate(net, slots)
     assert net.route is route
@@ -167,7 +169,9 @@ def test_the_source_keeps_what_hangs_on_it(slots: list) -> None:
 
 def test_attributes_that_lead_elsewhere_are_the_same_objects(slots: list) -> None:
     stranger = nn.Linear(1, 1)
-    net = Net(hang(config=lambda net: {"depth": 3}, other=lambda net: [stranger], enter=lambda net: torch.relu), len)
+    net = WithReferences(
+        hang(config=lambda net: {"depth": 3}, other=lambda net: [stranger], enter=lambda net: torch.relu), len
+    )
     for replica in replicate(net, slots):
         assert replica.config is net.config
         assert replica.other is net.other
@@ -175,11 +179,14 @@ def test_attributes_that_lead_elsewhere_are_the_same_objects(slots: list) -> Non
 
 
 def test_attributes_of_every_kind_may_hang_on_a_module(slots: list) -> None:
-    net = Net(hang(array=lambda net: np.zeros(3), generator=lambda net: torch.Generator(), cls=lambda net: Net), len)
+    net = WithReferences(
+        hang(array=lambda net: np.zeros(3), generator=lambda net: torch.Generator(), cls=lambda net: WithReferences),
+        len,
+    )
     for replica in replicate(net, slots):
         assert replica.array is net.array
         assert replica.generator is net.generator
-        assert replica.cls is Net
+        assert replica.cls is WithReferences
 
 
 @pytest.mark.parametrize("cls", [nn.RNN, nn.LSTM, nn.GRU])

@@ -3,16 +3,13 @@
 Not here: what single stages promise. Those tests stand beside their stage.
 """
 
-import types
-
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from dataparallel import DataParallel
 from dataparallel.testing import parity, steps
-from dataparallel.testing.cases import Case, numbers, seeded, tokens
+from dataparallel.testing.cases import Case, seeded, tokens
 from dataparallel.testing.models import CASES, DROPOUT_CASES
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -75,34 +72,3 @@ def test_sparse_adam_equals_one_device(slots: list) -> None:
         slots,
         optimizer=lambda parameters: sparse_adam(list(parameters), lr=1e-2),
     )
-
-
-class HidesItsWeight(nn.Linear):
-    """Computes with a weight that no replica can find, inside an object of a foreign type."""
-
-    def __init__(self) -> None:
-        super().__init__(6, 3)
-        self.hidden = types.SimpleNamespace(weight=self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.hidden.weight, self.bias)
-
-
-class RunsTheSource(DataParallel):
-    def replicate(self, module: nn.Module, device_ids: list) -> list[nn.Module]:
-        return [module] * len(device_ids)
-
-
-@pytest.mark.parametrize(
-    ("build", "wrap"),
-    [
-        (seeded(HidesItsWeight), DataParallel),
-        (seeded(nn.Linear, 6, 3), RunsTheSource),
-    ],
-    ids=["a hidden weight", "no replicas"],
-)
-def test_only_perturbed_slots_tell_replicas_that_use_the_source(build, wrap, slots: list) -> None:
-    batch, slots = numbers(6)(5, 0), [slots[0]] * 3  # on distinct devices torch would tell
-    parity.assert_same_step(build, batch, slots, wrap=wrap)
-    with pytest.raises(AssertionError, match=r"output.*not close"):
-        parity.assert_same_step(build, batch, slots, wrap=wrap, perturbation=PERTURBATION)

@@ -1,6 +1,6 @@
 """The library's second form, without a wrapper: `replicate` changes a module in place, so that it runs on all slots.
 
-The public names, nothing else. Importing this touches no device.
+This file has the public names and nothing else. Importing it touches no device.
 """
 
 from dataparallel.composable.replicate import ReplicatedModule, register_forward_method, replicate

@@ -1,9 +1,9 @@
-"""The contract of composable forms: what holds for every function that changes how a module runs, in place.
+"""The contract of composable forms, which are functions that change in place how a module runs.
 
-A form (``replicate``) is applied to a module once, and to no child or parent of a module that has one, whichever form
-that is: two would both claim to run it. No two managed modules share a parameter. The module stays the same object; its
-class becomes a subclass, and parameter names stay what they are. A form's state is in the module's ``__dict__`` under a
-key of this room, so that neither parameters nor the state dict see it. How a module runs then is the form's business.
+A form (``replicate``) is applied to a module once, and to no child or parent of a module that has any form: both forms
+would run it. Two managed modules share no parameter. The module stays the same object with the same parameter names,
+and its class becomes a subclass. A form's state is in the module's ``__dict__`` under `KEY`, so it is no parameter and
+not in the state dict. How the module runs then is up to the form; this file knows no devices.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound="FormState")
 
 KEY = "_dataparallel_form"
-"""Attribute of a managed module: its form and that form's state for it."""
+"""The attribute of a managed module that holds its form and the form's state."""
 
 _lock = threading.RLock()
 _managed: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
 class FormState(Protocol):
-    """What a form keeps for one module; it must not hold the module itself but weakly."""
+    """The state that a form keeps for one module. It may refer to the module only weakly."""
 
     def manages(self, parameter: Tensor) -> bool:
-        """Whether this parameter of the module's tree is the form's business."""
+        """True if the form handles this parameter of the module's tree."""
 
 
 class ManagedModule:
-    """What modules of every form are: the first base of the class that a form gives to a module.
+    """The first base of every class that a form gives to a module.
 
-    A managed module cannot be copied or pickled. What is made from its class is of the original class: a slice of a
-    ``Sequential``, for example.
+    A managed module cannot be copied or pickled. Its class makes instances of the original class: a slice of a
+    managed ``Sequential`` is a plain ``Sequential``, for example.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class ManagedModule:
         self._refuse("pickle")
 
     def _dataparallel_refusal(self, path: str) -> str:
-        """Why a tree that has this module at ``path`` (``""``: as its root) cannot be replicated: for plans of it."""
+        """The error message for a tree that has this module at ``path``, or as its root (``""``). Plans raise it."""
         name, own = _name_of(self), original_class(type(self)).__name__
         what = f"{path!r}, a {own}" if path else f"the {own}"
         return (
@@ -68,7 +68,7 @@ class ManagedModule:
         )
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        # Called by other libraries, who know no path.
+        # Other libraries call this, and know no path.
         raise RuntimeError(self._dataparallel_refusal(""))
 
     def _refuse(self, what: str) -> NoReturn:
@@ -79,26 +79,27 @@ class ManagedModule:
 
 
 def original_class(cls: type) -> type[Any]:
-    """The class that modules of a form's class ``cls`` had before."""
+    """The class that a module had before a form gave it the class ``cls``."""
     order = cls.__mro__
     return order[order.index(ManagedModule) + 1]
 
 
 def held_by(module: Any, name: str) -> Any:
-    """An attribute as it is without the form: the instance's, or else the original class's.
+    """The attribute that the module would have without the form: its own, or else that of its original class.
 
     Raises:
-        AttributeError: there is none.
+        AttributeError: it has none of this name.
     """
     own = vars(module)
     return own[name] if name in own else getattr(super(ManagedModule, module), name)
 
 
 class Form(Generic[P, S]):
-    """A form, made of a function that checks its arguments and returns the state for a module, and changes nothing.
+    """A form, made from a function.
 
     Args:
-        prepare: called with the module and what the caller of the form passes.
+        prepare: takes the module and the arguments of the form, checks them, and returns the state for the module. It
+            changes nothing.
         base: the first base of the class that modules get.
     """
 
@@ -117,8 +118,8 @@ class Form(Generic[P, S]):
 
         Raises:
             TypeError: it is no module, or its class cannot be changed.
-            RuntimeError: it, a parent, a child or one of its parameters is managed already; the message names it.
-            Exception: what the form's function raises.
+            RuntimeError: it, a parent, a child or one of its parameters has a form already; the message names it.
+            Exception: the form's function raised it.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"`{self.__name__}` takes a torch.nn.Module; got {type(module).__name__}")
@@ -140,28 +141,28 @@ class Form(Generic[P, S]):
         return module
 
     def state(self, module: nn.Module) -> S | None:
-        """This form's state for ``module``; ``None`` for a module to which it is not applied."""
+        """This form's state for ``module``, or ``None`` if this form is not applied to it."""
         form, state = vars(module).get(KEY, (None, None))
         return state if form is self else None
 
     def _class_for(self, cls: type[nn.Module]) -> type[nn.Module]:
-        """The subclass that modules of the class ``cls`` get, made when it is first needed."""
+        """The subclass for modules of the class ``cls``, made when it is first needed."""
         bases = (self._base, cls)
-        for known in type.__subclasses__(cls):  # which are held weakly there
+        for known in type.__subclasses__(cls):  # Python refers to them weakly there
             if known.__bases__ == bases:
                 return known
         name = f"{self.__name__.title().replace('_', '')}{cls.__name__}"
         body = {"__module__": cls.__module__, "__doc__": cls.__doc__}
         made = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
-        # Programs choose by a class's name: how labels are shifted, what a saved configuration says. The other name is
-        # for those who keep a table of subclasses, and still shows in the class's repr.
+        # Programs look at the name of a class to choose how labels are shifted or what a saved configuration says. A
+        # class that registers its subclasses by name has seen the other name, which also shows in the class's repr.
         made.__name__ = cls.__name__
         return made
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     try:
-        # Past `Module.__setattr__`, which a class may have made stricter.
+        # Not by `Module.__setattr__`: a class may override it with a stricter one.
         object.__setattr__(module, "__class__", cls)
     except TypeError as error:
         raise TypeError(f"cannot change the class of a {type(module).__name__}: {error}") from error
@@ -177,7 +178,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def _check_tree(module: nn.Module, name: str) -> None:
-    """No module of the tree is managed, nor is a tree of which it is a part."""
+    """Raises if a module of the tree is managed, or a tree that contains the module."""
     for path, child in module.named_modules():
         if KEY in vars(child):
             what = f"its child {path!r}" if path else f"the {original_class(type(child)).__name__}"
@@ -195,7 +196,7 @@ def _check_tree(module: nn.Module, name: str) -> None:
 
 
 def _check_parameters(module: nn.Module, state: FormState) -> None:
-    """No parameter is managed elsewhere."""
+    """Raises if a parameter is managed in another module."""
     ours = {id(parameter): name for name, parameter in module.named_parameters() if state.manages(parameter)}
     for other in list(_managed.values()):
         form, others = vars(other)[KEY]

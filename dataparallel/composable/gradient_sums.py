@@ -1,20 +1,20 @@
-"""Gradients of living replicas: summed into the source during backward, or kept on the slots until they are.
+"""Gradients of persistent replicas: summed into the source during backward, or kept on the slots until a later one.
 
-A bucket of parameters is one kept `PersistentToSlots` node. Its backward runs once in each pass, when the last slot has
-the bucket's gradients, and asks for each parameter whether the pass writes its ``.grad``: ``backward(inputs=...)`` may
-write some of a bucket.
+Each bucket of parameters has one `PersistentToSlots` node that many passes use. Its backward runs once in each pass,
+when the last slot has the bucket's gradients. Which of the bucket's parameters get a ``.grad`` in this pass is asked of
+the engine, because ``backward(inputs=...)`` may write only some of them.
 
-- Where gradients are summed, a parameter whose ``.grad`` is written gets the sum and what is kept for it. What is kept
-  for the others is added when the pass ends, so that then every ``.grad`` is that of one device.
-- Where they are not, it gets slot 0's gradient, so that ``.grad`` is what that slot has found so far, and those of the
-  other slots are kept. What is kept for the others stays.
-- A pass that writes no ``.grad`` (``torch.autograd.grad``) gets the sum of its own gradients. What is kept stays.
-- A pass that is recorded gets sums in any case, and what is kept for the parameters that it reaches: it does not add
-  to ``.grad`` in place, but puts another tensor there.
+- If sums are on, a parameter whose ``.grad`` is written gets the sum and the gradients that are kept for it. Gradients
+  that are kept for other parameters are added at the end of the pass, so that every ``.grad`` is that of one device.
+- If sums are off, it gets slot 0's gradient, and the gradients of the other slots are kept. Those that are kept for
+  other parameters stay.
+- A pass that writes no ``.grad`` (``torch.autograd.grad``) gets the sum of its own gradients. Kept gradients stay.
+- A pass that is recorded always gets sums, and the gradients that are kept for the parameters that it reaches: it does
+  not add to ``.grad`` in place, but puts another tensor there.
 
-What is kept is void, and dropped, if the source's ``.grad`` says so: it is ``None``, another tensor, or has been set to
-zero. ``composable.persistent_tensors`` makes the nodes; how gradients travel is the business of ``functions`` and
-``comm``.
+The user may throw gradients away. So kept gradients are void, and dropped, if the source's ``.grad`` is ``None``, is
+another tensor, or has been set to zero. ``composable.persistent_tensors`` makes the nodes. ``autograd.bucket_nodes``
+brings the gradients of the slots.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ __all__ = ["GradientSums", "PersistentToSlots", "WaitingBucket"]
 
 
 class PersistentToSlots(ToSlots):
-    """The node of a bucket that serves many passes. ``node.waiting`` is its `WaitingBucket`.
+    """A bucket's node, used by many passes. ``node.waiting`` is its `WaitingBucket`.
 
-    It takes a token too, and its last output is one: the next bucket's is this one's output, so that in every pass
-    a bucket's sum is launched before those of the buckets that have its token. What is to follow the sums, on other
-    machines, is in the same order everywhere then, whatever order gradients come in.
+    Its last input is a token: the last output of the node that was made before it. So the engine runs this node before
+    that one, and every pass launches sums in the same order, whatever the order in which gradients arrive. Collectives
+    with other machines, which are to follow the sums, need one order everywhere.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, slots: Sequence[torch.device], gradient_streams: GradientStreams | None, handle: Tensor, token: Tensor
     ) -> tuple[Tensor, ...]:
-        """As `ToSlots`'s, and the token."""
+        """As that of `ToSlots`; the token is passed on."""
         return (*ToSlots.forward(ctx, slots, gradient_streams, handle), token.detach())
 
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
-        """Sums over the slots, or slot 0's gradients."""
+        """The sums over the slots, or slot 0's gradients."""
         waiting: WaitingBucket = ctx.waiting
-        reached, written = _what_is_reached(ctx, waiting.sources)
+        reached, written = _reached_sources(ctx, waiting.sources)
         with forward_streams_set(ctx, ()):  # as in `ToSlots`
-            brought = ToSlots.brought(ctx, envelopes[:-1])
-            if not reached:  # the node runs for the sake of the order
+            by_slot = ToSlots.brought(ctx, envelopes[:-1])
+            if not reached:  # only the order of the nodes makes the engine run this one
                 return None, None, None, None
             if written:
                 if waiting.may_keep and not torch.is_grad_enabled():
-                    return None, None, ToSlots.handed_on(ctx, waiting.keep(brought, written)), None
-                brought = [*waiting.with_kept(brought, written)]
-            return None, None, ToSlots.summed(ctx, brought), None
+                    return None, None, ToSlots.handed_on(ctx, waiting.keep(by_slot, written)), None
+                by_slot = [*waiting.with_kept(by_slot, written)]
+            return None, None, ToSlots.summed(ctx, by_slot), None
 
 
-def _what_is_reached(node: Any, sources: Sequence[Tensor]) -> tuple[bool, set[int]]:
-    """Whether the running pass goes on behind a bucket's node, and the positions of sources whose ``.grad`` it writes.
+def _reached_sources(node: Any, sources: Sequence[Tensor]) -> tuple[bool, set[int]]:
+    """True if the running pass goes on behind a bucket's node; and positions of the sources whose ``.grad`` it writes.
 
-    Those are leaves. Of a buffer that was computed gradients go on to what it was computed from.
+    These sources are leaves. A buffer may be the result of a computation: its gradient goes on into that graph.
     """
     from_source = next(following for following, _ in node.next_functions if following is not None)
     reached, written = False, set()
@@ -82,33 +82,33 @@ def _what_is_reached(node: Any, sources: Sequence[Tensor]) -> tuple[bool, set[in
                 continue
             if sources[position].is_leaf:
                 written.add(position)
-        except RuntimeError:  # torch's answer for a leaf whose gradient `torch.autograd.grad` is to return
+        except RuntimeError:  # torch raises it for a leaf whose gradient `torch.autograd.grad` is to return
             pass
         reached = True
     return reached, written
 
 
 class GradientSums:
-    """What the buckets of one module have in common.
+    """The buckets of one module, and the switch of their sums.
 
     Attributes:
-        are_on: whether a pass sums gradients, or keeps them on the slots.
+        are_on: if true, a pass sums gradients, else it keeps them on the slots.
     """
 
     def __init__(self) -> None:
         self.are_on = True
-        # Weakly: they know this object, and belong to their nodes.
+        # Weak references: a bucket belongs to its node, and refers to this object.
         self._buckets: list[weakref.ref[WaitingBucket]] = []
-        # Numbers of passes that end with `add_what_is_kept`; one that fails leaves its number behind.
+        # Numbers of passes that end with `add_kept`. A pass that fails leaves its number behind.
         self._ending: deque[int] = deque(maxlen=64)
 
     @property
     def buckets(self) -> list[WaitingBucket]:
-        """Those whose nodes still exist."""
+        """The buckets whose nodes still exist."""
         return [bucket for found in self._buckets if (bucket := found()) is not None]
 
     def use(self, buckets: Sequence[WaitingBucket]) -> None:
-        """From here on these are the buckets. Graphs over others may still be waiting for their backward."""
+        """Replaces the buckets. Graphs over the former ones may still wait for their backward."""
         for former in self.buckets:
             former.is_in_use = False
         for bucket in buckets:
@@ -116,39 +116,39 @@ class GradientSums:
         self._buckets = [*map(weakref.ref, buckets)]
 
     def add_when_the_pass_ends(self) -> None:
-        """Has `add_what_is_kept` called once, however many buckets of the running pass ask for it."""
+        """Calls `add_kept` at the end of the running pass, once for all buckets that ask for it."""
         number = _torch.current_graph_task_id()
         if number not in self._ending:
             self._ending.append(number)
-            _torch.queue_callback(self.add_what_is_kept)
+            _torch.queue_callback(self.add_kept)
 
-    def add_what_is_kept(self) -> None:
-        """Adds gradients that no pass has summed to the source's ``.grad``, where they are not void."""
+    def add_kept(self) -> None:
+        """Adds kept gradients to the source's ``.grad``, except void ones."""
         for bucket in self.buckets:
-            bucket.add_what_is_kept()
+            bucket.add_kept()
 
-    def drop_what_is_void(self) -> None:
-        """Frees kept gradients that the source's ``.grad`` says are void."""
+    def drop_void(self) -> None:
+        """Frees kept gradients that are void."""
         for bucket in self.buckets:
-            bucket.drop_what_is_void()
+            bucket.drop_void()
 
 
-class _Mark:
-    """What a source's ``.grad`` was when gradients that belong to it were kept elsewhere."""
+class _FormerGrad:
+    """A source's ``.grad`` and its version, as they were when gradients were kept for it."""
 
     def __init__(self, grad: Tensor | None) -> None:
         self._grad = None if grad is None else weakref.ref(grad)
         self._version = 0 if grad is None else _torch.version_of(grad)
 
     def is_void(self, grad: Tensor | None) -> bool:
-        """Whether ``grad`` has been thrown away or set to zero since. Other passes may have added to it."""
+        """True if the source's current ``grad`` is another one or has been set to zero. Passes may have added to it."""
         if grad is None or self._grad is None or self._grad() is not grad:
             return True
         return _torch.version_of(grad) != self._version and not bool(grad.any())
 
 
 class _EndOfPass:
-    """Called when a pass that keeps gradients ends. The engine alone holds it: one that has failed drops it."""
+    """A callback for the end of a pass that keeps gradients. Only the engine holds it, until the pass ends or fails."""
 
     def __init__(self, bucket: WaitingBucket, written: set[int]) -> None:
         self._bucket, self.written = bucket, written
@@ -158,45 +158,45 @@ class _EndOfPass:
 
 
 class WaitingBucket:
-    """The gradients of one bucket's parameters that wait on the slots.
+    """The kept gradients of one bucket.
 
     Attributes:
-        is_in_use: whether the next forward has this bucket; of others nothing is kept, since nobody would ask for it.
+        is_in_use: true if the next forward uses this bucket. Others keep no gradients: no later pass would add them.
     """
 
     def __init__(self, sums: GradientSums, sources: Sequence[Tensor], streams: Any) -> None:
         self.sums = sums
         self.sources = list(sources)
         self.is_in_use = False
-        # A buffer that was computed has no ``.grad`` to wait for.
+        # A buffer that is the result of a computation has no ``.grad``.
         self._has_leaves_only = all(source.is_leaf for source in sources)
         self._streams = streams
         self._kept: dict[tuple[int, int], Tensor] = {}  # by slot and source
-        self._marks: dict[int, _Mark] = {}  # by source
-        # Several at a time where reentrant checkpoints nest them, one for each slot.
+        self._former: dict[int, _FormerGrad] = {}  # by source
+        # Several at a time if reentrant checkpoints nest passes, one for each slot.
         self._under_way: weakref.WeakSet[_EndOfPass] = weakref.WeakSet()
 
     @property
     def may_keep(self) -> bool:
-        """Whether a pass that writes ``.grad`` is to keep gradients here."""
+        """True if a pass that writes ``.grad`` keeps gradients here."""
         return self.is_in_use and self._has_leaves_only and not self.sums.are_on
 
-    def keep(self, brought: Sequence[SlotGradients | None], written: set[int]) -> list[Tensor | None]:
-        """Keeps the gradients of all slots but the first; returns the first one's, for the source.
+    def keep(self, by_slot: Sequence[SlotGradients | None], written: set[int]) -> list[Tensor | None]:
+        """Keeps the gradients of all slots but the first for the ``written`` sources; returns the first slot's.
 
-        Only of sources that are ``written``. Where only other slots have one the source gets zeros, so that its
-        ``.grad`` shows that there is something.
+        If only other slots have a gradient, the first one's is zeros: a source's ``.grad`` of ``None`` would say that
+        the kept gradients are void.
         """
-        self.drop_what_is_void()
-        first, *others = self._listed(brought)
+        self.drop_void()
+        first, *others = self._as_lists(by_slot)
         for slot, grads in enumerate(others, start=1):
             for source in written:
                 grad = grads[source]
                 if grad is None:
                     continue
-                # What was there before, until the pass ends: if it fails, a former gradient decides, and without one
-                # these are void.
-                self._marks.setdefault(source, _Mark(self.sources[source].grad))
+                # The ``.grad`` from before this pass, until it ends. If the pass fails, kept gradients belong to that
+                # one; if there was none, they are void.
+                self._former.setdefault(source, _FormerGrad(self.sources[source].grad))
                 self._add((slot, source), grad)
                 if first[source] is None:
                     first[source] = torch.zeros_like(self.sources[source])
@@ -205,61 +205,62 @@ class WaitingBucket:
         _torch.queue_callback(end)
         return [grad if source in written else None for source, grad in enumerate(first)]
 
-    def with_kept(self, brought: Sequence[SlotGradients | None], written: set[int]) -> Sequence[SlotGradients | None]:
-        """The gradients of this pass and what is kept for sources that are ``written``, which is so no longer."""
+    def with_kept(self, by_slot: Sequence[SlotGradients | None], written: set[int]) -> Sequence[SlotGradients | None]:
+        """The gradients of this pass plus those that are kept for the ``written`` sources, which are removed here."""
         if self.sums.are_on:
-            # What is kept for others, which this pass does not reach, belongs to their ``.grad`` all the same.
+            # Gradients that are kept for sources that this pass does not reach belong to their ``.grad`` too.
             self.sums.add_when_the_pass_ends()
         if not self.is_in_use:
-            # After this pass ``.grad`` does not tell the buckets in use what is void, or is another tensor.
-            self.sums.drop_what_is_void()
+            # After this pass the buckets in use cannot tell from ``.grad`` what is void: it may be another tensor.
+            self.sums.drop_void()
             if self.sums.are_on or torch.is_grad_enabled():
-                self.sums.add_what_is_kept()
-        self.drop_what_is_void()
+                self.sums.add_kept()
+        self.drop_void()
         taken = self._take(written)
         if not taken:
-            return brought
-        together = self._listed(brought)
+            return by_slot
+        together = self._as_lists(by_slot)
         for (slot, source), kept in taken.items():
             grad = together[slot][source]
             together[slot][source] = kept if grad is None else kept + grad
         return [*map(SlotGradients, together)]
 
-    def _listed(self, brought: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
-        return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in brought]
+    def _as_lists(self, by_slot: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
+        return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in by_slot]
 
-    def drop_what_is_void(self) -> None:
-        """See `GradientSums`. Not while a pass adds to ``.grad``, which is no sign then."""
+    def drop_void(self) -> None:
+        """See `GradientSums`. Does nothing while a pass changes ``.grad``, which tells nothing then."""
         if not self._under_way:
-            self._take({source for source, mark in [*self._marks.items()] if mark.is_void(self.sources[source].grad)})
+            former = [*self._former.items()]
+            self._take({source for source, grad in former if grad.is_void(self.sources[source].grad)})
 
     @torch.no_grad()
-    def add_what_is_kept(self) -> None:
+    def add_kept(self) -> None:
         """See `GradientSums`."""
         if not self._kept:
             return
-        self.drop_what_is_void()
+        self.drop_void()
         terms: dict[int, list[Tensor]] = defaultdict(list)
         taken = self._take({source for _, source in [*self._kept]})
         for (_, source), kept in sorted(taken.items(), key=itemgetter(0)):
             terms[source].append(kept)
-        # On the streams of the forward, where kept gradients were made; ``.grad`` may have been written on others.
+        # Kept gradients were made on the streams of the forward; ``.grad`` may have been written on others.
         with streams_joined(self._streams):
             for source, of_source in terms.items():
                 parameter = self.sources[source]
-                if parameter.grad is not None:  # else void: a pass has failed, which the engine has yet to drop
+                if parameter.grad is not None:  # else void: the engine still holds a pass that has failed
                     parameter.grad.add_(comm.reduce_add(of_source, parameter.device))
 
     def end_pass(self, end: _EndOfPass) -> None:
-        """From here on ``.grad`` is what belongs to the kept gradients, where the pass has written it."""
+        """From here on kept gradients belong to the ``.grad`` that the pass has written."""
         self._under_way.discard(end)
-        for source in end.written & self._marks.keys():
+        for source in end.written & self._former.keys():
             grad = self.sources[source].grad
             if grad is not None:
-                self._marks[source] = _Mark(grad)
+                self._former[source] = _FormerGrad(grad)
 
     def _add(self, key: tuple[int, int], grad: Tensor) -> None:
-        """Adds to what is kept. Each step is atomic: passes in several threads may add and take at a time."""
+        """Adds to kept gradients. Each step is atomic: passes in several threads may add and take at the same time."""
         while True:
             kept = self._kept.pop(key, None)
             if kept is not None:
@@ -268,11 +269,11 @@ class WaitingBucket:
                 return
 
     def _take(self, sources: Set[int]) -> dict[tuple[int, int], Tensor]:
-        """What is kept for ``sources``, by slot and source; nobody else gets it too."""
+        """Removes and returns the gradients that are kept for ``sources``, by slot and source."""
         taken = {}
         for key in [*self._kept]:
             if key[1] in sources and (kept := self._kept.pop(key, None)) is not None:
                 taken[key] = kept
         for source in sources:
-            self._marks.pop(source, None)
+            self._former.pop(source, None)
         return taken

@@ -1,8 +1,8 @@
-"""The memory of copies that stay: other memory that ``forward`` gives to one is gone at the next call.
+"""The memory of persistent copies: if ``forward`` gives a copy other memory, the next call takes that away again.
 
-``forward`` may give a tensor other memory: by ``set_``, as ``flatten_parameters`` of torch's RNNs does on CUDA, or by
-``.data =``. The next call's values go to the memory that the copy was made with, so that is given back to it before.
-Only ``composable.persistent_tensors`` uses this room; what the memory is filled with is not its business.
+``forward`` does so with ``set_``, as ``flatten_parameters`` of torch's RNNs does on CUDA, or with ``.data =``. The next
+call writes new values to the memory that the copy was made with, so the copy has to have that memory again. This file
+does not write values. Only ``composable.persistent_tensors`` uses it.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _READS: tuple[Callable[[Tensor], Any], ...] = (
 
 
 class MemoryOfCopies:
-    """The memory that ``copies``, strided tensors, have now."""
+    """Remembers the memory that ``copies``, which are strided tensors, have now."""
 
     def __init__(self, copies: Sequence[Tensor]) -> None:
         self._copies = copies
-        self._own = [copy.data for copy in copies]
+        self._memory = [copy.data for copy in copies]
         self._reads = (*_READS, Tensor.is_conj) if any(copy.is_complex() for copy in copies) else _READS
         self._places = self._read()
 
-    def put_back(self) -> bool:
-        """Gives copies that have other memory their own again; their versions stay what they are.
+    def restore(self) -> bool:
+        """Gives each copy its memory back and leaves its version as it is.
 
-        Returns ``False`` if it is gone, because its storage has been resized.
+        Returns ``False`` if that memory is gone, because its storage has been resized.
         """
         places = self._read()
         if places == self._places:
             return True
-        for copy, own, now, before in zip(
-            self._copies, self._own, zip(*places, strict=True), zip(*self._places, strict=True), strict=True
+        for copy, memory, now, before in zip(
+            self._copies, self._memory, zip(*places, strict=True), zip(*self._places, strict=True), strict=True
         ):
             if now != before:
-                copy.data = own
+                copy.data = memory
         return self._read() == self._places
 
     def _read(self) -> list[list[Any]]:
-        """Where the copies' elements are, and how they lie there."""
+        """The addresses of the copies' elements, and their layouts."""
         return [list(map(read, self._copies)) for read in self._reads]

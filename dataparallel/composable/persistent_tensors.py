@@ -1,16 +1,19 @@
-"""The parameters and buffers of replicas that stay: made once, given the source's values at every forward.
+"""The parameters and buffers of persistent replicas: made once, given the source's values at every forward.
 
-There are three ways to keep replicas for training. Leaf parameters with hooks on their accumulation: then
-``torch.autograd.grad`` for the source's parameters finds no way to them, the hooks fire several times under reentrant
-checkpoints, and double backward has to be refused. Outputs of new nodes at each forward, in modules that are kept: all
-promises hold, but thousands of tensors are made each time, which is most of what replicas cost. This room keeps the
-outputs of one broadcast and its nodes (``autograd.bucket_nodes``): they are part of every graph that is recorded, so
-that all of autograd works as with new ones, and a forward costs one copy for each bucket and device.
+Replicas for training can be kept in three ways:
 
-Values are written below autograd's sight: a graph that still waits for its backward stays valid, since what is written
-is what was there. Where the source's tensor has been changed since the last forward (its version says so; writes
-through ``.data`` leave no trace), graphs that used the former values must not go on: then versions of the copies move
-too, and such a backward raises the error that torch raises on one device.
+- Parameters that are leaves, with hooks on the accumulation of their gradients. Then ``torch.autograd.grad`` finds no
+  path to the source's parameters, the hooks run several times under reentrant checkpoints, and double backward has to
+  be refused.
+- Kept modules whose parameters are outputs of new nodes at each forward. All promises hold, but each forward makes
+  thousands of tensors, which is most of what replicas cost.
+- Kept outputs of one broadcast and its nodes (``autograd.bucket_nodes``), as in this file. Every recorded graph has
+  these nodes, so all of autograd works as with new ones, and a forward costs one copy for each bucket and device.
+
+Autograd does not notice that values are written. If the source has not changed, the values are the same, and a graph
+that still waits for its backward stays valid. If the version of a source's tensor has changed since the last forward,
+graphs that used its former value are no longer valid: the versions of its copies are changed too, and the backward of
+such a graph raises the error that torch raises on one device. Writes through ``.data`` change no version.
 """
 
 from __future__ import annotations
@@ -36,106 +39,114 @@ from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.streams.current import current_streams
 from dataparallel.streams.gradients import GradientStreams
 
-__all__ = ["PersistentTensors"]
+__all__ = ["PersistentCopies", "PersistentTensors"]
 
 
 class PersistentTensors:
-    """The tensors of one module on all of its slots, for `KeptReplicas`. For one thread at a time.
+    """The tensors of one module on all of its slots, for `KeptReplicas`. One thread at a time may use them.
 
     Args:
-        slots: of which a call may use the first few.
+        slots: all slots; a call may use only the first few.
         first_bytes, cap_bytes: sizes of the first bucket and of the others.
-        broadcast_buffers: whether buffers get slot 0's values at each forward, or only when they are made.
+        broadcast_buffers: if true, buffers get slot 0's values at each forward, else only when they are made.
 
     Attributes:
-        sums: how gradients are summed.
+        sums: sums gradients, or keeps them on the slots.
+        copies: the copies that the next forward uses if it can; ``None`` before the first forward and after `clear`.
     """
 
     def __init__(self, slots: list[torch.device], first_bytes: int, cap_bytes: int, broadcast_buffers: bool) -> None:
         self.sums = GradientSums()
+        self.copies: PersistentCopies | None = None
         self._slots = slots
         self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
         self._broadcast_buffers = broadcast_buffers
-        self._made: _Made | None = None
-        self._order: list[int] | None = None  # in which gradients arrived in a first pass, by positions in the plan
+        self._order: list[int] | None = None  # positions in the plan as gradients arrived in the first pass
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("the tensors of replicas that stay belong to one module and cannot be copied")
+        raise TypeError("the tensors of persistent replicas belong to one module and cannot be copied")
 
     def for_call(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, record: bool) -> list[list[Tensor]]:
-        """The plan's tensors for each of the first slots, with the values of now; parameters are `ReplicaParameter`.
+        """The plan's tensors for each of the first slots, with current values; parameters are `ReplicaParameter`.
 
-        Slot 0's, and parameters of other slots on its device, share the source's memory. They are the same whether a
-        graph is recorded or not, and travel in buckets of the sizes that were given before.
+        Slot 0's tensors, and parameters of other slots on its device, share the source's memory. The tensors are the
+        same if no graph is recorded. ``cap_bytes`` is ignored: the sizes of buckets were given before.
         """
         with torch.inference_mode(False):
-            # Nothing here holds the former copies while new ones are made: their memory is needed for these.
-            if self._made is None or not self._can_stay(self._made, plan):
-                self._made = self._make(plan)
+            # Nothing here holds the former copies while new ones are made, which need their memory.
+            if self.copies is None or not self._can_be_used_again(self.copies, plan):
+                self.copies = self._make(plan)
             else:
-                self.sums.drop_what_is_void()
-                self._made.refresh()
-            return self._made.copies[: len(slots)]
+                self.sums.drop_void()
+                self.copies.refresh()
+            return self.copies.by_slot[: len(slots)]
 
     def end_call(self) -> None:
-        """They stay as they are: the next call gives them values, and takes back what `forward` has done to them."""
+        """Does nothing: the next call gives the tensors new values, and undoes changes that ``forward`` made."""
 
     forget_last_call = end_call
 
     def clear(self) -> None:
-        """Lets go of all tensors; gradients that wait on slots go where they belong."""
-        self.sums.add_what_is_kept()
+        """Releases all tensors; gradients that wait on slots are added to the source's ``.grad``."""
+        self.sums.add_kept()
         self.sums.use([])
-        self._made = None
+        self.copies = None
 
-    def _can_stay(self, made: _Made, plan: ModulePlan) -> bool:
-        """Whether the copies can be given the values of now."""
-        return made.still_fits(plan, self._slots) and not self._learn_order(made) and made.memory.put_back()
+    def _can_be_used_again(self, copies: PersistentCopies, plan: ModulePlan) -> bool:
+        return copies.still_fit(plan, self._slots) and not self._learn_order(copies) and copies.memory.restore()
 
-    def _make(self, plan: ModulePlan) -> _Made:
-        same_tree = self._made is not None and self._made.is_of(plan)
+    def _make(self, plan: ModulePlan) -> PersistentCopies:
+        same_tree = self.copies is not None and self.copies.are_of(plan)
         self.clear()
         if not same_tree:
             self._order = None
-        made = _Made(plan, self._slots, self._broadcast_buffers)
-        # Without an order each parameter is a bucket, for one pass, so that each has a time of arrival.
+        copies = PersistentCopies(plan, self._slots, self._broadcast_buffers)
+        # Before the order is known each parameter is a bucket, for one pass, so that each has a time of arrival.
         first, cap = (1, 1) if self._order is None else (self._first_bytes, self._cap_bytes)
         with torch.enable_grad():
-            made.make(first, cap, self._order, self.sums)
-        return made
+            copies.make(first, cap, self._order, self.sums)
+        return copies
 
-    def _learn_order(self, made: _Made) -> bool:
-        """After a first pass: buckets are to follow the order in which gradients arrived."""
-        if self._order is not None or not made.arrivals:
+    def _learn_order(self, copies: PersistentCopies) -> bool:
+        """After the first pass: sets the order of buckets to that in which gradients arrived, and returns ``True``."""
+        if self._order is not None or not copies.arrivals:
             return False
-        arrived = [made.recorded_groups[position][0] for position in dict.fromkeys(made.arrivals)]
+        arrived = [copies.buckets[position][0] for position in dict.fromkeys(copies.arrivals)]
         known = {*arrived}
-        self._order = [*arrived, *(i for i in reversed(made.recorded) if i not in known)]
+        self._order = [*arrived, *(i for i in reversed(copies.recorded) if i not in known)]
         return True
 
 
-class _Made:
-    """Copies that were made at one time, and what they were made of."""
+class PersistentCopies:
+    """Copies that were made together, with the state of the source and of the caller at that time.
+
+    Attributes:
+        by_slot: for each slot a copy of each of the plan's tensors.
+        recorded: positions in the plan of tensors that need gradients.
+        buckets: the same positions, in buckets.
+        arrivals: positions in ``buckets`` in the order in which their gradients arrived, while that is not known.
+        memory: the memory of the copies.
+    """
 
     def __init__(self, plan: ModulePlan, slots: list[torch.device], broadcast_buffers: bool) -> None:
         self.plan, self.slots = plan, slots
         self._broadcast_buffers = broadcast_buffers
-        self.copies: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
+        self.by_slot: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
         self.recorded = [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad]
-        self.recorded_groups: list[list[int]] = []
+        self.buckets: list[list[int]] = []
         self.arrivals: list[int] = []
         self._kinds = _kinds(plan.tensors)
         self._streams = current_streams(slots)
         self._settings = settings.current()
         self._parameters = set(plan.parameters)
-        # What is sent at each forward, with the memory that is filled from it.
+        # What each forward sends: flat buckets, single tensors, sparse tensors; with the memory that receives it.
         self._flat: list[tuple[Bucket, list[Tensor]]] = []
         self._singles: list[tuple[int, list[Tensor]]] = []
-        self._sparse: list[tuple[int, bool]] = []  # and whether slots have their own
+        self._sparse: list[tuple[int, bool]] = []  # true: each slot has its own copy
         self._versions: list[int] = []
 
-    def is_of(self, plan: ModulePlan) -> bool:
-        """Whether ``plan`` has the same tensors, with the same need of gradients."""
+    def are_of(self, plan: ModulePlan) -> bool:
+        """True if ``plan`` has the same tensors and the same of them need gradients."""
         return (
             len(plan.tensors) == len(self.plan.tensors)
             and all(map(is_, plan.tensors, self.plan.tensors))
@@ -143,32 +154,21 @@ class _Made:
             and [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad] == self.recorded
         )
 
-    def still_fits(self, plan: ModulePlan, slots: list[torch.device]) -> bool:
-        """Whether copies made now would be the same but in value."""
+    def still_fit(self, plan: ModulePlan, slots: list[torch.device]) -> bool:
+        """True if copies that were made now would differ from these in value only."""
         return (
             slots == self.slots
-            and self.is_of(plan)
+            and self.are_of(plan)
             and _kinds(plan.tensors) == self._kinds
             and current_streams(slots) == self._streams
             and settings.current() == self._settings
         )
 
     def make(self, first_bytes: int, cap_bytes: int, order: Sequence[int] | None, sums: GradientSums) -> None:
-        """Fills `copies`."""
+        """Fills `by_slot`; ``order`` is that of the gradients, if it is known."""
         tensors = self.plan.tensors
-        self.recorded_groups = fill_buckets(tensors, order or self.recorded[::-1], first_bytes, cap_bytes)
-        gradient_streams = GradientStreams.for_forward(self.slots, self._streams)
-        buckets: list[WaitingBucket] = []
-        token = first_token = torch.empty(0, requires_grad=True)
-        for position, group in reversed([*enumerate(self.recorded_groups)]):
-            waiting = WaitingBucket(sums, [tensors[i] for i in group], self._streams)
-            # Noted on the slots: where the root's thread comes late, many buckets wait for it, and it takes any.
-            note = partial(self.arrivals.append, position) if order is None else None
-            token = self._make_recorded(group, waiting, gradient_streams, token, note)
-            buckets.append(waiting)
-            if order is None:  # to be learnt, so none is to be kept
-                token = first_token
-        sums.use(buckets)
+        self.buckets = fill_buckets(tensors, order or self.recorded[::-1], first_bytes, cap_bytes)
+        self._make_recorded(order is not None, sums)
         recorded = {*self.recorded}
         constant = [i for i in self.plan.parameters if i not in recorded]
         buffers = [i for i in range(len(tensors)) if i not in recorded and i not in self._parameters]
@@ -176,24 +176,39 @@ class _Made:
             sent = comm.broadcast_coalesced([tensors[i] for i in indices], self.slots, cap_bytes, own_storage=own)
             for slot, on_slot in enumerate(sent):
                 for i, tensor in zip(indices, on_slot, strict=True):
-                    self.copies[slot][i] = tensor if own else alias(tensor, slot)
+                    self.by_slot[slot][i] = tensor if own else alias(tensor, slot)
             if self._broadcast_buffers or not own:
-                self._note(indices, cap_bytes, own)
-        for on_slot in self.copies:
+                self._send_at_each_forward(indices, cap_bytes, own)
+        for on_slot in self.by_slot:
             make_parameters(self.plan, on_slot, ReplicaParameter)
         self._versions = _versions(tensors)
-        # Slot 0's buffers are the source's; others that are not sent keep what forward makes of them.
-        kept = {*buffers} if not self._broadcast_buffers else ()
+        # Slot 0's buffers are the source's. Buffers that are not sent keep what forward writes to them.
+        not_sent = {*buffers} if not self._broadcast_buffers else ()
         self.memory = MemoryOfCopies(
             [
                 copy
-                for on_slot in self.copies
+                for on_slot in self.by_slot
                 for i, (copy, tensor) in enumerate(zip(on_slot, tensors, strict=True))
-                if copy is not tensor and i not in kept and _has_strides(tensor)
+                if copy is not tensor and i not in not_sent and _has_strides(tensor)
             ]
         )
 
-    def _make_recorded(
+    def _make_recorded(self, order_is_known: bool, sums: GradientSums) -> None:
+        """Makes the copies of tensors that need gradients, bucket by bucket."""
+        gradient_streams = GradientStreams.for_forward(self.slots, self._streams)
+        buckets: list[WaitingBucket] = []
+        token = first_token = torch.empty(0, requires_grad=True)
+        for position, group in reversed([*enumerate(self.buckets)]):
+            waiting = WaitingBucket(sums, [self.plan.tensors[i] for i in group], self._streams)
+            # Arrival is noted on the slots: if the root's thread is late, it has a choice of many buckets.
+            note = None if order_is_known else partial(self.arrivals.append, position)
+            token = self._make_bucket(group, waiting, gradient_streams, token, note)
+            buckets.append(waiting)
+            if not order_is_known:  # the tokens would impose one
+                token = first_token
+        sums.use(buckets)
+
+    def _make_bucket(
         self,
         group: list[int],
         waiting: WaitingBucket,
@@ -201,31 +216,27 @@ class _Made:
         token: Tensor,
         note: Callable[[], None] | None,
     ) -> Tensor:
-        """Puts a bucket's copies into `copies`; the token for the bucket that is to be summed before this one.
+        """Makes a bucket's copies. Returns the token for the bucket that is to be summed before this one.
 
         ``note`` is called when a slot has all of its gradients.
         """
 
-        token_of_this: list[Tensor] = []
-
-        def to_slots(
-            slots: Sequence[torch.device], gradient_streams: GradientStreams | None, handle: Tensor
-        ) -> Sequence[Tensor]:
-            *handles, next_token = PersistentToSlots.apply(slots, gradient_streams, handle, token)
-            next_token.grad_fn.waiting = waiting
-            token_of_this.append(next_token)
+        def to_slots(*arguments: Any) -> Sequence[Tensor]:
+            nonlocal token
+            *handles, token = PersistentToSlots.apply(*arguments, token)
+            token.grad_fn.waiting = waiting  # type: ignore[union-attr]
             return handles
 
         tensors = [self.plan.tensors[i] for i in group]
         outputs = broadcast_bucket(self.slots, tensors, gradient_streams, to_slots, lambda: waiting.sums.are_on, note)
-        for on_slot, of_slot in zip(self.copies, outputs, strict=True):
+        for on_slot, of_slot in zip(self.by_slot, outputs, strict=True):
             for i, output in zip(group, of_slot, strict=True):
                 on_slot[i] = output
-        self._note(group, 2**62, False)
-        return token_of_this[0]
+        self._send_at_each_forward(group, 2**62, False)
+        return token
 
-    def _note(self, indices: list[int], cap_bytes: int, own: bool) -> None:
-        """Notes the memory of copies that were just made, to be filled again as one where it is in one piece."""
+    def _send_at_each_forward(self, indices: list[int], cap_bytes: int, own: bool) -> None:
+        """Has `refresh` fill the memory of copies that were just made, as one buffer if it is in one piece."""
         sparse = [i for i in indices if self.plan.tensors[i].layout not in (torch.strided, torch.jagged)]
         self._sparse += [(i, own) for i in sparse]
         indices = [i for i in indices if i not in sparse]
@@ -237,16 +248,16 @@ class _Made:
         for planned in buckets:
             members = [indices[k] for k in planned.indices]
             bucket = Bucket.of(list(zip(members, planned.layouts, strict=True)))
-            whole = [_whole(self.copies[slot][members[0]]) for slot in slots]
-            if all(_lies_in(memory, bucket, self.copies[slot]) for slot, memory in zip(slots, whole, strict=True)):
-                self._flat.append((bucket, whole))
-            else:  # made by a transport that has an order of its own
+            flat = [_flat_buffer_of(self.by_slot[slot][members[0]]) for slot in slots]
+            if all(_are_parts(self.by_slot[slot], bucket, buffer) for slot, buffer in zip(slots, flat, strict=True)):
+                self._flat.append((bucket, flat))
+            else:  # made by a transport with another order
                 alone += members
         for i in alone:
-            self._singles.append((i, [self.copies[slot][i].data for slot in slots]))
+            self._singles.append((i, [self.by_slot[slot][i].data for slot in slots]))
 
     def _slots_with_memory(self, source: torch.device, own: bool) -> list[int]:
-        """A slot for each copy that has memory of its own, where tensors come from ``source``."""
+        """One slot for each copy that has its own memory. Tensors come from the device ``source``."""
         own = own or self._settings.isolated
         found: dict[Any, int] = {}
         for slot, device in enumerate(self.slots):
@@ -256,7 +267,7 @@ class _Made:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Gives the copies the values of now."""
+        """Gives the copies current values."""
         tensors = self.plan.tensors
         for bucket, copies in self._flat:
             comm.broadcast(flatten(bucket, tensors), out=copies)
@@ -268,15 +279,15 @@ class _Made:
         versions = _versions(tensors)
         if versions != self._versions:
             changed = [i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new]
-            # Slot 0's share the source's versions.
-            torch.autograd.graph.increment_version([on_slot[i] for on_slot in self.copies[1:] for i in changed])
+            # Slot 0's copies share the source's versions.
+            torch.autograd.graph.increment_version([on_slot[i] for on_slot in self.by_slot[1:] for i in changed])
             self._versions = versions
 
     def _replace_sparse(self, i: int, own: bool) -> None:
-        """Gives copies of a sparse tensor its values of now: what writes to one may put other parts into it."""
+        """Gives copies of a sparse tensor its current values, in new memory: a write may replace its indices."""
         source = self.plan.tensors[i]
         sent = comm.broadcast_coalesced([source], self.slots, own_storage=own)
-        for on_slot, (values,) in zip(self.copies, sent, strict=True):
+        for on_slot, (values,) in zip(self.by_slot, sent, strict=True):
             if on_slot[i] is not source:
                 on_slot[i].data = values
 
@@ -285,7 +296,7 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 
 def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
-    """What copies of tensors depend on, but for values; ``.data =`` may change it in the same tensor."""
+    """All that copies depend on except values. ``.data =`` may change it without making another tensor."""
     dense = [tensor for tensor in tensors if _has_strides(tensor)]
     return [
         len(dense),
@@ -303,19 +314,19 @@ def _has_strides(tensor: Tensor) -> bool:
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     try:
         return [*map(_torch.version_of, tensors)]
-    except RuntimeError:  # tensors made in inference mode have none
+    except RuntimeError:  # tensors made in inference mode have no version
         return [0 if tensor.is_inference() else _torch.version_of(tensor) for tensor in tensors]
 
 
-def _whole(part: Tensor) -> Tensor:
-    """The flat buffer that a part lies in, with a version counter of its own."""
+def _flat_buffer_of(part: Tensor) -> Tensor:
+    """The flat buffer that ``part`` is a part of, with its own version counter."""
     storage = part.untyped_storage()
     flat = torch.empty(0, dtype=part.dtype, device=part.device)
     return flat.set_(storage, 0, (storage.nbytes() // part.itemsize,), (1,))
 
 
-def _lies_in(flat: Tensor, bucket: Bucket, tensors: Sequence[Tensor]) -> bool:
-    """Whether the bucket's tensors are the parts of ``flat``, in the bucket's order."""
+def _are_parts(tensors: Sequence[Tensor], bucket: Bucket, flat: Tensor) -> bool:
+    """True if ``flat`` consists of the bucket's tensors, in the bucket's order."""
     if flat.numel() != sum(layout.numel for layout in bucket.layouts):
         return False
     parts = unflatten(bucket, flat)

@@ -1,9 +1,9 @@
 """``replicate(module)``: the module itself runs on all slots, without a wrapper around it.
 
-The class of the module becomes a subclass whose ``forward`` scatters inputs, runs replicas and gathers outputs, so that
-whoever calls the module, hooks included, sees one call on the whole batch. This file is what a user touches: arguments,
-the class, methods that run on replicas. What a call does is ``replicate_state``'s business, what holds for all forms
-``contract``'s.
+The class of the module becomes a subclass whose ``forward`` scatters inputs, runs replicas and gathers outputs. Callers
+of the module and hooks on it see one call on the whole batch. This file has the part that a user touches: arguments,
+the class, methods that run on replicas. ``composable.replicate_state`` has the four stages of a call, and
+``composable.contract`` has the rules of all forms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from dataparallel.composable.contract import Form, ManagedModule, held_by, original_class
-from dataparallel.composable.replicate_state import ReplicateState
+from dataparallel.composable.replicate_state import Method, ReplicateState
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.modules.signatures import StandIns
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes
@@ -31,8 +31,8 @@ __all__ = ["ReplicatedModule", "register_forward_method", "replicate"]
 class _OnSlots:
     """A method that runs on the slots: a function on the class, bound on a module, with the signature of the original.
 
-    It is a data descriptor, which Python finds before what the instance has: ``m.forward = f`` stays in the instance's
-    ``__dict__``, where the replicas find it, and the call is split all the same.
+    Python finds a data descriptor before an attribute of the instance. So ``m.forward = f`` stores ``f`` in the
+    instance's ``__dict__``, where the replicas find it, and the call is still split.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,24 +42,24 @@ class _OnSlots:
     def __get__(self, module: Any, cls: type) -> Any:
         if module is None:
             if not issubclass(cls, nn.Module):
-                return self  # of a class that no module has
+                return self  # the class is no module's
             original = original_class(cls)
             if isinstance(inspect.getattr_static(original, self._name), FunctionType):
                 return self._functions.of(getattr(original, self._name))
-            return getattr(original, self._name)  # a static method, for example, which takes no module
+            return getattr(original, self._name)  # for example a static method, which takes no module
         held = held_by(module, self._name)
         if self._name not in _state_of(module).methods:
             return held
-        if torch.compiler.is_compiling():  # nobody looks at what the compiler calls
+        if torch.compiler.is_compiling():  # the compiler needs no signature
             return functools.partial(self._call, module, held)
         if isinstance(held, MethodType) and held.__self__ is module:
             return MethodType(self._functions.of(held.__func__), module)
 
-        # A lambda on the instance, a partial, another object's method: it is called without the module.
+        # A lambda on the instance, a partial, a method of another object: all are called without the module.
         @functools.wraps(held)
         def on_slots(*args: Any, **kwargs: Any) -> Any:
-            # In a replica that holds this function, around which the user has put one of his own, `module` and `held`
-            # are the replica's.
+            # The user may have stored this function, or a wrapper around it, on the module. Then replicas hold it too,
+            # and there `module` and `held` are the replica's.
             return self._call(module, held, *args, **kwargs)
 
         return on_slots
@@ -80,15 +80,15 @@ class _OnSlots:
         return cast(FunctionType, on_slots)
 
     def _call(self, module: Any, held: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Runs ``held`` where nothing is to be split: in a replica, and while a graph of one device is traced."""
+        """Splits the call, except in a replica and while ``torch.fx`` traces a graph: there it runs ``held``."""
         state = replicate.state(module)
         if state is None or self._name not in state.methods or _is_traced(args, kwargs):
             return held(*args, **kwargs)
-        return state.run(self._name, held, args, kwargs)
+        return state.run(Method(self._name, held), args, kwargs)
 
 
 def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``torch.fx`` records what happens to the arguments; there is no tensor to split then."""
+    """True if ``torch.fx`` records the call; then there is no tensor to split."""
     return any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values()))
 
 
@@ -100,24 +100,24 @@ def _state_of(module: Any) -> ReplicateState:
 
 
 class ReplicatedModule(ManagedModule):
-    """What a module is after `replicate`, beside what it was."""
+    """The class that `replicate` adds to the class of a module."""
 
     forward = _OnSlots("forward")
 
     def set_requires_gradient_sync(self, flag: bool) -> None:
-        """Whether each ``backward()`` from here on sums gradients into the module's parameters.
+        """With ``True`` each later ``backward()`` sums gradients into the module's parameters, as at the beginning.
 
-        With ``False`` they stay on the slots: the parameters' ``.grad`` is what slot 0 has found, and the next
-        ``backward()`` with ``True`` adds all others. Setting a ``.grad`` to ``None``, to another tensor or to zeros
-        (``zero_grad()``) throws away what waits for it. That is seen at the module's next forward or backward. A
-        backward that does not lead through the module, such as one of a loss on its parameters alone, is not seen, so
-        let none come between.
+        With ``False`` gradients stay on the slots: a parameter's ``.grad`` is that of slot 0, and the next
+        ``backward()`` with ``True`` adds the others. If you set a ``.grad`` to ``None``, to another tensor or to zeros
+        (``zero_grad()``), the gradients that wait for it are thrown away. The module looks for this at its next forward
+        or backward. It does not notice a backward that does not lead through it, for example one of a loss on its
+        parameters alone. Let no such backward come between.
         """
         _state_of(self).requires_gradient_sync = flag
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, each ``backward()`` leaves gradients on the slots. See `set_requires_gradient_sync`."""
+        """Inside the block each ``backward()`` leaves gradients on the slots: see `set_requires_gradient_sync`."""
         state = _state_of(self)
         before = state.requires_gradient_sync
         state.requires_gradient_sync = False
@@ -128,11 +128,11 @@ class ReplicatedModule(ManagedModule):
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Makes the method ``name`` run as ``forward`` does: its arguments are scattered, what replicas return is gathered.
+    """Makes the method ``name`` run as ``forward`` does: scatters its arguments, gathers what replicas return.
 
     Raises:
-        TypeError: ``module`` is not replicated, or what it has under this name cannot be called.
-        AttributeError: it has no method of this name.
+        TypeError: ``module`` is not replicated, or its attribute of this name cannot be called.
+        AttributeError: ``module`` has no attribute of this name.
     """
     if not isinstance(module, ReplicatedModule):
         raise TypeError(f"this {type(module).__name__} is not replicated; call replicate(module) before")
@@ -164,33 +164,34 @@ def _prepare(
     """Makes ``module`` run on all devices, in place: splits the batch, runs a replica on each slot, joins the outputs.
 
     The module stays the same object with the same parameters, so optimizers, ``state_dict`` and the training loop are
-    those of one device. Its class becomes a subclass of `ReplicatedModule` and its own. Devices of its parameters are
-    looked at when it is called, so it may be moved, loaded or materialised before. Hooks on the module itself run once
-    per call, on the whole batch; those on submodules run in each replica. ``replicate.state(module)`` is its state.
+    those of one device. Its class becomes a subclass of `ReplicatedModule` and of its former class. The devices of its
+    parameters are checked at each call, so it may be moved, loaded or materialised before. Hooks on the module itself
+    run once per call, on the whole batch; hooks on submodules run in each replica. ``replicate.state(module)`` returns
+    its state.
 
     Args:
-        module: a module with a ``forward`` that is not managed yet; at its calls on the first slot.
-        ignored_modules: modules below it that replicas use as they are, with all their parameters: these are neither
-            copied nor their gradients summed. That several threads can use them at the same time, with tensors of each
-            slot's device, is up to you.
+        module: a module that has a ``forward`` and no form yet. It has to be on the first slot when it is called.
+        ignored_modules: modules below it that replicas share, with all their parameters: these are not copied and their
+            gradients are not summed. You make sure that several threads can use them at the same time, with tensors
+            on the device of each slot.
         devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
             ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs.
-        ignored_params: the same for single parameters.
-        output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
+        ignored_params: single parameters that replicas share.
+        output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
         bucket_cap_mb: size in MiB of the buckets in which parameters travel, and their gradients back.
         first_bucket_mb: size in MiB of the bucket whose gradients come first.
-        broadcast_buffers: whether replicas get the module's buffers at each call.
+        broadcast_buffers: if true, replicas get the module's buffers at each call, else only when they are made.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: no module, one without ``forward``, a wrapper, a ScriptModule; ``dim`` is no int; something in
-            ``ignored_modules`` is no module.
-        ValueError: devices as for `dataparallel.DataParallel`; a bucket size not above 0; something to ignore that is
-            no part of the module.
-        RuntimeError: the module, a parent, a child or one of its parameters is managed already.
+        TypeError: ``module`` is no module, has no ``forward``, or is a wrapper or a ScriptModule; ``dim`` is no int; an
+            entry of ``ignored_modules`` is no module.
+        ValueError: devices as for `dataparallel.DataParallel`; a bucket size is not above 0; a module or parameter to
+            ignore is no part of ``module``.
+        RuntimeError: the module, a parent, a child or one of its parameters has a form already.
     """
     _check_kind(module)
     slots = resolve_slots(devices)
@@ -238,7 +239,7 @@ def _check_kind(module: nn.Module) -> None:
 def _check_ignored(
     module: nn.Module, modules: list[nn.Module], parameters: list[Tensor]
 ) -> tuple[list[nn.Module], list[Tensor]]:
-    """What is ignored, with the parameters of ignored modules."""
+    """The ignored modules, and all ignored parameters: those of ignored modules too."""
     below = {id(child) for child in module.modules()} - {id(module)}
     own = {id(parameter) for parameter in module.parameters()}
     for i, child in enumerate(modules):

@@ -1,8 +1,7 @@
-"""What `replicate` keeps for one module: where it runs, its replicas, and how a call of it runs on them.
+"""The state that `replicate` keeps for one module: its slots, its replicas, and how a call of it runs on them.
 
-A call of the module arrives here with the name of the method that was called. It goes through the four stages of
-``stages``; replicas are made from a twin, an object of the original class with everything that the module has. Only
-``replicate`` makes states.
+A call of the module arrives in `ReplicateState.run` and goes through the four stages. Replicas are made from a twin: an
+object of the original class with all attributes of the module. Only ``composable.replicate`` makes states.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +28,27 @@ from dataparallel.stages import Call, between_graphs, run_alone
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
 
-__all__ = ["ReplicateState"]
+__all__ = ["Method", "ReplicateState"]
+
+
+class Method(NamedTuple):
+    """A method that runs on the slots: each replica runs its own of this ``name``, a single slot the module's."""
+
+    name: str
+    of_module: Callable[..., Any]
 
 
 class ReplicateState:
-    """The state of one module. It holds the module weakly, what it ignores strongly.
+    """The state of one module. It refers to the module weakly, and to ignored modules and parameters strongly.
 
     Args:
-        module: not replicated yet; its class is the one that replicas get.
-        slots: where replicas run; empty where there is no accelerator.
-        cap_bytes, first_bytes: sizes of the buckets, and of the one whose gradients come first.
+        module: a module that is not replicated yet; replicas get its class.
+        slots: the slots; none if there is no accelerator.
+        cap_bytes, first_bytes: sizes of the buckets, and of the bucket whose gradients come first.
 
     Attributes:
         methods: names of methods that run on replicas.
+        tensors: the tensors of the replicas.
     """
 
     def __init__(
@@ -58,79 +65,78 @@ class ReplicateState:
         ignored_parameters: Sequence[Tensor] = (),
     ) -> None:
         self.slots, self.output_device, self.dim = list(slots), output_device, dim
-        self.cap_bytes, self.first_bytes = cap_bytes, first_bytes
-        self.broadcast_buffers = broadcast_buffers
+        self.cap_bytes = cap_bytes
         self.methods = {"forward"}
         self._module = weakref.ref(module)
-        self._ignored = (*ignored_modules, *ignored_parameters)  # their ids stay taken
+        self._ignored = (*ignored_modules, *ignored_parameters)  # else other objects could get their ids
         self._twin_info = TwinInfo(
             id(module), frozenset(ignored_modules), frozenset(id(parameter) for parameter in ignored_parameters)
         )
-        # The same objects at each call, so that a tree that is as before is recognised.
+        # The same objects at each call: so an unchanged tree is recognised.
         self._twin = bare_module(type(module))
         self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in HOOK_TABLES}
         self._permits = PermitChooser()
-        self._tensors = PersistentTensors(self.slots, first_bytes, cap_bytes, broadcast_buffers)
-        self._kept = KeptReplicas(self._tensors)
+        self.tensors = PersistentTensors(self.slots, first_bytes, cap_bytes, broadcast_buffers)
+        self._kept = KeptReplicas(self.tensors)
 
     @property
     def requires_gradient_sync(self) -> bool:
-        """Whether backward sums gradients; see ``ReplicatedModule.set_requires_gradient_sync``."""
-        return self._tensors.sums.are_on
+        """True if backward sums gradients; see ``ReplicatedModule.set_requires_gradient_sync``."""
+        return self.tensors.sums.are_on
 
     @requires_gradient_sync.setter
     def requires_gradient_sync(self, flag: bool) -> None:
-        self._tensors.sums.are_on = flag
+        self.tensors.sums.are_on = flag
 
     def manages(self, parameter: Tensor) -> bool:
-        """Whether replicas have their own."""
+        """True if replicas have copies of it."""
         return id(parameter) not in self._twin_info.ignored_parameters
 
-    def run(self, method: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of ``method`` for the whole batch, on the output device.
-
-        Args:
-            method: what each replica runs, by its name.
-            alone: what runs instead where no more than one slot is there.
-            args, kwargs: for the whole batch.
 
         Raises:
             RuntimeError: a parameter or buffer is not on the first slot; a replica cannot be made or run here.
-            ValueError: inputs that cannot be split or outputs that cannot be joined; the message names the place.
-            Exception: what a replica raised.
+            ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
+            Exception: a replica raised it.
         """
         if not self.slots:
-            args, kwargs = arguments_of_one(args, kwargs)
-            return alone(*args, **kwargs)
-        return self._run(method, alone, args, kwargs)
+            inputs, kwargs = arguments_of_one(inputs, kwargs)
+            return method.of_module(*inputs, **kwargs)
+        return self._run(method, inputs, kwargs)
 
     @between_graphs
-    def _run(self, method: str, alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The checks before the four stages, and the context around them."""
         slots = [resolve(device) for device in self.slots]
         output_device = resolve_output(self.output_device, slots)
         check_placement(self._source, slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters)
         with Call(slots, self._kept) as call:
-            return self._stages(call, slots, output_device, method, alone, args, kwargs)
+            return self._stages(call, slots, output_device, method, inputs, kwargs)
 
     def _stages(
         self,
         call: Call,
         slots: list[torch.device],
         output_device: torch.device,
-        method: str,
-        alone: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        method: Method,
+        inputs: Any,
+        kwargs: Any,
     ) -> Any:
-        inputs, keywords = scatter_kwargs(args, kwargs, slots, self.dim)
-        if not inputs and not keywords:  # a call without arguments
-            inputs, keywords = ((),), ({},)
+        """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
+        inputs, kwargs = scatter_kwargs(inputs, kwargs, slots, self.dim)
+        if not inputs and not kwargs:  # a call without arguments
+            inputs, kwargs = ((),), ({},)
         if len(slots) == 1:
-            return run_alone(alone, inputs[0], keywords[0], slots[0], output_device)
+            return run_alone(method.of_module, inputs[0], kwargs[0], slots[0], output_device)
         slots = slots[: len(inputs)]
-        replicas = call.uses(self._kept.replicas(self._make_twin(method), slots, self.cap_bytes))
-        outputs = run_replicas(replicas, inputs, keywords, slots, chooser=self._permits, method=method)
+        replicas = call.uses(self.replicate(self._updated_twin(method.name), slots))
+        outputs = run_replicas(replicas, inputs, kwargs, slots, chooser=self._permits, method=method.name)
         return gather(outputs, output_device, self.dim)
+
+    def replicate(self, source: nn.Module, slots: list[torch.device]) -> list[Any]:
+        """The stage that makes replicas; override it on this object to make them in another way."""
+        return self._kept.replicas(source, slots, self.cap_bytes)
 
     @property
     def _source(self) -> nn.Module:
@@ -139,10 +145,11 @@ class ReplicateState:
             raise RuntimeError("the module of this state is gone")
         return module
 
-    def _make_twin(self, method: str) -> nn.Module:
-        """The twin with what the module has now.
+    def _updated_twin(self, method: str) -> nn.Module:
+        """The twin with the current attributes of the module.
 
-        Hooks on the module have their call around ``forward`` already; another method may make that call in a replica.
+        For ``forward`` it has no hooks: the module's hooks run around the call on the whole batch. Another method may
+        call the replica itself, and then they run in the replica.
         """
         source = self._source
         if type(source).__bases__[1:] != (type(self._twin),):

@@ -1,7 +1,7 @@
-"""The parts that a zoo of models is made of: a case, seeded builders, batches, optimizers.
+"""The parts of the test models: a case, seeded builders, batches, optimizers.
 
-No model is here. A test that needs a model or a batch of its own makes it with these, so that it
-is seeded like the others.
+This file has no models. A test that needs another model or batch makes it with these parts, so
+that it is seeded like the others.
 """
 
 import warnings
@@ -18,12 +18,12 @@ MakeBatch = Callable[[int, int], Batch]
 
 
 def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """AdamW, whose weight decay moves a parameter that has zeros for a gradient but not `None`."""
+    """AdamW: its weight decay moves a parameter whose gradient is zeros, but not one without a gradient."""
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
 def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """SGD, which takes sparse and dense gradients in one list of parameters."""
+    """SGD: it takes sparse and dense gradients in one list of parameters."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 
@@ -31,11 +31,11 @@ def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 class Case:
     """A model and its batches.
 
-    `batch(size, seed)` gives positional and keyword arguments with `size` samples along `dim`,
-    on the CPU. `by_chunks` says that samples of one chunk see each other, so that the reference
-    has to run chunk by chunk. `twin`, where given, builds the same weights without
-    checkpointing: the model draws random numbers, so only a run of its twin on the same slots
-    and with the same seed equals it.
+    `batch(size, seed)` returns positional and keyword arguments with `size` samples along `dim`,
+    on the CPU. `by_chunks` is true if samples of one chunk influence each other; the reference
+    then runs chunk by chunk. `twin` builds the same weights without checkpointing, for a model
+    that draws random numbers: only its twin, on the same slots and with the same seed, computes
+    the same.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Case:
 
 
 def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Build:
-    """A builder that calls `make` with one seed, in float64, and leaves the generator alone."""
+    """A builder that calls `make` with a fixed seed, in float64. The global generator stays as it is."""
 
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -80,5 +80,5 @@ def tokens(length: int, vocabulary: int) -> MakeBatch:
 
 
 def generator(seed: int) -> torch.Generator:
-    """A CPU generator of its own, seeded."""
+    """A new CPU generator with this seed."""
     return torch.Generator().manual_seed(seed)

@@ -1,8 +1,8 @@
-"""A zoo of small models, one for each way in which a replica can differ from its source.
+"""Small models, one for each way in which a replica can differ from its source.
 
-These are not benchmarks: their shapes are as small as the feature under test allows. Tests of
-the library, and of anything else that makes several modules of one, may run them: `CASES` equal
-one device, `DROPOUT_CASES` only their twins.
+These are not benchmarks: their shapes are as small as the tested feature allows. Any test of code
+that makes several modules from one may use them. `CASES` compute what one device computes,
+`DROPOUT_CASES` what their twins compute.
 """
 
 import functools
@@ -139,7 +139,7 @@ def _scaled(self: nn.Linear, x: Tensor) -> Tensor:
 
 
 class _Gate(nn.Module):
-    """A child that reads its parent, which it keeps in a list so as not to own it."""
+    """A child that reads its parent. It keeps the parent in a list, so that it is no submodule."""
 
     def __init__(self, parent: "_Bound") -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _Gate(nn.Module):
 
 
 class _Bound(nn.Module):
-    """Methods bound to instances: of the module itself, of a child, and kept by another module."""
+    """Bound methods on instances: on the module itself, on a child, and one of a child kept by the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class _Unused(nn.Module):
 
 
 class _SometimesUsed(nn.Module):
-    """A branch for samples whose first number is positive: on some slots, or on none."""
+    """A branch for samples whose first number is positive: some slots use it, or none."""
 
     def __init__(self) -> None:
         super().__init__()

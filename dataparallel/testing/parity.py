@@ -1,18 +1,17 @@
 """Does a module on several slots compute what it computes on one device?
 
-`assert_same_step` and `assert_same_training` answer that for any module: outputs, gradients of
-parameters and of inputs, buffers, and what an optimizer makes of them. Equal weights hide one
-kind of mistake: a replica that computes with the source's weights is right by accident.
-`perturbed_slots` makes the weights of every slot different, inside the autograd graph, and
-`reference_step_by_chunks` does the same to one copy of the module per chunk.
+`assert_same_step` and `assert_same_training` answer that for any module. They compare outputs,
+gradients of parameters and of inputs, buffers, and the weights after an optimizer's steps. Equal
+weights hide one kind of mistake: a replica that computes with the source's weights is right by accident.
+`perturbed_slots` makes the weights of every slot different, and `reference_step_by_chunks` does the
+same to one copy of the module per chunk.
 
-These are helpers for tests, of the library and of its users. They build the module several
-times, so they take a function that builds it, always with the same weights, modes and
+These are helpers for tests, of the library and of its users. They need several copies of the
+module, so they take a function that builds it, always with the same weights, modes and
 `requires_grad` flags.
 """
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataparallel.composable.persistent_tensors import PersistentTensors
+from dataparallel.composable import ReplicatedModule, replicate
+from dataparallel.composable.replicate_state import ReplicateState
 from dataparallel.data_parallel import DataParallel
-from dataparallel.modules.build import make_parameters
-from dataparallel.modules.plan import ModulePlan
-from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.testing.cases import Batch, Build, adamw
 from dataparallel.testing.steps import (
     Loss,
@@ -51,7 +48,7 @@ class Perturbation:
     scale: float = 0.1
 
     def noise(self, like: Tensor, slot: int, index: int) -> Tensor:
-        """What slot `slot` adds to tensor number `index`; the same in every call."""
+        """The noise of slot `slot` for tensor number `index`; the same in every call."""
         generator = torch.Generator().manual_seed((self.seed * 1_009 + slot) * 100_003 + index)
         noise = torch.randn(like.shape, dtype=like.dtype, generator=generator)
         return (self.scale * noise).to(like.device)
@@ -69,10 +66,10 @@ def reference_step_by_chunks(
 ) -> Step:
     """The step that `source` takes on `slots` slots, computed by separate modules on one device.
 
-    The batch is cut as `torch.chunk` cuts it. Each chunk runs through a module of its own, from
-    `build`, with the values of `source` plus what `perturbation` adds on that slot. Outputs are
-    concatenated along `dim`, gradients are summed over the modules, and buffers are those of
-    the first one. `source` is only read.
+    The batch is cut as by `torch.chunk`. Each chunk runs through its own module from `build`, which
+    has the values of `source` plus the slot's noise of `perturbation`. Outputs are concatenated
+    along `dim`, gradients are summed over the modules, and buffers are those of the first module.
+    `source` is not changed.
     """
     leaves, inputs = as_leaves(batch, device_of(source))
     parts = chunks(leaves, slots, dim)
@@ -93,47 +90,56 @@ def reference_step_by_chunks(
     )
 
 
-@contextlib.contextmanager
-def perturbed_slots(source: nn.Module, perturbation: Perturbation) -> Iterator[None]:
-    """While open, every slot gets the weights of `source` plus noise of its own.
+def perturb(replicas: Sequence[nn.Module], perturbation: Perturbation) -> None:
+    """Add the noise of each slot to the trainable tensors of its replica.
 
-    The noise is added to what the broadcast returns, before replicas are built from it, so
-    gradients flow through the addition. Not for several threads at once: it replaces what
-    `dataparallel.replicate` calls, `broadcast_bucket`, and `PersistentTensors`.
+    Each tensor stays the same object with the same place in the autograd graph, and gets new memory.
+    So every reference to it sees the new values, and memory that is shared with the source does not
+    change.
     """
-    # The package has a function of that name, which hides the module.
-    room: Any = importlib.import_module("dataparallel.replicate")
-    broadcast_bucket = room.broadcast_bucket
-    indices = {id(tensor): index for index, tensor in enumerate(_trainable(source))}
+    for slot, replica in enumerate(replicas):
+        for index, tensor in enumerate(_trainable(replica)):
+            tensor.data = tensor.data + perturbation.noise(tensor, slot, index)
 
-    def perturbed(slots: Any, tensors: Sequence[Tensor], *arguments: Any) -> list[tuple[Tensor, ...]]:
-        places = [indices[id(tensor)] for tensor in tensors if id(tensor) in indices]
-        if len(places) < len(tensors):
-            raise AssertionError("broadcast of a tensor that is not one of the source's")
-        return [
-            tuple(copy + perturbation.noise(copy, slot, place) for place, copy in zip(places, copies, strict=True))
-            for slot, copies in enumerate(broadcast_bucket(slots, tensors, *arguments))
-        ]
 
-    living = PersistentTensors.for_call
+@contextlib.contextmanager
+def perturbed_slots(parallel: Callable[..., Any], perturbation: Perturbation) -> Iterator[None]:
+    """While open, every replica of `parallel` has the weights of its source plus noise of its own.
 
-    def perturbed_living(self: PersistentTensors, plan: ModulePlan, *arguments: Any) -> list[list[Tensor]]:
-        copies = []
-        for slot, on_slot in enumerate(living(self, plan, *arguments)):
-            copies.append([*on_slot])
-            for place, (tensor, copy) in enumerate(zip(plan.tensors, on_slot, strict=True)):
-                if id(tensor) in indices:
-                    copies[slot][place] = copy + perturbation.noise(copy, slot, indices[id(tensor)])
-            make_parameters(plan, copies[slot], ReplicaParameter)
-        return copies
+    `parallel` is a `DataParallel` on several slots, or a module after
+    `dataparallel.composable.replicate`. Its stage `replicate` is overridden, as in a subclass, by one
+    that calls `perturb` on the replicas. Calls have to record gradients.
 
-    room.broadcast_bucket = perturbed
-    PersistentTensors.for_call = perturbed_living  # type: ignore[method-assign, assignment]
+    Raises:
+        TypeError: `parallel` makes no replicas.
+        AssertionError: in a call, if a replica has a trainable tensor of the source.
+    """
+    owner = replicate.state(parallel) if isinstance(parallel, ReplicatedModule) else parallel
+    if not isinstance(owner, (DataParallel, ReplicateState)):
+        raise TypeError(
+            "the weights of slots are perturbed where replicas are made: pass a DataParallel, or a module after "
+            f"dataparallel.composable.replicate; got {type(parallel).__name__}"
+        )
+    make_replicas = owner.replicate
+
+    def make_perturbed(source: nn.Module, devices: Any) -> list[nn.Module]:
+        replicas = list(make_replicas(source, devices))
+        own = {id(tensor) for tensor in _trainable(source)}
+        for slot, replica in enumerate(replicas):
+            if any(id(tensor) in own for tensor in _trainable(replica)):
+                raise AssertionError(f"slot {slot} computes with tensors of the source, not with its own")
+        perturb(replicas, perturbation)
+        return replicas
+
+    overridden = vars(owner).get("replicate")
+    vars(owner)["replicate"] = make_perturbed
     try:
         yield
     finally:
-        room.broadcast_bucket = broadcast_bucket
-        PersistentTensors.for_call = living  # type: ignore[method-assign]
+        if overridden is None:
+            del vars(owner)["replicate"]
+        else:
+            vars(owner)["replicate"] = overridden
 
 
 def assert_same_step(
@@ -156,8 +162,8 @@ def assert_same_step(
         slots: where replicas run; the module and the batch are moved to the first of them.
         loss: from the gathered output to a scalar.
         by_chunks: compare with `reference_step_by_chunks`, for modules in which the samples of a
-            batch see each other (BatchNorm in training).
-        perturbation: give every slot weights of its own; the reference is then by chunks too.
+            batch influence each other (BatchNorm in training).
+        perturbation: gives every slot other weights; the reference is then by chunks too.
         wrap: makes the parallel callable, as `wrap(module, slots, dim=dim)`.
     """
     root = torch.device(slots[0])
@@ -170,7 +176,7 @@ def assert_same_step(
     else:
         expected = run_step(reference, batch, loss=loss)
     noisy = contextlib.nullcontext()
-    with noisy if perturbation is None else perturbed_slots(source, perturbation):
+    with noisy if perturbation is None else perturbed_slots(parallel, perturbation):
         actual = run_step(source, batch, loss=loss, call=parallel)
     assert_steps_match(actual, expected, atol=atol)
 

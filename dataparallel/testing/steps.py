@@ -1,6 +1,6 @@
-"""One training step as a value: run it, keep what it left behind, compare it with another.
+"""One training step as a value: run it, keep its results, compare it with another.
 
-Knows nothing of slots: `parity` decides which two steps ought to be equal.
+This file knows no slots. `parity` decides which two steps should be equal.
 """
 
 import functools
@@ -25,10 +25,10 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward and one backward left behind.
+    """The results of one forward and one backward.
 
-    `gradients` has an entry for every parameter (`None` where there is no gradient),
-    `input_gradients` one for every floating or complex tensor of the batch, in order.
+    `gradients` has an entry for every parameter (`None` if it has no gradient), `input_gradients`
+    one for every floating-point or complex tensor of the batch, in order.
     """
 
     output: Any
@@ -54,10 +54,10 @@ def run_step(
     loss: Loss = mean_square_loss,
     call: Callable[..., Any] | None = None,
 ) -> Step:
-    """Forward through `call` (`module` itself by default), backward, and what they left behind.
+    """Runs forward through `call` (`module` itself by default) and backward, and returns the results.
 
-    `batch` is a tuple of positional arguments and a dict of keyword arguments on any device;
-    gradients of `module` from before are dropped.
+    `batch` is a tuple of positional arguments and a dict of keyword arguments on any device.
+    Former gradients of `module` are dropped.
     """
     module.zero_grad(set_to_none=True)
     (args, kwargs), inputs = as_leaves(batch, device_of(module))
@@ -74,7 +74,7 @@ def run_step(
 def assert_steps_match(actual: Step, expected: Step, *, atol: float = 1e-9) -> None:
     """Fail with the name of the first tensor that differs by more than `atol`, or is missing.
 
-    Sparse tensors are compared as dense ones, but not with dense ones.
+    Two sparse tensors are compared by their dense values. A sparse and a dense one differ.
     """
     for field in ("output", "gradients", "input_gradients", "buffers"):
         assert_equal(getattr(actual, field), getattr(expected, field), field, atol=atol)
@@ -105,17 +105,17 @@ def assert_equal(actual: Any, expected: Any, name: str, *, atol: float) -> None:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device of the first parameter, where a source is as a whole."""
+    """The device of the first parameter."""
     return next(module.parameters()).device
 
 
 def detached(tree: Any) -> Any:
-    """The same tree, whose tensors are copies outside the autograd graph."""
+    """The same tree with copies of its tensors, outside the autograd graph."""
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def as_leaves(batch: Batch, device: torch.device) -> tuple[Batch, list[Tensor]]:
-    """The batch on `device` in tensors of its own, and those of them that get gradients."""
+    """A copy of the batch on `device`, and those of its tensors that get gradients."""
     leaves, spec = tree_flatten(detached(batch))
     leaves = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     inputs = [
@@ -127,7 +127,7 @@ def as_leaves(batch: Batch, device: torch.device) -> tuple[Batch, list[Tensor]]:
 
 
 def chunks(batch: Batch, slots: int, dim: int) -> list[Batch]:
-    """The batch as `torch.chunk` cuts it; numbers and 0-dim tensors are in every chunk."""
+    """The batch, cut as by `torch.chunk`. Numbers and 0-dim tensors are in every chunk."""
     leaves, spec = tree_flatten(batch)
     columns = [
         leaf.chunk(slots, dim) if isinstance(leaf, Tensor) and leaf.dim() > 0 else (leaf,) * slots for leaf in leaves
@@ -137,7 +137,7 @@ def chunks(batch: Batch, slots: int, dim: int) -> list[Batch]:
 
 
 def concatenate(outputs: list[Any], dim: int) -> Any:
-    """The outputs of chunks as one: concatenated tensors, vectors of 0-dim ones."""
+    """The outputs of chunks as one output: tensors are concatenated, 0-dim tensors become a vector."""
 
     def join(first: Any, *others: Any) -> Any:
         if not isinstance(first, Tensor):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import torch
+from kernel_launches import Launches
+from kernel_runner import Kernels
 
-import kernel_runner
 from dataparallel.comm import select
 from dataparallel.comm.cupy import launch as launching
 from dataparallel.comm.cupy import transport
 from dataparallel.comm.cupy.tables import Kernel, pack
-from kernel_launches import Launches
 
 
 @pytest.fixture
@@ -22,16 +23,31 @@ def forgetful() -> Iterator[None]:
     select.forget()
 
 
+@pytest.fixture
+def pair(slots: list) -> tuple[torch.device, torch.device]:
+    """Two devices."""
+    if slots[0] == slots[1]:
+        pytest.skip("this needs two devices")
+    return slots[0], slots[1]
+
+
 @pytest.fixture(scope="module")
-def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The CUDA kernels, compiled by a C++ compiler."""
+    return Kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(scope="module")
+def launch(request: pytest.FixtureRequest) -> Callable:
+    """Launches a kernel: on the GPU if there is one, else on the CPU."""
     if request.config.getoption("--devices") == "cuda":
         if (why_not := launching.why_not()) is not None:
             pytest.skip(why_not)
         return launching.launch
-    compiled = kernel_runner.Kernels(tmp_path_factory.mktemp("kernels"))
+    kernels = request.getfixturevalue("kernels")
 
     def run(kernel: Kernel, pointers: Sequence, counts: Sequence[int], device: object, others: object) -> None:
-        compiled.run(pack(kernel, pointers, counts, max_blocks=7), threads=32)
+        kernels.run(pack(kernel, pointers, counts, max_blocks=7), threads=32)
 
     return run
 

@@ -10,6 +10,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from kernel_launches import Launches
+from nccl_stand_in import Library
 from torch import nn
 
 from dataparallel import DataParallel, comm
@@ -21,8 +23,6 @@ from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
 from dataparallel.comm.topology import Link, Topology
 from dataparallel.testing import isolated_slots
-from kernel_launches import Launches
-from nccl_stand_in import Library
 
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
 CPU = torch.device("cpu")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensor_kinds import tagged, with_attribute
 from torch import Tensor, nn
 
 from dataparallel.comm.buckets import (
@@ -20,7 +21,6 @@ from dataparallel.comm.buckets import (
     travels_flat,
     unflatten,
 )
-from tensor_kinds import tagged, with_attribute
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import tensor_kinds
 import torch
+from tensor_kinds import with_attribute
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tensor_kinds
 from dataparallel.comm import host
 from dataparallel.comm.routes import STAR
-from tensor_kinds import with_attribute
 
 CPU = torch.device("cpu")
 on_devices = pytest.mark.devices("sim", "cuda")
@@ -33,13 +33,6 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def numbers() -> Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def pair(slots: list) -> tuple[torch.device, torch.device]:
-    if slots[0] == slots[1]:
-        pytest.skip("this needs two devices")
-    return slots[0], slots[1]
 
 
 @pytest.fixture(params=["pinned", "pageable"])

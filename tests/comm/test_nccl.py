@@ -4,11 +4,11 @@ import threading
 
 import pytest
 import torch
+from nccl_stand_in import AS_NUMBERS, Library
 
 from dataparallel.comm import nccl
 from dataparallel.comm.nccl import Nccl, why_not
 from dataparallel.comm.routes import STAR
-from nccl_stand_in import AS_NUMBERS, Library
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

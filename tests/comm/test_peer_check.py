@@ -32,13 +32,6 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def pair(slots: list) -> tuple[torch.device, torch.device]:
-    if slots[0] == slots[1]:
-        pytest.skip("this needs two devices")
-    return slots[0], slots[1]
-
-
-@pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list:
     """The pairs between which a checked copy has been made."""
     made, copy = [], peer_check._copy

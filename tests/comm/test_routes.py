@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensor_kinds import devices_of, of_many_magnitudes
 from torch import Tensor
 
 from dataparallel.comm import routes
 from dataparallel.comm.routes import TorchCopies, hops
 from dataparallel.comm.settings import ROUTES
-from tensor_kinds import devices_of, of_many_magnitudes
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

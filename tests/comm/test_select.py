@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensor_kinds import devices_of
 from torch import Tensor, nn
 
 import dataparallel
@@ -20,7 +21,6 @@ from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import ROUTE_VARIABLE, TRANSPORT_VARIABLE
 from dataparallel.comm.transport import Transport
-from tensor_kinds import devices_of
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from kernel_runner import Kernels, summing
+from tensor_kinds import devices_of
 from torch import Tensor
 
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.sum_check import AddUp, wrong_sums
-from kernel_runner import Kernels, summing
-from tensor_kinds import devices_of
 
 CPUS = [torch.device("cpu")] * 3
 
@@ -78,11 +78,6 @@ def test_every_dtype_is_tried(dtype: torch.dtype, slots: list) -> None:
         return (flushing_terms if flats[0].dtype == dtype else STAR.add_up)(flats, destination)
 
     assert f"in {dtype} it has made" in str(wrong_sums(add_up, devices_of(slots)))
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensor_kinds import FORMS, Tagged, of_many_magnitudes, strides, tagged, with_attribute
 from torch import Tensor
 
 from dataparallel import comm
 from dataparallel.comm.routes import STAR
-from tensor_kinds import FORMS, Tagged, of_many_magnitudes, strides, tagged, with_attribute
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

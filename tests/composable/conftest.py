@@ -1,29 +1,30 @@
-"""Modules on the first slot that the tests of this folder share."""
+"""Modules on the first slot, and a batch, for the tests of this folder."""
 
 import pytest
 import torch
-from counting import Counts
-from persistent import Net, build
+from persistent import Branched, build
 from torch import Tensor
+
+from affine import Affine, build_affine
+from nets import samples
 
 
 @pytest.fixture
-def net(root: torch.device) -> Net:
+def net(root: torch.device) -> Branched:
     return build(root)
 
 
 @pytest.fixture
-def twin(root: torch.device) -> Net:
+def twin(root: torch.device) -> Branched:
     """The same as `net`, for one device."""
     return build(root)
 
 
 @pytest.fixture
-def counts(root: torch.device) -> Counts:
-    torch.manual_seed(0)
-    return Counts().double().to(root)
+def affine(root: torch.device) -> Affine:
+    return build_affine(root)
 
 
 @pytest.fixture
 def batch(root: torch.device) -> Tensor:
-    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
+    return samples(root)

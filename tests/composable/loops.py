@@ -1,4 +1,4 @@
-"""What tests of whole training loops share: one loop for replicated modules and for plain ones, compared at the end."""
+"""Runs one training loop with replicated modules and with plain ones, and compares the results."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,18 +30,18 @@ def assert_same_loop(loop: Callable[..., Any], slots: Sequence[Any], *builds: Ca
 
 
 def left_behind(module: nn.Module) -> list[Any]:
-    """Values and gradients."""
+    """The module's values and gradients."""
     gradients = {name: detached(parameter.grad) for name, parameter in module.named_parameters()}
     return [detached(dict(module.state_dict())), gradients]
 
 
 def waits(module: nn.Module) -> AbstractContextManager[Any]:
-    """``no_sync()`` of a replicated module; nothing for a plain one, whose gradients have nowhere to wait."""
+    """``no_sync()`` of a replicated module. For a plain module, which keeps no gradients on slots, it does nothing."""
     return module.no_sync() if isinstance(module, ReplicatedModule) else nullcontext()
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    """One that tells zeros from ``None``, by its weight decay."""
+    """AdamW: its weight decay moves a parameter whose gradient is zeros, but not one whose gradient is ``None``."""
     return torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
 
 
@@ -50,7 +50,12 @@ def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def kept_on_slots(module: nn.Module) -> int:
-    """How many gradients wait on the slots of a replicated module."""
-    state: Any = replicate.state(module)
-    return sum(len(bucket._kept) for bucket in state._tensors.sums.buckets)
+def in_place(module: nn.Module, slots: Sequence[Any], dim: int = 0) -> nn.Module:
+    """`replicate`, called as a wrapper is: the ``wrap`` of ``dataparallel.testing.parity``."""
+    return replicate(module, devices=slots, dim=dim)
+
+
+def wait_for_all_streams(slots: Sequence[Any]) -> None:
+    """The limits ask for this: threads of the engine may drop a backward that has failed a moment late."""
+    for device in {torch.device(slot) for slot in slots} - {torch.device("cpu")}:
+        torch.accelerator.synchronize(device)

@@ -1,24 +1,30 @@
-"""What tests of living replicas share: the wrapper's stages around them, and a model with several buckets."""
+"""A wrapper with persistent replicas, and a model with several buckets whose gradients tests compare."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from dataparallel.composable import replicate
 from dataparallel.composable.persistent_tensors import PersistentTensors
 from dataparallel.kept.replicas import KeptReplicas
 
 FIRST_BYTES, CAP_BYTES = 64, 600
 
 
-def living(module: nn.Module, slots: list, dim: int = 0, broadcast_buffers: bool = True) -> DataParallel:
-    """The wrapper, with replicas that stay; buckets hold a few parameters."""
+def with_persistent_replicas(
+    module: nn.Module, slots: list, dim: int = 0, broadcast_buffers: bool = True
+) -> DataParallel:
+    """A wrapper whose replicas persist; buckets hold a few parameters."""
     wrapped = DataParallel(module, slots, dim=dim)
     devices = [torch.device(slot) for slot in slots]
+    # No form combines the two: the wrapper shows the tensors without what `replicate` does to a module.
     wrapped._kept = KeptReplicas(PersistentTensors(devices, FIRST_BYTES, CAP_BYTES, broadcast_buffers))
     return wrapped
 
 
-class Net(nn.Module):
+class Branched(nn.Module):
     """Layers, and a branch that only some samples take: a replica that has none of them does not use it."""
 
     def __init__(self) -> None:
@@ -32,15 +38,22 @@ class Net(nn.Module):
         return y.index_add(0, taken, self.branch(x[taken])) if taken.numel() else y
 
 
-def build(root: torch.device) -> Net:
+def build(root: torch.device) -> Branched:
     torch.manual_seed(0)
-    return Net().double().to(root)
+    return Branched().double().to(root)
 
 
 def numbers(root: torch.device, samples: int, seed: int = 0, positive: bool = False) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, 4, dtype=torch.float64, generator=generator)
     return (x.abs() if positive else x).to(root)
+
+
+def numbers_of_slots(root: torch.device, slots: list, seed: int = 0) -> Tensor:
+    """Two samples for each slot. The first column of one of them has the slot's number, from one on."""
+    x = numbers(root, 2 * len(slots), seed=seed)
+    x[::2, 0] = torch.arange(1, len(slots) + 1, dtype=x.dtype)
+    return x
 
 
 def loss(output: Tensor) -> Tensor:
@@ -52,8 +65,19 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
 
 
 def assert_same(found: list, expected: list) -> None:
-    """Gradients, `None` where the others are."""
+    """Asserts that gradients are equal, or both `None`."""
     assert [each is None for each in found] == [each is None for each in expected]
     for ours, theirs in zip(found, expected, strict=True):
         if theirs is not None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+def tensors_of(module: nn.Module) -> PersistentTensors:
+    """The tensors of a replicated module's replicas, or of a wrapper's from `with_persistent_replicas`."""
+    found: Any = module._kept._tensors if isinstance(module, DataParallel) else replicate.state(module).tensors
+    return found
+
+
+def kept_on_slots(module: nn.Module) -> int:
+    """How many gradients wait on the slots. No public name tells: a user sees only what a later backward adds."""
+    return sum(len(bucket._kept) for bucket in tensors_of(module).sums.buckets)

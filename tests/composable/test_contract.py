@@ -1,4 +1,4 @@
-"""The contract of composable forms: applied once, to trees that share nothing, seen by nobody but the form."""
+"""A composable form is applied once, to trees that share nothing, and other code does not see it."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from dataparallel.modules.plan import ModulePlan
 
 
 class State:
-    """Manages all parameters but those ignored."""
+    """Manages all parameters except the ignored ones."""
 
     def __init__(self, ignored=()):
         self.ignored = ignored

@@ -1,4 +1,4 @@
-"""Gradients that wait on slots: nothing is lost, nothing counts twice, and what the user throws away is gone."""
+"""Gradients that wait on slots are added once; if the user throws a ``.grad`` away, they are dropped."""
 
 import gc
 import time
@@ -7,7 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from persistent import Net, assert_same, build, gradients, living, loss, numbers
+from persistent import (
+    Branched,
+    assert_same,
+    build,
+    gradients,
+    kept_on_slots,
+    loss,
+    numbers,
+    tensors_of,
+    with_persistent_replicas,
+)
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
@@ -17,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 @pytest.fixture
-def wrapped(net: Net, slots: list) -> DataParallel:
-    return living(net, slots)
+def wrapped(net: Branched, slots: list) -> DataParallel:
+    return with_persistent_replicas(net, slots)
 
 
 def batches(root: torch.device, slots: list) -> list[Tensor]:
@@ -26,11 +36,7 @@ def batches(root: torch.device, slots: list) -> list[Tensor]:
 
 
 def sums_are(wrapped: DataParallel, are_on: bool) -> None:
-    wrapped._kept._tensors.sums.are_on = are_on
-
-
-def waiting(wrapped: DataParallel) -> int:
-    return sum(len(bucket._kept) for bucket in wrapped._kept._tensors.sums.buckets)
+    tensors_of(wrapped).sums.are_on = are_on
 
 
 @pytest.mark.slots(3, long=[2, 8])
@@ -38,7 +44,7 @@ def waiting(wrapped: DataParallel) -> int:
     "synchronised", [(True,) * 3, (False, False, True), (False, True, False, True), (True, False, True)]
 )
 def test_accumulated_gradients_are_those_of_one_device(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, synchronised: tuple
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, synchronised: tuple
 ) -> None:
     for _ in range(3):  # in the first round the order of gradients is learnt
         net.zero_grad()
@@ -48,26 +54,26 @@ def test_accumulated_gradients_are_those_of_one_device(
             sums_are(wrapped, are_on)
             loss(wrapped(x)).backward()
             loss(twin(x)).backward()
-        assert waiting(wrapped) == 0
+        assert kept_on_slots(wrapped) == 0
         assert_same(gradients(net), gradients(twin))
 
 
 def test_until_then_the_source_has_slot_0s(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device
 ) -> None:
     x = numbers(root, 2 * len(slots))
     sums_are(wrapped, False)
     loss(wrapped(x)).backward()
     loss(twin(x[:2])).backward()
-    assert waiting(wrapped) > 0
+    assert kept_on_slots(wrapped) > 0
     for ours, theirs in zip(gradients(net), gradients(twin), strict=True):
         torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs, rtol=0, atol=1e-9)
 
 
 def test_a_parameter_that_slot_0_does_not_use(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device
 ) -> None:
-    """What other slots keep shows in the source, as zeros, so that it counts."""
+    """If only other slots have a gradient, the source's ``.grad`` is zeros: ``None`` would make the kept ones void."""
     x = numbers(root, 2 * len(slots), positive=True)
     y = x.clone()
     y[2:, 0] *= -1
@@ -82,7 +88,7 @@ def test_a_parameter_that_slot_0_does_not_use(
 
 @pytest.mark.parametrize("are_on", [False, True])
 def test_gradients_thrown_away_between_a_forward_and_its_backward(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, are_on: bool
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, are_on: bool
 ) -> None:
     one, two, three = batches(root, slots)
     loss(wrapped(one)).backward()
@@ -99,7 +105,9 @@ def test_gradients_thrown_away_between_a_forward_and_its_backward(
 
 
 @pytest.mark.devices("sim", "cuda")
-def test_on_streams_of_the_callers(wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device) -> None:
+def test_on_streams_of_the_callers(
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device
+) -> None:
     devices = [*dict.fromkeys(torch.device(slot) for slot in slots)]
     streams = {device: torch.Stream(device) for device in devices}
     for device, stream in streams.items():
@@ -127,7 +135,7 @@ def test_nothing_is_sent_until_then(
     value.backward()
 
 
-DISCARDS: dict[str, Callable[[Net], object]] = {
+DISCARDS: dict[str, Callable[[Branched], object]] = {
     "zero_grad": lambda net: net.zero_grad(),
     "zero_grad to zeros": lambda net: net.zero_grad(set_to_none=False),
     "grad = None": lambda net: [setattr(parameter, "grad", None) for parameter in net.parameters()],
@@ -141,7 +149,7 @@ DISCARDS: dict[str, Callable[[Net], object]] = {
 @pytest.mark.parametrize("name", DISCARDS)
 @pytest.mark.parametrize("learnt", [False, True])
 def test_what_the_user_throws_away_is_gone(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, name: str, learnt: bool
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, name: str, learnt: bool
 ) -> None:
     one, two, three = batches(root, slots)
     if learnt:
@@ -162,22 +170,22 @@ def test_what_the_user_throws_away_is_gone(
 
 
 def test_what_is_thrown_away_is_freed_at_the_next_forward(
-    wrapped: DataParallel, net: Net, slots: list, root: torch.device
+    wrapped: DataParallel, net: Branched, slots: list, root: torch.device
 ) -> None:
     x = numbers(root, 2 * len(slots))
     for _ in range(2):
         loss(wrapped(x)).backward()
     sums_are(wrapped, False)
     loss(wrapped(x)).backward()
-    assert waiting(wrapped) > 0
+    assert kept_on_slots(wrapped) > 0
     net.zero_grad()
     with torch.no_grad():
         wrapped(x)
-    assert waiting(wrapped) == 0
+    assert kept_on_slots(wrapped) == 0
 
 
 def test_another_backward_may_add_to_the_source_in_between(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device
 ) -> None:
     one, two, _ = batches(root, slots)
     sums_are(wrapped, False)
@@ -199,7 +207,7 @@ def test_what_a_summed_pass_does_not_reach_is_summed_too(slots: list, root: torc
             return self.left(x) if take_left else self.right(x)
 
     net, twin = Two(), Two()
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     x = numbers(root, 2 * len(slots))
     for _ in range(2):
         for call, module in ((wrapped, net), (twin, twin)):
@@ -208,12 +216,12 @@ def test_what_a_summed_pass_does_not_reach_is_summed_too(slots: list, root: torc
             loss(call(x, True)).backward()
             sums_are(wrapped, True)
             loss(call(x, False)).backward()
-        assert waiting(wrapped) == 0
+        assert kept_on_slots(wrapped) == 0
         assert_same(gradients(net), gradients(twin))
 
 
 def test_questions_for_gradients_neither_keep_nor_take_any(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device
 ) -> None:
     one, two, three = batches(root, slots)
     loss(wrapped(one)).backward()
@@ -227,16 +235,16 @@ def test_questions_for_gradients_neither_keep_nor_take_any(
             sums_are(wrapped, are_on)
             found = torch.autograd.grad(loss(wrapped(two)), list(net.parameters()))
             assert_same([*found], [*torch.autograd.grad(loss(twin(two)), list(twin.parameters()))])
-            assert waiting(wrapped) > 0
+            assert kept_on_slots(wrapped) > 0
         loss(wrapped(three)).backward()
         loss(twin(three)).backward()
         assert_same(gradients(net), gradients(twin))
 
 
 def test_a_changed_module_loses_nothing(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device
 ) -> None:
-    """Its tensors are made anew; what waits goes to the source first."""
+    """Its tensors are made anew. Before that, waiting gradients are added to the source's."""
     one, two, _ = batches(root, slots)
     sums_are(wrapped, False)
     for call, module in ((wrapped, net), (twin, twin)):
@@ -249,7 +257,7 @@ def test_a_changed_module_loses_nothing(
 
 
 def test_hooks_see_the_complete_sum(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device
 ) -> None:
     seen: dict[str, list[Tensor]] = {"ours": [], "theirs": []}
     for name, module in (("ours", net), ("theirs", twin)):
@@ -263,7 +271,9 @@ def test_hooks_see_the_complete_sum(
     torch.testing.assert_close(seen["ours"][1], seen["theirs"][1], rtol=0, atol=1e-9)
 
 
-def test_an_optimizer_in_backward(wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device) -> None:
+def test_an_optimizer_in_backward(
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device
+) -> None:
     for module in (net, twin):
         for parameter in module.parameters():
             optimizer = torch.optim.AdamW([parameter], lr=0.01)
@@ -280,7 +290,7 @@ def test_an_optimizer_in_backward(wrapped: DataParallel, net: Net, twin: Net, sl
 
 
 def test_a_step_that_a_scaler_skips_leaks_nothing(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device
 ) -> None:
     """An infinity, found after an accumulated and a summed pass."""
     one, two, three = batches(root, slots)
@@ -303,11 +313,11 @@ def test_a_step_that_a_scaler_skips_leaks_nothing(
 
 def test_what_is_dropped_is_freed_without_a_collection(slots: list, root: torch.device) -> None:
     net = build(root)
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     for are_on in (True, True, False):
         sums_are(wrapped, are_on)
         loss(wrapped(numbers(root, 2 * len(slots)))).backward()
-    parameter, bucket = weakref.ref(net.first.weight), weakref.ref(wrapped._kept._tensors.sums.buckets[0])
+    parameter, bucket = weakref.ref(net.first.weight), weakref.ref(tensors_of(wrapped).sums.buckets[0])
     gc.disable()
     try:
         del net, wrapped

@@ -1,4 +1,4 @@
-"""Passes that write some gradients only, ``backward(inputs=...)``, between others: all ends as on one device."""
+"""Passes that write only some gradients, ``backward(inputs=...)``, mixed with others, end as on one device."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,7 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import assert_same_loop, mean_square, waits
-from persistent import Net, assert_same, build, gradients, living, loss, numbers
+from persistent import (
+    Branched,
+    assert_same,
+    build,
+    gradients,
+    kept_on_slots,
+    loss,
+    numbers,
+    tensors_of,
+    with_persistent_replicas,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True"),
 ]
 
-NAMES = [name for name, _ in Net().named_parameters()]
+NAMES = [name for name, _ in Branched().named_parameters()]
 SUBSETS = [
     ["first.weight"],
     ["last.bias"],
@@ -31,18 +41,14 @@ SUBSETS = [
 ]
 
 
-def waiting(wrapped: DataParallel) -> int:
-    return sum(len(bucket._kept) for bucket in wrapped._kept._tensors.sums.buckets)
-
-
 def inputs_of(module: nn.Module, names: list[str]) -> list[Tensor]:
     return [module.get_parameter(name) for name in names]
 
 
 @pytest.fixture
-def wrapped(net: Net, slots: list, root: torch.device) -> DataParallel:
+def wrapped(net: Branched, slots: list, root: torch.device) -> DataParallel:
     """After the steps in which the order of gradients is learnt."""
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     for _ in range(2):
         loss(wrapped(numbers(root, 2 * len(slots)))).backward()
         net.zero_grad()
@@ -51,17 +57,17 @@ def wrapped(net: Net, slots: list, root: torch.device) -> DataParallel:
 
 @pytest.mark.parametrize("names", SUBSETS, ids=", ".join)
 def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, names: list[str]
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, names: list[str]
 ) -> None:
     for _ in range(2):
         for call, module in ((wrapped, net), (twin, twin)):
             module.zero_grad()
-            wrapped._kept._tensors.sums.are_on = False
+            tensors_of(wrapped).sums.are_on = False
             loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
-            assert waiting(wrapped) > 0 or module is twin
-            wrapped._kept._tensors.sums.are_on = True
+            assert kept_on_slots(wrapped) > 0 or module is twin
+            tensors_of(wrapped).sums.are_on = True
             loss(call(numbers(root, 2 * len(slots), seed=2))).backward(inputs=inputs_of(module, names))
-        assert waiting(wrapped) == 0
+        assert kept_on_slots(wrapped) == 0
         assert_same(gradients(net), gradients(twin))
         for call in (wrapped, twin):
             loss(call(numbers(root, 2 * len(slots), seed=3))).backward()
@@ -70,16 +76,16 @@ def test_what_waits_is_there_when_a_pass_has_ended_that_reaches_some(
 
 @pytest.mark.parametrize("names", SUBSETS, ids=", ".join)
 def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, names: list[str]
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, names: list[str]
 ) -> None:
-    wrapped._kept._tensors.sums.are_on = False
+    tensors_of(wrapped).sums.are_on = False
     for call, module in ((wrapped, net), (twin, twin)):
         loss(call(numbers(root, 2 * len(slots), seed=1))).backward(inputs=inputs_of(module, names))
     written = {name for name, parameter in net.named_parameters() if parameter.grad is not None}
     assert written == {*names}
-    sources = [bucket.sources[source] for bucket in wrapped._kept._tensors.sums.buckets for _, source in bucket._kept]
+    sources = [bucket.sources[source] for bucket in tensors_of(wrapped).sums.buckets for _, source in bucket._kept]
     assert {id(source) for source in sources} == {id(parameter) for parameter in inputs_of(net, names)}
-    wrapped._kept._tensors.sums.are_on = True
+    tensors_of(wrapped).sums.are_on = True
     for call in (wrapped, twin):
         loss(call(numbers(root, 2 * len(slots), seed=2))).backward()
     assert_same(gradients(net), gradients(twin))
@@ -87,14 +93,14 @@ def test_a_pass_that_keeps_gradients_keeps_those_that_it_writes(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_see_the_complete_sum(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, name: str
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, name: str
 ) -> None:
-    """Of a parameter that the pass reaches, also where it is not the first of its bucket."""
+    """The parameter that the pass reaches need not be the first of its bucket."""
     seen: list[list[Tensor | None]] = []
     for call, module in ((wrapped, net), (twin, twin)):
-        wrapped._kept._tensors.sums.are_on = False
+        tensors_of(wrapped).sums.are_on = False
         loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
-        wrapped._kept._tensors.sums.are_on = True
+        tensors_of(wrapped).sums.are_on = True
         seen.append([])
         (parameter,) = inputs_of(module, [name])
         parameter.register_post_accumulate_grad_hook(lambda p, seen=seen[-1]: seen.append(p.grad.clone()))
@@ -104,10 +110,10 @@ def test_hooks_see_the_complete_sum(
 
 
 def test_a_bucket_that_is_not_reached_sends_nothing(
-    wrapped: DataParallel, net: Net, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+    wrapped: DataParallel, net: Branched, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its node runs all the same, for the sake of the order of sums."""
-    assert len(wrapped._kept._tensors.sums.buckets) > 2
+    """Its node runs nevertheless, because the order of sums needs it."""
+    assert len(tensors_of(wrapped).sums.buckets) > 2
     sums: list[Any] = []
     for name in ("add_flat", "reduce_add_coalesced"):
         plain: Callable = getattr(comm, name)
@@ -125,17 +131,17 @@ def test_a_bucket_that_is_not_reached_sends_nothing(
 
 @pytest.mark.parametrize("are_on", [True, False])
 def test_a_recorded_pass_loses_nothing(
-    wrapped: DataParallel, net: Net, twin: Net, slots: list, root: torch.device, are_on: bool
+    wrapped: DataParallel, net: Branched, twin: Branched, slots: list, root: torch.device, are_on: bool
 ) -> None:
     """It puts another tensor in the place of ``.grad``."""
     for call in (wrapped, twin):
-        wrapped._kept._tensors.sums.are_on = False
+        tensors_of(wrapped).sums.are_on = False
         loss(call(numbers(root, 2 * len(slots), seed=1))).backward()
-        wrapped._kept._tensors.sums.are_on = are_on
+        tensors_of(wrapped).sums.are_on = are_on
         loss(call(numbers(root, 2 * len(slots), seed=2))).backward(create_graph=True)
-    assert waiting(wrapped) == 0
+    assert kept_on_slots(wrapped) == 0
     assert_same([each.detach() for each in gradients(net)], [each.detach() for each in gradients(twin)])
-    wrapped._kept._tensors.sums.are_on = True
+    tensors_of(wrapped).sums.are_on = True
     for module in (net, twin):
         penalty = sum(parameter.grad.square().sum() for parameter in module.parameters())
         for parameter in module.parameters():
@@ -158,7 +164,7 @@ class Computed(nn.Module):
 
 @pytest.mark.parametrize("again", [True, False], ids=["at each step", "once"])
 def test_gradients_of_a_buffer_that_was_computed_do_not_wait(slots: list, root: torch.device, again: bool) -> None:
-    """Where it stays it comes to be in one bucket with parameters."""
+    """If it is kept, it gets into one bucket with parameters."""
 
     def loop(net: Computed) -> None:
         net.squared = net.scale.square()
@@ -174,36 +180,36 @@ def test_gradients_of_a_buffer_that_was_computed_do_not_wait(slots: list, root: 
 
 def test_a_question_that_goes_through_a_computed_buffer_takes_nothing(slots: list, root: torch.device) -> None:
     net = seeded(Computed)().to(root)
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     net.squared = net.scale.square()
     x = numbers(root, 2 * len(slots))
     for are_on in (True, True, False):
-        wrapped._kept._tensors.sums.are_on = are_on
+        tensors_of(wrapped).sums.are_on = are_on
         loss(wrapped(x)).backward(inputs=[net.linear.weight], retain_graph=True)
-    wrapped._kept._tensors.sums.are_on = True
-    before = waiting(wrapped)
+    tensors_of(wrapped).sums.are_on = True
+    before = kept_on_slots(wrapped)
     torch.autograd.grad(loss(wrapped(x)), [net.scale])
-    assert waiting(wrapped) == before > 0
+    assert kept_on_slots(wrapped) == before > 0
 
 
-class Checkpointed(Net):
+class Checkpointed(Branched):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
 @pytest.mark.parametrize("rounds", [6])
 def test_with_reentrant_checkpoints_nothing_counts_twice(slots: list, root: torch.device, rounds: int) -> None:
-    """Each slot's region ends with a pass of its own, of which several run at a time."""
+    """Each slot has its own inner pass, and several of these run at the same time."""
     net, twin = build(root), build(root)
     net.__class__ = twin.__class__ = Checkpointed
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     for step in range(3 * rounds):
-        wrapped._kept._tensors.sums.are_on = step % 3 == 2
+        tensors_of(wrapped).sums.are_on = step % 3 == 2
         x = numbers(root, 2 * len(slots), seed=step).requires_grad_()
         for call in (wrapped, twin):
             loss(call(x)).backward()
         if step % 3 == 2:
-            assert waiting(wrapped) == 0
+            assert kept_on_slots(wrapped) == 0
             assert_same(gradients(net), gradients(twin))
 
 
@@ -225,7 +231,7 @@ class Program:
     def __init__(self, slots: list, root: torch.device) -> None:
         self.slots, self.root = slots, root
         self.net, self.twin = build(root), build(root)
-        self.wrapped = living(self.net, slots)
+        self.wrapped = with_persistent_replicas(self.net, slots)
         self.outputs: list[tuple[Tensor, Tensor]] = []  # of forwards that have had no backward
         self.calls = 0
         self.were_zeroed = False
@@ -233,7 +239,7 @@ class Program:
     def run(self, operation: tuple) -> None:
         kind, *arguments = operation
         getattr(self, kind)(*arguments)
-        if waiting(self.wrapped) == 0:
+        if kept_on_slots(self.wrapped) == 0:
             self.compare()
 
     def compare(self) -> None:
@@ -242,7 +248,7 @@ class Program:
         )
         assert_same(found, expected)
 
-    def both(self) -> tuple[Net, Net]:
+    def both(self) -> tuple[Branched, Branched]:
         return self.net, self.twin
 
     def forward(self, is_positive: bool = False) -> None:
@@ -255,24 +261,24 @@ class Program:
     def backward(self, are_on: bool, names: list[str] | None, create_graph: bool) -> None:
         if not self.outputs:
             self.forward()
-        self.wrapped._kept._tensors.sums.are_on = are_on
+        tensors_of(self.wrapped).sums.are_on = are_on
         for value, module in zip(self.outputs.pop(), self.both(), strict=True):
             value.backward(inputs=None if names is None else inputs_of(module, names), create_graph=create_graph)
         if are_on:
-            assert waiting(self.wrapped) == 0
+            assert kept_on_slots(self.wrapped) == 0
 
     def grad(self, names: list[str]) -> None:
-        before = waiting(self.wrapped)
+        before = kept_on_slots(self.wrapped)
         if not self.outputs:
             self.forward()
-            before = waiting(self.wrapped)
+            before = kept_on_slots(self.wrapped)
         values = self.outputs.pop()
         found, expected = (
             [*torch.autograd.grad(value, inputs_of(module, names), allow_unused=True)]
             for value, module in zip(values, self.both(), strict=True)
         )
         assert_same(found, expected)
-        assert waiting(self.wrapped) == before
+        assert kept_on_slots(self.wrapped) == before
 
     def zero(self, to_none: bool, names: list[str] | None) -> None:
         for module in self.both():
@@ -285,14 +291,14 @@ class Program:
         self.were_zeroed |= not to_none
 
     def direct(self, names: list[str]) -> None:
-        """Not where zeros have been filled in that no forward has seen: the sum would not tell what it was added to."""
+        """Not after zeros that no forward has seen: a sum on top of them would hide that gradients were thrown away."""
         if self.were_zeroed:
             return
         for module in self.both():
             sum(parameter.square().sum() for parameter in inputs_of(module, names)).backward()
 
     def step(self) -> None:
-        if waiting(self.wrapped) == 0:
+        if kept_on_slots(self.wrapped) == 0:
             self.outputs.clear()
             for module in self.both():
                 torch.optim.SGD(module.parameters(), lr=1e-3).step()

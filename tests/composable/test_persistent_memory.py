@@ -1,4 +1,4 @@
-"""Other memory, given to a replica's tensor by its forward, is gone at the next call; the source's values are there."""
+"""If ``forward`` gives a tensor other memory, the next call finds the former memory and the source's values."""
 
 import itertools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from loops import adamw, assert_same_loop, mean_square, waits
-from persistent import living
+from persistent import tensors_of, with_persistent_replicas
 from torch import Tensor, nn
 
 from dataparallel.composable.persistent_memory import MemoryOfCopies
@@ -27,7 +27,7 @@ def data(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
 
 
 def not_of(source: Tensor, move: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
-    """``move`` for copies of ``source`` only. It knows the source by its number: a reference would be the replica's."""
+    """``move`` for copies of ``source`` only. It is found by its number: a reference would become the replica's."""
     number = id(source)
 
     def move_copy(tensor: Tensor) -> None:
@@ -51,7 +51,7 @@ TENSORS = ["linear.weight", "tied.weight", "frozen", "single", "unused", "shift"
 
 
 class Moved(nn.Module):
-    """Gives a tensor other memory when it has used it, and notes what each replica had before."""
+    """Uses a tensor, then gives it other memory, and notes each replica's value before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_every_replica_has_the_sources_values_at_each_call(
     else:
         moved.move = MOVES[how]
     moved.name = name
-    wrapped = living(moved, slots)
+    wrapped = with_persistent_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for context in (torch.enable_grad, torch.enable_grad, torch.enable_grad, torch.no_grad, torch.inference_mode) * 2:
         with torch.no_grad():
@@ -122,21 +122,21 @@ def test_every_replica_has_the_sources_values_at_each_call(
 
 
 def test_tensors_and_nodes_stay_when_their_memory_does_not(moved: Moved, slots: list, root: torch.device) -> None:
-    wrapped = living(moved, slots)
+    wrapped = with_persistent_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(2):
         wrapped(x).sum().backward()
-    made = wrapped._kept._tensors._made
+    made = tensors_of(wrapped).copies
     moved.name, moved.move = "linear.weight", MOVES[".data ="]
     for _ in range(3):
         wrapped(x).sum().backward()
-        assert wrapped._kept._tensors._made is made
+        assert tensors_of(wrapped).copies is made
 
 
 def test_a_buffer_that_moves_on_slot_0_moves_in_the_module(moved: Moved, slots: list, root: torch.device) -> None:
     """As on one device; the other replicas get its values at the next call."""
     moved.name, moved.move = "shift", data(lambda old: old + 1)
-    wrapped = living(moved, slots)
+    wrapped = with_persistent_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(3):
         before = moved.shift.clone()
@@ -151,7 +151,7 @@ def test_a_buffer_that_moves_on_slot_0_moves_in_the_module(moved: Moved, slots: 
 
 def test_memory_that_is_gone_is_made_anew(moved: Moved, slots: list, root: torch.device) -> None:
     moved.name, moved.move = "shift", not_of(moved.shift, lambda tensor: tensor.untyped_storage().resize_(0))
-    wrapped = living(moved, slots)
+    wrapped = with_persistent_replicas(moved, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(4):
         wrapped(x)
@@ -159,10 +159,10 @@ def test_memory_that_is_gone_is_made_anew(moved: Moved, slots: list, root: torch
 
 
 def test_buffers_of_their_own_keep_what_forward_gave_to_them(moved: Moved, slots: list, root: torch.device) -> None:
-    """Where they are not sent at each call: given other memory or changed in place, that makes no difference."""
+    """Buffers that are not sent at each call keep their values, whether they get other memory or change in place."""
     source = moved.shift
     moved.name, moved.move = "shift", not_of(source, data(lambda old: old + 1))
-    wrapped = living(moved, slots, broadcast_buffers=False)
+    wrapped = with_persistent_replicas(moved, slots, broadcast_buffers=False)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for _ in range(2):
         wrapped(x).sum().backward()
@@ -211,23 +211,23 @@ def test_an_lstm_that_flattens_its_parameters_trains_as_on_one_device(slots, roo
     assert_same_loop(loop, slots, seeded(Flattened))
 
 
-def test_put_back_is_only_for_what_has_moved() -> None:
+def test_memory_is_restored_only_for_what_has_moved() -> None:
     copies = [torch.zeros(3, 4), torch.ones(2), torch.empty(0)]
     memory = MemoryOfCopies(copies)
     own = copies[0].data_ptr()
-    assert memory.put_back()
+    assert memory.restore()
     copies[0].data = torch.ones(4, 3)
     version = copies[1]._version
-    assert memory.put_back()
+    assert memory.restore()
     assert (copies[0].data_ptr(), copies[0].shape) == (own, (3, 4))
     assert copies[1]._version == version
     copies[1].untyped_storage().resize_(0)
-    assert not memory.put_back()
+    assert not memory.restore()
 
 
 def test_a_conjugate_view_of_its_own_memory_is_other_memory_too() -> None:
     copy = torch.tensor([1 + 2j])
     memory = MemoryOfCopies([torch.ones(1), copy])
     copy.data = copy.data.conj()
-    assert memory.put_back()
+    assert memory.restore()
     assert copy.tolist() == [1 + 2j]

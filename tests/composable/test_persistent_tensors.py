@@ -1,4 +1,4 @@
-"""Tensors of replicas that stay: one kept broadcast, in every graph, with the source's values at every forward."""
+"""Tensors of persistent replicas are outputs of one kept broadcast, and have the source's values at every forward."""
 
 import copy
 import pickle
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from persistent import Net, assert_same, gradients, living, loss, numbers
+from persistent import Branched, assert_same, gradients, loss, numbers, tensors_of, with_persistent_replicas
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,15 +27,15 @@ def x(slots: list, root: torch.device) -> Tensor:
 
 def settled(net: nn.Module, slots: list, x: Tensor, **options: bool) -> DataParallel:
     """After the steps in which the order of gradients is learnt."""
-    wrapped = living(net, slots, **options)
+    wrapped = with_persistent_replicas(net, slots, **options)
     for _ in range(2):
         loss(wrapped(x)).backward()
         net.zero_grad()
     return wrapped
 
 
-def tensors_of(wrapped: DataParallel) -> list[list[Tensor]]:
-    return wrapped._kept._tensors._made.copies
+def copies_of(wrapped: DataParallel) -> list[list[Tensor]]:
+    return tensors_of(wrapped).copies.by_slot
 
 
 @pytest.mark.slots(2, long=[8])
@@ -48,37 +48,37 @@ def test_training_is_that_of_one_device(case, slots):
         dim=case.dim,
         optimizer=case.optimizer,
         by_chunks=case.by_chunks,
-        wrap=living,
+        wrap=with_persistent_replicas,
     )
 
 
-def test_tensors_and_nodes_stay(net: Net, slots: list, x: Tensor) -> None:
+def test_tensors_and_nodes_persist(net: Branched, slots: list, x: Tensor) -> None:
     wrapped = settled(net, slots, x)
-    before = [[id(tensor) for tensor in on_slot] for on_slot in tensors_of(wrapped)]
-    nodes = {tensor.grad_fn for on_slot in tensors_of(wrapped) for tensor in on_slot}
+    before = [[id(tensor) for tensor in on_slot] for on_slot in copies_of(wrapped)]
+    nodes = {tensor.grad_fn for on_slot in copies_of(wrapped) for tensor in on_slot}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(3):
         loss(wrapped(x)).backward()
         optimizer.step()
     with torch.no_grad():
         wrapped(x)
-    assert [[id(tensor) for tensor in on_slot] for on_slot in tensors_of(wrapped)] == before
-    assert {tensor.grad_fn for on_slot in tensors_of(wrapped) for tensor in on_slot} == nodes
+    assert [[id(tensor) for tensor in on_slot] for on_slot in copies_of(wrapped)] == before
+    assert {tensor.grad_fn for on_slot in copies_of(wrapped) for tensor in on_slot} == nodes
 
 
-def test_a_smaller_batch_uses_the_first_slots(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+def test_a_smaller_batch_uses_the_first_slots(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
     wrapped = settled(net, slots, x)
-    before = id(tensors_of(wrapped))
+    before = id(copies_of(wrapped))
     for samples in (1, len(slots) - 1, 2 * len(slots)):
         net.zero_grad()
         twin.zero_grad()
         loss(wrapped(x[:samples])).backward()
         loss(twin(x[:samples])).backward()
         assert_same(gradients(net), gradients(twin))
-    assert id(tensors_of(wrapped)) == before
+    assert id(copies_of(wrapped)) == before
 
 
-CHANGES: dict[str, Callable[[Net], object]] = {
+CHANGES: dict[str, Callable[[Branched], object]] = {
     "copy_": lambda net: net.second.weight.detach().copy_(torch.ones(8, 8)),
     "a write through .data": lambda net: net.second.weight.data.fill_(0.5),
     "a view of .data": lambda net: net.second.weight.data[2].mul_(3),
@@ -94,7 +94,9 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_change_is_seen_at_the_next_forward(net: Net, twin: Net, slots: list, x: Tensor, name: str) -> None:
+def test_every_change_is_seen_at_the_next_forward(
+    net: Branched, twin: Branched, slots: list, x: Tensor, name: str
+) -> None:
     wrapped = settled(net, slots, x)
     for module in (net, twin):
         torch.manual_seed(1)
@@ -106,8 +108,8 @@ def test_every_change_is_seen_at_the_next_forward(net: Net, twin: Net, slots: li
         assert_same(gradients(net), gradients(twin))
 
 
-def test_frozen_and_unfrozen_layers(net: Net, twin: Net, slots: list, x: Tensor) -> None:
-    wrapped = living(net, slots)
+def test_frozen_and_unfrozen_layers(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
+    wrapped = with_persistent_replicas(net, slots)
     for step in range(6):
         for module in (net, twin):
             module.zero_grad()
@@ -117,7 +119,7 @@ def test_frozen_and_unfrozen_layers(net: Net, twin: Net, slots: list, x: Tensor)
         assert_same(gradients(net), gradients(twin))
 
 
-def test_two_forwards_before_one_backward(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+def test_two_forwards_before_one_backward(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
     wrapped = settled(net, slots, x)
     for call, module in ((wrapped, net), (twin, twin)):
         one, two = call(x), call(x * 2)
@@ -130,7 +132,9 @@ def test_two_forwards_before_one_backward(net: Net, twin: Net, slots: list, x: T
 
 
 @pytest.mark.parametrize("retain", [True, False])
-def test_a_graph_may_be_used_twice_if_it_is_retained(net: Net, twin: Net, slots: list, x: Tensor, retain: bool) -> None:
+def test_a_graph_may_be_used_twice_if_it_is_retained(
+    net: Branched, twin: Branched, slots: list, x: Tensor, retain: bool
+) -> None:
     wrapped = settled(net, slots, x)
     for call in (wrapped, twin):
         value = loss(call(x))
@@ -144,8 +148,8 @@ def test_a_graph_may_be_used_twice_if_it_is_retained(net: Net, twin: Net, slots:
 
 
 @pytest.mark.parametrize("of", ["parameters", "input"])
-def test_a_graph_whose_values_are_gone_raises_as_on_one_device(net: Net, slots: list, x: Tensor, of: str) -> None:
-    """The second forward brings other values to the memory that the first one's backward would read."""
+def test_a_graph_whose_values_are_gone_raises_as_on_one_device(net: Branched, slots: list, x: Tensor, of: str) -> None:
+    """The second forward writes other values to the memory that the first one's backward would read."""
     wrapped = settled(net, slots, x)
     leaf = x.clone().requires_grad_()
     value = loss(wrapped(leaf))
@@ -158,7 +162,7 @@ def test_a_graph_whose_values_are_gone_raises_as_on_one_device(net: Net, slots: 
 
 
 @pytest.mark.slots(2)
-def test_replicas_on_other_slots_notice_too(net: Net, slots: list, x: Tensor) -> None:
+def test_replicas_on_other_slots_notice_too(net: Branched, slots: list, x: Tensor) -> None:
     """Slot 0 shares the versions of the source; here only the last slot's backward runs."""
     wrapped = settled(net, slots, x)
     leaf = x.clone().requires_grad_()
@@ -166,13 +170,13 @@ def test_replicas_on_other_slots_notice_too(net: Net, slots: list, x: Tensor) ->
     with torch.no_grad():
         net.second.weight.mul_(2)
     wrapped(x)
-    kept = tensors_of(wrapped)[1]
+    kept = copies_of(wrapped)[1]
     assert all(tensor._version > 0 for tensor in kept if tensor.shape == (8, 8))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output[-1].sum().backward()
 
 
-def test_gradients_of_inputs_write_none(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+def test_gradients_of_inputs_write_none(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
     wrapped = settled(net, slots, x)
     leaf = x.clone().requires_grad_()
     (found,) = torch.autograd.grad(loss(wrapped(leaf)), leaf)
@@ -182,7 +186,9 @@ def test_gradients_of_inputs_write_none(net: Net, twin: Net, slots: list, x: Ten
 
 
 @pytest.mark.parametrize("create_graph", [True, False])
-def test_gradients_of_parameters_are_the_sum(net: Net, twin: Net, slots: list, x: Tensor, create_graph: bool) -> None:
+def test_gradients_of_parameters_are_the_sum(
+    net: Branched, twin: Branched, slots: list, x: Tensor, create_graph: bool
+) -> None:
     wrapped = settled(net, slots, x)
     found = torch.autograd.grad(loss(wrapped(x)), list(net.parameters()), create_graph=create_graph)
     expected = torch.autograd.grad(loss(twin(x)), list(twin.parameters()), create_graph=create_graph)
@@ -195,13 +201,13 @@ def test_gradients_of_parameters_are_the_sum(net: Net, twin: Net, slots: list, x
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_inside_and_around(net: Net, twin: Net, slots: list, x: Tensor, reentrant: bool) -> None:
-    class Inside(Net):
+def test_checkpoints_inside_and_around(net: Branched, twin: Branched, slots: list, x: Tensor, reentrant: bool) -> None:
+    class Inside(Branched):
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=reentrant)
 
     net.__class__ = twin.__class__ = Inside
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     leaf = x.clone().requires_grad_()
     for _ in range(3):
         for call, module in ((wrapped, net), (twin, twin)):
@@ -210,8 +216,8 @@ def test_checkpoints_inside_and_around(net: Net, twin: Net, slots: list, x: Tens
         assert_same(gradients(net), gradients(twin))
 
 
-def test_a_parameter_that_no_replica_uses_has_no_gradient(net: Net, slots: list, root: torch.device) -> None:
-    wrapped = living(net, slots)
+def test_a_parameter_that_no_replica_uses_has_no_gradient(net: Branched, slots: list, root: torch.device) -> None:
+    wrapped = with_persistent_replicas(net, slots)
     for _ in range(3):
         net.zero_grad()
         loss(wrapped(numbers(root, 2 * len(slots), positive=True))).backward()
@@ -220,8 +226,10 @@ def test_a_parameter_that_no_replica_uses_has_no_gradient(net: Net, slots: list,
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_a_first_forward_without_a_graph(net: Net, twin: Net, slots: list, x: Tensor, context: Callable) -> None:
-    wrapped = living(net, slots)
+def test_a_first_forward_without_a_graph(
+    net: Branched, twin: Branched, slots: list, x: Tensor, context: Callable
+) -> None:
+    wrapped = with_persistent_replicas(net, slots)
     for _ in range(2):
         with context():
             torch.testing.assert_close(wrapped(x), twin(x), rtol=0, atol=1e-9)
@@ -232,8 +240,8 @@ def test_a_first_forward_without_a_graph(net: Net, twin: Net, slots: list, x: Te
         assert_same(gradients(net), gradients(twin))
 
 
-def test_buckets_follow_the_order_in_which_gradients_came(net: Net, slots: list, x: Tensor) -> None:
-    class Reversed(Net):
+def test_buckets_follow_the_order_in_which_gradients_came(net: Branched, slots: list, x: Tensor) -> None:
+    class Reversed(Branched):
         """The layer that is registered last is used first."""
 
         def forward(self, x: Tensor) -> Tensor:
@@ -242,17 +250,17 @@ def test_buckets_follow_the_order_in_which_gradients_came(net: Net, slots: list,
     net.__class__ = Reversed
     net.first, net.second = nn.Linear(8, 8).to(net.last.weight), nn.Linear(8, 8).to(net.last.weight)
     wrapped = settled(net, slots, x)
-    made = wrapped._kept._tensors._made
+    made = tensors_of(wrapped).copies
     names = {id(parameter): name for name, parameter in net.named_parameters()}
-    order = [names[id(made.plan.tensors[i])].split(".")[0] for group in made.recorded_groups for i in group]
+    order = [names[id(made.plan.tensors[i])].split(".")[0] for group in made.buckets for i in group]
     assert list(dict.fromkeys(order)) == ["first", "second", "branch", "last"]
-    assert len(made.recorded_groups) > 2
+    assert len(made.buckets) > 2
 
 
 def test_sums_are_launched_in_the_order_of_buckets(
     slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever order gradients come in, which may change from step to step, and whatever is not used."""
+    """The order in which gradients arrive may change from step to step, and some layers may not be used."""
 
     class EitherWay(nn.Module):
         def __init__(self) -> None:
@@ -265,15 +273,14 @@ def test_sums_are_launched_in_the_order_of_buckets(
             return x
 
     net = EitherWay().double().to(root)
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     for _ in range(2):
         loss(wrapped(x, [0, 1, 2, 3, 4])).backward()
     with_kept = WaitingBucket.with_kept
-    kept = wrapped._kept
-    assert len(kept._tensors._made.recorded_groups) > 3
+    assert len(tensors_of(wrapped).copies.buckets) > 3
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4], [3, 1]):
         launched: list[int] = []
-        buckets = kept._tensors.sums.buckets[::-1]  # made from the last to the first
+        buckets = tensors_of(wrapped).sums.buckets[::-1]  # made from the last to the first
 
         def noted(bucket: WaitingBucket, *arguments, launched=launched, buckets=buckets):
             launched.append(buckets.index(bucket))
@@ -289,7 +296,7 @@ def test_sums_are_launched_in_the_order_of_buckets(
 @pytest.mark.not_isolated("one thread has all slots then")
 @pytest.mark.usefixtures("one_intra_op_thread")
 def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread takes buckets that are ready in any order: here all of them are, before it takes the second one."""
+    """Its thread takes ready buckets in any order. Here all are ready before it takes the second one."""
     layers = 12
     root, other = torch.device("sim", 0), torch.device("sim", 1)
     left = {root: 2 * layers, other: 2 * layers}
@@ -310,26 +317,26 @@ def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeyp
         return brought(*arguments)
 
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).double().to(root)
-    wrapped = living(net, [root, other])
+    wrapped = with_persistent_replicas(net, [root, other])
     with monkeypatch.context() as patch:
         patch.setattr(OnSlot, "backward", noted)
         patch.setattr(ToSlots, "brought", late)
         loss(wrapped(numbers(root, 4))).backward()
     loss(wrapped(numbers(root, 4))).backward()
-    order = [i // 2 for group in wrapped._kept._tensors._made.recorded_groups for i in group]
+    order = [i // 2 for group in tensors_of(wrapped).copies.buckets for i in group]
     assert order == sorted(order, reverse=True)
 
 
-def test_graphs_over_former_tensors_still_count(net: Net, twin: Net, slots: list, x: Tensor) -> None:
-    """Their gradients are summed at once: nobody would ask their buckets for what is kept."""
+def test_graphs_over_former_tensors_still_count(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
+    """Their gradients are summed at once: no later pass would add gradients that their buckets keep."""
     wrapped = settled(net, slots, x)
     for call, module in ((wrapped, net), (twin, twin)):
         before = loss(call(x))
         module.first.weight.requires_grad_(False)
         after = loss(call(x))
-        wrapped._kept._tensors.sums.are_on = False
+        tensors_of(wrapped).sums.are_on = False
         before.backward()
-        wrapped._kept._tensors.sums.are_on = True
+        tensors_of(wrapped).sums.are_on = True
         after.backward()
         module.first.weight.requires_grad_(True)
         loss(call(x)).backward()
@@ -339,7 +346,7 @@ def test_graphs_over_former_tensors_still_count(net: Net, twin: Net, slots: list
 
 @pytest.mark.not_isolated("slots on one device share the pieces here")
 def test_copies_that_are_in_several_pieces_are_filled_one_by_one(
-    net: Net, twin: Net, slots: list, x: Tensor, monkeypatch: pytest.MonkeyPatch
+    net: Branched, twin: Branched, slots: list, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another transport may put them elsewhere."""
 
@@ -358,10 +365,10 @@ def test_copies_that_are_in_several_pieces_are_filled_one_by_one(
 
 def test_buffers_are_slot_0s(slots: list, root: torch.device) -> None:
     net = nn.BatchNorm1d(4, momentum=0.5).double().to(root)
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     for step in range(3):
         wrapped(numbers(root, 4 * len(slots), seed=step))
-    first = tensors_of(wrapped)[0]
+    first = copies_of(wrapped)[0]
     assert any(tensor is net.running_mean for tensor in first)
     seen = []
 
@@ -378,12 +385,12 @@ def test_buffers_may_stay_what_each_replica_made_of_them(slots: list, root: torc
     net = nn.BatchNorm1d(4, momentum=0.5).double().to(root)
     wrapped = settled(net, slots, numbers(root, 4 * len(slots)), broadcast_buffers=False)
     wrapped(numbers(root, 4 * len(slots)))
-    means = [on_slot[2].cpu() for on_slot in tensors_of(wrapped)]
+    means = [on_slot[2].cpu() for on_slot in copies_of(wrapped)]
     assert not any(torch.equal(mean, means[0]) for mean in means[1:])
 
 
-def test_an_error_leaves_the_next_step_right(net: Net, twin: Net, slots: list, x: Tensor) -> None:
-    class Fails(Net):
+def test_an_error_leaves_the_next_step_right(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
+    class Fails(Branched):
         fails = ""
 
         def forward(self, x: Tensor) -> Tensor:
@@ -398,7 +405,7 @@ def test_an_error_leaves_the_next_step_right(net: Net, twin: Net, slots: list, x
         raise ArithmeticError("in backward")
 
     net.__class__ = Fails
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     for step in range(8):
         Fails.fails = ("", "forward", "", "backward")[step % 4]
         net.zero_grad()
@@ -412,7 +419,7 @@ def test_an_error_leaves_the_next_step_right(net: Net, twin: Net, slots: list, x
         assert_same(gradients(net), gradients(twin))
 
 
-def test_several_threads_may_call(net: Net, twin: Net, slots: list, x: Tensor) -> None:
+def test_several_threads_may_call(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
     wrapped = settled(net, slots, x)
     expected = twin(x).detach()
     errors: list[BaseException] = []
@@ -432,8 +439,8 @@ def test_several_threads_may_call(net: Net, twin: Net, slots: list, x: Tensor) -
     assert errors == []
 
 
-def test_they_belong_to_one_module_and_cannot_be_copied(net: Net, slots: list) -> None:
-    kept = living(net, slots)._kept
+def test_they_belong_to_one_module_and_cannot_be_copied(net: Branched, slots: list) -> None:
+    kept = with_persistent_replicas(net, slots)._kept
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="belong to one module and cannot be copied"):
             copied(kept)
@@ -444,8 +451,8 @@ def test_they_belong_to_one_module_and_cannot_be_copied(net: Net, slots: list) -
 def test_a_forward_sends_the_values_in_a_few_launches(slots: list, root: torch.device) -> None:
     """At most three for each slot and bucket, whatever the number of tensors."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100))).to(root)
-    wrapped = living(model, slots)
-    wrapped._kept._tensors._first_bytes = wrapped._kept._tensors._cap_bytes = 2**20
+    wrapped = with_persistent_replicas(model, slots)
+    tensors_of(wrapped)._first_bytes = tensors_of(wrapped)._cap_bytes = 2**20
     x = torch.ones(len(slots), 2, device=root)
     for _ in range(2):
         wrapped(x).sum().backward()

@@ -1,11 +1,11 @@
-"""Sparse parameters and buffers of replicas that stay: what is written to the source reaches all replicas."""
+"""Sparse parameters and buffers of persistent replicas have the source's values at every forward."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from loops import assert_same_loop, mean_square, waits
-from persistent import living
+from persistent import with_persistent_replicas
 from torch import Tensor, nn
 
 from dataparallel.testing.cases import seeded
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.filter
 
 
 class Sparse(nn.Module):
-    """With a weight and a graph in COO layout, of which a frozen one and a buffer."""
+    """Has a weight in COO layout, and the same layout in a frozen parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def test_a_change_in_place_reaches_all_replicas(
     slots: list, root: torch.device, change: Callable, name: str, context: Callable
 ) -> None:
     net = seeded(Sparse)().to(root)
-    wrapped = living(net, slots)
+    wrapped = with_persistent_replicas(net, slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for step in range(4):
         with torch.no_grad():

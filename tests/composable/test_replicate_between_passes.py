@@ -1,4 +1,4 @@
-"""What replicas that stay do between passes: on which streams gradients are added, what is held, and how often."""
+"""Persistent replicas between passes: gradients are added on the right streams, and no former memory is held."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,7 +35,7 @@ def module(slots: list, root: torch.device) -> nn.Linear:
 
 @contextmanager
 def on_another_stream(root: torch.device) -> Iterator[None]:
-    """After what the current stream has been given, and before what it is given later."""
+    """Runs the block after earlier work of the current stream and before later work."""
     before = torch.accelerator.current_stream(root)
     stream = torch.Stream(root)
     stream.wait_stream(before)
@@ -53,7 +53,7 @@ def on_another_stream(root: torch.device) -> Iterator[None]:
 def test_what_waits_is_added_in_order_with_the_callers_stream(
     module: nn.Linear, root: torch.device, elsewhere: str
 ) -> None:
-    """A pass that reaches the weight only adds what waits for the bias when it ends, beside what the engine orders."""
+    """A pass that reaches only the weight adds the bias's gradients at its end, where the engine orders no streams."""
     alone = build(root)
     x = batch(module)
     with on_another_stream(root) if elsewhere == "forward" else nullcontext():
@@ -75,7 +75,7 @@ def test_what_waits_is_added_in_order_with_the_callers_stream(
 def test_a_change_of_streams_leaves_no_former_nodes_behind(
     module: nn.Linear, root: torch.device, weight_decay: float
 ) -> None:
-    """Those of the parameters would go on using the former stream, of which torch warns."""
+    """Nodes of the parameters would go on using the former stream, and torch warns of that."""
 
     def step() -> None:
         (module(batch(module)).sum() + weight_decay * module.weight.square().sum()).backward()
@@ -125,8 +125,8 @@ def test_each_bucket_is_looked_at_once_when_a_pass_ends(
     slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[WaitingBucket] = []
-    look = WaitingBucket.add_what_is_kept
-    monkeypatch.setattr(WaitingBucket, "add_what_is_kept", lambda bucket: looks.append(bucket) or look(bucket))
+    look = WaitingBucket.add_kept
+    monkeypatch.setattr(WaitingBucket, "add_kept", lambda bucket: looks.append(bucket) or look(bucket))
     module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)]).to(root)
     replicate(module, devices=slots)
     loss = module(torch.ones(8, 4, device=root)).sum()
@@ -153,7 +153,7 @@ def test_streams_are_those_of_before_when_setting_them_is_interrupted(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(streams, "make_current", interrupted)
-    with pytest.raises(KeyboardInterrupt), streams.current({device: torch.Stream(device) for device in before}):
+    with pytest.raises(KeyboardInterrupt), streams.streams_set({device: torch.Stream(device) for device in before}):
         pass
     assert len(calls) == 2
     assert current_streams(devices) == before

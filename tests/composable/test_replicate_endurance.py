@@ -1,25 +1,24 @@
 """Many steps of a replicated module: nothing grows, and a step after an error is that of one device."""
 
-import gc
 import threading
-import time
 
 import psutil
 import pytest
 import torch
 from loops import SMALL, adamw, mean_square, waits
-from persistent import Net, assert_same, gradients, numbers
+from persistent import Branched, assert_same, gradients, numbers
 from torch import nn
 
 from dataparallel.composable import replicate
 from dataparallel.testing.cases import seeded
+from memory import allocated, live_objects
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 STEPS = 400
 
 
-class Fails(Net):
+class Fails(Branched):
     """In backward it fails before any gradient is summed, or when the last ones are."""
 
     fails = ""
@@ -38,23 +37,6 @@ class Fails(Net):
     @staticmethod
     def raises(gradient):
         raise ArithmeticError("in backward")
-
-
-def allocated(slots) -> list[int]:
-    """Bytes on each simulated device, when the engine's threads have had a moment to drop their part of a graph."""
-    gc.collect()
-    devices = [torch.device(slot) for slot in slots]
-    if devices[0].type != "sim":
-        return []
-    for device in devices:
-        torch.sim.synchronize(device)
-    time.sleep(0.1)
-    return [torch.sim.memory_allocated(device) for device in devices]
-
-
-def objects() -> int:
-    gc.collect()
-    return len(gc.get_objects())
 
 
 @pytest.mark.long
@@ -97,12 +79,12 @@ def test_many_steps_grow_nothing(slots, root, errors):
         optimizers[net].zero_grad()
 
     steps(60)
-    bytes_before, before = allocated(slots), (threading.active_count(), objects())
+    bytes_before, before = allocated(slots), (threading.active_count(), live_objects())
     memory = psutil.Process().memory_info().rss
     steps(300 if errors else STEPS)
     assert allocated(slots) == bytes_before
     assert threading.active_count() <= before[0]
-    assert objects() <= before[1] + 20
+    assert live_objects() <= before[1] + 20
     assert psutil.Process().memory_info().rss <= memory + 8 * 2**20
 
 
@@ -115,8 +97,8 @@ def test_a_hundred_modules_one_after_the_other_leave_nothing(slots, root):
 
     for _ in range(5):
         use()
-    bytes_before, before = allocated(slots), objects()
+    bytes_before, before = allocated(slots), live_objects()
     for _ in range(100):
         use()
     assert allocated(slots) == bytes_before
-    assert objects() <= before + 20
+    assert live_objects() <= before + 20

@@ -1,13 +1,13 @@
-"""Errors of a replicated module: who raises what, and that the step after it is that of one device.
+"""Errors of a replicated module are raised to the caller, and the step after an error is that of one device.
 
-What is refused when `replicate` is applied is in test_composable_replicate, errors while other slots are at work in
+Errors of the call of `replicate` are in test_composable_replicate, errors while other slots are at work in
 test_replicate_errors_meanwhile.
 """
 
 import pytest
 import torch
-from loops import SMALL, kept_on_slots, left_behind, mean_square, waits
-from persistent import Net, assert_same, gradients, numbers
+from loops import SMALL, left_behind, mean_square, wait_for_all_streams, waits
+from persistent import Branched, assert_same, gradients, kept_on_slots, numbers_of_slots
 from torch import Tensor, nn
 
 from dataparallel.composable import replicate
@@ -17,8 +17,8 @@ from dataparallel.testing.steps import assert_equal
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
-class Failing(Net):
-    """Raises where the sample with the number ``at`` in its first column is."""
+class Failing(Branched):
+    """Raises on the slot that has the sample with the number ``at`` in its first column."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,19 +50,6 @@ def net(root, slots):
     return replicate(seeded(Failing)().to(root), devices=slots, **SMALL)
 
 
-def batch(root, slots, seed=0) -> Tensor:
-    """Two samples for each slot, whose number is in the first column of one of them."""
-    x = numbers(root, 2 * len(slots), seed=seed)
-    x[::2, 0] = torch.arange(1, len(slots) + 1, dtype=x.dtype)
-    return x
-
-
-def wait_for_all_streams(slots) -> None:
-    """As the README's limits ask for: threads of the engine may be late to drop a backward that has failed."""
-    for device in {torch.device(slot) for slot in slots} - {torch.device("cpu")}:
-        torch.accelerator.synchronize(device)
-
-
 def step(module, x: Tensor, quietly: Tensor | None = None) -> list[Tensor | None]:
     """The gradients of one step, after one micro-batch that waits if there is one."""
     module.zero_grad()
@@ -79,8 +66,8 @@ def step(module, x: Tensor, quietly: Tensor | None = None) -> list[Tensor | None
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 @pytest.mark.parametrize("quietly", [True, False], ids=["in no_sync", "synchronised"])
 def test_a_slot_that_raises_leaves_nothing_behind(net, twin, slots, root, quietly, fails, which, settled):
-    """Also of gradients that waited on the slots, once the caller has thrown away what there is."""
-    x, y = batch(root, slots), batch(root, slots, seed=1)
+    """This holds for gradients that waited on the slots too, if the caller then throws gradients away."""
+    x, y = numbers_of_slots(root, slots), numbers_of_slots(root, slots, seed=1)
     if settled:
         for _ in range(2):
             assert_same(step(net, x, y), step(twin, x, y))
@@ -104,7 +91,7 @@ def test_a_slot_that_raises_leaves_nothing_behind(net, twin, slots, root, quietl
 @pytest.mark.slots(2, 3)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["None", "zeros"])
 def test_what_waited_before_the_error_is_thrown_away_with_it(net, twin, slots, root, set_to_none):
-    x, y = batch(root, slots), batch(root, slots, seed=1)
+    x, y = numbers_of_slots(root, slots), numbers_of_slots(root, slots, seed=1)
     for _ in range(2):
         step(net, x)
     net.zero_grad()
@@ -125,7 +112,7 @@ def test_what_waited_before_the_error_is_thrown_away_with_it(net, twin, slots, r
 
 
 def test_backward_twice_raises_as_torch_does_and_the_next_step_is_right(net, twin, slots, root):
-    x = batch(root, slots)
+    x = numbers_of_slots(root, slots)
     for quietly in (False, True, False):
         net.zero_grad()
         with waits(net) if quietly else torch.enable_grad():
@@ -139,7 +126,7 @@ def test_backward_twice_raises_as_torch_does_and_the_next_step_is_right(net, twi
 @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
 @pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first forward"])
 def test_a_functorch_transform_is_refused(net, twin, slots, root, transform, settled):
-    x = batch(root, slots)
+    x = numbers_of_slots(root, slots)
     if settled:
         step(net, x)
     net.zero_grad()
@@ -158,7 +145,7 @@ def test_a_functorch_transform_is_refused(net, twin, slots, root, transform, set
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first forward"])
 def test_a_parameter_on_another_device(net, twin, slots, root, settled):
-    x = batch(root, slots)
+    x = numbers_of_slots(root, slots)
     if settled:
         step(net, x)
     for other in {torch.device("cpu"), torch.device(slots[1])} - {root}:
@@ -175,7 +162,7 @@ def test_a_parameter_on_another_device(net, twin, slots, root, settled):
 
 
 def test_a_whole_module_on_meta_at_the_first_forward(slots, root, twin):
-    x = batch(root, slots)
+    x = numbers_of_slots(root, slots)
     with torch.device("meta"):
         late = replicate(Failing().double(), devices=slots, **SMALL)
     with pytest.raises(RuntimeError, match=r"on device: meta\. It is parameter 'first\.weight'.*materialise it first"):
@@ -188,7 +175,7 @@ def test_a_whole_module_on_meta_at_the_first_forward(slots, root, twin):
 @pytest.mark.parametrize("settled", [True, False], ids=["later", "at the first forward"])
 def test_a_tree_that_cannot_be_replicated(net, twin, slots, root, settled):
     """It is named; without it the module works as before."""
-    x = batch(root, slots)
+    x = numbers_of_slots(root, slots)
     if settled:
         step(net, x)
     net.odd = replicate(nn.Linear(4, 4).double().to(root), devices=slots)

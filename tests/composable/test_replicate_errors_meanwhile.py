@@ -1,4 +1,4 @@
-"""One slot raises while all others are in the middle of the same pass: nothing of it is left, the next step is right.
+"""One slot raises while all others are in the same pass: nothing is left of the pass, and the next step is right.
 
 The slots of a pass meet at a layer, in forward or in backward: one of them raises there when all others have come, and
 these wait until it has.
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from loops import SMALL, kept_on_slots, left_behind, waits
-from memory import allocated
-from persistent import assert_same, gradients, numbers
+from loops import SMALL, left_behind, wait_for_all_streams, waits
+from persistent import assert_same, gradients, kept_on_slots, loss, numbers, numbers_of_slots
 from torch import Tensor, nn
 
 from dataparallel.composable import replicate
 from dataparallel.testing.cases import seeded
 from dataparallel.testing.steps import assert_equal
+from memory import allocated
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -31,7 +31,7 @@ quietly_or_not = pytest.mark.parametrize("quietly", [True, False], ids=["in no_s
 
 
 class Meeting:
-    """Where the slots of one pass meet: after ``layer``, in ``stage``. The slot with the number ``raising`` raises."""
+    """A place where the slots of one pass meet: after ``layer``, in ``stage``. Slot number ``raising`` raises there."""
 
     def __init__(self, slots: list, stage: str, layer: int, which: str) -> None:
         self.stage, self.layer, self.others = stage, layer, len(slots) - 1
@@ -52,16 +52,16 @@ class Meeting:
         assert self._raised.wait(TIMEOUT)
 
     def leave(self) -> None:
-        """Called by each slot that does not raise when it is through with what it does where they meet."""
+        """Called by each slot that does not raise, when it leaves the place."""
         self._ended.release()
 
     def have_others_ended(self, timeout: float = 0) -> bool:
-        """Whether all slots but the one that raises have left, ``timeout`` seconds from now at the latest."""
+        """True if all slots but the one that raises leave within ``timeout`` seconds."""
         return all([self._ended.acquire(timeout=timeout) for _ in range(self.others)])
 
 
 class Meet(torch.autograd.Function):
-    """Nothing but a place to meet in backward."""
+    """The place to meet in backward; otherwise the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, meeting: Meeting, number: int) -> Tensor:
@@ -119,28 +119,10 @@ def together(slots) -> None:
         pytest.skip("slots on one device run one after the other")
 
 
-def batch(root, slots) -> Tensor:
-    """Two samples for each slot, the first one beginning with its number."""
-    x = numbers(root, 2 * len(slots))
-    x[::2, 0] = torch.arange(1, len(slots) + 1, dtype=x.dtype)
-    return x
-
-
-def loss(output: Tensor) -> Tensor:
-    """A sum, so that a slot's part of the gradient is that of its samples alone."""
-    return output.square().sum()
-
-
 def step(module, x: Tensor) -> list[Tensor | None]:
     module.zero_grad()
     loss(module(x)).backward()
     return gradients(module)
-
-
-def wait_for_all_streams(slots) -> None:
-    """As the README's limits ask for: threads of the engine may be late to drop a backward that has failed."""
-    for device in {torch.device(slot) for slot in slots} - {torch.device("cpu")}:
-        torch.accelerator.synchronize(device)
 
 
 def settle(net, twin, x: Tensor) -> None:
@@ -152,13 +134,12 @@ def settle(net, twin, x: Tensor) -> None:
 
 
 def bytes_of(slots, settled=None) -> list[int]:
-    """Of each device where they are counted."""
-    devices = sorted({torch.device(slot) for slot in slots}, key=str)
-    return allocated(devices, settled) if devices[0].type == "sim" else []
+    """Bytes on each device that counts them."""
+    return allocated(sorted({torch.device(slot) for slot in slots}, key=str), settled)
 
 
 def assert_next_steps(net, twin, x: Tensor, slots, before: list[int]) -> None:
-    """They are those of one device; afterwards ``before`` is what is allocated, but at a first step."""
+    """Asserts that they are those of one device, and that the bytes ``before``, if any, are in use afterwards."""
     for _ in range(3):
         assert_same(step(net, x), step(twin, x))
         assert kept_on_slots(net) == 0
@@ -174,12 +155,12 @@ def assert_next_steps(net, twin, x: Tensor, slots, before: list[int]) -> None:
 @by_slots
 @at_layers
 def test_in_forward(net, twin, slots, root, layer, which, settled, record, request) -> None:
-    """Gradients are what they were, those too that wait on the slots."""
+    """Gradients do not change, and those that wait on the slots do not either."""
     if record:
         request.getfixturevalue("together")
     else:
         net.eval()
-    x = batch(root, slots)
+    x = numbers_of_slots(root, slots)
     y = numbers(root, 4 * len(slots), seed=1)  # of another size, so that its call is none of those that tell permits
     if settled:
         settle(net, twin, x)
@@ -216,8 +197,8 @@ def test_in_forward(net, twin, slots, root, layer, which, settled, record, reque
 @at_layers
 @quietly_or_not
 def test_in_backward(net, twin, slots, root, layer, which, settled, quietly) -> None:
-    """The engine has a thread for each device. A ``.grad`` is what it was, or has all that the pass has for it."""
-    x = batch(root, slots)
+    """The engine has a thread for each device. Each ``.grad`` is unchanged, or has all gradients of the pass."""
+    x = numbers_of_slots(root, slots)
     if settled:
         settle(net, twin, x)
     whole = step(twin, x[:2] if quietly else x)  # in no_sync what slot 0 has found
@@ -247,8 +228,8 @@ def test_in_backward(net, twin, slots, root, layer, which, settled, quietly) -> 
 @by_slots
 @at_layers
 def test_again_and_again_in_backward(net, twin, slots, root, layer, which) -> None:
-    """No failed pass leaves anything that the next one would add to, or that another would hold."""
-    x = batch(root, slots)
+    """A failed pass leaves no gradients that a later one would add, and holds no memory."""
+    x = numbers_of_slots(root, slots)
     settle(net, twin, x)
     before = bytes_of(slots)
     for _ in range(5):

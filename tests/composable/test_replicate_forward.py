@@ -1,4 +1,4 @@
-"""What code sees that looks at a replicated module's ``forward``: on the class a function, on the module a method."""
+"""A replicated module's ``forward`` looks as before: a function on the class, a method on the module."""
 
 import copy
 import functools
@@ -10,35 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from affine import Affine, build_affine
 from dataparallel.composable import ReplicatedModule, register_forward_method, replicate
-
-
-class Affine(nn.Module):
-    """A module whose forward has a signature of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.sizes: list[int] = []
-
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        """Scales."""
-        self.sizes.append(len(x))
-        return self.linear(x) * scale
-
-    def encode(self, x: torch.Tensor, offset: float = 0.0) -> torch.Tensor:
-        self.sizes.append(len(x))
-        return self.linear(x) + offset
-
-    @staticmethod
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
 
 
 @pytest.fixture
 def plain(root):
-    torch.manual_seed(0)
-    return Affine().double().to(root)
+    return build_affine(root)
 
 
 @pytest.fixture

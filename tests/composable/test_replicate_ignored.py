@@ -1,6 +1,6 @@
-"""A tree with ignored parts is kept from call to call as any other is, and every change of it is seen.
+"""A tree with ignored parts is kept from call to call like any other, and every change of it is seen.
 
-What replicas get as it is, is in test_replicate_tree.
+The parts that replicas share are in test_replicate_tree.
 """
 
 import types
@@ -9,29 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from counting import Counts
 from loops import SMALL
 from persistent import assert_same, gradients
 from torch import Tensor, nn
 
+from affine import Affine
 from dataparallel.composable import replicate
 from dataparallel.kept import replicas as kept_replicas
 from dataparallel.kept import shell
 from dataparallel.testing.cases import seeded
+from nets import DOES, forget
 
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
-    # Ignored parameters are used directly: the README's limits tell of this.
+    # Ignored parameters are used directly: the limits tell of this.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
 ]
 
 
-DOES: list[Callable[[Any], Any]] = []
-"""What each replica does in its forward. It is no attribute: a changed tree would have other replicas."""
-
-
 class Shared(nn.Linear):
-    """One that all slots can use at the same time, with a table of its own."""
+    """A layer that all slots can use at the same time; it has a child and a list."""
 
     scale = 1.0
 
@@ -45,8 +42,8 @@ class Shared(nn.Linear):
         return self.inside(y) * self.scale
 
 
-class Net(Counts):
-    """Ignored may be `shared` and what is in it, `blocks[1]`, which is one more, and the parameter `shift`."""
+class WithIgnored(Affine):
+    """`shared`, `blocks[1]` and the parameter `shift` may be ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,8 +60,8 @@ class Net(Counts):
         return y
 
 
-def ignored(net: Net, which: str) -> dict[str, Any]:
-    """Arguments of `replicate`."""
+def ignored(net: WithIgnored, which: str) -> dict[str, Any]:
+    """The arguments of `replicate` that ignore them."""
     parts = {"ignored_modules": [net.shared, net.blocks[1]], "ignored_params": [net.shift]}
     return {name: parts[name] for name in parts if which in (name, "both")}
 
@@ -73,22 +70,22 @@ both_and_each = pytest.mark.parametrize("which", ["ignored_modules", "ignored_pa
 
 
 @pytest.fixture(autouse=True)
-def nothing_to_do():
+def nothing_asked():
     yield
-    DOES.clear()
+    forget()
 
 
 @pytest.fixture
-def twin(root) -> Net:
-    return seeded(Net)().to(root)
+def twin(root) -> WithIgnored:
+    return seeded(WithIgnored)().to(root)
 
 
 @pytest.fixture
-def build(root, slots) -> Callable[..., Net]:
-    """Makes a replicated one of which ``which`` is ignored."""
+def build(root, slots) -> Callable[..., WithIgnored]:
+    """Makes a replicated module that ignores ``which``."""
 
-    def build(which: str = "both") -> Net:
-        net = seeded(Net)().to(root)
+    def build(which: str = "both") -> WithIgnored:
+        net = seeded(WithIgnored)().to(root)
         return replicate(net, devices=slots, **ignored(net, which), **SMALL)
 
     return build
@@ -116,7 +113,7 @@ def test_nothing_is_built_anew_at_the_next_call(build, batch, which, record, mon
         make = getattr(room, name)
         monkeypatch.setattr(room, name, lambda *args, name=name, make=make: built.append(name) or make(*args))
     state: Any = replicate.state(net)
-    made = state._tensors._made
+    made = state.tensors.copies
     for _ in range(3):
         if record:
             step(net, batch)
@@ -126,7 +123,7 @@ def test_nothing_is_built_anew_at_the_next_call(build, batch, which, record, mon
     assert built == []
     assert len(net.ran) == 9
     assert len({*net.ran}) == 3
-    assert state._tensors._made is made
+    assert state.tensors.copies is made
     net.new = 1
     step(net, batch)
     assert built[0] == "a plan"
@@ -143,11 +140,11 @@ def parameter(like: Tensor) -> nn.Parameter:
     return nn.Parameter(torch.linspace(-1, 1, like.numel()).reshape(like.shape).to(like))
 
 
-def places_changed(net: Net) -> None:
+def places_changed(net: WithIgnored) -> None:
     net.shared, net.blocks[1] = net.blocks[1], net.shared
 
 
-CHANGES: dict[str, Callable[[Net], object]] = {
+CHANGES: dict[str, Callable[[WithIgnored], object]] = {
     "a replaced ignored module": lambda net: setattr(net, "shared", another(net)),
     "a replaced ignored module of another class": lambda net: setattr(net, "shared", another(net, nn.Linear)),
     "a replaced ignored module further down": lambda net: net.blocks.__setitem__(1, another(net)),
@@ -211,7 +208,7 @@ LEAVES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES)
 def test_what_a_forward_leaves_on_its_replica_is_dropped(build, twin, batch, leave) -> None:
-    """And what it has given to an ignored module is used by no later call."""
+    """No later call uses a tensor that it has given to an ignored module."""
     net = build()
     used: list[int] = []
     for _ in range(3):

@@ -1,9 +1,9 @@
-"""Training loops that call several replicated modules, or one of them several times, equal one device, in float64."""
+"""Training loops with several replicated modules, or several calls of one, equal one device, in float64."""
 
 import pytest
 import torch
 from loops import adamw, assert_same_loop, mean_square, waits
-from persistent import Net, numbers
+from persistent import Branched, numbers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +13,7 @@ from dataparallel.testing.cases import seeded
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 STEPS = 4
-net = seeded(Net)
+net = seeded(Branched)
 
 
 def judge() -> nn.Module:
@@ -23,7 +23,7 @@ def judge() -> nn.Module:
 @pytest.mark.slots(3, long=[2, 8])
 @pytest.mark.parametrize("quietly", [True, False], ids=["no_sync", "each is summed"])
 def test_a_gan_with_three_backwards_a_step(slots, root, quietly):
-    """Real and made samples for the one, and for the other a pass through both, whose gradients one of them drops."""
+    """The judge gets real and made samples; the maker's pass leads through both, and the judge drops its gradients."""
 
     def verdict(judge, samples: Tensor, is_real: bool) -> Tensor:
         scores = judge(samples)
@@ -43,7 +43,7 @@ def test_a_gan_with_three_backwards_a_step(slots, root, quietly):
             losses[-1].backward()
             of_judge.step()
             of_maker.zero_grad()
-            # The judge's gradients of this pass are not wanted: the next step throws them away.
+            # The next step throws away the judge's gradients of this pass.
             losses.append(verdict(judge, made, True))
             losses[-1].backward()
             of_maker.step()
@@ -52,7 +52,7 @@ def test_a_gan_with_three_backwards_a_step(slots, root, quietly):
     assert_same_loop(loop, slots, net, judge)
 
 
-class Checkpointed(Net):
+class Checkpointed(Branched):
     reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ class CheckpointedReentrantly(Checkpointed):
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_preferences_with_checkpoints(slots, root, where, reentrant, quietly):
-    """DPO: one module sees what was chosen and what was rejected, beside a frozen one; one backward through both."""
-    policy = {True: CheckpointedReentrantly, False: Checkpointed}[reentrant] if where == "inside" else Net
+    """DPO: a module and a frozen one see chosen and rejected samples; one backward leads through both calls."""
+    policy = {True: CheckpointedReentrantly, False: Checkpointed}[reentrant] if where == "inside" else Branched
 
     def call(policy, x: Tensor) -> Tensor:
         return checkpoint(policy, x, use_reentrant=reentrant) if where == "around" else policy(x)
@@ -101,7 +101,7 @@ def test_preferences_with_checkpoints(slots, root, where, reentrant, quietly):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_modules_in_two_losses(slots, root, first):
-    """Each loss is of both; a backward for each, in either order, through a graph that is kept."""
+    """Each loss depends on both modules; each has a backward, in either order, through a retained graph."""
 
     def loop(one, other):
         optimizers = [adamw(one), adamw(other)]

@@ -1,11 +1,11 @@
-"""What a replicated module costs on each simulated device, to the byte."""
+"""The bytes that a replicated module needs on each simulated device, exactly."""
 
 import pytest
 import torch
-from memory import allocated
 from torch import nn
 
 from dataparallel.composable import replicate
+from memory import allocated, nbytes
 
 pytestmark = [pytest.mark.devices("sim"), pytest.mark.not_isolated("slots on one device have copies of their own")]
 
@@ -15,10 +15,6 @@ LAYER = WIDTH * WIDTH * 4
 BUCKET_MB = LAYER / 2**20
 ARRANGEMENTS = [[0, 1], [0, 1, 2], [*range(8)], [0, 0, 1, 1], [0, 0, 0]]
 on_devices = pytest.mark.parametrize("indices", ARRANGEMENTS, ids=str)
-
-
-def nbytes(tensors) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 @on_devices
@@ -50,7 +46,7 @@ def test_each_other_device_holds_one_copy_and_all_is_given_back(indices, with_bu
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_the_peak_of_a_step_is_gradients_and_the_buckets_under_way(count):
-    """Beside what stays. The layers are wide, so that activations are gone when the last gradients are there."""
+    """Beside the replicas. The layers are wide, so that activations are freed when the last gradients arrive."""
     slots = [torch.device("sim", index) for index in range(count)]
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(slots[0])
     replicate(model, devices=slots, bucket_cap_mb=BUCKET_MB, first_bucket_mb=BUCKET_MB)

@@ -10,7 +10,7 @@ from overlap import Overlap
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 LAYERS, WIDTH = 20, 192
-"""Layers take about a millisecond each: the order is not up to which thread gets a core first."""
+"""Each layer takes about a millisecond, so the order does not depend on which thread gets a core first."""
 LAYER_MB = (WIDTH * WIDTH + WIDTH) * 8 / 2**20
 
 
@@ -23,7 +23,7 @@ class Layers(nn.Module):
         self.note = note
 
     def forward(self, x):
-        # Cuts the first layer off, so that a node comes to have its gradients just before the broadcast does.
+        # Puts a node between the broadcast and the first layer: it gets the gradients just before the broadcast.
         weight, bias = self.layers[0].weight * 1, self.layers[0].bias * 1
         weight.grad_fn.register_hook(self.note)
         x = torch.tanh(nn.functional.linear(x, weight, bias))

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from loops import in_place
 
-from dataparallel.composable import replicate
 from dataparallel.testing import parity
 from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES, DROPOUT_CASES
@@ -12,10 +12,6 @@ from dataparallel.testing.steps import assert_steps_match, run_step
 SCRIPTED = ("scripted", "traced")
 REPLICATED = [case for case in CASES if case.name not in SCRIPTED]
 every_case = pytest.mark.parametrize("case", REPLICATED, ids=lambda case: case.name)
-
-
-def in_place(module, slots, dim=0):
-    return replicate(module, devices=slots, dim=dim)
 
 
 @pytest.mark.usefixtures("one_intra_op_thread")

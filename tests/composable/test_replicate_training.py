@@ -1,12 +1,12 @@
-"""What a training loop does with parameters and gradients works on a replicated module as on one device, in float64.
+"""A training loop's uses of parameters and gradients work on a replicated module as on one device, in float64.
 
 Loops with several modules or several calls are in test_replicate_loops.
 """
 
 import pytest
 import torch
-from loops import SMALL, adamw, assert_same_loop, kept_on_slots, mean_square, waits
-from persistent import Net, numbers
+from loops import SMALL, adamw, assert_same_loop, mean_square, waits
+from persistent import Branched, kept_on_slots, numbers
 from torch import Tensor, nn
 
 from dataparallel.composable import register_forward_method, replicate
@@ -27,13 +27,13 @@ EIGHT_SLOTS = (
     "complex",
 )
 STEPS = 4
-net = seeded(Net)
+net = seeded(Branched)
 
 
 @pytest.mark.slots(2, long=[8])
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.name not in ("scripted", "traced")])
 def test_twenty_steps_in_small_buckets_equal_one_device(name, slots):
-    """With batches that divide, that do not, and that leave slots without samples. Eight slots see some models only."""
+    """Batches divide evenly, do not, or leave slots without samples. Eight slots see only some models."""
     if len(slots) == 8 and name not in EIGHT_SLOTS:
         pytest.skip("seen on two and three slots")
     case = {case.name: case for case in CASES}[name]
@@ -85,7 +85,7 @@ def test_set_requires_gradient_sync_is_no_sync_without_a_block(slots, root):
 @pytest.mark.slots(2, 3, 8)
 @pytest.mark.parametrize("users", ["none", "the first", "the last", "all but the first", "all"])
 def test_a_parameter_that_some_slots_use(slots, root, users):
-    """Where only others use it, and where nobody does, which leaves ``None`` and no weight decay."""
+    """If only other slots use it, it has a gradient. If no slot does, it has ``None``, and no weight decay."""
     using = {
         "none": [],
         "the first": [0],
@@ -125,7 +125,7 @@ def test_layers_are_frozen_and_unfrozen_while_gradients_are_accumulated(slots, r
 
 
 class Tied(nn.Module):
-    """One weight makes embeddings and scores, and a layer is in two places."""
+    """One weight is used for embeddings and for scores, and one layer is in two places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_tied_weights_stay_tied_and_get_one_sum(slots, root, quietly):
 
 @pytest.mark.slots(2, 8)
 def test_an_optimizer_in_backward(slots, root):
-    """Each parameter's step is taken once in a backward, with the complete sum, and its gradient is given back."""
+    """Each parameter's step happens once in a backward, with the complete sum, and frees its gradient."""
 
     def loop(net):
         taken = []
@@ -182,7 +182,7 @@ def test_an_optimizer_in_backward(slots, root):
         for k in range(STEPS):
             x = numbers(root, 2 * len(slots) + 1, seed=k, positive=k == 2)
             mean_square(net(x)).backward()
-            # Taken in the order in which sums arrive, which is not that of one device.
+            # Steps happen in the order in which sums arrive, which is not that of one device.
             assert all(parameter.grad is None for parameter in net.parameters())
         return sorted(taken)
 
@@ -239,7 +239,7 @@ def test_a_step_that_grad_scaler_skips_leaks_nothing(slots, root, where):
 def test_a_module_made_on_meta_is_filled_before_its_first_forward(slots, root):
     values = {name: value.to(root) for name, value in net().state_dict().items()}
     with torch.device("meta"):
-        late = Net().double()
+        late = Branched().double()
     assert replicate(late, devices=slots, **SMALL) is late
     late.to_empty(device=root)
     late.load_state_dict(values)
@@ -253,8 +253,8 @@ def test_a_module_made_on_meta_is_filled_before_its_first_forward(slots, root):
     torch.testing.assert_close(late.state_dict(), early.state_dict(), rtol=0, atol=1e-9)
 
 
-class Scored(Net):
-    """Trains through another method than ``forward``, which calls it."""
+class Scored(Branched):
+    """Trains through another method, which calls ``forward``."""
 
     def score(self, x: Tensor, *, sharp: float) -> dict[str, Tensor]:
         output = self(x)
@@ -263,7 +263,7 @@ class Scored(Net):
 
 @pytest.mark.slots(2, 8)
 def test_a_registered_forward_method_trains(slots, root):
-    """In turn with forward itself, gradients of both in one step."""
+    """It alternates with ``forward``, and a step has gradients of both."""
 
     def loop(net):
         if hasattr(net, "no_sync"):

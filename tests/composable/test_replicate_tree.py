@@ -1,13 +1,14 @@
-"""What replicas of a replicated module have of its tree: themselves for the module, and what is ignored as it is."""
+"""In the tree of a replica, references to the module lead to the replica, and ignored parts are shared."""
 
 import types
 import weakref
 
 import pytest
 import torch
-from counting import Counts
+from loops import in_place
 from torch import nn
 
+from affine import Affine
 from dataparallel.composable import replicate
 from dataparallel.composable.contract import KEY
 from dataparallel.modules.plan import TWIN_INFO
@@ -15,12 +16,8 @@ from dataparallel.testing import parity
 from dataparallel.testing.cases import numbers, seeded
 
 
-def in_place(module, slots, dim=0):
-    return replicate(module, devices=slots, dim=dim)
-
-
 class TestReferencesToTheModule:
-    """What leads to the module from inside its tree leads to the replica there."""
+    """References from inside the tree to the module lead to the replica."""
 
     noise = parity.Perturbation(seed=1, scale=0.1)
 
@@ -37,7 +34,7 @@ class TestReferencesToTheModule:
             def forward(self, x):
                 return self.linear(self.above[0].linear(x)) + self.weakly().linear(x)
 
-        class Parent(Counts):
+        class Parent(Affine):
             def __init__(self):
                 super().__init__()
                 self.child = Child(self)
@@ -49,23 +46,23 @@ class TestReferencesToTheModule:
 
     def test_a_forward_that_is_set_on_the_instance(self, slots):
         def build():
-            module = Counts()
+            module = Affine()
             module.forward = types.MethodType(lambda self, x: self.linear(x).exp(), module)
             return module
 
         self.assert_parity(seeded(build), slots)
 
-    def test_a_forward_that_is_set_around_the_one_before(self, counts, slots, batch):
+    def test_a_forward_that_is_set_around_the_one_before(self, affine, slots, batch):
         def around(module):
             former = module.forward
             module.forward = lambda x: former(x).exp()
 
-        around(counts)
-        replicate(counts, devices=slots)
-        around(counts)
-        around(counts)
-        torch.testing.assert_close(counts(batch), counts.linear(batch).exp().exp().exp())
-        assert len({*counts.ran} - {id(counts)}) == 3
+        around(affine)
+        replicate(affine, devices=slots)
+        around(affine)
+        around(affine)
+        torch.testing.assert_close(affine(batch), affine.linear(batch).exp().exp().exp())
+        assert len({*affine.ran} - {id(affine)}) == 3
 
     def test_a_reference_made_after_the_first_call(self, slots, root, batch):
         owners = []

@@ -1,7 +1,5 @@
 """accelerate's `prepare` and `unwrap_model` with both forms, with mixed precision and without."""
 
-import copy
-
 import pytest
 import torch
 
@@ -11,12 +9,10 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import extract_model_from_parallel
+from either_form import both_forms, in_form
 from tiny import gpt2, tokens
 
-from dataparallel import DataParallel
-from dataparallel.composable import ReplicatedModule, replicate
-
-FORMS = ["DataParallel", "replicate"]
+from dataparallel.composable import ReplicatedModule
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +29,6 @@ def plain(root):
 @pytest.fixture
 def batches(root):
     return [tokens(7, seed=seed).to(root) for seed in range(3)]
-
-
-def wrap(form, model, slots):
-    model = copy.deepcopy(model)
-    return DataParallel(model, slots) if form == "DataParallel" else replicate(model, devices=slots)
 
 
 def train(accelerator, model, batches):
@@ -57,19 +48,19 @@ def accelerator_of(**settings):
     return Accelerator(cpu=True, device_placement=False, **settings)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@both_forms
 @pytest.mark.slots(1, 2, 3)
 class TestPrepared:
     def test_it_trains_as_one_device(self, form, plain, slots, batches):
         accelerator = accelerator_of()
-        trained = train(accelerator, wrap(form, plain, slots), batches)
+        trained = train(accelerator, in_form(form, plain, slots), batches)
         train(accelerator, plain, batches)
         found = accelerator.unwrap_model(trained)
         torch.testing.assert_close(found.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
 
     def test_unwrapped_it_is_the_model(self, form, plain, slots):
         accelerator = accelerator_of()
-        model = wrap(form, plain, slots)
+        model = in_form(form, plain, slots)
         prepared = accelerator.prepare(model)
         unwrapped = accelerator.unwrap_model(prepared)
         assert unwrapped is (model.module if form == "DataParallel" else model)
@@ -77,7 +68,7 @@ class TestPrepared:
 
     def test_a_saved_state_is_loaded(self, form, plain, slots, batches, tmp_path):
         accelerator = accelerator_of()
-        model = train(accelerator, wrap(form, plain, slots), batches)
+        model = train(accelerator, in_form(form, plain, slots), batches)
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         accelerator.save_state(str(tmp_path))
         with torch.no_grad():
@@ -87,7 +78,7 @@ class TestPrepared:
         torch.testing.assert_close(model.state_dict(), expected)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@both_forms
 @pytest.mark.slots(1, 2)
 @pytest.mark.devices("cpu")  # a type that accelerate does not know has no autocast of its own there
 class TestMixedPrecision:
@@ -99,7 +90,7 @@ class TestMixedPrecision:
 
     def test_it_trains_as_one_device(self, form, plain, slots, batches):
         accelerator = accelerator_of(mixed_precision="bf16")
-        model = train(accelerator, wrap(form, plain, slots), batches)
+        model = train(accelerator, in_form(form, plain, slots), batches)
         seen = []
         lm_head = accelerator.unwrap_model(model, keep_fp32_wrapper=True).lm_head
         lm_head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
@@ -111,7 +102,7 @@ class TestMixedPrecision:
 
     def test_unwrapped_it_computes_what_it_did(self, form, plain, slots, batches):
         expected = plain(input_ids=batches[0]).logits
-        model = wrap(form, plain, slots)
+        model = in_form(form, plain, slots)
         accelerator = accelerator_of(mixed_precision="bf16")
         prepared = accelerator.prepare(model)
         assert not torch.equal(prepared(input_ids=batches[0]).logits, expected)
@@ -119,7 +110,7 @@ class TestMixedPrecision:
         torch.testing.assert_close(unwrapped(input_ids=batches[0]).logits, expected, rtol=1e-5, atol=1e-6)
 
     def test_unwrapped_a_replicated_model_is_still_split(self, form, plain, slots, batches):
-        model = wrap(form, plain, slots)
+        model = in_form(form, plain, slots)
         accelerator = accelerator_of(mixed_precision="bf16")
         sizes = []
         unwrapped = extract_model_from_parallel(accelerator.prepare(model), keep_fp32_wrapper=False)

@@ -1,6 +1,5 @@
 """Greedy generation by a model of transformers, with a cache of keys and values: what one device generates."""
 
-import copy
 from types import MappingProxyType
 
 import pytest
@@ -8,10 +7,11 @@ import torch
 
 pytest.importorskip("transformers")
 
+from either_form import both_forms, in_form
 from tiny import gpt2, tokens
 from transformers import DynamicCache
 
-from dataparallel import DataParallel, PerReplica
+from dataparallel import PerReplica
 from dataparallel.composable import register_forward_method, replicate
 
 NEW_TOKENS = 6
@@ -27,11 +27,6 @@ def ids(root):
     return tokens(7, 4).to(root)
 
 
-def wrap(form, model, slots):
-    model = copy.deepcopy(model)
-    return DataParallel(model, slots) if form == "DataParallel" else replicate(model, devices=slots)
-
-
 def step_by_step(model, ids, cache=None, logits=()):
     """Token ids, and the logits of each step, of a loop as users write it."""
     for _ in range(NEW_TOKENS):
@@ -41,15 +36,12 @@ def step_by_step(model, ids, cache=None, logits=()):
     return ids, torch.stack(logits), cache
 
 
-both_forms = pytest.mark.parametrize("form", ["DataParallel", "replicate"])
-
-
 @both_forms
 @pytest.mark.slots(1, 2, 3)
 @torch.no_grad()
 def test_step_by_step(form, model, ids, slots):
     expected, expected_logits, _ = step_by_step(model, ids)
-    found, logits, cache = step_by_step(wrap(form, model, slots), ids)
+    found, logits, cache = step_by_step(in_form(form, model, slots), ids)
     assert found.tolist() == expected.tolist()
     torch.testing.assert_close(logits, expected_logits, rtol=1e-9, atol=1e-12)
     assert type(cache) is (DynamicCache if len(slots) == 1 else PerReplica)
@@ -61,7 +53,7 @@ def test_step_by_step(form, model, ids, slots):
 @torch.no_grad()
 def test_with_caches_that_the_caller_makes(form, model, ids, slots):
     caches = PerReplica(DynamicCache(config=model.config) for _ in slots)
-    found, _, cache = step_by_step(wrap(form, model, slots), ids, caches)
+    found, _, cache = step_by_step(in_form(form, model, slots), ids, caches)
     assert found.tolist() == step_by_step(model, ids)[0].tolist()
     assert all(a is b for a, b in zip(cache, caches, strict=True))
 
@@ -69,7 +61,7 @@ def test_with_caches_that_the_caller_makes(form, model, ids, slots):
 @both_forms
 @torch.no_grad()
 def test_one_cache_for_all_replicas_is_refused(form, model, ids, slots):
-    wrapped = wrap(form, model, slots)
+    wrapped = in_form(form, model, slots)
     with pytest.raises(ValueError, match=r'"past_key_values"\] is one DynamicCache, to which 3 replicas would write'):
         wrapped(ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
 
@@ -77,7 +69,7 @@ def test_one_cache_for_all_replicas_is_refused(form, model, ids, slots):
 @both_forms
 @torch.no_grad()
 def test_a_batch_that_is_split_otherwise_is_refused(form, model, ids, slots):
-    wrapped = wrap(form, model, slots)
+    wrapped = in_form(form, model, slots)
     cache = wrapped(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="entries for 3 replicas, but a batch of 2 on 3 slots is for 2"):
         wrapped(ids[:2, -1:], past_key_values=cache, use_cache=True)
@@ -85,7 +77,7 @@ def test_a_batch_that_is_split_otherwise_is_refused(form, model, ids, slots):
 
 @both_forms
 def test_gradients_through_a_cache(form, model, ids, slots):
-    wrapped = wrap(form, model, slots)
+    wrapped = in_form(form, model, slots)
     for net in (model, wrapped):
         first = net(ids[:, :3], use_cache=True)
         second = net(ids[:, 3:], past_key_values=first.past_key_values, use_cache=True)

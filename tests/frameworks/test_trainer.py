@@ -9,13 +9,12 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from either_form import both_forms, in_form
 from tiny import VOCABULARY, examples, gpt2
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from dataparallel import DataParallel
-from dataparallel.composable import replicate
 
-FORMS = ["DataParallel", "replicate"]
 STEPS = 4
 
 
@@ -55,11 +54,8 @@ def trainer_for(model, folder, trainer=SlotsTrainer, **settings):
 
 
 def on_slots(form, slots):
-    """The form, with what it computes where the trainer expects it."""
-    model = gpt2().to(slots[0])
-    if form == "DataParallel":
-        return DataParallel(model, slots, output_device="cpu")
-    return replicate(model, devices=slots, output_device="cpu")
+    """The form, with its outputs where the trainer expects them."""
+    return in_form(form, gpt2().to(slots[0]), slots, output_device="cpu")
 
 
 def module_of(model):
@@ -87,7 +83,7 @@ def one_device(tmp_path_factory):
 
 
 @pytest.mark.slots(2, 3)
-@pytest.mark.parametrize("form", FORMS)
+@both_forms
 class TestTraining:
     def test_losses_and_parameters(self, form, slots, one_device, tmp_path):
         model = on_slots(form, slots)
@@ -136,7 +132,7 @@ def trainer_of_a_transformer(form, slots, folder, **settings):
 
 
 class TestSaving:
-    @pytest.mark.parametrize("form", FORMS)
+    @both_forms
     def test_what_is_saved_loads_into_a_plain_model(self, form, slots, one_device, tmp_path):
         trainer = trainer_of_a_transformer(form, slots, tmp_path)
         trainer.train()
@@ -147,7 +143,7 @@ class TestSaving:
         assert type(loaded) is GPT2LMHeadModel
         assert_same_state(state_of(loaded), state_of(one_device.model))
 
-    @pytest.mark.parametrize("form", FORMS)
+    @both_forms
     def test_training_goes_on_from_a_checkpoint(self, form, slots, one_device, tmp_path):
         trainer_of_a_transformer(form, slots, tmp_path).train()
         trainer = trainer_of_a_transformer(form, slots, tmp_path)
@@ -164,7 +160,7 @@ class TestSaving:
         assert_same_state(state_of(loaded), state_of(one_device.model))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@both_forms
 def test_labels_are_shifted_where_they_are_smoothed(form, slots, tmp_path):
     # The trainer chooses by the name of the model's class.
     plain = gpt2()
@@ -174,7 +170,7 @@ def test_labels_are_shifted_where_they_are_smoothed(form, slots, tmp_path):
     assert_same_state(state_of(trainer.model), state_of(plain))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@both_forms
 def test_columns_that_the_model_takes_are_kept(form, slots, tmp_path):
     trainer = trainer_for(on_slots(form, slots), tmp_path)
     (first, *_) = trainer.get_train_dataloader()

@@ -18,57 +18,9 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, scatter_kwargs
 from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES
+from nets import DOES, Net, build, on_one_device
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-DOES: list[Callable[[nn.Module], Any]] = []
-"""What each replica does in its forward. It is no attribute: a changed tree would have other replicas."""
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        self.register_buffer("shift", torch.ones(4))
-        self.register_buffer("scratch", torch.ones(4), persistent=False)
-        self.scale = 2.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.second(self.first(x)) * self.scale + self.shift + self.training
-        for does in DOES:
-            does(self)
-        return y
-
-
-@pytest.fixture(autouse=True)
-def nothing_to_do():
-    yield
-    DOES.clear()
-
-
-def build(root) -> Net:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Net().double().to(root)
-
-
-@pytest.fixture
-def net(root) -> Net:
-    return build(root)
-
-
-@pytest.fixture
-def x(root) -> Tensor:
-    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
-
-
-def on_one_device(net: nn.Module, x: Tensor) -> Tensor:
-    does, DOES[:] = [*DOES], []
-    with torch.no_grad():
-        expected = net(x)
-    DOES[:] = does
-    return expected
 
 
 @pytest.fixture
@@ -117,25 +69,25 @@ def constant_layer(net: Net) -> nn.Linear:
 
 
 MUTATIONS: dict[str, Callable[[Net], Any]] = {
-    "copy_": lambda net: net.first.weight.detach().copy_(net.first.weight * 2),
-    "data.fill_": lambda net: net.first.weight.data.fill_(0.3),
-    "data =": lambda net: setattr(net.first.weight, "data", net.first.weight.data.t() * 0.5),
+    "copy_": lambda net: net.linear.weight.detach().copy_(net.linear.weight * 2),
+    "data.fill_": lambda net: net.linear.weight.data.fill_(0.3),
+    "data =": lambda net: setattr(net.linear.weight, "data", net.linear.weight.data.t() * 0.5),
     "load_state_dict": lambda net: net.load_state_dict({k: v * 0.5 for k, v in net.state_dict().items()}),
-    "a swapped parameter": lambda net: setattr(net.first, "weight", nn.Parameter(net.first.weight.detach() + 1)),
-    "a tie": lambda net: setattr(net.first, "weight", net.second[0].weight),
-    "a child replaced": lambda net: net.second.__setitem__(1, nn.ReLU()) if len(net.second) > 1 else None,
-    "a child added": lambda net: net.second.append(constant_layer(net)),
-    "a child removed": lambda net: net.second.__delitem__(-1) if len(net.second) > 1 else None,
+    "a swapped parameter": lambda net: setattr(net.linear, "weight", nn.Parameter(net.linear.weight.detach() + 1)),
+    "a tie": lambda net: setattr(net.linear, "weight", net.inner[0].weight),
+    "a child replaced": lambda net: net.inner.__setitem__(1, nn.ReLU()) if len(net.inner) > 1 else None,
+    "a child added": lambda net: net.inner.append(constant_layer(net)),
+    "a child removed": lambda net: net.inner.__delitem__(-1) if len(net.inner) > 1 else None,
     "an attribute": lambda net: setattr(net, "scale", net.scale + 1),
     "an attribute more": lambda net: setattr(net, f"more{len(vars(net))}", 1),
     "another mode": lambda net: net.train(not net.training),
-    "a hook": lambda net: setattr(net, "handle", net.first.register_forward_hook(lambda m, args, y: y * 2)),
+    "a hook": lambda net: setattr(net, "handle", net.linear.register_forward_hook(lambda m, args, y: y * 2)),
     "no hook": lambda net: vars(net).pop("handle").remove() if "handle" in vars(net) else None,
-    "another forward": lambda net: setattr(net.first, "forward", net.second[0].forward),
-    "requires_grad": lambda net: net.first.requires_grad_(not net.first.weight.requires_grad),
+    "another forward": lambda net: setattr(net.linear, "forward", net.inner[0].forward),
+    "requires_grad": lambda net: net.linear.requires_grad_(not net.linear.weight.requires_grad),
     "a buffer in place": lambda net: net.shift.add_(1),
     "another buffer": lambda net: setattr(net, "shift", net.shift * 2),
-    "a buffer more": lambda net: net.first.register_buffer("late", torch.ones_like(net.shift)),
+    "a buffer more": lambda net: net.linear.register_buffer("late", torch.ones_like(net.shift)),
     "another dtype and back": lambda net: net.float().double(),
 }
 
@@ -210,24 +162,24 @@ def rename(attributes: dict[str, Any], name: str, other: str) -> None:
 LEAVES: dict[str, Callable[[Any], Any]] = {
     "an attribute": lambda replica: setattr(replica, "left", 1),
     "a changed attribute": lambda replica: setattr(replica, "scale", 0.0),
-    "an attribute of the last module": lambda replica: setattr(replica.second[1], "left", 1),
+    "an attribute of the last module": lambda replica: setattr(replica.inner[1], "left", 1),
     "another name": lambda replica: rename(vars(replica), "scale", "left"),
     "no attribute": lambda replica: delattr(replica, "scale"),
-    "a buffer": lambda replica: replica.first.register_buffer("left", torch.ones(1)),
+    "a buffer": lambda replica: replica.linear.register_buffer("left", torch.ones(1)),
     "another buffer": lambda replica: setattr(replica, "scratch", replica.shift * 0),
     "a parameter": lambda replica: replica.register_parameter("left", nn.Parameter(torch.ones(1))),
-    "another parameter": lambda replica: setattr(replica.first, "weight", nn.Parameter(torch.ones(1))),
-    "no parameter": lambda replica: delattr(replica.first, "weight"),
-    "a child": lambda replica: replica.second[1].add_module("left", nn.ReLU()),
-    "another child": lambda replica: replica.second.__setitem__(0, nn.ReLU()),
-    "no child": lambda replica: delattr(replica, "first"),
-    "a hook": lambda replica: replica.first.register_forward_hook(lambda m, args, y: y * 0),
+    "another parameter": lambda replica: setattr(replica.linear, "weight", nn.Parameter(torch.ones(1))),
+    "no parameter": lambda replica: delattr(replica.linear, "weight"),
+    "a child": lambda replica: replica.inner[1].add_module("left", nn.ReLU()),
+    "another child": lambda replica: replica.inner.__setitem__(0, nn.ReLU()),
+    "no child": lambda replica: delattr(replica, "linear"),
+    "a hook": lambda replica: replica.linear.register_forward_hook(lambda m, args, y: y * 0),
     "another mode": lambda replica: replica.train(not replica.training),
     "another class": lambda replica: setattr(replica, "__class__", Other),
     "other non-persistent buffers": swap_persistence,
     "other registries": lambda replica: vars(replica).update(_parameters={}, _modules={}),
     "requires_grad": lambda replica: replica.requires_grad_(False),
-    "a gradient": lambda replica: setattr(replica.first.weight, "grad", torch.zeros_like(replica.first.weight)),
+    "a gradient": lambda replica: setattr(replica.linear.weight, "grad", torch.zeros_like(replica.linear.weight)),
 }
 
 
@@ -270,7 +222,7 @@ def test_a_wrapper_inside_a_wrapped_module(net, slots, x, without_graph) -> None
     inside = nn.Sequential(DataParallel(net, [slots[0]] * 2), nn.Tanh())
     outer = DataParallel(inside, [slots[0]] * 2)
     for _ in range(3):
-        net.first.weight.data.mul_(1.5)
+        net.linear.weight.data.mul_(1.5)
         with without_graph():
             torch.testing.assert_close(outer(x), on_one_device(nn.Sequential(net, nn.Tanh()), x))
 
@@ -300,9 +252,9 @@ def test_replicas_of_the_stage_alone_leave_nothing_either(net, wrapped, slots, w
     with without_graph():
         for _ in range(3):
             replicas = wrapped.replicate(net, slots)
-            assert not any(vars(replica.first.weight) for replica in replicas)
+            assert not any(vars(replica.linear.weight) for replica in replicas)
             for replica in replicas:
-                replica.first.weight.note = 1
+                replica.linear.weight.note = 1
             del replica, replicas
 
 

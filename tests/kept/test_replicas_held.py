@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import pickle
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,33 +14,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dataparallel import DataParallel, ownership
+from memory import allocated
+from nets import HELD, HOLDS
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-HELD: list[Any] = []
-HOLDS: list[Callable[[Any], Any]] = []
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.inner = nn.Sequential(nn.Linear(4, 4))
-        self.register_buffer("shift", torch.ones(4))
-        self.register_buffer("none", torch.ones(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(self.linear(x)) + self.shift
-        for hold in HOLDS:
-            HELD.append(hold(self))
-        return y
-
-
-@pytest.fixture(autouse=True)
-def nothing_held():
-    yield
-    HELD.clear()
-    HOLDS.clear()
 
 
 @pytest.fixture
@@ -51,19 +27,8 @@ def no_collector():
     gc.enable()
 
 
-@pytest.fixture
-def net(root) -> Net:
-    torch.manual_seed(0)
-    return Net().to(root)
-
-
-@pytest.fixture
-def x(root) -> Tensor:
-    return torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).to(root)
-
-
 def less_memory(replica: Any) -> Tensor:
-    replica.none.data = torch.empty(0, device=replica.none.device)
+    replica.none.data = torch.empty_like(replica.none)
     return replica.linear.weight.detach()
 
 
@@ -101,7 +66,7 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
     "a view": (lambda r: r.linear.weight[1:].view(-1), lambda held: held),
     "its storage": (
         lambda r: (r.linear.weight.untyped_storage(), r.linear.weight.device, r.linear.weight.storage_offset()),
-        lambda held: torch.empty(0, device=held[1]).set_(held[0], held[2], (4, 4)),
+        lambda held: torch.empty(0, dtype=torch.float64, device=held[1]).set_(held[0], held[2], (4, 4)),
     ),
     "the replica": (lambda r: r, lambda held: held.linear.weight),
     "a child": (lambda r: r.linear, lambda held: held.weight),
@@ -202,7 +167,7 @@ def test_what_is_cached_by_weak_reference_is_not_found_again(key, slots, root, x
                 cache[key(self)] = self.linear.weight.t().clone()
             return x @ cache[key(self)]
 
-    module = Caches().to(root)
+    module = Caches().double().to(root)
     wrapped = DataParallel(module, slots)
     with torch.no_grad():
         wrapped(x)
@@ -247,14 +212,6 @@ def test_copies_of_a_wrapper_keep_nothing(net, wrapped, call, x) -> None:
                 torch.testing.assert_close(other(x), expected)
             other.module.linear.weight.zero_()  # a frozen copy would not see it
             torch.testing.assert_close(other(x), other.module(x))
-
-
-def allocated() -> list[int]:
-    gc.collect()
-    for index in range(torch.sim.device_count()):
-        torch.sim.synchronize(index)
-    time.sleep(0.05)
-    return [torch.sim.memory_allocated(index) for index in range(torch.sim.device_count())]
 
 
 @pytest.mark.devices("sim")

@@ -13,55 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from nets import DOES, Net, on_one_device
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-DOES: list[Callable[[nn.Module], Any]] = []
-"""What each replica does at the start of its forward. It is no attribute: a changed tree would have other replicas."""
-
-
-class Net(nn.Module):
-    """Square weights in two dtypes, one that takes no gradient, one in complex numbers, and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.fixed = nn.Parameter(torch.randn(4, 4), requires_grad=False)
-        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-        self.register_buffer("shift", torch.randn(4))
-        self.register_buffer("none", torch.empty(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for does in DOES:
-            does(self)
-        return (self.linear(x) @ self.fixed + self.shift) * self.phase.abs()
-
-
-@pytest.fixture(autouse=True)
-def nothing_to_do():
-    yield
-    DOES.clear()
-
-
-@pytest.fixture
-def net(root) -> Net:
-    torch.manual_seed(0)
-    return Net().to(root)
-
-
-@pytest.fixture
-def x(root) -> Tensor:
-    return torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).to(root)
 
 
 @pytest.fixture
 def same_as_one_device(wrapped, net, call, x) -> Callable[[], None]:
     def same_as_one_device() -> None:
-        found = call()
-        does, DOES[:] = [*DOES], []
-        with torch.no_grad():
-            torch.testing.assert_close(found, net(x))
-        DOES[:] = does
+        torch.testing.assert_close(call(), on_one_device(net, x))
 
     return same_as_one_device
 
@@ -203,7 +163,7 @@ LEAVES = {
         replica.linear.bias, "data", replica.linear.bias.data.as_strided((4,), (1,), 0)
     ),
     "data = no elements elsewhere": lambda replica: (
-        setattr(replica.none, "data", torch.empty(0)) if replica.none.device.index else None
+        setattr(replica.none, "data", torch.empty(0, dtype=torch.float64)) if replica.none.device.index else None
     ),
     "data = conjugated": lambda replica: setattr(replica.phase, "data", replica.phase.data.conj()),
     "data = another dtype": other_dtype,
@@ -256,7 +216,7 @@ def test_what_is_left_on_tensors_is_freed_with_the_call(call) -> None:
     left = []
 
     def leave(replica: nn.Module) -> None:
-        act, grad, data = (torch.ones(4, 4, device=replica.fixed.device) for _ in range(3))
+        act, grad, data = (torch.ones_like(replica.fixed) for _ in range(3))
         left.extend(map(weakref.ref, (act, grad)))
         replica.linear.weight.act = act
         replica.fixed.grad = grad

@@ -10,30 +10,20 @@ import pytest
 import torch
 from torch import nn
 
+from affine import Affine, build_affine
 from dataparallel import DataParallel
 from dataparallel.modules.signatures import StandIns
-
-
-class Affine(nn.Module):
-    """A module whose forward has a signature of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        return self.linear(x) * scale
+from nets import samples
 
 
 @pytest.fixture
 def net(root):
-    torch.manual_seed(0)
-    return Affine().double().to(root)
+    return build_affine(root)
 
 
 @pytest.fixture
 def x(root):
-    return torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
+    return samples(root)
 
 
 def as_they_are(net):
@@ -62,17 +52,17 @@ def test_it_shows_the_signature_of_the_module(wrapped, net, x, made):
 
 
 def test_a_forward_that_is_set_later_is_shown(wrapped, net):
-    assert list(inspect.signature(wrapped.forward).parameters) == ["x", "scale"]
+    assert list(inspect.signature(wrapped.forward).parameters) == ["x", "scale", "offset"]
     net.forward = lambda y: y
     assert list(inspect.signature(wrapped.forward).parameters) == ["y"]
     del net.forward
-    assert list(inspect.signature(wrapped.forward).parameters) == ["x", "scale"]
+    assert list(inspect.signature(wrapped.forward).parameters) == ["x", "scale", "offset"]
 
 
 def test_another_module_shows_its_own(wrapped, slots, root):
     other = DataParallel(nn.Linear(4, 3).to(root), slots)
     assert list(inspect.signature(other.forward).parameters) == ["input"]
-    assert list(inspect.signature(wrapped.forward).parameters) == ["x", "scale"]
+    assert list(inspect.signature(wrapped.forward).parameters) == ["x", "scale", "offset"]
 
 
 def test_it_stays_a_method(wrapped, net, slots):
@@ -108,7 +98,7 @@ def test_subclasses_override_it_and_call_it(net, slots, x):
 def test_a_copy_shows_the_copied_module(wrapped, net):
     copied = copy.deepcopy(wrapped)
     net.forward = lambda y: y
-    assert list(inspect.signature(copied.forward).parameters) == ["x", "scale"]
+    assert list(inspect.signature(copied.forward).parameters) == ["x", "scale", "offset"]
     assert copied.forward.__self__ is copied
 
 

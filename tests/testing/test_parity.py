@@ -1,12 +1,15 @@
 """The helpers accept what is right, refuse what is nearly right, and clean up after themselves."""
 
 import contextlib
-import importlib
+import types
+from collections.abc import Callable
 
 import pytest
 import torch
+from loops import in_place
 from torch import nn
 
+from dataparallel import DataParallel
 from dataparallel.testing import parity
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.models import CASES
@@ -32,22 +35,74 @@ def test_noise_depends_on_seed_slot_and_tensor() -> None:
         assert not torch.isclose(noise, other).any()
 
 
-def test_broadcast_is_put_back_after_an_error() -> None:
-    room = importlib.import_module("dataparallel.replicate")
-    before = room.broadcast_bucket
-    with contextlib.suppress(ZeroDivisionError), parity.perturbed_slots(build(), PERTURBATION):
-        assert room.broadcast_bucket is not before
-        raise ZeroDivisionError
-    assert room.broadcast_bucket is before
+def hides_its_weight() -> nn.Module:
+    """Computes with a weight that no replica can find, inside an object of a foreign type."""
+    net = build()
+    hidden = types.SimpleNamespace(weight=net.weight)
+    net.hidden = hidden
+    net.forward = lambda x: nn.functional.linear(x, hidden.weight, net.bias)
+    return net
 
 
-def test_another_module_is_not_perturbed_by_mistake(slots: list) -> None:
-    parallel = parity.DataParallel(build().to(slots[0]), slots)
+both_forms = pytest.mark.parametrize("wrap", [DataParallel, in_place])
+
+
+@both_forms
+def test_a_replica_that_uses_the_source_is_noticed(wrap: Callable, slots: list) -> None:
+    batch, slots = numbers(6)(5, 0), [slots[0]] * 3  # on distinct devices torch would tell
+    parity.assert_same_step(build, batch, slots, wrap=wrap, perturbation=PERTURBATION)
+    parity.assert_same_step(hides_its_weight, batch, slots, wrap=wrap)
+    with pytest.raises(AssertionError, match=r"output.*not close"):
+        parity.assert_same_step(hides_its_weight, batch, slots, wrap=wrap, perturbation=PERTURBATION)
+
+
+def test_replicas_that_are_the_source_are_noticed_before_they_run(slots: list) -> None:
+    class RunsTheSource(DataParallel):
+        def replicate(self, module: nn.Module, device_ids: list) -> list[nn.Module]:
+            return [module] * len(device_ids)
+
+    source = build().to(slots[0])
+    before = detached(source.state_dict())
+    parallel = RunsTheSource(source, [slots[0]] * 2)
     with (
-        parity.perturbed_slots(build(), PERTURBATION),
-        pytest.raises(AssertionError, match="not one of"),
+        parity.perturbed_slots(parallel, PERTURBATION),
+        pytest.raises(AssertionError, match="slot 0 computes with tensors of the source"),
     ):
         parallel(torch.zeros(4, 6, dtype=torch.float64, device=slots[0]))
+    torch.testing.assert_close(source.state_dict(), before, rtol=0, atol=0)
+
+
+@both_forms
+def test_it_ends_with_the_block_and_leaves_the_source_alone(wrap: Callable, slots: list) -> None:
+    source = build().to(slots[0])
+    x = torch.ones(2 * len(slots), 6, dtype=torch.float64, device=slots[0])
+    before, expected = detached(source.state_dict()), detached(source(x))
+    parallel = wrap(source, slots)
+    outputs = []
+    with contextlib.suppress(ZeroDivisionError), parity.perturbed_slots(parallel, PERTURBATION):
+        outputs.append(parallel(x))
+        with parity.perturbed_slots(parallel, parity.Perturbation(seed=2)):
+            outputs.append(parallel(x))
+        outputs.append(parallel(x))
+        raise ZeroDivisionError
+    once, twice, again = outputs
+    assert torch.equal(once, again)
+    assert not any(torch.isclose(one, other).any() for one, other in ((once, expected), (twice, once)))
+    torch.testing.assert_close(parallel(x), expected)
+    torch.testing.assert_close(source.state_dict(), before, rtol=0, atol=0)
+
+
+def test_another_wrapper_is_not_perturbed(slots: list) -> None:
+    source = build().to(slots[0])
+    x = torch.ones(2 * len(slots), 6, dtype=torch.float64, device=slots[0])
+    with parity.perturbed_slots(DataParallel(source, slots), PERTURBATION):
+        torch.testing.assert_close(DataParallel(source, slots)(x), source(x))
+
+
+@pytest.mark.parametrize("parallel", [build(), lambda x: x], ids=["a plain module", "a function"])
+def test_what_makes_no_replicas_is_refused(parallel: Callable) -> None:
+    with pytest.raises(TypeError, match="pass a DataParallel"), parity.perturbed_slots(parallel, PERTURBATION):
+        pass
 
 
 def test_the_reference_only_reads_the_source() -> None:

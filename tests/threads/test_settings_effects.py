@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 serial_or_not = pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
 
 
-class Net(nn.Module):
+class NotesDtypes(nn.Module):
     """Linear, tanh, linear. Notes the dtypes of its first part, in recomputations too."""
 
     def __init__(self, reentrant: bool | None = None) -> None:
@@ -40,9 +40,9 @@ class Net(nn.Module):
         return self.second(checkpoint(self.part, x, use_reentrant=self.reentrant))
 
 
-def net(root: torch.device, reentrant: bool | None = None) -> Net:
+def net(root: torch.device, reentrant: bool | None = None) -> NotesDtypes:
     torch.manual_seed(0)
-    return Net(reentrant).to(root)
+    return NotesDtypes(reentrant).to(root)
 
 
 def batch(root: torch.device) -> Tensor:
@@ -148,7 +148,7 @@ def saved_tensor_hooks(alone: Alone) -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-class Slow(Net):
+class Slow(NotesDtypes):
     """So slow that other replicas would run at the same time if they could."""
 
     def __init__(self) -> None:

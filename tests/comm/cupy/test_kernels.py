@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_runner import SOURCE, Kernels, copying, summing
 from torch import Tensor
 
 from dataparallel.comm.cupy import launch as launching
 from dataparallel.comm.cupy.tables import SUM_KERNELS
-from kernel_runner import SOURCE, Kernels, copying, summing
 from selection import others_long
 
 # They know no slots: once is enough.
@@ -27,11 +27,6 @@ PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.
 """The dtype of a complex number's real and imaginary part."""
 SIGNED = {torch.uint64: torch.int64, torch.uint32: torch.int32, torch.uint16: torch.int16}
 """torch adds few unsigned integers; their sums have the bits of signed ones."""
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(tmp_path_factory.mktemp("kernels"))
 
 
 class Arena:

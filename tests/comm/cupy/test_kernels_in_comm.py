@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+from kernel_launches import Launches, assert_alike, made
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
@@ -14,7 +15,6 @@ from dataparallel.comm import choice, select
 from dataparallel.comm.choice import Choice
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.composable import replicate
-from kernel_launches import Launches, assert_alike, made
 
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(3), pytest.mark.devices("sim")]
 

@@ -10,11 +10,11 @@ from functools import cache
 from importlib import metadata
 
 import pytest
+from kernel_runner import SOURCE
+from nvrtc import CUPYS_OPTIONS, Nvrtc
 
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS
-from kernel_runner import SOURCE
-from nvrtc import CUPYS_OPTIONS, Nvrtc
 
 pytestmark = pytest.mark.devices("cpu")
 

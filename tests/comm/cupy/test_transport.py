@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_launches import Launches, assert_alike, made
+from tensor_kinds import tagged, with_attribute
 from torch import Tensor, nn
 
 from dataparallel.comm import select
 from dataparallel.comm.cupy import transport
 from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.routes import STAR
-from kernel_launches import Launches, assert_alike, made
-from tensor_kinds import tagged, with_attribute
 
 pytestmark = [pytest.mark.usefixtures("one_intra_op_thread"), pytest.mark.slots(3)]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, replicate
 from like_the_cpu import DEVICE as ONE
 from like_the_cpu import OTHER as TWO
+from memory import Growth, nbytes
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -26,23 +27,6 @@ def settles_at(growths, expected):
             return True
         time.sleep(0.01)
     return False
-
-
-class Growth:
-    """Bytes of a device since this was made."""
-
-    def __init__(self, device):
-        self.device = device
-        self.before = torch.sim.memory_allocated(device)
-        torch.sim.reset_peak_memory_stats(device)
-
-    @property
-    def now(self):
-        return torch.sim.memory_allocated(self.device) - self.before
-
-    @property
-    def peak(self):
-        return torch.sim.max_memory_allocated(self.device) - self.before
 
 
 def test_every_byte_counts_on_its_device():
@@ -222,10 +206,6 @@ def test_a_thousand_steps_leave_no_byte_on_any_device(distinct):
     for slot in distinct:
         torch.sim.synchronize(slot)
     assert settles_at(growths, [0] * len(distinct))
-
-
-def nbytes(tensors):
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 @on_distinct(2, 8)

@@ -7,6 +7,7 @@ import torch
 
 from at_once import in_threads
 from like_the_cpu import DEVICE as ONE
+from memory import Growth
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -14,11 +15,9 @@ BYTES = 4 * 1024
 
 
 @pytest.fixture
-def allocated():
-    """How many more bytes than at the start are in use."""
+def growth():
     gc.collect()
-    before = torch.sim.memory_allocated(ONE)
-    return lambda: torch.sim.memory_allocated(ONE) - before
+    return Growth(ONE)
 
 
 @pytest.fixture
@@ -43,36 +42,36 @@ def numbers():
     return torch.ones(1024, device=ONE)
 
 
-def test_results_that_share_memory_still_do_and_count_once(define, allocated):
+def test_results_that_share_memory_still_do_and_count_once(define, growth):
     def both(x):
         made = x + 1
         return made, made[512:]
 
     x = numbers()
     whole, half = define("both(Tensor x) -> (Tensor, Tensor)", both)(x)
-    assert allocated() == 2 * BYTES
+    assert growth.now == 2 * BYTES
     half.zero_()
     assert whole.sum().item() == 2 * 512
     assert half.device == whole.device == x.device
     del whole, x
-    assert allocated() == BYTES
+    assert growth.now == BYTES
     del half
-    assert allocated() == 0
+    assert growth.now == 0
 
 
-def test_a_result_twice_shares_its_memory(define, allocated):
+def test_a_result_twice_shares_its_memory(define, growth):
     def twice(x):
         made = x + 1
         return made, made
 
     first, second = define("twice(Tensor x) -> (Tensor, Tensor)", twice)(numbers())
-    assert allocated() == BYTES
+    assert growth.now == BYTES
     assert first.device == second.device == ONE
     assert first.data_ptr() == second.data_ptr()
 
 
 @pytest.mark.parametrize("keep", [lambda made: made, lambda made: made.view(-1), lambda made: made.untyped_storage()])
-def test_what_an_operator_keeps_of_its_result_stays_the_cpus(define, allocated, keep):
+def test_what_an_operator_keeps_of_its_result_stays_the_cpus(define, growth, keep):
     kept = []
 
     def keeping(x):
@@ -84,9 +83,9 @@ def test_what_an_operator_keeps_of_its_result_stays_the_cpus(define, allocated, 
     assert kept[0].device == torch.device("cpu")
     assert result.device == ONE
     assert kept[0].data_ptr() == result.data_ptr()
-    assert allocated() == BYTES
+    assert growth.now == BYTES
     del result
-    assert allocated() == 0
+    assert growth.now == 0
     assert len(kept[0].tolist()) > 0  # its memory is still there
 
 
@@ -101,7 +100,7 @@ def test_an_operator_defined_anew_is_another_one(define):
     assert x.sum().item() == 3 * 1024
 
 
-def test_a_result_is_a_tensor_like_any_other_of_its_device(allocated):
+def test_a_result_is_a_tensor_like_any_other_of_its_device(growth):
     made = numbers() + 1
     assert made._version == 0
     assert made.is_leaf
@@ -109,9 +108,9 @@ def test_a_result_is_a_tensor_like_any_other_of_its_device(allocated):
     made.add_(1)
     assert made._version == 1
     made.resize_(2048)
-    assert allocated() == 2 * BYTES
+    assert growth.now == 2 * BYTES
     made.untyped_storage().resize_(0)
-    assert allocated() == 0
+    assert growth.now == 0
     with torch.inference_mode():
         assert (numbers() + 1).is_inference()
     with torch.autocast("sim", dtype=torch.bfloat16):
@@ -121,16 +120,16 @@ def test_a_result_is_a_tensor_like_any_other_of_its_device(allocated):
     assert leaf.grad.device == ONE
 
 
-def test_an_out_argument_that_is_itself_a_result_may_get_other_memory(allocated):
+def test_an_out_argument_that_is_itself_a_result_may_get_other_memory(growth):
     x = numbers()
     out = x[:1] + 1
-    assert allocated() == BYTES + 4
+    assert growth.now == BYTES + 4
     torch.add(x, 1, out=out)
-    assert allocated() == 2 * BYTES
+    assert growth.now == 2 * BYTES
     assert out.sum().item() == 2 * 1024
 
 
-def test_one_that_finds_no_memory_stays_what_it_was(allocated, capacity):
+def test_one_that_finds_no_memory_stays_what_it_was(growth, capacity):
     x = numbers()
     out = x[:1] + 1
     capacity(torch.sim.memory_allocated(ONE) + BYTES - 1, ONE)
@@ -138,12 +137,12 @@ def test_one_that_finds_no_memory_stays_what_it_was(allocated, capacity):
         torch.add(x, 1, out=out)
     with pytest.raises(torch.OutOfMemoryError):
         x + 1
-    assert allocated() == BYTES + 4
+    assert growth.now == BYTES + 4
     assert out.tolist() == [2]
     assert x.sum().item() == 1024
 
 
-def test_threads_that_make_and_drop_memory_at_once_leave_none_and_the_peak_has_seen_all(allocated):
+def test_threads_that_make_and_drop_memory_at_once_leave_none_and_the_peak_has_seen_all(growth):
     before = torch.sim.memory_allocated(ONE)
     torch.sim.reset_peak_memory_stats(ONE)
 
@@ -155,11 +154,11 @@ def test_threads_that_make_and_drop_memory_at_once_leave_none_and_the_peak_has_s
         del held
 
     in_threads(4, work)
-    assert allocated() == 0
+    assert growth.now == 0
     assert 4 * BYTES <= torch.sim.max_memory_allocated(ONE) - before <= 8 * BYTES
 
 
-def test_threads_share_a_capacity_to_the_byte(allocated, capacity):
+def test_threads_share_a_capacity_to_the_byte(growth, capacity):
     held, refused = [], []
     capacity(torch.sim.memory_allocated(ONE) + 3 * BYTES, ONE)
 
@@ -173,7 +172,7 @@ def test_threads_share_a_capacity_to_the_byte(allocated, capacity):
     in_threads(8, work)
     assert len(held) == 3
     assert len(refused) == 5
-    assert allocated() == 3 * BYTES
+    assert growth.now == 3 * BYTES
 
 
 def test_operators_called_for_the_first_time_by_two_threads_at_once_are_right():

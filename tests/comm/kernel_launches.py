@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from tensor_kinds import strides
 from torch import Tensor
 
 from dataparallel.comm.cupy.tables import Kernel
-from tensor_kinds import strides
 
 
 class Launches:
