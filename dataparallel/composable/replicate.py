@@ -113,18 +113,17 @@ class ReplicatedModule(ManagedModule):
         or backward. It does not notice a backward that does not lead through it, for example one of a loss on its
         parameters alone. Let no such backward come between.
         """
-        _state_of(self).requires_gradient_sync = flag
+        _state_of(self).tensors.sums.are_on = flag
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside the block each ``backward()`` leaves gradients on the slots: see `set_requires_gradient_sync`."""
-        state = _state_of(self)
-        before = state.requires_gradient_sync
-        state.requires_gradient_sync = False
+        sums = _state_of(self).tensors.sums
+        before, sums.are_on = sums.are_on, False
         try:
             yield
         finally:
-            state.requires_gradient_sync = before
+            sums.are_on = before
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

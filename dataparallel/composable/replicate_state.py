@@ -79,15 +79,6 @@ class ReplicateState:
         self.tensors = PersistentTensors(self.slots, first_bytes, cap_bytes, broadcast_buffers)
         self._kept = KeptReplicas(self.tensors)
 
-    @property
-    def requires_gradient_sync(self) -> bool:
-        """True if backward sums gradients; see ``ReplicatedModule.set_requires_gradient_sync``."""
-        return self.tensors.sums.are_on
-
-    @requires_gradient_sync.setter
-    def requires_gradient_sync(self, flag: bool) -> None:
-        self.tensors.sums.are_on = flag
-
     def manages(self, parameter: Tensor) -> bool:
         """True if replicas have copies of it."""
         return id(parameter) not in self._twin_info.ignored_parameters

@@ -169,20 +169,20 @@ class TestForwardMethods:
 class TestGradientSync:
     def test_the_flag(self, layers, slots):
         state = replicate.state(replicate(layers, devices=slots))
-        assert state.requires_gradient_sync
+        assert state.tensors.sums.are_on
         layers.set_requires_gradient_sync(False)
-        assert not state.requires_gradient_sync
+        assert not state.tensors.sums.are_on
 
     def test_no_sync_ends_with_what_was_before(self, layers, slots):
         state = replicate.state(replicate(layers, devices=slots))
         for before in (True, False):
             layers.set_requires_gradient_sync(before)
             with layers.no_sync():
-                assert not state.requires_gradient_sync
-            assert state.requires_gradient_sync is before
+                assert not state.tensors.sums.are_on
+            assert state.tensors.sums.are_on is before
             with pytest.raises(KeyError), layers.no_sync():
                 raise KeyError
-            assert state.requires_gradient_sync is before
+            assert state.tensors.sums.are_on is before
 
 
 class TestRefusedAtApplication:

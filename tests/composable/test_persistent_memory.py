@@ -6,9 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from loops import adamw, assert_same_loop, mean_square, waits
-from persistent import tensors_of, with_persistent_replicas
+from persistent import Branched, numbers, settled, tensors_of, with_persistent_replicas
 from torch import Tensor, nn
 
+from dataparallel import comm
 from dataparallel.composable.persistent_memory import MemoryOfCopies
 from dataparallel.testing.cases import seeded
 
@@ -231,3 +232,38 @@ def test_a_conjugate_view_of_its_own_memory_is_other_memory_too() -> None:
     copy.data = copy.data.conj()
     assert memory.restore()
     assert copy.tolist() == [1 + 2j]
+
+
+@pytest.mark.not_isolated("slots on one device share the pieces here")
+def test_copies_that_are_in_several_pieces_are_filled_one_by_one(
+    net: Branched, twin: Branched, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another transport may put them elsewhere."""
+
+    def in_pieces(tensors: list[Tensor], devices: list, *args: object, **kwargs: object) -> list[list[Tensor]]:
+        pieces = {device: [tensor.to(device) for tensor in tensors] for device in devices}
+        return [list(pieces[device]) for device in devices]
+
+    monkeypatch.setattr(comm, "broadcast_coalesced", in_pieces)
+    x = numbers(root, 2 * len(slots) + 1)
+    wrapped = settled(net, slots, x)
+    monkeypatch.undo()
+    for module in (net, twin):
+        with torch.no_grad():
+            module.second.weight.mul_(2)
+    torch.testing.assert_close(wrapped(x), twin(x), rtol=0, atol=1e-9)
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(8)
+def test_a_forward_sends_the_values_in_a_few_launches(slots: list, root: torch.device) -> None:
+    """At most three for each slot and bucket, whatever the number of tensors."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100))).to(root)
+    wrapped = with_persistent_replicas(model, slots)
+    tensors_of(wrapped)._first_bytes = tensors_of(wrapped)._cap_bytes = 2**20
+    x = torch.ones(len(slots), 2, device=root)
+    for _ in range(2):
+        wrapped(x).sum().backward()
+    with torch.sim.counted() as counts:
+        wrapped._kept.replicas(model, [torch.device(slot) for slot in slots], 2**20)
+    assert sum(counts.launches) <= 3 * len(slots)

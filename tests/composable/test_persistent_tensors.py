@@ -7,13 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from persistent import Branched, assert_same, gradients, loss, numbers, tensors_of, with_persistent_replicas
+from persistent import Branched, assert_same, gradients, loss, numbers, settled, tensors_of, with_persistent_replicas
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel, comm
-from dataparallel.autograd.bucket_nodes import OnSlot, ToSlots
-from dataparallel.composable.gradient_sums import WaitingBucket
+from dataparallel import DataParallel
 from dataparallel.testing.models import CASES
 from dataparallel.testing.parity import assert_same_training
 
@@ -23,15 +21,6 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 @pytest.fixture
 def x(slots: list, root: torch.device) -> Tensor:
     return numbers(root, 2 * len(slots) + 1)
-
-
-def settled(net: nn.Module, slots: list, x: Tensor, **options: bool) -> DataParallel:
-    """After the steps in which the order of gradients is learnt."""
-    wrapped = with_persistent_replicas(net, slots, **options)
-    for _ in range(2):
-        loss(wrapped(x)).backward()
-        net.zero_grad()
-    return wrapped
 
 
 def copies_of(wrapped: DataParallel) -> list[list[Tensor]]:
@@ -240,93 +229,6 @@ def test_a_first_forward_without_a_graph(
         assert_same(gradients(net), gradients(twin))
 
 
-def test_buckets_follow_the_order_in_which_gradients_came(net: Branched, slots: list, x: Tensor) -> None:
-    class Reversed(Branched):
-        """The layer that is registered last is used first."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(torch.tanh(self.second(torch.tanh(nn.functional.pad(self.branch(x), (0, 6))))))[:, :2]
-
-    net.__class__ = Reversed
-    net.first, net.second = nn.Linear(8, 8).to(net.last.weight), nn.Linear(8, 8).to(net.last.weight)
-    wrapped = settled(net, slots, x)
-    made = tensors_of(wrapped).copies
-    names = {id(parameter): name for name, parameter in net.named_parameters()}
-    order = [names[id(made.plan.tensors[i])].split(".")[0] for group in made.buckets for i in group]
-    assert list(dict.fromkeys(order)) == ["first", "second", "branch", "last"]
-    assert len(made.buckets) > 2
-
-
-def test_sums_are_launched_in_the_order_of_buckets(
-    slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The order in which gradients arrive may change from step to step, and some layers may not be used."""
-
-    class EitherWay(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
-
-        def forward(self, x: Tensor, order: list[int]) -> Tensor:
-            for k in order:
-                x = torch.tanh(self.layers[k](x))
-            return x
-
-    net = EitherWay().double().to(root)
-    wrapped = with_persistent_replicas(net, slots)
-    for _ in range(2):
-        loss(wrapped(x, [0, 1, 2, 3, 4])).backward()
-    with_kept = WaitingBucket.with_kept
-    assert len(tensors_of(wrapped).copies.buckets) > 3
-    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4], [3, 1]):
-        launched: list[int] = []
-        buckets = tensors_of(wrapped).sums.buckets[::-1]  # made from the last to the first
-
-        def noted(bucket: WaitingBucket, *arguments, launched=launched, buckets=buckets):
-            launched.append(buckets.index(bucket))
-            return with_kept(bucket, *arguments)
-
-        monkeypatch.setattr(WaitingBucket, "with_kept", noted)
-        loss(wrapped(x, order)).backward()
-        assert launched == sorted(launched)
-        assert len(launched) >= len(order) - 1
-
-
-@pytest.mark.devices("sim")
-@pytest.mark.not_isolated("one thread has all slots then")
-@pytest.mark.usefixtures("one_intra_op_thread")
-def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread takes ready buckets in any order. Here all are ready before it takes the second one."""
-    layers = 12
-    root, other = torch.device("sim", 0), torch.device("sim", 1)
-    left = {root: 2 * layers, other: 2 * layers}
-    done = {device: threading.Event() for device in left}
-    backward, brought = OnSlot.backward, ToSlots.brought
-
-    def noted(ctx, *grads):
-        if ctx.device == other:
-            assert done[root].wait(20)
-        found = backward(ctx, *grads)
-        left[ctx.device] -= 1
-        if left[ctx.device] == 0:
-            done[ctx.device].set()
-        return found
-
-    def late(*arguments):
-        assert done[other].wait(20)
-        return brought(*arguments)
-
-    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).double().to(root)
-    wrapped = with_persistent_replicas(net, [root, other])
-    with monkeypatch.context() as patch:
-        patch.setattr(OnSlot, "backward", noted)
-        patch.setattr(ToSlots, "brought", late)
-        loss(wrapped(numbers(root, 4))).backward()
-    loss(wrapped(numbers(root, 4))).backward()
-    order = [i // 2 for group in tensors_of(wrapped).copies.buckets for i in group]
-    assert order == sorted(order, reverse=True)
-
-
 def test_graphs_over_former_tensors_still_count(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
     """Their gradients are summed at once: no later pass would add gradients that their buckets keep."""
     wrapped = settled(net, slots, x)
@@ -342,25 +244,6 @@ def test_graphs_over_former_tensors_still_count(net: Branched, twin: Branched, s
         loss(call(x)).backward()
         loss(call(x)).backward()
     assert_same(gradients(net), gradients(twin))
-
-
-@pytest.mark.not_isolated("slots on one device share the pieces here")
-def test_copies_that_are_in_several_pieces_are_filled_one_by_one(
-    net: Branched, twin: Branched, slots: list, x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another transport may put them elsewhere."""
-
-    def in_pieces(tensors: list[Tensor], devices: list, *args: object, **kwargs: object) -> list[list[Tensor]]:
-        pieces = {device: [tensor.to(device) for tensor in tensors] for device in devices}
-        return [list(pieces[device]) for device in devices]
-
-    monkeypatch.setattr(comm, "broadcast_coalesced", in_pieces)
-    wrapped = settled(net, slots, x)
-    monkeypatch.undo()
-    for module in (net, twin):
-        with torch.no_grad():
-            module.second.weight.mul_(2)
-    torch.testing.assert_close(wrapped(x), twin(x), rtol=0, atol=1e-9)
 
 
 def test_buffers_are_slot_0s(slots: list, root: torch.device) -> None:
@@ -444,35 +327,3 @@ def test_they_belong_to_one_module_and_cannot_be_copied(net: Branched, slots: li
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="belong to one module and cannot be copied"):
             copied(kept)
-
-
-@pytest.mark.devices("sim")
-@pytest.mark.slots(8)
-def test_a_forward_sends_the_values_in_a_few_launches(slots: list, root: torch.device) -> None:
-    """At most three for each slot and bucket, whatever the number of tensors."""
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100))).to(root)
-    wrapped = with_persistent_replicas(model, slots)
-    tensors_of(wrapped)._first_bytes = tensors_of(wrapped)._cap_bytes = 2**20
-    x = torch.ones(len(slots), 2, device=root)
-    for _ in range(2):
-        wrapped(x).sum().backward()
-    with torch.sim.counted() as counts:
-        wrapped._kept.replicas(model, [torch.device(slot) for slot in slots], 2**20)
-    assert sum(counts.launches) <= 3 * len(slots)
-
-
-@pytest.mark.devices("sim")
-def test_a_slot_holds_one_copy_of_the_parameters(slots: list, root: torch.device) -> None:
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(root)
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    others = [torch.device(slot) for slot in slots[1:]]
-    if len({*slots}) < len(slots):
-        pytest.skip("slots that share a device share the parameters")
-    before = [torch.sim.memory_allocated(device) for device in (root, *others)]
-    wrapped = settled(model, slots, torch.ones(len(slots), 64, device=root))
-    for device in (root, *others):
-        torch.sim.synchronize(device)
-    after = [torch.sim.memory_allocated(device) for device in (root, *others)]
-    assert [new - old for old, new in zip(before, after, strict=True)] == [0] + [nbytes] * len(others)
-    wrapped._kept.clear()
-    assert [torch.sim.memory_allocated(device) for device in (root, *others)] == before
