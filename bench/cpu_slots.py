@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from contender import COLLECT, DONE, SAVE
-from processes import environment
+from child_processes import environment
 
 SCRIPT = Path(__file__).with_name("contender.py")
 

@@ -15,7 +15,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from linear_cost import PARAMETERS, SLOTS, Size
 from linear_cost_report import CAPTION, fitted, plot, summarise
 from places import first_lines
-from processes import environment
+from child_processes import environment
 from reporting import Report
 
 SCRIPT = Path(__file__).with_name("linear_cost.py")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from options import BENCH, MAIN_JOB
-from processes import environment
+from child_processes import environment
 from reporting import table
 
 SUITES = {path.name for path in BENCH.glob("test_*.py")}

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from places import Places
-from processes import environment
+from child_processes import environment
 from reporting import Report, quartiles, ratios
 from shapes import GPT, SHAPES
 

@@ -150,3 +150,11 @@ def test_signatures_begin_like_torchs(name):
     )
     assert ours[: len(torchs)] == torchs
     assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, _, kind in ours[len(torchs) :])
+
+
+def test_helpers_of_tests_and_benchmarks_have_names_of_their_own(pytestconfig: pytest.Config) -> None:
+    """pytest's path has all of their folders: of two files with one name it would import the first."""
+    folders = pytestconfig.getini("pythonpath")
+    helpers = [path.name for folder in folders for path in Path(folder).glob("*.py")]
+    shared = {name for name in helpers if helpers.count(name) > 1 and not name.startswith("test_")}
+    assert shared <= {"conftest.py"}

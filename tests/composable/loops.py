@@ -55,7 +55,12 @@ def in_place(module: nn.Module, slots: Sequence[Any], dim: int = 0) -> nn.Module
     return replicate(module, devices=slots, dim=dim)
 
 
-def wait_for_all_streams(slots: Sequence[Any]) -> None:
-    """The limits ask for this: threads of the engine may drop a backward that has failed a moment late."""
-    for device in {torch.device(slot) for slot in slots} - {torch.device("cpu")}:
-        torch.accelerator.synchronize(device)
+def wait_for_the_engine(slots: Sequence[Any]) -> None:
+    """The limits ask for this after a backward that has failed: the engine's other threads may be in a node of it.
+
+    Each takes the nodes of its device one after the other, so it has left that node when it has run these.
+    """
+    for slot in {*map(torch.device, slots)}:
+        torch.ones(1, device=slot, requires_grad=True).sum().backward()
+    if torch.device(slots[0]).type != "cpu":  # nothing orders what they have launched
+        torch.accelerator.synchronize(torch.device(slots[0]))

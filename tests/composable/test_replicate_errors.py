@@ -6,7 +6,7 @@ test_replicate_errors_meanwhile.
 
 import pytest
 import torch
-from loops import SMALL, left_behind, mean_square, wait_for_all_streams, waits
+from loops import SMALL, left_behind, mean_square, wait_for_the_engine, waits
 from persistent import Branched, assert_same, gradients, kept_on_slots, numbers_of_slots
 from torch import Tensor, nn
 
@@ -78,7 +78,7 @@ def test_a_slot_that_raises_leaves_nothing_behind(net, twin, slots, root, quietl
     with pytest.raises(ArithmeticError, match=f"in {fails}"), waits(net) if quietly else torch.enable_grad():
         mean_square(net(x)).backward()
     net.fails = ""
-    wait_for_all_streams(slots)
+    wait_for_the_engine(slots)
     if fails == "forward":
         assert all(parameter.grad is None for parameter in net.parameters())
         assert kept_on_slots(net) == 0
@@ -101,7 +101,7 @@ def test_what_waited_before_the_error_is_thrown_away_with_it(net, twin, slots, r
         with pytest.raises(ArithmeticError):
             mean_square(net(x)).backward()
     net.fails = ""
-    wait_for_all_streams(slots)
+    wait_for_the_engine(slots)
     net.zero_grad(set_to_none=set_to_none)
     mean_square(net(x)).backward()
     step(twin, x)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import SMALL, left_behind, wait_for_all_streams, waits
+from loops import SMALL, left_behind, wait_for_the_engine, waits
 from persistent import assert_same, gradients, kept_on_slots, loss, numbers, numbers_of_slots
 from torch import Tensor, nn
 
@@ -209,7 +209,7 @@ def test_in_backward(net, twin, slots, root, layer, which, settled, quietly) -> 
     with pytest.raises(ArithmeticError, match="in backward"), waits(net) if quietly else torch.enable_grad():
         loss(net(x, meeting)).backward()
     assert meeting.have_others_ended(TIMEOUT)
-    wait_for_all_streams(slots)
+    wait_for_the_engine(slots)
     assert_equal(left_behind(net)[0], values, "values", atol=0)
     for (name, parameter), expected in zip(net.named_parameters(), whole, strict=True):
         reached = int(name.split(".")[1]) > layer
@@ -238,7 +238,7 @@ def test_again_and_again_in_backward(net, twin, slots, root, layer, which) -> No
             with pytest.raises(ArithmeticError), waits(net) if quietly else torch.enable_grad():
                 loss(net(x, meeting)).backward()
             assert meeting.have_others_ended(TIMEOUT)
-            wait_for_all_streams(slots)
+            wait_for_the_engine(slots)
             net.zero_grad()
         assert_same(step(net, x), step(twin, x))
     assert_next_steps(net, twin, x, slots, before)
