@@ -26,7 +26,6 @@ from dataparallel._version import __version__
 from dataparallel.comm import choose_transport
 from dataparallel.comm.choice import Collective
 from dataparallel.comm.settings import current
-from dataparallel.comm.topology import Link, Topology
 from dataparallel.devices import all_devices
 
 _CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -82,7 +81,7 @@ def collect(environ: Mapping[str, str] = os.environ) -> Report:
         nvml=nvml,
         nccl=look_for_nccl(),
         cupy=look_for_cupy(),
-        transports=look_at_transports(devices or [torch.device("cpu")] * 2, nvml),
+        transports=look_at_transports(devices or [torch.device("cpu")] * 2),
         reuse=look_at_reuse(),
     )
 
@@ -133,16 +132,16 @@ def look_at_reuse() -> str:
     return f"each call makes its own replicas and copies, because reference counts are not trusted: {why_not}"
 
 
-def look_at_transports(devices: Sequence[torch.device], nvml: Nvml) -> dict[str, str]:
+def look_at_transports(devices: Sequence[torch.device]) -> dict[str, str]:
     """The transports and reasons that `Report` has."""
 
     def describe(operation: Collective) -> str:
         try:
-            choice = choose_transport(devices, _links(devices, nvml), operation)
+            choice = choose_transport(devices, operation)
         except ValueError as error:
             return f"refused: {error}"
-        is_unsure = choice.transport == "cupy" and not nvml.peers
-        return f"{choice.transport}: {choice.reason}{', if all are peers, which NVML does not tell' * is_unsure}"
+        condition = ", if all devices have peer access" if choice.transport == "cupy" else ""
+        return f"{choice.transport}: {choice.reason}{condition}"
 
     try:
         asked = current()
@@ -150,18 +149,6 @@ def look_at_transports(devices: Sequence[torch.device], nvml: Nvml) -> dict[str,
         return {"broadcast": f"refused: {error}"}
     operations = _OPERATIONS if asked.transport or asked.route else _OPERATIONS[1:2]
     return {operation: describe(operation) for operation in operations}
-
-
-def _links(devices: Sequence[torch.device], nvml: Nvml) -> Topology | None:
-    """The links between GPUs from NVML, because CUDA would be initialised if it were asked."""
-    if devices[0].type != "cuda":
-        return None
-    pairs = [(i, j) for i in range(len(devices)) for j in range(len(devices)) if i != j]
-    if not nvml.peers:  # nothing is known: a call will ask CUDA
-        return Topology(tuple(devices), dict.fromkeys(pairs, Link.PEER))
-    reached = {(i, j) for i, j in pairs if nvml.peers[i][j] == "yes"}
-    links = {(i, j): Link.PEER if {(i, j), (j, i)} <= reached else Link.HOST for i, j in pairs}
-    return Topology(tuple(devices), links)
 
 
 def look_at_nvml(environ: Mapping[str, str] = os.environ) -> Nvml:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dataparallel.comm import topology
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Planned
 from dataparallel.comm.checks import (
     check_chunk_sizes,
@@ -28,7 +27,6 @@ from dataparallel.comm.checks import (
 from dataparallel.comm.choice import Choice, Collective
 from dataparallel.comm.select import choose_for, transport_for
 from dataparallel.comm.settings import are_slots_isolated, using
-from dataparallel.comm.topology import Topology
 from dataparallel.comm.transport import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
@@ -47,24 +45,21 @@ __all__ = [
     "using",
 ]
 
-_TYPICAL_BYTES, _TYPICAL_COUNT = 25 * 2**20, 100
-"""The bytes and the number of tensors in a typical bucket of parameters."""
+_TYPICAL_BYTES = 25 * 2**20
+"""The bytes in a typical bucket of parameters."""
 
 
-def choose_transport(
-    devices: Sequence[torch.device], known: Topology | None = None, work: Collective = "broadcast"
-) -> Choice:
+def choose_transport(devices: Sequence[torch.device], work: Collective = "broadcast") -> Choice:
     """The transport and the route that a bucket of parameters would take between ``devices``, and the reason.
 
     Args:
         devices: accelerators, or the CPU several times.
-        known: the links between them; by default the devices are asked.
         work: the operation.
 
     Raises:
         ValueError: a transport that was asked for can do nothing between these devices, or is unknown.
     """
-    return choose_for(work, topology.of(devices) if known is None else known, _TYPICAL_BYTES, _TYPICAL_COUNT)
+    return choose_for(work, devices, _TYPICAL_BYTES)
 
 
 @torch.no_grad()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from dataparallel.comm import nccl, peer_check, settings, topology
+from dataparallel.comm import nccl, peer_check, settings
 from dataparallel.comm.choice import Choice, Collective, choose
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.cupy.transport import Kernels
@@ -22,7 +22,6 @@ from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.settings import ROUTES, Settings, are_slots_isolated
 from dataparallel.comm.sum_check import wrong_sums
-from dataparallel.comm.topology import Topology
 from dataparallel.comm.transport import Transport
 from dataparallel.forks import in_forked_child
 
@@ -63,27 +62,27 @@ def transport_for(work: Collective, devices: Sequence[torch.device], tensors: Se
         return STAR
     nbytes = sum([tensor.numel() * tensor.itemsize for tensor in tensors])
     asked, check_peers = settings.current(), peer_check.is_on()
-    return _select(work, tuple(devices), nbytes.bit_length(), len(tensors), asked, check_peers)
+    return _select(work, tuple(devices), nbytes.bit_length(), asked, check_peers)
 
 
 @lru_cache(maxsize=4096)
 def _select(
-    work: Collective, devices: tuple[torch.device, ...], bits: int, count: int, asked: Settings, check_peers: bool
+    work: Collective, devices: tuple[torch.device, ...], bits: int, asked: Settings, check_peers: bool
 ) -> Transport:
-    """The transport for ``count`` tensors of ``2**(bits - 1)`` bytes or more together.
+    """The transport for ``2**(bits - 1)`` bytes or more.
 
     A power of two stands for all sizes up to the next, so that a program has few different calls.
     """
-    known, nbytes = topology.of(devices), 1 << max(0, bits - 1)
-    checks = peer_check.check_all(known.distinct) if check_peers else {}
+    nbytes = 1 << max(0, bits - 1)
+    checks = peer_check.check_all(devices) if check_peers else {}
     untrusted = [pair for pair, is_trusted in checks.items() if not is_trusted]
-    available = _why_not_available(asked.transport)
-    choice = choose(work, known, nbytes, count, asked, available, untrusted)
+    available = _why_not_available(asked.transport, devices)
+    choice = choose(work, devices, nbytes, asked, available, untrusted)
     if choice.transport in _COMPARED:
-        problem = why_dropped(choice.transport, _COMPARED[choice.transport], known.distinct)
+        problem = why_dropped(choice.transport, _COMPARED[choice.transport], tuple(dict.fromkeys(devices)))
         if problem is not None:
             available = {**available, choice.transport: problem}
-            choice = choose(work, known, nbytes, count, asked, available, untrusted)
+            choice = choose(work, devices, nbytes, asked, available, untrusted)
     if choice.transport == "nccl":
         return nccl.Nccl(sums=not asked.deterministic)
     if choice.transport == "cupy":
@@ -91,24 +90,27 @@ def _select(
     return _HOST if choice.transport == "host" else _BY_ROUTE[choice.route]
 
 
-def choose_for(work: Collective, known: Topology, nbytes: int, count: int) -> Choice:
-    """The choice for a call, without a check of data and without an import of CuPy.
+def choose_for(work: Collective, devices: Sequence[torch.device], nbytes: int) -> Choice:
+    """The choice for a call, without a check of data, an import of CuPy, or a question to CUDA about peers.
 
     Raises:
         ValueError: as `transport_for`.
     """
     asked = settings.current()
-    return choose(work, known, nbytes, count, asked, _why_not_available(asked.transport, try_import=False), ())
+    return choose(work, devices, nbytes, asked, _why_not_available(asked.transport), ())
 
 
-@cache
-def _why_not_available(asked: str | None, try_import: bool = True) -> Mapping[str, str | None]:
-    """For each transport ``None``, or why it is not available. Only the transport that was asked for is looked up."""
-    found: dict[str, str | None] = {"copy": None, "host": None, "nccl": _NOT_MEASURED, "cupy": _NOT_MEASURED}
+@lru_cache(maxsize=256)
+def _why_not_available(asked: str | None, devices: tuple[torch.device, ...] | None = None) -> Mapping[str, str | None]:
+    """For NCCL and CuPy ``None``, or why they are not available. Only the one that was asked for is looked up.
+
+    Without ``devices`` CuPy is not imported, and CUDA is not asked which devices are peers.
+    """
+    found: dict[str, str | None] = {"nccl": _NOT_MEASURED, "cupy": _NOT_MEASURED}
     if asked == "nccl":
         found[asked] = nccl.why_not()
     elif asked == "cupy":
-        found[asked] = launch.why_not() if try_import else launch.why_not_installed()
+        found[asked] = launch.why_not_installed() if devices is None else launch.why_not(devices)
     return found
 
 
