@@ -53,11 +53,8 @@ Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter"]
 CHAIN_FROM_BYTES = 256 * 2**10
 """About a * b for PCIe, with a = 10 us and b = 25 GB/s. Below it a copy takes longer to start than to send."""
 
-# What these transports support. Plain copies and the host support everything.
-SUPPORTED: dict[str, tuple[Collective, ...]] = {
-    "nccl": ("broadcast", "reduce_add"),
-    "cupy": ("broadcast", "reduce_add"),
-}
+SUPPORTED: tuple[Collective, ...] = ("broadcast", "reduce_add")
+"""What *nccl* and *cupy* support. Plain copies and the host support everything."""
 
 
 class Choice(NamedTuple):
@@ -142,7 +139,7 @@ def _why_not_supported(
     transport: str, work: Collective, devices: Sequence[torch.device], settings: Settings
 ) -> str | None:
     """Why the transport does not support this call, which then falls back to plain copies; ``None`` if it does."""
-    if work not in SUPPORTED[transport]:
+    if work not in SUPPORTED:
         return f"{transport} has no {work}"
     if transport == "nccl" and work == "reduce_add" and settings.deterministic:
         return "nccl adds in an order of its own; pass deterministic=False if the last bits may differ"

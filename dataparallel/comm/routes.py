@@ -1,8 +1,7 @@
 """torch's own copies, along a route: who sends to whom, in how many pieces, in which order.
 
 ``comm.choice`` describes the routes. All of them give the same bits: a sum along a chain runs in slot order too.
-Partial
-sums travel from slot to slot, and each slot adds its own term.
+Partial sums travel from slot to slot, and each slot adds its own term.
 
 ``comm.select`` picks the route of a call. This room knows flat buffers, no buckets. On each device the work is queued
 on the calling thread's current stream, and torch orders each copy against the current streams of both its devices.
