@@ -24,8 +24,8 @@ from dataparallel.comm.checks import (
     near_equal_sizes,
     why_not_gatherable,
 )
-from dataparallel.comm.choice import Choice, Collective
-from dataparallel.comm.select import choose_for, transport_for
+from dataparallel.comm.choice import Choice
+from dataparallel.comm.select import choose_transport, transport_for
 from dataparallel.comm.settings import are_slots_isolated, using
 from dataparallel.comm.transport import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
@@ -44,22 +44,6 @@ __all__ = [
     "sums_travel_flat",
     "using",
 ]
-
-_TYPICAL_BYTES = 25 * 2**20
-"""The bytes in a typical bucket of parameters."""
-
-
-def choose_transport(devices: Sequence[torch.device], work: Collective = "broadcast") -> Choice:
-    """The transport and the route that a bucket of parameters would take between ``devices``, and the reason.
-
-    Args:
-        devices: accelerators, or the CPU several times.
-        work: the operation.
-
-    Raises:
-        ValueError: a transport that was asked for can do nothing between these devices, or is unknown.
-    """
-    return choose_for(work, devices, _TYPICAL_BYTES)
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """The transport of a call: asks what has to be known, has ``choice`` choose, and compares a new transport with copies.
 
-``comm`` calls it before every call between devices; ``choose_for`` answers the report. Within one device it answers at
-once, unless slots are isolated: isolated slots count as devices. It moves nothing but the data of the first comparison.
+``comm`` calls it before every call between devices; ``choose_transport`` answers the report. Within one device it
+answers at once, unless slots are isolated: isolated slots count as devices. It moves nothing but the data of the first
+comparison.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from dataparallel.comm.sum_check import wrong_sums
 from dataparallel.comm.transport import Transport
 from dataparallel.forks import in_forked_child
 
-__all__ = ["choose_for", "forget", "transport_for", "why_dropped"]
+__all__ = ["choose_transport", "forget", "transport_for", "why_dropped"]
 
 _CHECKED_BYTES = 2**16 + 1
 """The size of the buffers by which a transport is compared with plain copies; no round number."""
+
+_TYPICAL_BYTES = 25 * 2**20
+"""The bytes in a typical bucket of parameters."""
 
 _BY_ROUTE = {route: TorchCopies(route) for route in ROUTES}
 _HOST = ThroughHost()
@@ -90,14 +94,20 @@ def _select(
     return _HOST if choice.transport == "host" else _BY_ROUTE[choice.route]
 
 
-def choose_for(work: Collective, devices: Sequence[torch.device], nbytes: int) -> Choice:
-    """The choice for a call, without a check of data, an import of CuPy, or a question to CUDA about peers.
+def choose_transport(devices: Sequence[torch.device], work: Collective = "broadcast") -> Choice:
+    """The transport and the route that a bucket of parameters would take between ``devices``, and the reason.
+
+    Nothing is copied for it, CuPy is not imported, and CUDA is not asked which devices are peers.
+
+    Args:
+        devices: accelerators, or the CPU several times.
+        work: the operation.
 
     Raises:
-        ValueError: as `transport_for`.
+        ValueError: a transport that was asked for can do nothing between these devices, or is unknown.
     """
     asked = settings.current()
-    return choose(work, devices, nbytes, asked, _why_not_available(asked.transport), ())
+    return choose(work, devices, _TYPICAL_BYTES, asked, _why_not_available(asked.transport), ())
 
 
 @lru_cache(maxsize=256)
