@@ -36,7 +36,7 @@ accelerators is a CUDA device, the transport is not available, or copies between
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import permutations
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -70,7 +70,7 @@ def choose(
     devices: Sequence[torch.device],
     nbytes: int,
     settings: Settings,
-    available: Mapping[str, str | None],
+    unavailable: str | None,
     untrusted: Collection[Pair],
 ) -> Choice:
     """The transport and the route for a call's tensors.
@@ -80,7 +80,7 @@ def choose(
         devices: in slot order, the source's or the destination's included. One may be listed several times.
         nbytes: the bytes that each device receives in a broadcast, or brings to a sum.
         settings: what the user asks for. A route without a transport asks for plain copies: only they have routes.
-        available: for *nccl* and *cupy* ``None``, or why they are not available between these devices.
+        unavailable: why the transport that is asked for is not available between these devices; ``None`` if it is.
         untrusted: ordered pairs of devices that have failed `peer_check`. A call with both devices of such a pair goes
             through the host, even if plain copies were asked for.
 
@@ -100,7 +100,7 @@ def choose(
     elif asked is not None:
         why_not = _why_not_supported(asked, work, devices, settings)
         if why_not is None:
-            problem = _why_unavailable(distinct, available[asked], broken)
+            problem = _why_unavailable(distinct, unavailable, broken)
             if problem is not None:
                 raise ValueError(
                     f"transport {asked!r} was asked for and cannot serve this {work} "

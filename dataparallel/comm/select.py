@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -43,8 +43,6 @@ _COMPARED: dict[str, Transport] = {"nccl": nccl.Nccl(sums=False), "cupy": _KERNE
 
 _ADDS_IN_SLOT_ORDER = frozenset({"cupy"})
 """Those of them whose sums must have the bits of plain copies. NCCL adds in an order of its own."""
-
-_NOT_MEASURED = "it has not been measured on GPUs yet, and is used only where it is asked for"
 
 _comparisons: dict[tuple[str, tuple[torch.device, ...]], str | None] = {}
 """For each transport and devices that have been compared: ``None``, or why the transport is not used there."""
@@ -80,13 +78,11 @@ def _select(
     nbytes = 1 << max(0, bits - 1)
     checks = peer_check.check_all(devices) if check_peers else {}
     untrusted = [pair for pair, is_trusted in checks.items() if not is_trusted]
-    available = _why_not_available(asked.transport, devices)
-    choice = choose(work, devices, nbytes, asked, available, untrusted)
+    choice = choose(work, devices, nbytes, asked, _why_unavailable(asked.transport, devices), untrusted)
     if choice.transport in _COMPARED:
         problem = why_dropped(choice.transport, _COMPARED[choice.transport], tuple(dict.fromkeys(devices)))
         if problem is not None:
-            available = {**available, choice.transport: problem}
-            choice = choose(work, devices, nbytes, asked, available, untrusted)
+            choice = choose(work, devices, nbytes, asked, problem, untrusted)
     if choice.transport == "nccl":
         return nccl.Nccl(sums=not asked.deterministic)
     if choice.transport == "cupy":
@@ -107,21 +103,20 @@ def choose_transport(devices: Sequence[torch.device], work: Collective = "broadc
         ValueError: a transport that was asked for can do nothing between these devices, or is unknown.
     """
     asked = settings.current()
-    return choose(work, devices, _TYPICAL_BYTES, asked, _why_not_available(asked.transport), ())
+    return choose(work, devices, _TYPICAL_BYTES, asked, _why_unavailable(asked.transport), ())
 
 
 @lru_cache(maxsize=256)
-def _why_not_available(asked: str | None, devices: tuple[torch.device, ...] | None = None) -> Mapping[str, str | None]:
-    """For NCCL and CuPy ``None``, or why they are not available. Only the one that was asked for is looked up.
+def _why_unavailable(asked: str | None, devices: tuple[torch.device, ...] | None = None) -> str | None:
+    """Why the transport that was asked for is not available; ``None`` if it is.
 
     Without ``devices`` CuPy is not imported, and CUDA is not asked which devices are peers.
     """
-    found: dict[str, str | None] = {"nccl": _NOT_MEASURED, "cupy": _NOT_MEASURED}
     if asked == "nccl":
-        found[asked] = nccl.why_not()
-    elif asked == "cupy":
-        found[asked] = launch.why_not_installed() if devices is None else launch.why_not(devices)
-    return found
+        return nccl.why_not()
+    if asked == "cupy":
+        return launch.why_not_installed() if devices is None else launch.why_not(devices)
+    return None
 
 
 def why_dropped(name: str, transport: Transport, devices: tuple[torch.device, ...]) -> str | None:
@@ -165,4 +160,4 @@ def forget() -> None:
     """Forgets all answers: a forked child, and a test that changes what is available, asks again."""
     _comparisons.clear()
     _select.cache_clear()
-    _why_not_available.cache_clear()
+    _why_unavailable.cache_clear()

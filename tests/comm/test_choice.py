@@ -53,7 +53,7 @@ def decide(
     available: dict[str, str | None] = PLAIN,
     untrusted: object = frozenset(),
 ) -> Choice:
-    return choose(work, where, nbytes, settings, available, untrusted)
+    return choose(work, where, nbytes, settings, available.get(settings.transport or ""), untrusted)
 
 
 # devices, work, bytes -> route
@@ -268,7 +268,7 @@ def test_a_choice_can_always_be_carried_out(
     pairs = list(itertools.permutations([d for d in dict.fromkeys(where) if d.type != "cpu"], 2))
     untrusted = data.draw(st.sets(st.sampled_from(pairs), max_size=1)) if pairs else set()
     try:
-        choice = choose(work, where, nbytes, settings, available, untrusted)
+        choice = choose(work, where, nbytes, settings, available.get(settings.transport), untrusted)
     except ValueError:
         assert settings.transport in ("nccl", "cupy"), "only what is asked for is refused"
         assert work in ("broadcast", "reduce_add")
