@@ -18,8 +18,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from contender import COLLECT, DONE, SAVE
 from child_processes import environment
+from contender import COLLECT, DONE, SAVE
 
 SCRIPT = Path(__file__).with_name("contender.py")
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from child_processes import environment
 from linear_cost import PARAMETERS, SLOTS, Size
 from linear_cost_report import CAPTION, fitted, plot, summarise
 from places import first_lines
-from child_processes import environment
 from reporting import Report
 
 SCRIPT = Path(__file__).with_name("linear_cost.py")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from options import BENCH, MAIN_JOB
 from child_processes import environment
+from options import BENCH, MAIN_JOB
 from reporting import table
 
 SUITES = {path.name for path in BENCH.glob("test_*.py")}

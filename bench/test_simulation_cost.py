@@ -21,8 +21,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 from torch.nn import functional as F
 
-from places import Places
 from child_processes import environment
+from places import Places
 from reporting import Report, quartiles, ratios
 from shapes import GPT, SHAPES
 

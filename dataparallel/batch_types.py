@@ -26,11 +26,7 @@ __all__ = ["Batch", "Container", "batch_of", "container_of", "is_written_to", "r
 
 
 class Container(NamedTuple):
-    """How to walk one type.
-
-    ``children(obj)`` lists pairs of a path element (``[0]``, ``["key"]``, ``.field``) and a value. ``rebuild(obj,
-    values)`` makes an object like ``obj`` with ``values`` in the same order, and does not change ``obj``.
-    """
+    """How to walk one type: see `register_container`."""
 
     children: Callable[[Any], list[tuple[str, Any]]]
     rebuild: Callable[[Any, list[Any]], Any]
@@ -58,8 +54,10 @@ def register_container(
 
     Args:
         cls: the type.
-        children: ``children(obj)`` lists pairs of a path element for error messages and a value.
-        rebuild: ``rebuild(obj, values)`` makes a new object like ``obj`` with ``values``, in the same order.
+        children: ``children(obj)`` lists pairs of a path element for error messages (``[0]``, ``["key"]``, ``.field``)
+            and a value.
+        rebuild: ``rebuild(obj, values)`` makes a new object like ``obj`` with ``values``, in the same order. It must
+            not change ``obj``.
     """
     _containers[cls] = Container(children, rebuild)
 

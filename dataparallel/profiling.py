@@ -16,7 +16,7 @@ from torch.autograd import profiler
 
 from dataparallel import _torch
 
-__all__ = ["in_range", "in_stage", "is_recording", "stage"]
+__all__ = ["in_stage", "is_recording", "stage"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -49,9 +49,3 @@ def in_stage(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return in_its_range
 
     return decorate
-
-
-def in_range(name: str, task: Callable[[], T]) -> T:
-    """Runs ``task`` in the range ``dataparallel::<name>``."""
-    with stage(name):
-        return task()

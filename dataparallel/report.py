@@ -26,7 +26,6 @@ from dataparallel._version import __version__
 from dataparallel.comm import choose_transport
 from dataparallel.comm.choice import Collective
 from dataparallel.comm.settings import current
-from dataparallel.comm.topology import Link, Topology
 from dataparallel.devices import all_devices
 
 _CUPY_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -39,50 +38,34 @@ _P2P_READ, _P2P_WRITE, _P2P_OK = 0, 1, 0
 
 
 @dataclass(frozen=True)
-class Nvml:
-    """The GPUs that CUDA shows to this process, as NVML describes them, in CUDA's order as far as known.
-
-    Attributes:
-        gpus: name and memory of each GPU.
-        peers: ``peers[i][j]`` is "yes" if GPU ``i`` can read and write the memory of GPU ``j``, "no", or an error.
-        note: what the reader has to know, an error for example; empty if nothing.
-    """
-
-    gpus: tuple[str, ...] = ()
-    peers: tuple[tuple[str, ...], ...] = ()
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Report:
     """Everything that `format_report` prints.
 
-    ``transports`` has for each operation of ``comm`` the transport and the reason; only for "broadcast" if the user
-    asks for no transport and no route.
+    ``nvml`` has a line about NVML, and one for each GPU of the machine. ``transports`` has for each operation of
+    ``comm`` the transport and the reason; only for "broadcast" if the user asks for no transport and no route.
     """
 
     versions: str
     cpu: str
     devices: tuple[torch.device, ...]
-    nvml: Nvml
+    nvml: Sequence[str]
     nccl: str
     cupy: str
     transports: Mapping[str, str]
     reuse: str
 
 
-def collect(environ: Mapping[str, str] = os.environ) -> Report:
+def collect() -> Report:
     """Looks at this machine. It makes no context on any device and does not initialise CUDA."""
     devices = all_devices()
-    nvml = look_at_nvml(environ)
     return Report(
         versions=f"{torch.__version__} ({torch_build()}), Python {platform.python_version()}",
         cpu=look_at_cpu(),
         devices=tuple(devices),
-        nvml=nvml,
+        nvml=look_at_nvml(),
         nccl=look_for_nccl(),
         cupy=look_for_cupy(),
-        transports=look_at_transports(devices or [torch.device("cpu")] * 2, nvml),
+        transports=look_at_transports(devices or [torch.device("cpu")] * 2),
         reuse=look_at_reuse(),
     )
 
@@ -133,16 +116,16 @@ def look_at_reuse() -> str:
     return f"each call makes its own replicas and copies, because reference counts are not trusted: {why_not}"
 
 
-def look_at_transports(devices: Sequence[torch.device], nvml: Nvml) -> dict[str, str]:
+def look_at_transports(devices: Sequence[torch.device]) -> dict[str, str]:
     """The transports and reasons that `Report` has."""
 
     def describe(operation: Collective) -> str:
         try:
-            choice = choose_transport(devices, _links(devices, nvml), operation)
+            choice = choose_transport(devices, operation)
         except ValueError as error:
             return f"refused: {error}"
-        is_unsure = choice.transport == "cupy" and not nvml.peers
-        return f"{choice.transport}: {choice.reason}{', if all are peers, which NVML does not tell' * is_unsure}"
+        condition = ", if all devices have peer access" if choice.transport == "cupy" else ""
+        return f"{choice.transport}: {choice.reason}{condition}"
 
     try:
         asked = current()
@@ -152,66 +135,26 @@ def look_at_transports(devices: Sequence[torch.device], nvml: Nvml) -> dict[str,
     return {operation: describe(operation) for operation in operations}
 
 
-def _links(devices: Sequence[torch.device], nvml: Nvml) -> Topology | None:
-    """The links between GPUs from NVML, because CUDA would be initialised if it were asked."""
-    if devices[0].type != "cuda":
-        return None
-    pairs = [(i, j) for i in range(len(devices)) for j in range(len(devices)) if i != j]
-    if not nvml.peers:  # nothing is known: a call will ask CUDA
-        return Topology(tuple(devices), dict.fromkeys(pairs, Link.PEER))
-    reached = {(i, j) for i, j in pairs if nvml.peers[i][j] == "yes"}
-    links = {(i, j): Link.PEER if {(i, j), (j, i)} <= reached else Link.HOST for i, j in pairs}
-    return Topology(tuple(devices), links)
-
-
-def look_at_nvml(environ: Mapping[str, str] = os.environ) -> Nvml:
+def look_at_nvml() -> list[str]:
     """Asks NVML, if its Python binding is installed."""
     if importlib.util.find_spec("pynvml") is None:
-        return Nvml(note="not asked: nvidia-ml-py is not installed")
-    return ask_nvml(importlib.import_module("pynvml"), environ)
+        return ["not asked: nvidia-ml-py is not installed"]
+    return ask_nvml(importlib.import_module("pynvml"), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def ask_nvml(nvml: Any, environ: Mapping[str, str]) -> Nvml:
-    """Asks ``nvml``, a module with pynvml's functions. An error of NVML becomes the note."""
+def ask_nvml(nvml: Any, visible: str | None) -> list[str]:
+    """Asks ``nvml``, a module with pynvml's functions, about all GPUs. ``visible`` is CUDA_VISIBLE_DEVICES."""
     try:
         nvml.nvmlInit()
         try:
-            handles = visible_handles(nvml, environ.get("CUDA_VISIBLE_DEVICES"))
-            names = [nvml.nvmlDeviceGetName(handle) for handle in handles]
-            gpus = tuple(f"{name}, {_gpu_memory(nvml, h)}" for name, h in zip(names, handles, strict=True))
-            peers = tuple(tuple(peer_access(nvml, one, other) for other in handles) for one in handles)
+            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+            gpus = [f"{nvml.nvmlDeviceGetName(h)}, {_gpu_memory(nvml, h)}, {_peers(nvml, h, handles)}" for h in handles]
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
-        return Nvml(note=f"failed: {error}")
-    note = ""
-    if len({*names}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        note = "CUDA and NVML may list GPUs of several kinds in different orders: set CUDA_DEVICE_ORDER=PCI_BUS_ID"
-    return Nvml(gpus, peers, note)
-
-
-def visible_handles(nvml: Any, visible: str | None) -> list[Any]:
-    """NVML's handles of the GPUs that ``CUDA_VISIBLE_DEVICES=visible`` leaves, in its order.
-
-    The rules are those of the CUDA C++ programming guide, "CUDA environment variables": entries are indices, or UUIDs
-    that may be shortened as long as they are unique. An entry that names no GPU hides the entries after it, and a GPU
-    that is named twice hides all. Instances of a divided GPU (MIG) are not looked up.
-    """
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    if visible is None:
-        return handles
-    uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
-    chosen: list[int] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        number = re.match(r"\+?\d+", entry)
-        if entry.startswith("GPU-"):
-            matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
-        else:
-            matches = [index for index in range(len(handles)) if number and index == int(number.group())]
-        if len(matches) != 1:
-            break
-        chosen += matches
-    return [handles[index] for index in chosen] if len({*chosen}) == len(chosen) else []
+        return [f"failed: {error}"]
+    shown = "not set" if visible is None else repr(visible)
+    return [f"all GPUs by NVML's numbers, which may differ from CUDA's; CUDA_VISIBLE_DEVICES is {shown}", *gpus]
 
 
 def _gpu_memory(nvml: Any, handle: Any) -> str:
@@ -222,24 +165,32 @@ def _gpu_memory(nvml: Any, handle: Any) -> str:
     return _memory(info.total, info.free)
 
 
-def peer_access(nvml: Any, one: Any, other: Any) -> str:
-    """See `Nvml`; "-" for a GPU and itself."""
-    if one == other:
-        return "-"
+def _peers(nvml: Any, handle: Any, handles: Sequence[Any]) -> str:
+    """The numbers of the GPUs whose memory the GPU of ``handle`` can read and write."""
+    peers = []
     try:
-        statuses = {nvml.nvmlDeviceGetP2PStatus(one, other, index) for index in (_P2P_READ, _P2P_WRITE)}
+        for number, other in enumerate(handles):
+            if other != handle:
+                statuses = {nvml.nvmlDeviceGetP2PStatus(handle, other, index) for index in (_P2P_READ, _P2P_WRITE)}
+                if statuses == {_P2P_OK}:
+                    peers.append(str(number))
     except nvml.NVMLError as error:
-        return f"error: {error}"
-    return "yes" if statuses == {_P2P_OK} else "no"
+        return f"peers not shown: NVML says {error}"
+    return f"peers {' '.join(peers) or 'none'}"
 
 
 def format_report(report: Report) -> str:
     """The report as lines of text. The last lines say what to do next."""
+    count = len(report.devices)
+    accelerators = f"{report.devices[0].type}, {count} device{'s' * (count > 1)}" if count else "none"
+    about_nvml, *gpus = report.nvml
     lines = (
         f"dataparallel  {__version__}",
         f"torch         {report.versions}",
         f"CPU           {report.cpu}",
-        *_device_lines(report),
+        f"accelerator   {accelerators}",
+        f"NVML          {about_nvml}",
+        *(f"  GPU {number:<8}{gpu}" for number, gpu in enumerate(gpus)),
         f"NCCL          {report.nccl}",
         f"CuPy          {report.cupy}",
         *_transport_lines(report.transports),
@@ -247,29 +198,6 @@ def format_report(report: Report) -> str:
         *_next_lines(report.devices),
     )
     return "\n".join(lines)
-
-
-def _device_lines(report: Report) -> list[str]:
-    devices, gpus = report.devices, report.nvml.gpus
-    notes = [f"NVML          {report.nvml.note}"] if report.nvml.note else []
-    if not devices:
-        unseen = [f"              NVML lists {gpu}, but this torch does not see it" for gpu in gpus]
-        return ["accelerator   none", *unseen, *notes]
-    lines = [f"accelerator   {devices[0].type}, {len(devices)} device{'s' * (len(devices) > 1)}"]
-    if len(gpus) != len(devices):
-        return [*lines, "              names and memory not shown: to ask torch for them would make a context", *notes]
-    lines += [f"  {device!s:<12}{gpu}" for device, gpu in zip(devices, gpus, strict=True)]
-    return [*lines, *(_peer_lines(devices, report.nvml.peers) if len(devices) > 1 else ()), *notes]
-
-
-def _peer_lines(devices: tuple[torch.device, ...], peers: tuple[tuple[str, ...], ...]) -> list[str]:
-    rows = [["", *map(str, devices)]]
-    rows += [[str(device), *row] for device, row in zip(devices, peers, strict=True)]
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        "peer access   of the row to the column, as NVML says (the first call checks the data)",
-        *("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows),
-    ]
 
 
 def _transport_lines(transports: Mapping[str, str]) -> list[str]:

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from dataparallel.report import Nvml, Report
+from dataparallel.report import Report
 
 
-def make_report(devices: tuple | list = (), nvml: Nvml | None = None, **changes: Any) -> Report:
+def make_report(devices: tuple | list = (), **changes: Any) -> Report:
     made = Report(
         versions="2.13.0 (CUDA 13.0), Python 3.11.7",
         cpu="8 cores, 4 for this process",
         devices=tuple(torch.device(device) for device in devices),
-        nvml=nvml or Nvml(),
+        nvml=["not asked: nvidia-ml-py is not installed"],
         nccl="2.27.5",
         cupy="not installed",
         transports={"broadcast": "copy: it works everywhere"},

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dataparallel.comm import topology
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Planned
 from dataparallel.comm.checks import (
     check_chunk_sizes,
@@ -25,10 +24,9 @@ from dataparallel.comm.checks import (
     near_equal_sizes,
     why_not_gatherable,
 )
-from dataparallel.comm.choice import Choice, Collective
-from dataparallel.comm.select import choose_for, transport_for
+from dataparallel.comm.choice import Choice
+from dataparallel.comm.select import choose_transport, transport_for
 from dataparallel.comm.settings import are_slots_isolated, using
-from dataparallel.comm.topology import Topology
 from dataparallel.comm.transport import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
@@ -46,25 +44,6 @@ __all__ = [
     "sums_travel_flat",
     "using",
 ]
-
-_TYPICAL_BYTES, _TYPICAL_COUNT = 25 * 2**20, 100
-"""The bytes and the number of tensors in a typical bucket of parameters."""
-
-
-def choose_transport(
-    devices: Sequence[torch.device], known: Topology | None = None, work: Collective = "broadcast"
-) -> Choice:
-    """The transport and the route that a bucket of parameters would take between ``devices``, and the reason.
-
-    Args:
-        devices: accelerators, or the CPU several times.
-        known: the links between them; by default the devices are asked.
-        work: the operation.
-
-    Raises:
-        ValueError: a transport that was asked for can do nothing between these devices, or is unknown.
-    """
-    return choose_for(work, topology.of(devices) if known is None else known, _TYPICAL_BYTES, _TYPICAL_COUNT)
 
 
 @torch.no_grad()

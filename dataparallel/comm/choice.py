@@ -1,8 +1,8 @@
 """The choice of transport and route for a call: a pure function, so that a test can try any machine.
 
-Its arguments come from the rooms beside it: ``settings`` (what the user asks for), ``topology`` (the links between the
-devices), ``peer_check`` (the pairs that are not trusted). ``comm.select`` calls it, for calls and for the report about
-the machine. It copies nothing and asks no device.
+Its arguments come from the rooms beside it: ``settings`` (what the user asks for), ``peer_check`` (the pairs that are
+not trusted), and the transports (why they are not available). ``comm.select`` calls it, for calls and for the report
+about the machine. It copies nothing and asks no device.
 
 A *route* is the order in which devices pass data on. With n devices, s bytes, k chunks, latency a for each copy and
 bandwidth b of a link, and a device that sends one copy at a time, a route takes this time:
@@ -28,15 +28,15 @@ says why:
   cannot add, and *nccl*'s sums on a device that brings no term.
 
 A call that it supports raises ``ValueError`` if it can do nothing at all between these devices: none of the
-accelerators is a CUDA device, the transport is not installed or has brought other data than plain copies, copies
-between two of the devices have failed `peer_check`, or (*cupy*) two of them cannot reach each other's memory.
+accelerators is a CUDA device, the transport is not available, or copies between two of the devices have failed
+`peer_check`.
 
 *host* supports every call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from itertools import permutations
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -45,7 +45,6 @@ import torch
 from dataparallel.comm.peer_check import VARIABLE as PEER_CHECK_VARIABLE
 from dataparallel.comm.peer_check import Pair
 from dataparallel.comm.settings import Settings
-from dataparallel.comm.topology import Link, Topology
 
 __all__ = ["Choice", "Collective", "choose"]
 
@@ -54,20 +53,8 @@ Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter"]
 CHAIN_FROM_BYTES = 256 * 2**10
 """About a * b for PCIe, with a = 10 us and b = 25 GB/s. Below it a copy takes longer to start than to send."""
 
-CUPY_FROM_TENSORS = 4
-"""One kernel replaces flattening, copying and unflattening: three launches or more for each device. With fewer tensors
-there is little to flatten, and plain copies run on the copy engines beside the compute."""
-
-NCCL_FROM_BYTES = 4 * 2**20
-"""NCCL uses all NVLinks at once, but a launch takes a lock and tens of microseconds. 4 MiB pass one direction of an
-NVLink (25 to 50 GB/s) in 80 to 160 microseconds."""
-
-# What each transport supports. Plain copies support everything.
-SUPPORTED: dict[str, tuple[Collective, ...]] = {
-    "nccl": ("broadcast", "reduce_add"),
-    "cupy": ("broadcast", "reduce_add"),
-    "host": ("broadcast", "gather", "reduce_add", "scatter"),
-}
+SUPPORTED: tuple[Collective, ...] = ("broadcast", "reduce_add")
+"""What *nccl* and *cupy* support. Plain copies and the host support everything."""
 
 
 class Choice(NamedTuple):
@@ -80,151 +67,106 @@ class Choice(NamedTuple):
 
 def choose(
     work: Collective,
-    topology: Topology,
+    devices: Sequence[torch.device],
     nbytes: int,
-    count: int,
     settings: Settings,
-    available: Mapping[str, str | None],
+    unavailable: str | None,
     untrusted: Collection[Pair],
 ) -> Choice:
     """The transport and the route for a call's tensors.
 
     Args:
         work: the operation.
-        topology: of all devices that take part, the source's or the destination's included.
+        devices: in slot order, the source's or the destination's included. One may be listed several times.
         nbytes: the bytes that each device receives in a broadcast, or brings to a sum.
-        count: the number of tensors that hold these bytes.
         settings: what the user asks for. A route without a transport asks for plain copies: only they have routes.
-        available: for each transport ``None``, or why it is not available. Plain copies always are.
+        unavailable: why the transport that is asked for is not available between these devices; ``None`` if it is.
         untrusted: ordered pairs of devices that have failed `peer_check`. A call with both devices of such a pair goes
             through the host, even if plain copies were asked for.
 
     Raises:
         ValueError: the transport that was asked for can do nothing between these devices; the message says why.
     """
-    if len(topology.distinct) < 2 and not (settings.isolated and len(topology.devices) > 1):
+    distinct = [*dict.fromkeys(devices)]
+    if len(distinct) < 2 and not (settings.isolated and len(devices) > 1):
         return Choice("copy", "star", "fewer than two devices, so nothing has to travel")
-    broken = _broken_pair(topology, untrusted)
+    broken = next((pair for pair in permutations(distinct, 2) if pair in untrusted), None)
     asked = settings.transport
     preface = "plain tensor copies serve every backend"
+    if asked == "host":
+        return Choice("host", "star", "it was asked for")
     if asked == "copy":
         preface = "plain tensor copies were asked for"
     elif asked is not None:
-        why_not = _why_not_supported(asked, work, topology, settings)
+        why_not = _why_not_supported(asked, work, devices, settings)
         if why_not is None:
-            problem = _why_unavailable(asked, topology, available, broken)
+            problem = _why_unavailable(distinct, unavailable, broken)
             if problem is not None:
                 raise ValueError(
                     f"transport {asked!r} was asked for and cannot serve this {work} "
-                    f"between {', '.join(map(str, topology.distinct))}: {problem}"
+                    f"between {', '.join(map(str, distinct))}: {problem}"
                 )
             return Choice(asked, "star", "it was asked for")
         preface = f"{asked!r} was asked for, but this {work} falls back to plain copies: {why_not}"
     if broken is not None:
         return Choice("host", "star", f"copies from {broken[0]} to {broken[1]} have failed their check")
-    if asked is None and settings.route is None:
-        faster = _faster_than_copies(work, topology, nbytes, count, settings, available)
-        if faster is not None:
-            return faster
-    route, reason = _route(work, topology, nbytes, settings)
+    route, reason = _route(work, distinct, nbytes, settings)
     return Choice("copy", route, f"{preface}; {route}: {reason}")
 
 
-def _faster_than_copies(
-    work: Collective,
-    topology: Topology,
-    nbytes: int,
-    count: int,
-    settings: Settings,
-    available: Mapping[str, str | None],
-) -> Choice | None:
-    def can_serve(transport: str) -> bool:
-        is_supported = _why_not_supported(transport, work, topology, settings) is None
-        return is_supported and _why_unavailable(transport, topology, available, None) is None
-
-    if count >= CUPY_FROM_TENSORS and can_serve("cupy"):
-        return Choice("cupy", "star", f"one kernel for {count} tensors between devices with peer access")
-    is_large = work == "broadcast" and nbytes >= NCCL_FROM_BYTES
-    if is_large and len(topology.distinct) > 2 and topology.slowest is Link.NVLINK and can_serve("nccl"):
-        return Choice("nccl", "star", f"a broadcast of {_size(nbytes)} over {len(topology.distinct)} linked by NVLink")
-    return None
-
-
-def _route(work: Collective, topology: Topology, nbytes: int, settings: Settings) -> tuple[str, str]:
-    """The route of plain copies, and the reason."""
+def _route(work: Collective, distinct: Sequence[torch.device], nbytes: int, settings: Settings) -> tuple[str, str]:
+    """The route of plain copies between distinct devices, and the reason."""
     if work not in ("broadcast", "reduce_add"):
         return "star", f"in a {work} each chunk goes to one device"
     if settings.route is not None:
         if work == "reduce_add" and settings.route == "tree":
             return "star", "a tree was asked for, but would not add in slot order"
         return settings.route, "it was asked for"
-    number = len(topology.distinct)
+    number = len(distinct)
     if number <= 2:
         return "star", "two devices" if number == 2 else "isolated slots on one device"
-    if any(device.type == "cpu" for device in topology.distinct):
+    if any(device.type == "cpu" for device in distinct):
         # Copies from and to the CPU block, so a chain would wait at each chunk.
         return "star", "the cpu is one of the devices"
-    size = f"{_size(nbytes)} between {number} devices"
+    amount = f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
+    size = f"{amount} between {number} devices"
     if nbytes >= CHAIN_FROM_BYTES:
         return "chain", size
     return ("tree" if work == "broadcast" else "star"), size
 
 
-def _why_not_supported(transport: str, work: Collective, topology: Topology, settings: Settings) -> str | None:
+def _why_not_supported(
+    transport: str, work: Collective, devices: Sequence[torch.device], settings: Settings
+) -> str | None:
     """Why the transport does not support this call, which then falls back to plain copies; ``None`` if it does."""
-    if work not in SUPPORTED[transport]:
+    if work not in SUPPORTED:
         return f"{transport} has no {work}"
-    if transport == "host":
-        return None
     if transport == "nccl" and work == "reduce_add" and settings.deterministic:
         return "nccl adds in an order of its own; pass deterministic=False if the last bits may differ"
-    accelerators = [device for device in topology.devices if device.type != "cpu"]
+    accelerators = [device for device in devices if device.type != "cpu"]
     if len({*accelerators}) < 2 and not (settings.isolated and len(accelerators) > 1):
         return f"{transport} works between accelerators, and there are fewer than two"
     if all(device.type != "cuda" for device in accelerators):
         return None  # `_why_unavailable` says so, and the call raises
-    others = [device for device in topology.distinct if device.type != "cuda"]
-    if others:
-        return f"{transport} works between CUDA devices, and {others[0]} is none"
-    twice = _listed_twice(topology.devices) if transport == "nccl" else None
+    other = next((device for device in devices if device.type != "cuda"), None)
+    if other is not None:
+        return f"{transport} works between CUDA devices, and {other} is none"
+    twice = next((device for device in devices if devices.count(device) > 1), None) if transport == "nccl" else None
     if twice is not None and (work == "reduce_add" or settings.isolated):
         return f"nccl takes each device once, and {twice} is listed more than once"
     return None
 
 
-def _why_unavailable(
-    transport: str, topology: Topology, available: Mapping[str, str | None], broken: Pair | None
-) -> str | None:
-    """Why the transport can do nothing between these devices; ``None`` if it can serve them."""
-    if transport == "host":
-        return available.get(transport, "it is not built in")
-    for device in topology.distinct:
+def _why_unavailable(distinct: Sequence[torch.device], unavailable: str | None, broken: Pair | None) -> str | None:
+    """Why a transport can do nothing between these devices; ``None`` if it can serve them."""
+    for device in distinct:
         if device.type not in ("cuda", "cpu"):
             return f"it needs CUDA devices, and {device} is none"
-    unavailable = available.get(transport, "it is not built in")
     if unavailable is not None:
         return unavailable
-    if transport == "cupy" and topology.without_peer_access is not None:
-        one, other = topology.without_peer_access
-        return f"it needs peer access between all devices, and {one} and {other} have none"
     if broken is not None:
         return (
             f"copies from {broken[0]} to {broken[1]} have failed their check; use 'host', "
             f"or set {PEER_CHECK_VARIABLE}=0 if you know better"
         )
     return None
-
-
-def _broken_pair(topology: Topology, untrusted: Collection[Pair]) -> Pair | None:
-    """The first pair, in slot order, that is not trusted."""
-    if not untrusted:
-        return None
-    return next((pair for pair in permutations(topology.distinct, 2) if pair in untrusted), None)
-
-
-def _listed_twice(devices: tuple[torch.device, ...]) -> torch.device | None:
-    return next((device for position, device in enumerate(devices) if device in devices[:position]), None)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"

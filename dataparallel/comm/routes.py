@@ -1,9 +1,7 @@
 """torch's own copies, along a route: who sends to whom, in how many pieces, in which order.
 
-On a *star* the root sends to every device, or receives from every device: n - 1 times the buffer through one link. On a
-*tree* every device sends at most twice, and after log2 n hops all devices have the buffer. On a *chain* every device
-sends and receives once; pieces follow each other, so that several links are busy at once. A sum along a chain runs in
-slot order: partial sums travel from slot to slot, and each slot adds its own term. So every route gives the same bits.
+``comm.choice`` describes the routes. All of them give the same bits: a sum along a chain runs in slot order too.
+Partial sums travel from slot to slot, and each slot adds its own term.
 
 ``comm.select`` picks the route of a call. This room knows flat buffers, no buckets. On each device the work is queued
 on the calling thread's current stream, and torch orders each copy against the current streams of both its devices.
@@ -18,7 +16,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dataparallel.comm.settings import ROUTES
 from dataparallel.comm.transport import Transport, summed_in
 
 __all__ = ["PIECES_OF_A_BROADCAST", "PIECES_OF_A_SUM", "STAR", "TorchCopies", "hops", "wavefront"]
@@ -39,10 +36,6 @@ class TorchCopies(Transport):
     """torch's own copies, along a route."""
 
     route: str
-
-    def __post_init__(self) -> None:
-        if self.route not in ROUTES:
-            raise ValueError(f"there is no route {self.route!r}; there are {', '.join(ROUTES)}")
 
     @property
     def flattens_single_tensors(self) -> bool:

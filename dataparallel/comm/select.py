@@ -1,20 +1,21 @@
 """The transport of a call: asks what has to be known, has ``choice`` choose, and compares a new transport with copies.
 
-``comm`` calls it before every call between devices; ``choose_for`` answers the report. Within one device it answers at
-once, unless slots are isolated: isolated slots count as devices. It moves nothing but the data of the first comparison.
+``comm`` calls it before every call between devices; ``choose_transport`` answers the report. Within one device it
+answers at once, unless slots are isolated: isolated slots count as devices. It moves nothing but the data of the first
+comparison.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from dataparallel.comm import nccl, peer_check, settings, topology
+from dataparallel.comm import nccl, peer_check, settings
 from dataparallel.comm.choice import Choice, Collective, choose
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.cupy.transport import Kernels
@@ -22,14 +23,16 @@ from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.settings import ROUTES, Settings, are_slots_isolated
 from dataparallel.comm.sum_check import wrong_sums
-from dataparallel.comm.topology import Topology
 from dataparallel.comm.transport import Transport
 from dataparallel.forks import in_forked_child
 
-__all__ = ["choose_for", "forget", "transport_for", "why_dropped"]
+__all__ = ["choose_transport", "forget", "transport_for", "why_dropped"]
 
 _CHECKED_BYTES = 2**16 + 1
 """The size of the buffers by which a transport is compared with plain copies; no round number."""
+
+_TYPICAL_BYTES = 25 * 2**20
+"""The bytes in a typical bucket of parameters."""
 
 _BY_ROUTE = {route: TorchCopies(route) for route in ROUTES}
 _HOST = ThroughHost()
@@ -40,8 +43,6 @@ _COMPARED: dict[str, Transport] = {"nccl": nccl.Nccl(sums=False), "cupy": _KERNE
 
 _ADDS_IN_SLOT_ORDER = frozenset({"cupy"})
 """Those of them whose sums must have the bits of plain copies. NCCL adds in an order of its own."""
-
-_NOT_MEASURED = "it has not been measured on GPUs yet, and is used only where it is asked for"
 
 _comparisons: dict[tuple[str, tuple[torch.device, ...]], str | None] = {}
 """For each transport and devices that have been compared: ``None``, or why the transport is not used there."""
@@ -63,27 +64,25 @@ def transport_for(work: Collective, devices: Sequence[torch.device], tensors: Se
         return STAR
     nbytes = sum([tensor.numel() * tensor.itemsize for tensor in tensors])
     asked, check_peers = settings.current(), peer_check.is_on()
-    return _select(work, tuple(devices), nbytes.bit_length(), len(tensors), asked, check_peers)
+    return _select(work, tuple(devices), nbytes.bit_length(), asked, check_peers)
 
 
 @lru_cache(maxsize=4096)
 def _select(
-    work: Collective, devices: tuple[torch.device, ...], bits: int, count: int, asked: Settings, check_peers: bool
+    work: Collective, devices: tuple[torch.device, ...], bits: int, asked: Settings, check_peers: bool
 ) -> Transport:
-    """The transport for ``count`` tensors of ``2**(bits - 1)`` bytes or more together.
+    """The transport for ``2**(bits - 1)`` bytes or more.
 
     A power of two stands for all sizes up to the next, so that a program has few different calls.
     """
-    known, nbytes = topology.of(devices), 1 << max(0, bits - 1)
-    checks = peer_check.check_all(known.distinct) if check_peers else {}
+    nbytes = 1 << max(0, bits - 1)
+    checks = peer_check.check_all(devices) if check_peers else {}
     untrusted = [pair for pair, is_trusted in checks.items() if not is_trusted]
-    available = _why_not_available(asked.transport)
-    choice = choose(work, known, nbytes, count, asked, available, untrusted)
+    choice = choose(work, devices, nbytes, asked, _why_unavailable(asked.transport, devices), untrusted)
     if choice.transport in _COMPARED:
-        problem = why_dropped(choice.transport, _COMPARED[choice.transport], known.distinct)
+        problem = why_dropped(choice.transport, _COMPARED[choice.transport], tuple(dict.fromkeys(devices)))
         if problem is not None:
-            available = {**available, choice.transport: problem}
-            choice = choose(work, known, nbytes, count, asked, available, untrusted)
+            choice = choose(work, devices, nbytes, asked, problem, untrusted)
     if choice.transport == "nccl":
         return nccl.Nccl(sums=not asked.deterministic)
     if choice.transport == "cupy":
@@ -91,25 +90,33 @@ def _select(
     return _HOST if choice.transport == "host" else _BY_ROUTE[choice.route]
 
 
-def choose_for(work: Collective, known: Topology, nbytes: int, count: int) -> Choice:
-    """The choice for a call, without a check of data and without an import of CuPy.
+def choose_transport(devices: Sequence[torch.device], work: Collective = "broadcast") -> Choice:
+    """The transport and the route that a bucket of parameters would take between ``devices``, and the reason.
+
+    Nothing is copied for it, CuPy is not imported, and CUDA is not asked which devices are peers.
+
+    Args:
+        devices: accelerators, or the CPU several times.
+        work: the operation.
 
     Raises:
-        ValueError: as `transport_for`.
+        ValueError: a transport that was asked for can do nothing between these devices, or is unknown.
     """
     asked = settings.current()
-    return choose(work, known, nbytes, count, asked, _why_not_available(asked.transport, try_import=False), ())
+    return choose(work, devices, _TYPICAL_BYTES, asked, _why_unavailable(asked.transport), ())
 
 
-@cache
-def _why_not_available(asked: str | None, try_import: bool = True) -> Mapping[str, str | None]:
-    """For each transport ``None``, or why it is not available. Only the transport that was asked for is looked up."""
-    found: dict[str, str | None] = {"copy": None, "host": None, "nccl": _NOT_MEASURED, "cupy": _NOT_MEASURED}
+@lru_cache(maxsize=256)
+def _why_unavailable(asked: str | None, devices: tuple[torch.device, ...] | None = None) -> str | None:
+    """Why the transport that was asked for is not available; ``None`` if it is.
+
+    Without ``devices`` CuPy is not imported, and CUDA is not asked which devices are peers.
+    """
     if asked == "nccl":
-        found[asked] = nccl.why_not()
-    elif asked == "cupy":
-        found[asked] = launch.why_not() if try_import else launch.why_not_installed()
-    return found
+        return nccl.why_not()
+    if asked == "cupy":
+        return launch.why_not_installed() if devices is None else launch.why_not(devices)
+    return None
 
 
 def why_dropped(name: str, transport: Transport, devices: tuple[torch.device, ...]) -> str | None:
@@ -153,4 +160,4 @@ def forget() -> None:
     """Forgets all answers: a forked child, and a test that changes what is available, asks again."""
     _comparisons.clear()
     _select.cache_clear()
-    _why_not_available.cache_clear()
+    _why_unavailable.cache_clear()

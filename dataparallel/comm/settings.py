@@ -8,10 +8,11 @@ isolated, which is for tests: see `dataparallel.testing.isolated_slots`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "ROUTES",
@@ -51,20 +52,20 @@ class Settings:
     isolated: bool = False
 
 
-@dataclass(frozen=True)
-class _Overrides:
-    """The settings that the `using` and `isolating` blocks around this code have named."""
+_NOTHING: Mapping[str, Any] = {}
 
-    transport: str | None = None
-    route: str | None = None
-    deterministic: bool | None = None
-    isolated: bool = False
+# The settings that the blocks around this code have named. A context variable, so that threads which run in a copy of
+# the caller's context see the caller's settings.
+_named: ContextVar[Mapping[str, Any]] = ContextVar("dataparallel.comm.settings", default=_NOTHING)
 
 
-_NOTHING = _Overrides()
-
-# A context variable, so that threads which run in a copy of the caller's context see the caller's settings.
-_overrides: ContextVar[_Overrides] = ContextVar("dataparallel.comm.settings", default=_NOTHING)
+@contextmanager
+def _naming(settings: Mapping[str, Any]) -> Iterator[None]:
+    token = _named.set(settings)
+    try:
+        yield
+    finally:
+        _named.reset(token)
 
 
 @contextmanager
@@ -94,36 +95,23 @@ def using(
         raise TypeError(f"deterministic is True or False; got {deterministic!r}")
     arguments = {"transport": transport, "route": route, "deterministic": deterministic}
     named = {name: value for name, value in arguments.items() if value is not None}
-    token = _overrides.set(replace(_overrides.get(), **named))  # type: ignore[arg-type]
-    try:
+    with _naming({**_named.get(), **named}):
         yield
-    finally:
-        _overrides.reset(token)
 
 
-@contextmanager
-def isolating() -> Iterator[None]:
+def isolating() -> AbstractContextManager[None]:
     """Inside, slots are isolated, in this thread and in copies of its context, as with `using`."""
-    token = _overrides.set(replace(_overrides.get(), isolated=True))
-    try:
-        yield
-    finally:
-        _overrides.reset(token)
+    return _naming({**_named.get(), "isolated": True})
 
 
 def are_slots_isolated() -> bool:
     """True inside an `isolating` block."""
-    return _overrides.get().isolated
+    return bool(_named.get().get("isolated"))
 
 
-@contextmanager
-def held(settings: Settings) -> Iterator[None]:
+def held(settings: Settings) -> AbstractContextManager[None]:
     """Inside, `current` returns ``settings``: for later work in another thread, such as a backward pass."""
-    token = _overrides.set(_Overrides(settings.transport, settings.route, settings.deterministic, settings.isolated))
-    try:
-        yield
-    finally:
-        _overrides.reset(token)
+    return _naming(vars(settings))
 
 
 def current() -> Settings:
@@ -132,12 +120,12 @@ def current() -> Settings:
     Raises:
         ValueError: an environment variable that is used has an impossible value.
     """
-    overrides = _overrides.get()
+    named = _named.get()
     return Settings(
-        transport=overrides.transport or _from_environment(TRANSPORT_VARIABLE, TRANSPORTS),
-        route=overrides.route or _from_environment(ROUTE_VARIABLE, ROUTES),
-        deterministic=True if overrides.deterministic is None else overrides.deterministic,
-        isolated=overrides.isolated,
+        transport=named.get("transport") or _from_environment(TRANSPORT_VARIABLE, TRANSPORTS),
+        route=named.get("route") or _from_environment(ROUTE_VARIABLE, ROUTES),
+        deterministic=named.get("deterministic", True),
+        isolated=named.get("isolated", False),
     )
 
 

@@ -1,4 +1,1 @@
-"""A module tree, read once per call and copied: plan, references, snapshot, cycles, placement, signatures, build.
-
-These files know modules and their attributes. They neither move tensors between devices nor run replicas.
-"""
+"""A module tree, read once per call and copied. Nothing here moves tensors between devices or runs replicas."""

@@ -4,9 +4,9 @@ The choice is tried on CUDA devices of which only the names exist. For whole ste
 CUDA's, plain copies play NCCL, and the kernels are compiled for the CPU.
 """
 
-import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ from nccl_stand_in import Library
 from torch import nn
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm import nccl, peer_check, select, topology
+from dataparallel.comm import nccl, peer_check, select
+from dataparallel.comm.choice import Choice, Collective, choose
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
-from dataparallel.comm.topology import Link, Topology
 from dataparallel.testing import isolated_slots
 
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
@@ -37,17 +37,8 @@ def pure(test: object) -> object:
 pytestmark = pytest.mark.usefixtures("forgetful")
 
 
-def linked(devices: Sequence[torch.device]) -> Topology:
-    """All by NVLink, but for the CPU."""
-    links = {}
-    for i, j in itertools.permutations(range(len(devices)), 2):
-        kinds = {devices[i].type, devices[j].type}
-        links[i, j] = Link.SAME if devices[i] == devices[j] else Link.HOST if len(kinds) > 1 else Link.NVLINK
-    return Topology(tuple(devices), links)
-
-
 class Machine:
-    """Eight CUDA devices linked by NVLink, where NCCL and CuPy are installed.
+    """Eight CUDA devices, where NCCL and CuPy are installed.
 
     Only their names exist, so nothing is copied between them: the comparison of copies is a note here.
     """
@@ -58,11 +49,10 @@ class Machine:
         self.compared: list[tuple[torch.device, ...]] = []
         self.asked: list[str] = []
         monkeypatch.setenv(peer_check.VARIABLE, "0")
-        monkeypatch.setattr(topology, "of", linked)
         monkeypatch.setattr(select, "_wrong_copies", self.compare)
         monkeypatch.setattr(select, "wrong_sums", lambda add_up, devices: None)
         monkeypatch.setattr(nccl, "why_not", lambda: self.asked.append("nccl"))
-        monkeypatch.setattr(launch, "why_not", lambda: self.asked.append("cupy"))
+        monkeypatch.setattr(launch, "why_not", lambda devices: self.asked.append("cupy"))
         monkeypatch.setattr(launch, "why_not_installed", lambda: self.asked.append("cupy's files"))
 
     def compare(self, transport: object, devices: tuple[torch.device, ...]) -> str | None:
@@ -123,6 +113,17 @@ def test_one_that_brings_other_data_is_refused(name: str, machine: Machine) -> N
 
 
 @pure
+def test_cupy_is_refused_where_its_room_says_so_of_the_calls_devices(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "why_not", lambda devices: "no peers" if machine.devices[2] in devices else None)
+    with comm.using(transport="cupy"):
+        assert isinstance(transport_for("broadcast", machine.devices[:2], LARGE), Kernels)
+        with pytest.raises(ValueError, match=r"'cupy' was asked for .*: no peers"):
+            transport_for("broadcast", machine.devices[:3], LARGE)
+
+
+@pure
 @pytest.mark.parametrize("asked", [{}, {"transport": "copy"}, {"transport": "host"}, {"route": "chain"}])
 def test_of_one_that_nobody_has_asked_for_nothing_is_asked(asked: dict, machine: Machine) -> None:
     with comm.using(**asked):
@@ -145,17 +146,18 @@ def test_the_report_compares_nothing(name: str, asked: str, machine: Machine) ->
 def taken_for_cuda(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Library:
     """Simulated devices are CUDA's for the choice, and NCCL and CuPy are installed."""
 
-    def of(devices: Sequence[torch.device]) -> Topology:
-        return linked([torch.device("cuda", device.index) if device.type != "cpu" else device for device in devices])
+    def choose_for_cuda(work: Collective, devices: Sequence[torch.device], *known: Any) -> Choice:
+        named = [torch.device("cuda", device.index) if device.type != "cpu" else device for device in devices]
+        return choose(work, named, *known)
 
     library = Library()
     monkeypatch.setenv(peer_check.VARIABLE, "0")
-    monkeypatch.setattr(topology, "of", of)
+    monkeypatch.setattr(select, "choose", choose_for_cuda)
     monkeypatch.setattr(select, "_wrong_copies", lambda transport, devices: None)
     monkeypatch.setattr(select, "wrong_sums", lambda add_up, devices: None)
     monkeypatch.setattr(nccl, "why_not", lambda: None)
     monkeypatch.setattr(nccl, "nccl", library)
-    monkeypatch.setattr(launch, "why_not", lambda: None)
+    monkeypatch.setattr(launch, "why_not", lambda devices: None)
     return library
 
 

@@ -55,11 +55,6 @@ def test_a_tree_is_not_deep() -> None:
     assert max(depth.values()) == 5
 
 
-def test_a_route_that_there_is_not() -> None:
-    with pytest.raises(ValueError, match=r"no route 'ring'; there are star, tree, chain"):
-        TorchCopies("ring")
-
-
 @given(st.integers(0, 12), st.integers(1, 5))
 def test_pieces_follow_each_other_along_a_chain(count: int, pieces: int) -> None:
     order = routes.wavefront(count, pieces)

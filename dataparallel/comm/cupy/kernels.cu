@@ -1,7 +1,7 @@
 // The kernels of the cupy transport: one launch copies many tensors, one launch sums the tensors of all slots.
 //
 // This is plain CUDA C++ without headers, so that NVRTC compiles it as it is, and without shared memory or barriers, so
-// that a C++ compiler can build it for the CPU and run it thread by thread. The kernels see dense memory only: pointers
+// that the tests can build it with a C++ compiler and run it on the CPU, thread by thread. The kernels see dense memory only: pointers
 // and counts, in one table that tables.py packs. They check nothing. They keep subnormals even if a compiler is told to
 // flush them.
 //
@@ -125,11 +125,23 @@ __device__ void copy_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 
 template <typename Sum>
 __device__ Sum add(Sum left, Sum right) { return left + right; }
 
-#ifdef __CUDA_ARCH__
+#ifdef __CUDA_ARCH__  // for the CPU, tests/kernel_shim.h has float_of_half and half_of_float
 __device__ float add(float left, float right) {
   float sum;
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(left), "f"(right));
   return sum;
+}
+
+__device__ float float_of_half(unsigned short stored) {
+  float widened;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(widened) : "h"(stored));
+  return widened;
+}
+
+__device__ unsigned short half_of_float(float sum) {
+  unsigned short rounded;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(sum));
+  return rounded;
 }
 #endif
 
@@ -158,42 +170,9 @@ struct Float16 {
   typedef unsigned short Stored;
   typedef float Sum;
 
-#ifdef __CUDA_ARCH__
-  static __device__ Sum widen(Stored stored) {
-    Sum widened;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(widened) : "h"(stored));
-    return widened;
-  }
+  static __device__ Sum widen(Stored stored) { return float_of_half(stored); }
 
-  static __device__ Stored narrow(Sum sum) {
-    Stored rounded;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(sum));
-    return rounded;
-  }
-#else
-  // The same in C++, for the CPU.
-  static __device__ Sum widen(Stored stored) {
-    const unsigned int sign = (stored & 0x8000u) << 16;
-    const unsigned int shifted = (stored & 0x7fffu) << 13;
-    if (shifted >= 0x0f800000u) return float_of(sign | shifted | 0x7f800000u);  // infinity and NaN
-    // The bias of the exponents differs by 112. Multiplying by 2^112 is exact, for subnormals too.
-    return float_of(sign | bits_of(float_of(shifted) * float_of(0x77800000u)));
-  }
-
-  static __device__ Stored narrow(Sum sum) {
-    const unsigned int magnitude = bits_of(sum) & 0x7fffffffu;
-    unsigned int rounded;
-    if (magnitude > 0x7f800000u) rounded = 0x7e00u;        // NaN
-    else if (magnitude >= 0x477ff000u) rounded = 0x7c00u;  // 65520 and above round to infinity
-    else if (magnitude < 0x38800000u) {
-      // Below 2^-14 halves are multiples of 2^-24, as floats from 1/2 to 1 are: adding 1/2 rounds to such a multiple.
-      rounded = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-    } else {
-      rounded = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    }
-    return Stored(((bits_of(sum) >> 16) & 0x8000u) | rounded);
-  }
-#endif
+  static __device__ Stored narrow(Sum sum) { return half_of_float(sum); }
 };
 
 struct BFloat16 {

@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import threading
 from collections.abc import Iterable, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,8 +51,11 @@ _reachable: set[frozenset[torch.device]] = set()
 _reaching = threading.Lock()
 
 
-def why_not() -> str | None:
-    """Why the kernels cannot be launched here, in words; ``None`` if they can. It imports CuPy."""
+def why_not(devices: Iterable[torch.device] = ()) -> str | None:
+    """Why the kernels cannot be launched on ``devices``, in words; ``None`` if they can. It imports CuPy.
+
+    Devices that are not on CUDA are left out.
+    """
     problem = why_not_installed()
     if problem is not None:
         return problem
@@ -59,6 +63,9 @@ def why_not() -> str | None:
         import cupy  # noqa: F401
     except Exception as error:  # a broken installation may raise anything
         return f"cupy cannot be imported ({type(error).__name__}: {error})"
+    for one, other in permutations(dict.fromkeys(device for device in devices if device.type == "cuda"), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            return f"it needs peer access between all devices, and {one} and {other} have none"
     return None
 
 

@@ -79,10 +79,8 @@ def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int
         max_blocks: above 0; a good number is that of the blocks that the device runs at once.
 
     Raises:
-        ValueError: ``max_blocks`` below 1, or a row that is not as long as ``counts``.
+        ValueError: a row that is not as long as ``counts``.
     """
-    if max_blocks < 1:
-        raise ValueError(f"max_blocks is the largest number of blocks to launch, at least 1; got {max_blocks}")
     lengths = [len(row) for row in pointers]
     if {*lengths} != {len(counts)}:
         raise ValueError(f"every row has one pointer for each of {len(counts)} tensors; got rows of {lengths}")

@@ -76,18 +76,14 @@ class Kernels(Transport):
         return results
 
     def broadcast_into(self, out: Sequence[Tensor], tensor: Tensor) -> None:
-        """One launch for all of ``out`` that lie in memory as ``tensor`` does."""
-        alike = [target for target in out if _lies_alike(target, tensor)]
-        if not alike or _overlap([tensor, *alike]):
+        """One launch if all of ``out`` lie in memory as ``tensor`` does, as flat buffers do; else torch's copies."""
+        if not out or not all(_lies_alike(target, tensor) for target in out) or _overlap([tensor, *out]):
             STAR.broadcast_into(out, tensor)
             return
-        rows = [[each.data_ptr()] for each in (tensor, *alike)]
-        launch.launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in alike])
+        rows = [[each.data_ptr()] for each in (tensor, *out)]
+        launch.launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in out])
         # Autograd does not see what kernels write, so it is told that these tensors have changed.
-        increment_version(alike)
-        written = {*map(id, alike)}
-        if left := [target for target in out if id(target) not in written]:
-            STAR.broadcast_into(left, tensor)
+        increment_version(out)
 
     def reduce_add_coalesced(
         self,

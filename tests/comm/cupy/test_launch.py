@@ -65,6 +65,20 @@ def test_what_is_said_without_an_import_imports_nothing(
     assert launching.why_not_installed() is None
 
 
+@pytest.mark.parametrize("one_way", [(1, 2), (2, 1)])
+def test_devices_without_peer_access_in_both_directions_are_a_reason(
+    one_way: tuple[int, int], on_cuda: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cupy.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one.index, other.index) != one_way)
+    devices = [torch.device("cuda", index) for index in (0, 1, 2, 1)]
+    one, other = (f"cuda:{index}" for index in one_way)
+    assert why_not(devices) == f"it needs peer access between all devices, and {one} and {other} have none"
+    assert why_not([torch.device("cpu"), *devices[:2]]) is None
+
+
 @pytest.mark.parametrize("places", [("cpu", "cuda:0"), ("cuda:0", "cuda:1", "cpu")])
 def test_memory_off_cuda_is_refused(places: tuple[str, ...]) -> None:
     device, *others = map(torch.device, places)

@@ -126,9 +126,9 @@ def overlapping(tensor: Tensor) -> list[Tensor]:
 # What `broadcast_into` is given, and how many of its targets kernels write.
 INTO: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], list[Tensor]], int]] = {
     "contiguous": (lambda: torch.randn(4, 3), lambda t: [torch.zeros(4, 3), torch.zeros(4, 3)], 2),
-    "one of other strides": (lambda: torch.randn(4, 3), lambda t: [torch.zeros(4, 3), torch.zeros(3, 4).t()], 1),
-    "transposed": (lambda: torch.randn(3, 4).t(), lambda t: [torch.zeros(3, 4).t(), torch.zeros(4, 3)], 1),
-    "one of another dtype": (lambda: torch.randn(5), lambda t: [torch.zeros(5, dtype=torch.half), torch.zeros(5)], 1),
+    "one of other strides": (lambda: torch.randn(4, 3), lambda t: [torch.zeros(4, 3), torch.zeros(3, 4).t()], 0),
+    "transposed": (lambda: torch.randn(3, 4).t(), lambda t: [torch.zeros(3, 4).t()], 1),
+    "one of another dtype": (lambda: torch.randn(5), lambda t: [torch.zeros(5, dtype=torch.half), torch.zeros(5)], 0),
     "holes": (lambda: torch.randn(8)[::2], lambda t: [torch.zeros(8)[::2], torch.zeros(4)], 0),
     "repeated": (lambda: torch.randn(1).expand(4), lambda t: [torch.zeros(4)], 0),
     "conjugate": (lambda: torch.ones(3, dtype=torch.cfloat).mul(1j).conj(), lambda t: [torch.zeros_like(t)], 0),
@@ -145,7 +145,9 @@ INTO: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], list[Tensor]], in
 
 @pytest.mark.devices("cpu")
 @pytest.mark.parametrize("name", INTO)
-def test_kernels_write_into_what_lies_alike_and_plain_copies_into_the_rest(name: str, launches: Launches) -> None:
+def test_kernels_write_into_tensors_that_all_lie_alike_and_plain_copies_into_others(
+    name: str, launches: Launches
+) -> None:
     make, room, count = INTO[name]
     tensor = make()
     out, expected = room(tensor), room(tensor)
