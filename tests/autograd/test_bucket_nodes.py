@@ -1,64 +1,18 @@
-"""The nodes of a bucket: one edge carries all of its gradients, and each slot's device flattens its own."""
+"""The nodes of a bucket: one edge carries all of its gradients, and they are the sums over the slots."""
 
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from buckets import broadcast, check, expected, loss_of
 from dataparallel import comm
 from dataparallel.autograd.bucket_gradients import Packing, SlotGradients, contents_of
-from dataparallel.autograd.bucket_nodes import FromSource, OnSlot, ToSlots, broadcast_bucket
+from dataparallel.autograd.bucket_nodes import OnSlot
 from dataparallel.comm import using
 from dataparallel.comm.cupy.transport import Kernels
-from dataparallel.streams.current import current_streams
-from dataparallel.streams.gradients import GradientStreams
 from graphs import nodes_of
-
-SHAPES = [(3,), (2, 4), (), (3,), (4, 2, 3, 3)]
-
-
-@pytest.fixture
-def sources(root: torch.device) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, dtype=torch.float64, generator=generator).to(root) for shape in SHAPES]
-    tensors[-1] = tensors[-1].contiguous(memory_format=torch.channels_last)
-    return [tensor.requires_grad_() for tensor in tensors]
-
-
-def broadcast(slots: list, sources: list[Tensor], **arguments: Any) -> list[tuple[Tensor, ...]]:
-    devices = [torch.device(slot) for slot in slots]
-    return broadcast_bucket(
-        devices, sources, GradientStreams.for_forward(devices, current_streams(devices)), **arguments
-    )
-
-
-def loss_of(copies: list[tuple[Tensor, ...]], root: torch.device, uses: Any = lambda slot, i: True) -> Tensor:
-    """Each slot's gradient is its number, from 1 on, times the copy's position, from 1 on, times twice the copy."""
-    losses = [
-        (slot + 1) * (i + 1) * copy.square().sum().to(root)
-        for slot, of_slot in enumerate(copies)
-        for i, copy in enumerate(of_slot)
-        if uses(slot, i)
-    ]
-    return sum(losses)  # type: ignore[return-value]
-
-
-def expected(sources: list[Tensor], slots: list, uses: Any = lambda slot, i: True) -> list[Tensor | None]:
-    found: list[Tensor | None] = []
-    for i, source in enumerate(sources):
-        weight = sum(slot + 1 for slot in range(len(slots)) if uses(slot, i))
-        found.append(2 * (i + 1) * weight * source.detach() if weight else None)
-    return found
-
-
-def check(sources: list[Tensor], wanted: list[Tensor | None]) -> None:
-    for source, gradient in zip(sources, wanted, strict=True):
-        if gradient is None:
-            assert source.grad is None
-        else:
-            torch.testing.assert_close(source.grad, gradient, rtol=1e-12, atol=0)
 
 
 def numbers_of_nodes(output: Tensor) -> dict[str, int]:
@@ -178,77 +132,6 @@ def test_the_route_is_that_of_the_forward(slots: list, root: torch.device, sourc
     check(sources, expected(sources, slots))
 
 
-@pytest.mark.devices("sim", "cuda")
-class TestOnAccelerators:
-    """The threads and streams of each step."""
-
-    @pytest.fixture(autouse=True)
-    def distinct(self, slots: list) -> None:
-        if len({*slots}) < len(slots):
-            pytest.skip("nothing travels between slots on one device")
-
-    def test_each_device_flattens_in_its_own_thread(
-        self, slots: list, root: torch.device, sources: list, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        threads: dict[torch.device, int] = {}
-        init = SlotGradients.__init__
-
-        def noted(self: SlotGradients, grads: Any, bucket: Any = None) -> None:
-            init(self, grads, bucket)
-            assert self.flat is not None
-            assert not self.others
-            threads[self.flat.device] = threading.get_ident()
-
-        monkeypatch.setattr(SlotGradients, "__init__", noted)
-        loss_of(broadcast(slots, sources), root).backward()
-        assert {*threads} == {torch.device(slot) for slot in slots}
-        assert len({*threads.values()}) == len(slots)
-
-    def test_nothing_is_flattened_if_the_caller_says_so(
-        self, slots: list, root: torch.device, sources: list, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        summed = []
-        whole = ToSlots.summed
-        monkeypatch.setattr(ToSlots, "summed", lambda ctx, brought: summed.extend(brought) or whole(ctx, brought))
-        loss_of(broadcast(slots, sources, may_flatten=lambda: False), root).backward()
-        assert [of_slot.flat for of_slot in summed] == [None] * len(slots)
-        check(sources, expected(sources, slots))
-
-    def test_what_comes_from_the_source_belongs_to_the_callers_stream(self, slots: list, root: torch.device) -> None:
-        x = torch.ones(3, device=root, requires_grad=True)
-        seen: list[torch.Stream] = []
-        (copy, *_) = (of_slot[0] for of_slot in broadcast(slots, [x]))
-        from_source = copy.grad_fn.next_functions[0][0].next_functions[0][0]
-        assert from_source.name() == "FromSourceBackward"
-        from_source.register_prehook(lambda _: seen.append(torch.accelerator.current_stream(root)))
-        (copy * 2).sum().backward()
-        assert seen == [torch.accelerator.current_stream(root)]
-        assert x.grad.tolist() == [2, 2, 2]
-
-    def test_an_envelope_has_no_memory_and_gives_its_contents_away(self, root: torch.device) -> None:
-        seen: list[Tensor] = []
-
-        class Sums(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, handle: Tensor) -> Tensor:
-                ctx.source = root
-                return torch.zeros((), device=root)
-
-            @staticmethod
-            def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-                grads = [torch.full((3, 2), 5.0, device=root), None]
-                seen.append(ToSlots.handed_on(ctx, grads))
-                return seen[0]
-
-        x = torch.ones(3, 2, device=root, requires_grad=True)
-        y = torch.ones((), dtype=torch.float64, device=root, requires_grad=True)
-        Sums.apply(FromSource.apply(x, y)).backward()
-        assert x.grad.tolist() == [[5, 5]] * 3
-        assert y.grad is None
-        assert [each.untyped_storage().nbytes() for each in seen] == [0]
-        assert "contents" not in vars(seen[0])
-
-
 def test_gradients_that_kernels_read_in_place_stay_there(make_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = [torch.device(slot) for slot in make_slots(2)]
     tensors = [torch.ones(3, device=slots[0])]
@@ -305,101 +188,6 @@ def test_no_gradient_at_all(slots: list, root: torch.device, sources: list) -> N
     assert all(source.grad is None for source in sources)
     assert contents_of(None) is None
     assert OnSlot.__name__ in copies[0][0].grad_fn.name()
-
-
-# Hooks of the user on these nodes
-
-
-def node_of(copies: list[tuple[Tensor, ...]], name: str) -> Any:
-    """The first slot's `OnSlot`, `ToSlots` or `FromSource`."""
-    node = copies[0][0].grad_fn
-    while node.name() != f"{name}Backward":
-        node = node.next_functions[0][0]
-    return node
-
-
-NAMES = ["OnSlot", "ToSlots", "FromSource"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_hooks_may_look(name: str, slots: list, root: torch.device, sources: list) -> None:
-    seen = []
-    copies = broadcast(slots, sources)
-    node_of(copies, name).register_prehook(seen.append)
-    node_of(copies, name).register_hook(lambda inputs, outputs: seen.append(inputs))
-    loss_of(copies, root).backward()
-    assert len(seen) == 2
-    check(sources, expected(sources, slots))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda grad: grad * 1,
-        torch.zeros_like,
-        lambda grad: grad.mul_(2),
-        lambda grad: grad.detach(),
-        lambda grad: grad.as_subclass(torch.nn.Buffer),
-    ],
-    ids=["times", "fresh", "in place", "detached", "subclass"],
-)
-@pytest.mark.parametrize("name", NAMES[1:])
-def test_hooks_that_would_change_gradients_of_many_parameters_are_refused(
-    name: str, change: Any, slots: list, root: torch.device, sources: list
-) -> None:
-    def hook(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else change(grad) for grad in grads)
-
-    copies = broadcast(slots, sources)
-    node_of(copies, name).register_prehook(hook)
-    with pytest.raises(RuntimeError, match=r"a hook has changed a gradient .*Use Tensor\.register_hook"):
-        loss_of(copies, root).backward()
-    assert all(source.grad is None for source in sources)
-
-
-def test_a_hook_on_what_a_slot_brings_is_refused_too(slots: list, root: torch.device, sources: list) -> None:
-    copies = broadcast(slots, sources)
-    node_of(copies, "OnSlot").register_hook(lambda inputs, outputs: (inputs[0] * 2, *inputs[1:]))
-    with pytest.raises(RuntimeError, match="between OnSlotBackward, ToSlotsBackward and FromSourceBackward"):
-        loss_of(copies, root).backward()
-
-
-def test_where_gradients_are_themselves_hooks_change_them(slots: list, root: torch.device, sources: list) -> None:
-    """Hooks that the error recommends, and a pre-hook on the slot's node."""
-    copies = broadcast(slots, sources)
-    copies[0][0].register_hook(lambda grad: grad * 2)  # the first slot's: it counts as two of it
-    sources[1].register_hook(lambda grad: grad * 3)
-    node_of(copies, "OnSlot").register_prehook(lambda grads: (*grads[:2], None, *grads[3:]))
-    loss_of(copies, root).backward()
-    wanted = expected(sources, slots)
-    total = sum(range(1, len(slots) + 1))
-    check(sources, [wanted[0] * (total + 1) / total, wanted[1] * 3, wanted[2] * (total - 1) / total, *wanted[3:]])
-
-
-@pytest.mark.parametrize("name", NAMES[1:])
-def test_a_hook_may_say_that_there_is_no_gradient(name: str, slots: list, root: torch.device, sources: list) -> None:
-    copies = broadcast(slots, sources)
-    node_of(copies, name).register_prehook(lambda grads: (None, *grads[1:]))
-    loss_of(copies, root).backward()
-    check(sources, expected(sources, slots, lambda slot, i: slot > 0 and name == "ToSlots"))
-
-
-@pytest.mark.devices("sim")
-def test_what_a_hook_drops_is_not_used_again_before_the_root_has_waited(slots: list, root: torch.device) -> None:
-    """Sums are written on side streams, but their memory belongs to the caller's stream."""
-    devices = [torch.device(slot) for slot in slots]
-    gradient_streams = GradientStreams.for_forward(devices, current_streams(devices))
-    losses: list[Tensor] = []
-
-    def drop(grads: tuple[Tensor, ...]) -> tuple[None, ...]:
-        torch.ones(16, device=root)  # could get the memory that the hook before this one has dropped
-        return (None,)
-
-    for _ in range(4):
-        copies = broadcast_bucket(devices, [torch.ones(16, device=root, requires_grad=True)], gradient_streams)
-        node_of(copies, "FromSource").register_prehook(drop)
-        losses.append(loss_of(copies, root))
-    sum(losses).backward()
 
 
 def test_no_two_gradients_meet_between_the_nodes(slots: list, root: torch.device, sources: list) -> None:

@@ -1,4 +1,4 @@
-"""Replicas are freed when nothing needs them, also with the garbage collector off, and no sooner.
+"""Replicas are freed when nothing needs them, also with the garbage collector off.
 
 Reference counting frees replicas without circles. Replicas whose attributes form circles are taken apart when their
 call ends or, if something still uses them, when a later call ends. If reference counts are not trusted (``ownership``),
@@ -6,58 +6,21 @@ they are the collector's, which runs before these tests look for replicas then.
 """
 
 import gc
-import time
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from dataparallel import DataParallel, ownership
+from circles import Circular, Straight, collect_what_is_left_to_the_collector, least
+from dataparallel import DataParallel
 from dataparallel.modules.cycles import CycleBreaker
 from dataparallel.replicate import replicate
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "no_collector")
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    # The first checkpoint of a process imports the compiler, and circles made by that hold the frames of the call.
-    checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-class Straight(nn.Module):
-    """No attribute leads to a module; the recurrent layer's lead to tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.rnn = nn.Linear(3, 3), nn.GRU(3, 3)
-
-    def block(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.rnn(self.layer(x))[0])
-
-    def forward(self, x: Tensor) -> Any:
-        # Recomputed in backward: the replica has to be there then.
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
-class Circular(Straight):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer.above = [self]
-        self.enter = self.block
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.enter, x, use_reentrant=False)
 
 
 class BoundForward(Straight):
@@ -70,58 +33,6 @@ class Hooked(Straight):
     def __init__(self) -> None:
         super().__init__()
         self.layer.register_forward_hook(lambda module, args, output: output + self.layer.bias)
-
-
-def collect_what_is_left_to_the_collector() -> None:
-    if not ownership.are_counts_trusted():
-        gc.collect()
-
-
-def least(count: Callable[[], int]) -> int:
-    """The least of the counts in a moment: a thread of the engine may be late to drop its part of a graph."""
-    counts = [count()]
-    while counts[-1] and len(counts) < 10:
-        time.sleep(0.01)
-        counts.append(count())
-    return min(counts)
-
-
-class Watch(NamedTuple):
-    """A wrapper, and weak references to all modules of all replicas it has made."""
-
-    parallel: DataParallel
-    replicas: list[weakref.ref]
-
-    def alive(self) -> int:
-        collect_what_is_left_to_the_collector()
-        return least(lambda: sum(replica() is not None for replica in self.replicas))
-
-    def end_another_call(self) -> None:
-        with torch.no_grad():
-            self.parallel(torch.randn(1, 3, device=self.parallel.src_device_obj))
-
-    def intact(self) -> int:
-        """Replicas that still have their attributes."""
-        collect_what_is_left_to_the_collector()
-        return sum(bool(vars(module)) for ref in self.replicas if (module := ref()) is not None)
-
-
-@pytest.fixture
-def watch(slots: list, root: torch.device) -> Callable[[nn.Module], Watch]:
-    """A function from a module to a wrapper under watch."""
-
-    def make(module: nn.Module) -> Watch:
-        seen: list[weakref.ref] = []
-
-        class Watched(DataParallel):
-            def replicate(self, *args: Any) -> Any:
-                replicas = super().replicate(*args)
-                seen.extend(weakref.ref(each) for replica in replicas for each in replica.modules())
-                return replicas
-
-        return Watch(Watched(module.to(root), slots), seen)
-
-    return make
 
 
 @pytest.mark.parametrize("cls", [Straight, Circular, BoundForward, Hooked])
@@ -159,69 +70,6 @@ def test_without_a_graph_nothing_is_kept(watch: Callable, root: torch.device) ->
     assert output.shape == (6, 3)
 
 
-def test_a_second_backward_finds_the_replicas(watch: Callable, root: torch.device) -> None:
-    parallel, _ = watched = watch(Circular())
-    loss = parallel(torch.randn(6, 3, device=root)).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    del loss
-    watched.end_another_call()
-    assert watched.alive() == 0
-
-
-def test_one_of_several_outputs_is_enough(watch: Callable, root: torch.device) -> None:
-    class Two(Circular):
-        def forward(self, x: Tensor) -> Any:
-            return {"first": self.layer(x), "rest": [checkpoint(self.enter, x, use_reentrant=False), "text", None]}
-
-    parallel, _ = watched = watch(Two())
-    output = parallel(torch.randn(6, 3, device=root))
-    kept = output["rest"][0]
-    del output
-    kept.sum().backward()
-    del kept
-    watched.end_another_call()
-    assert watched.alive() == 0
-
-
-def test_a_packed_output_keeps_the_replicas(watch: Callable, root: torch.device) -> None:
-    class Packed(Circular):
-        def forward(self, x: Any) -> Any:
-            if isinstance(x, Tensor):
-                return x
-            return x._replace(data=checkpoint(self.enter, x.data, use_reentrant=False))
-
-    parallel, _ = watched = watch(Packed())
-    packed = pack_sequence([torch.randn(length, 3, device=root) for length in (3, 2, 2, 1)])
-    output = parallel(packed)
-    output.data.sum().backward()
-    assert parallel.module.layer.weight.grad is not None
-    del output
-    watched.end_another_call()
-    assert watched.alive() == 0
-
-
-def test_an_opaque_output_keeps_the_replicas(watch: Callable, root: torch.device) -> None:
-    class Opaque(Circular):
-        def forward(self, x: Tensor) -> Any:
-            return types.SimpleNamespace(value=super().forward(x))
-
-    parallel, _ = watch(Opaque())
-    outputs = parallel(torch.randn(6, 3, device=root))
-    sum(output.value.sum().to(root) for output in outputs).backward()
-    assert parallel.module.layer.weight.grad is not None
-
-
-def test_an_output_kept_on_the_source_keeps_one_step_only(watch: Callable, root: torch.device) -> None:
-    parallel, _ = watched = watch(Circular())
-    for _ in range(5):
-        output = parallel(torch.randn(6, 3, device=root))
-        output.sum().backward()
-        parallel.module.last = output
-        del output
-    assert watched.alive() <= 2 * 9
-
-
 def test_a_failing_replica_leaves_none_behind(watch: Callable, root: torch.device) -> None:
     class Failing(Circular):
         def forward(self, x: Tensor) -> Any:
@@ -231,16 +79,6 @@ def test_a_failing_replica_leaves_none_behind(watch: Callable, root: torch.devic
     with pytest.raises(ValueError, match="as asked"):
         parallel(torch.randn(6, 3, device=root))
     assert watched.alive() == 0
-
-
-def test_the_source_survives_its_replicas(watch: Callable, root: torch.device) -> None:
-    source = Circular()
-    parallel, _ = watch(source)
-    for _ in range(2):
-        parallel(torch.randn(6, 3, device=root)).sum().backward()
-    assert source.layer.above == [source]
-    assert source.enter.__self__ is source
-    assert source(torch.randn(2, 3, device=root)).shape == (2, 3)
 
 
 @pytest.mark.reuses("nothing is taken apart otherwise")
@@ -255,48 +93,6 @@ def test_only_what_may_be_circular_is_taken_apart(slots: list, root: torch.devic
     assert not any(replica() for replica in watched)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda m: m.layers.values(),
-        lambda m: m.layers._modules,
-        lambda m: [vars(m.layers)],
-    ],
-)
-def test_a_view_of_a_registry_holds_the_replica(view: Callable, slots: list, root: torch.device) -> None:
-    class Viewed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
-            self.me = [self]
-
-        def forward(self, x: Tensor) -> Tensor:
-            held = view(self)
-            return checkpoint(lambda x: through_layers(held, x), x, use_reentrant=False)
-
-    ran = []
-
-    def through_layers(held: Any, x: Tensor) -> Tensor:
-        ran.append(x.device)
-        if isinstance(held, list):
-            held = held[0]["_modules"].values()
-        elif isinstance(held, dict):
-            held = held.values()
-        for layer in [*held]:
-            x = layer(x)
-        return x
-
-    module = Viewed().to(root)
-    x = torch.randn(6, 3, device=root)
-    expected = torch.autograd.grad(module.layers["b"](module.layers["a"](x)).sum(), list(module.parameters()))
-    output = DataParallel(module, slots)(x)
-    assert len(ran) == len(slots)
-    output.sum().backward()
-    assert len(ran) == 2 * len(slots), "backward runs the layers again, which only the view leads to"
-    for parameter, gradient in zip(module.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
-
-
 def test_nothing_is_kept_where_nobody_calls_again(slots: list, root: torch.device) -> None:
     module = Circular().to(root)
     alive = []
@@ -307,32 +103,6 @@ def test_nothing_is_kept_where_nobody_calls_again(slots: list, root: torch.devic
     gc.collect()
     assert alive
     assert not any(reference() for reference in alive)
-
-
-@pytest.mark.parametrize("hold", [lambda m: m, lambda m: m.layer, lambda m: m.enter, lambda m: m.block])
-def test_what_somebody_holds_stays_whole_until_it_is_let_go(hold: Callable, slots: list, root: torch.device) -> None:
-    held = []
-
-    class Holding(Circular):
-        def forward(self, x: Tensor) -> Any:
-            held.append(hold(self))
-            return self.enter(x)
-
-    parallel = DataParallel(Holding().to(root), slots)
-    x = torch.randn(6, 3, device=root)
-    parallel(x)
-    for part in held:
-        module = part if isinstance(part, nn.Module) else part.__self__
-        above = module if isinstance(module, Holding) else module.above[0]
-        assert above.layer.above[0] is above
-        assert above.enter(x.to(above.layer.weight.device)).shape == x.shape
-    alive = weakref.ref(above)
-    del part, module, above
-    held.clear()
-    parallel(x)
-    collect_what_is_left_to_the_collector()
-    assert alive() is None
-    held.clear()
 
 
 @pytest.mark.long

@@ -3,23 +3,18 @@
 import copy
 import pickle
 import random
-import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dataparallel import DataParallel, parallel_apply
+from dataparallel import DataParallel
 from dataparallel.threads import permits
 from dataparallel.threads.permits import PermitChooser, size_of
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-TIMEOUT = 20.0
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "two_cores")
 
 # Seconds of a call with 8 slots, by the number of permits.
 LAUNCH_BOUND = {1: 20.0, 2: 24.0, 4: 30.0, 8: 35.0}
@@ -28,13 +23,6 @@ SLEEPING = {1: 103.0, 2: 56.0, 4: 28.0, 8: 14.0}
 WORST_IN_THE_MIDDLE = {1: 40.0, 2: 50.0, 4: 45.0, 8: 30.0}
 COSTS = [LAUNCH_BOUND, COMPUTE_BOUND_ON_2_CORES, SLEEPING, WORST_IN_THE_MIDDLE]
 any_cost = pytest.mark.parametrize("cost", COSTS, ids=["launch-bound", "compute-bound", "sleeping", "middle worst"])
-
-
-@pytest.fixture(autouse=True)
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(permits.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    permits._ladder.cache_clear()
-
 
 Noise = Callable[[float], float]
 
@@ -218,124 +206,6 @@ def test_what_tells_the_size() -> None:
     assert len(size_of([x] * 1000, {})) == permits.TENSORS
 
 
-class Counting(nn.Module):
-    """Notes how many replicas are inside at the same time; each sleeps."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds, self.lock = seconds, threading.Lock()
-        self.inside: list[int] = []
-        self.most: list[int] = [0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.lock:
-            self.inside.append(0)
-            self.most[0] = max(self.most[0], len(self.inside))
-        time.sleep(self.seconds)
-        with self.lock:
-            self.inside.pop()
-        return x + 1
-
-
-def most_at_once(model: DataParallel[Counting], x: Tensor) -> int:
-    model.module.most[0] = 0
-    with torch.no_grad():
-        assert torch.equal(model.eval()(x), x + 1)
-    return model.module.most[0]
-
-
-def wrapper(slots: list, seconds: float = 0.0, **options: Any) -> DataParallel[Counting]:
-    return DataParallel(Counting(seconds), slots, **options)
-
-
-@pytest.mark.slots(8)
-def test_a_model_that_sleeps_gets_a_permit_for_each_slot(slots: list, root: torch.device) -> None:
-    model, x = wrapper(slots, 0.02), torch.zeros(16, 2, device=root)
-    numbers = [most_at_once(model, x) for _ in range(25)]
-    assert numbers[0] == numbers[-1] == 8
-    assert min(numbers) < 8, "others were tried"
-
-
-@pytest.mark.slots(8)
-def test_it_runs_as_many_as_were_chosen(slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = wrapper(slots, 0.01), torch.zeros(16, 2, device=root)
-    for number in (1, 3):
-        monkeypatch.setattr(permits._Situation, "number", number)
-        monkeypatch.setattr(permits._Situation, "next_to_measure", lambda self: None)
-        assert most_at_once(model, x) == number
-
-
-@pytest.mark.parametrize("options", [{"workers": 2}, {"serial": True}], ids=["workers", "serial"])
-def test_nothing_is_measured_where_the_caller_has_chosen(
-    options: dict, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(PermitChooser, "begin")
-    most_at_once(wrapper(slots, **options), torch.zeros(6, 2, device=root))
-
-
-def test_nothing_is_measured_where_one_replica_runs_at_a_time(
-    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(PermitChooser, "begin")
-    same = [slots[0]] * 3
-    wrapper(same)(torch.zeros(6, 2, device=root, requires_grad=True))
-
-
-def test_a_call_without_a_wrapper_runs_all_replicas_at_once(slots: list) -> None:
-    barrier = threading.Barrier(3)
-    modules = [Waiting(barrier).eval() for _ in range(3)]
-    with torch.no_grad():
-        parallel_apply(modules, [(torch.zeros(1),)] * 3, devices=slots)
-
-
-@pytest.mark.not_isolated("replicas on one device and the caller's stream")
-@pytest.mark.devices("sim", "cuda")
-def test_devices_are_waited_for_while_measuring_only(
-    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[Any] = []
-    # The package has a function of the module's name.
-    monkeypatch.setattr(
-        sys.modules["dataparallel.parallel_apply"], "_synchronize", lambda streams: waits.append([*streams])
-    )
-    model, x = wrapper(slots), torch.zeros(6, 2, device=root)
-    for _ in range(2):
-        most_at_once(model, x)
-    assert waits == [[]] * 4
-    most_at_once(model, x)
-    assert waits[4:] == [[torch.accelerator.current_stream(slot) for slot in dict.fromkeys(slots)]] * 2
-    for _ in range(40):
-        most_at_once(model, x)
-    assert waits[-1] == []
-
-
-class Waiting(nn.Module):
-    """Its replicas wait for each other."""
-
-    def __init__(self, barrier: threading.Barrier) -> None:
-        super().__init__()
-        self.barrier = barrier
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.barrier.wait(TIMEOUT)
-        return x
-
-
-@pytest.mark.slots(8)
-def test_replicas_that_wait_for_each_other_do_not_hang_and_run_together_from_then_on(
-    slots: list, root: torch.device
-) -> None:
-    model = DataParallel(Waiting(threading.Barrier(8)), slots).eval()
-    stalls = []
-    with torch.no_grad():
-        for size in (8, 16):
-            for _ in range(30):
-                start = time.monotonic()
-                model(torch.zeros(size, 2, device=root))
-                stalls.append(time.monotonic() - start > 0.9 * permits.STALL_TIMEOUT)
-    assert sum(stalls) == 1
-
-
 def test_a_slow_first_call_of_another_size_is_no_stall() -> None:
     chooser = PermitChooser()
     calls(50, chooser, LAUNCH_BOUND)
@@ -361,41 +231,3 @@ def test_a_copy_starts_afresh(copied: Callable[[Any], Any], slots: list, root: t
     calls(50, chooser, LAUNCH_BOUND)
     assert chooser.begin("kind", 0, 8).permits == 1
     assert copied(chooser).begin("kind", 0, 8).permits == 8
-
-
-@pytest.mark.slots(8)
-def test_gradients_and_outputs_do_not_depend_on_the_number(slots: list, root: torch.device) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).to(root)
-    x = torch.randn(16, 4).to(root)
-    model, found = DataParallel(module, slots), []
-    for _ in range(40):
-        module.zero_grad()
-        output = model(x)
-        output.square().sum().backward()
-        found.append([output.detach().clone(), *(p.grad.clone() for p in module.parameters())])
-    for step in found[1:]:
-        assert all(map(torch.equal, step, found[0]))
-
-
-def test_calls_from_several_threads(slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, errors = torch.zeros(6, 2, device=root), []
-
-    def several() -> None:
-        try:
-            with torch.no_grad():
-                for _ in range(30):
-                    assert torch.equal(model(x), x + 1)
-        except BaseException as error:
-            errors.append(error)
-
-    chooser = PermitChooser()
-    monkeypatch.setattr(sys.modules["dataparallel.data_parallel"], "PermitChooser", lambda: chooser)
-    model = wrapper(slots, 0.001).eval()
-    threads = [threading.Thread(target=several) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert chooser.begin("kind", 0, 8).alone, "every call has been ended"
