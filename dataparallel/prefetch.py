@@ -59,8 +59,8 @@ def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -
             besides the current one.
 
     Returns:
-        An iterable, with the loader's ``len()``. An exception in reading or sending a batch is raised in its place, and ends
-        the iteration. A loop that stops early waits for the copies in flight and frees them.
+        An iterable, with the loader's ``len()``. An exception in reading or sending a batch is raised in its place, and
+        ends the iteration. A loop that stops early waits for the copies in flight and frees them.
 
     Raises:
         TypeError: ``model`` is no `DataParallel`; ``loader`` cannot be iterated over; ``depth`` is no integer.

@@ -10,7 +10,7 @@ current streams' work. These events order the streams:
   still be in use. Memory allocated on the side stream would need ``record_stream`` on every chunk. It is freed at the
   end of a backward that this room does not see, so memory use would vary from run to run.
 - The stream that is current in the call waits for the copies before chunks are handed out. If another stream owns the
-  memory, that stream waits too, and the chunks are recorded on the stream that uses them.
+  memory, that stream waits too, and ``record_stream`` names the stream that uses the chunks.
 - Host memory and chunks that nobody took are held until the host has waited for the copies (`SentBatch.end`).
 
 Pageable memory is copied into pinned memory first: a copy straight from it would stop the host until the device has
