@@ -1,6 +1,7 @@
 """One process drives every device of the machine: ``model = DataParallel(model)``.
 
 The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole` and `PerReplica`.
+A *room* is a folder or a file of this package. It imports only from rooms below it (``tests/test_floors.py``).
 Importing this package touches no device, starts no thread and compiles nothing.
 """
 

@@ -1,10 +1,11 @@
 """Every private name of torch that the library uses: its purpose, and what happens in a torch that lacks it.
 
-torch may rename these without notice, so no other room uses a private name. ``testing`` is the exception: its simulated
-devices are a backend for torch. Each name is looked up once, at import; one name of the compiler is looked up when it
-is first needed. If torch lacks a name, importing the library still works: either there is a fallback, which ``without``
-describes, or calls that need the name raise ``RuntimeError`` with an explanation. All names exist in torch 2.11, 2.13
-and 2.15, in every build.
+torch may rename these without notice, so other rooms ask this one. There are two exceptions: ``testing``, whose
+simulated devices are a backend for torch, and the names by which torch lets modules and classes be extended
+(``PUBLISHED`` in ``tests/test__torch.py``). Most names are looked up once, at import. The compiler's class is looked up
+when it is first needed; the profiler's flag, NCCL, and attributes of modes and compiled functions at each call. If
+torch lacks a name, importing the library still works: either there is a fallback, which ``without`` describes, or calls
+that need the name raise ``RuntimeError`` with an explanation. torch 2.11, 2.13 and 2.15 have all names, in every build.
 
 Any room may call this one. It knows nothing of the library.
 """
@@ -51,7 +52,7 @@ class PrivateName:
 
 
 NAMES: list[PrivateName] = []
-"""All names, in the order of this file."""
+"""The names that `_private` has looked up so far, in that order. Attributes that are read by name are not in it."""
 
 
 def _private(path: str, purpose: str, instead: Any = None, without: str = "") -> Any:
@@ -71,7 +72,7 @@ def _attribute(path: str, purpose: str) -> Callable[[Any], Any]:
 
 
 class _Missing:
-    """The substitute for a name that torch lacks: a call of it, or a look at an attribute, raises ``RuntimeError``."""
+    """The substitute for a name that torch lacks. As a function, a class or a module it raises ``RuntimeError``."""
 
     def __init__(self, path: str, purpose: str) -> None:
         self._sentence = (
@@ -81,6 +82,8 @@ class _Missing:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(self._sentence)
+
+    __instancecheck__ = __subclasscheck__ = __call__
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # asked for by Python
@@ -249,7 +252,7 @@ def push_dispatch_modes(modes: Iterable[Any]) -> Callable[[], None]:
 
 
 def is_device_context(mode: Any) -> bool:
-    """True for a function mode that ``torch.set_default_device`` or ``with torch.device(...)`` has entered."""
+    """True for a mode of ``torch.set_default_device`` or ``torch.device``. Always False without ``DeviceContext``."""
     return isinstance(DeviceContext, type) and isinstance(mode, DeviceContext)
 
 
@@ -296,7 +299,7 @@ def is_profiler_enabled() -> bool:
     return bool(getattr(profiler, "_is_profiler_enabled", False))
 
 
-def between_graphs(function: F) -> F:
+def not_traced(function: F) -> F:
     """The function, marked so that ``torch.compile`` around it does not trace it. It imports no compiler."""
     disabled: F = _disable_dynamo(function)
     return disabled

@@ -145,7 +145,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         It uses parts of the last call's replicas again: see ``dataparallel.kept.replicas``.
 
         Raises:
-            RuntimeError: gradients are recorded inside `frozen`.
+            RuntimeError: a graph is recorded inside `frozen`.
         """
         if "_is_replica" in vars(self):  # this wrapper is part of a replica, and gone after this call
             return replicate(module, device_ids, bucket_cap_mb=self.bucket_cap_mb)
@@ -160,7 +160,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         stays there until the end, as it does on one device. Calls that run at the same time have their own replicas:
         `dataparallel.kept.replicas.MOST_FROZEN` sets are kept until the block ends, further ones for one call.
 
-        A call that records gradients raises ``RuntimeError``. Blocks may be nested.
+        A call that records a graph raises ``RuntimeError``. Blocks may be nested.
         """
         self._kept.freeze()
         try:

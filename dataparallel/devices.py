@@ -1,8 +1,9 @@
 """Devices: the forms in which a caller may pass them, and the devices that the machine has.
 
-Every other room asks here and nowhere else, so that ints, strings and ``torch.device`` mean the same thing everywhere,
-and CUDA, CPU slots, XPU and PrivateUse1 devices take one code path. This room initialises no device, moves no tensor
-and knows no module. Any room may call it.
+Every other room asks here what a device argument means, so that ints, strings and ``torch.device`` mean the same thing
+everywhere, and CUDA, XPU and PrivateUse1 devices take one code path, except in the transports of ``comm`` and the check
+for CUDA graph capture. This room moves no tensor and knows no module. Importing it touches no device;
+`current_device_set` may create a context on one (see ``streams.current``). Any room may call this one.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _resolve_index(index: int) -> torch.device:
 
 
 def resolve_each(devices: Sequence[DeviceLike]) -> list[torch.device]:
-    """Every device of a list that is not empty. Types may be mixed. Errors are those of `resolve_slots`."""
+    """Every device of a list that is not empty. Types may be mixed; other errors are those of `resolve_slots`."""
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(f"expected a list of devices; got {devices!r}: write [{devices!r}]")
     devices = list(devices)
@@ -120,7 +121,7 @@ def resolve_slots(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]
     A device may be listed more than once: each entry is a slot.
 
     Raises:
-        TypeError: ``device_ids`` is not a sequence, or an entry is not a device.
+        TypeError: ``device_ids`` is a single device or cannot be iterated over, or an entry is not a device.
         ValueError: an empty sequence, devices of several types, or a device that the machine lacks.
     """
     if device_ids is None:

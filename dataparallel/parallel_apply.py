@@ -43,8 +43,8 @@ def parallel_apply(
 ) -> list[Any]:
     """Calls every module with its inputs, each on its own device, and returns the outputs in order.
 
-    Replicas that share a random generator (slots on one device) run one after the other, in slot order, while gradients
-    are recorded or a module is in training mode, unless ``workers`` is given. So random draws have a fixed order, and
+    Replicas that share a random generator (slots on one device) run one after the other, in slot order, while a graph
+    is recorded or a module is in training mode, unless ``workers`` is given. So random draws have a fixed order, and
     checkpointing recomputes with the draws of the forward.
 
     Args:

@@ -1,6 +1,6 @@
 """`PerReplica`: one value for each replica, for values that cannot be split or joined.
 
-``scatter_gather`` makes it and takes it apart. Users may make one too.
+``scatter_gather`` makes it; that and ``structures`` take it apart. Users may make one too.
 """
 
 from __future__ import annotations

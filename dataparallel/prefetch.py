@@ -1,8 +1,8 @@
 """`prefetch`: a loader whose next batches are scattered while the devices compute on the current one.
 
 This room reads the loader ahead and decides which tensors of a batch are sent where. ``streams.ahead`` sends them, and
-the wrapper's scatter finds them there. It starts no thread: batches are read in the loop's own thread, between two
-iterations. Users call it; nothing in the library does.
+the wrapper's scatter takes the chunks from there. No thread is started: batches are read in the loop's own thread,
+between two iterations. Users call it; nothing in the library does.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -
             loss = loss_function(output, targets.to(output.device))
 
     The copies serve one call, in the iteration of their batch. Everything else is copied in the call, as without
-    ``prefetch``: results of operators on a batch, tensors that you changed in place, the batch of a second call,
-    tensors that require gradients or are on a device already, sparse tensors, tensor subclasses, values of registered
-    batch types. A change through numpy or ``.data``, or of a tensor made under ``inference_mode``, cannot be noticed:
-    make it in the loader.
+    ``prefetch``: results of operators on a batch, ``whole(tensor)`` called in the loop (a generator around the loader
+    can call it instead), tensors that you changed in place, the batch of a second call, tensors that require gradients
+    or are on a device already, sparse tensors, tensor subclasses, values of registered batch types. A change through
+    numpy or ``.data``, or of a tensor made under ``inference_mode``, cannot be noticed: make it in the loader.
 
     Copies from pinned memory run beside the compute. Let the loader pin (``DataLoader(pin_memory=True)``), or each
     batch is first copied into pinned memory, in the loop's thread. A pinned batch may still be read after the call
@@ -55,11 +55,12 @@ def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -
         loader: any iterable; each loop over the result iterates over it again.
         model: the wrapper that is called with the batches. Its slots, ``dim`` and ``chunk_sizes`` decide which slot
             gets which samples.
-        depth: how many batches are read and sent before the loop asks for them. The devices hold as many batches more.
+        depth: how many batches are read and sent before the loop asks for them. The devices hold ``depth`` batches
+            besides the current one.
 
     Returns:
-        An iterable, with the loader's ``len()``. An exception of the loader is raised in place of its batch, and ends
-        the iteration. A loop that stops early waits for the copies in flight and frees them.
+        An iterable, with the loader's ``len()``. An exception in reading or sending a batch is raised in its place, and
+        ends the iteration. A loop that stops early waits for the copies in flight and frees them.
 
     Raises:
         TypeError: ``model`` is no `DataParallel`; ``loader`` cannot be iterated over; ``depth`` is no integer.
@@ -80,7 +81,7 @@ def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -
 
 @dataclass
 class _Read:
-    """A batch of the loader and the part of it that was sent, or the exception that the loader raised in its place."""
+    """A batch of the loader and the part of it that was sent, or the exception that reading or sending it raised."""
 
     batch: Any = None
     sent: SentBatch | None = None
@@ -103,12 +104,12 @@ class Prefetch(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         slots = [resolve(device) for device in self.model.device_ids]
         if all(slot == CPU for slot in slots):
-            # "yield from" would close the loader's generator when the loop stops early.
+            # "yield from" would close the loader's generator when the loop stops early. A user may go on with it.
             for batch in self.loader:  # noqa: UP028
                 yield batch
             return
         sender, batches = Sender(slots), iter(self.loader)
-        # The loop has the first one while it is in here. A suspended generator is closed when the loop drops it, so
+        # reads[0] is the batch that the loop is using. A suspended generator is closed when the loop drops it, so
         # `finally` is reached however the loop ends.
         reads: deque[_Read] = deque()
         more = True

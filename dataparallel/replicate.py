@@ -51,7 +51,7 @@ def replicate(
 
     Returns:
         The replicas, in slot order. Parameters that require gradients are outputs of one autograd node per bucket. If
-        gradients are not recorded they are leaves that require gradients, for a ``forward`` that enables recording.
+        no graph is recorded they are leaves that require gradients, for a ``forward`` that enables recording.
 
     Raises:
         RuntimeError: the tree cannot be replicated; the message names the module.

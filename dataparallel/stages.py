@@ -1,7 +1,9 @@
-"""What surrounds the four stages of a call: the check before them, the end of its replicas, and the single slot.
+"""What surrounds the four stages of a call.
 
-The stages, scatter -> replicate -> parallel_apply -> gather, are four calls in a row in ``data_parallel`` and in the
-composable forms. Each of these makes them inside a `Call`.
+It refuses states that threads cannot share, releases the replicas, and makes the call on a single slot. The stages,
+scatter -> replicate -> parallel_apply -> gather, are four calls in a row in ``data_parallel`` and in
+``composable.replicate_state``. They make them inside a `Call`. Their ``_run`` checks placement first, and
+`between_graphs` keeps all of it out of ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -28,25 +30,27 @@ R = TypeVar("R", bound=Sequence[nn.Module])
 
 def between_graphs(function: F) -> F:
     """Decorates a function that ``torch.compile`` does not trace: it runs between the graphs of its caller."""
-    not_traced = _torch.between_graphs(function)
+    not_traced = _torch.not_traced(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Without a compiler the plain function does: the other one would import it.
+        # Call `not_traced` only if the compiler is loaded: it would import it.
         return not_traced(*args, **kwargs) if _torch.is_compiler_loaded() else function(*args, **kwargs)
 
     return cast(F, run)
 
 
 class Call:
-    """A context around the stages of one call. At its end nothing but the output holds anything that they used.
+    """A context around the stages of one call.
 
-    The stages are therefore a function of their own: its local variables are gone before the context ends. If the call
-    fails, they live as long as the traceback, and so does this object, which then takes circular replicas apart.
+    When it ends without an error, activations and copies are freed, except what the output, ``kept`` or other code
+    still holds. The stages are a function of their own, so their local variables are gone when the context ends. If the
+    call fails, the traceback keeps them and this object alive. When it is dropped, the `CycleBreaker` takes circular
+    replicas apart.
 
     Args:
         slots: where replicas would run.
-        kept: where the replicas come from; it is told how the call ends.
+        kept: the store that makes or reuses the replicas; it is told how the call ends.
 
     Raises:
         RuntimeError: several replicas cannot run here: see ``threads.settings.REFUSED``.

@@ -1,7 +1,7 @@
 """Walks nested arguments: finds their leaves, marks tensors as `whole`, and counts the replicas that they are for.
 
-``batch_types`` says which types are containers. Nothing is moved here: ``scatter_gather`` splits and joins the leaves,
-``parallel_apply`` and ``prefetch`` look for tensors.
+``batch_types`` says which types are containers. Nothing is moved here: ``scatter_gather`` splits and joins the leaves;
+``parallel_apply``, ``prefetch`` and ``threads.permits`` look for tensors; the forms use `arguments_of_one`.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: 
         monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
         assert room.is_profiler_enabled() is False
     elif name.path == "torch._disable_dynamo":
-        assert room.between_graphs(max)(1, 2) == 2
+        assert room.not_traced(max)(1, 2) == 2
     else:
         pytest.fail(f"{name.path} has a fallback that no test takes")
 
@@ -130,6 +130,18 @@ def test_what_is_compiled_leads_to_what_it_was_made_of() -> None:
     assert _torch.compiled_original(double) is None
     assert _torch.compiled_original(torch.compiler.disable(double)) is None
     assert _torch.is_compiler_loaded()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_without_its_class_modules_may_have_been_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "torch._dynamo.eval_frame.OptimizedModule"
+    room = without("nothing", monkeypatch)  # another copy, because the class is looked up once
+    torch.compile(nn.Linear(1, 1), backend="eager")
+    monkeypatch.delattr(path)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"has no {path}, which dataparallel needs to recognise modules"):
+            room.compiled_original(nn.Linear(1, 1))
+    assert [name.path for name in room.NAMES].count(path) == 1
 
 
 def test_dispatch_modes_are_entered_and_left() -> None:

@@ -9,7 +9,7 @@ Envelopes have two reasons. One edge serves a whole bucket, however many tensors
 until the host looks; it cannot do so to the contents, which ``streams.gradients`` holds instead. The engine orders
 streams for an envelope, and thereby for its contents, which were made before it.
 
-``bucket_nodes`` has the nodes. Only it and the composable form's node of the same kind use this room.
+``bucket_nodes`` has the nodes. Only it and ``composable.gradient_sums`` use this room.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class ToSlots(Function):
 
 
 def _receive_from_isolated(of_slot: SlotGradients, stream: torch.Stream, use_side_stream: bool) -> None:
-    """Makes the current stream wait for an isolated slot's ``stream``, and records the slot's gradients where they go.
+    """Makes the current stream wait for an isolated slot's ``stream``, and calls ``record_stream`` on its gradients.
 
     Their memory returns to ``stream`` when it is freed.
     """

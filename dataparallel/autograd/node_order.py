@@ -2,7 +2,7 @@
 
 The engine runs the ready node with the highest sequence number first. Numbers fall from the last layer to the first,
 and only ``AccumulateGrad`` has a higher number than `run_first` sets. ``functions`` and ``bucket_nodes`` call this room
-in their forwards.
+when they make nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Moving tensors between the devices of one process: plain functions.
 
 Every function here checks its arguments, asks ``comm.select`` for a transport, and calls the method of that transport
-(``comm.transport``) with the function's name. The room knows no modules and records no gradients:
+(``comm.transport``) with the function's name. The room knows no modules and records no graph:
 ``dataparallel.autograd.functions`` does. Names and arguments are those of ``torch.nn.parallel.comm``; devices are
 anything that ``dataparallel.devices`` accepts, the CPU included. Within one device nothing is copied unless the caller
 needs its own storage, or slots are isolated, which is for tests (``dataparallel.testing.isolated_slots``). `using`

@@ -2,7 +2,8 @@
 
 A bucket is a group of tensors that travels as one flat buffer. This room decides which tensors a bucket can hold,
 keeps what is needed to restore shapes and strides, and makes the two copies. It moves nothing between devices. ``comm``
-calls it, and so do the rooms that move many tensors at once: ``autograd``, ``kept``, ``composable``.
+calls it, and so do the rooms that move many tensors at once: ``autograd``, ``kept``, ``composable``, ``replicate``.
+``modules.plan`` and ``streams.ahead`` ask which tensors are plain.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensor objects: what a copy keeps of the original beside its data, and a second object on the same memory.
 
-It copies no data. ``comm.transport`` calls it, and so do the rooms that hand copies to replicas.
+It copies no data. ``comm`` calls it, and so do ``structures`` and the rooms that hand copies to replicas.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dataparallel import ownership
 from dataparallel._torch import HOOK_TABLES
-from dataparallel.modules.build import bare_module, hook_flags, own_attributes
+from dataparallel.modules.build import bare_module, empty_hook_flags, own_attributes
 from dataparallel.modules.plan import ModulePlan
 
 __all__ = ["Shell"]
@@ -36,7 +36,7 @@ class Shell:
         self._parts: list[_Part] = []
         self._hook_tables: list[dict[Any, Any]] = []  # empty, because the tree is plain
         self._counted: list[Any] = [*self._modules]
-        flags = hook_flags()
+        flags = empty_hook_flags()
         for entry in plan.entries:
             attributes = own_attributes(entry, entry.attributes.copy(), flags)
             children = {k: self._modules[i] if i >= 0 else self._shared[i] for k, i in entry.children.items()}

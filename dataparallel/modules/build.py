@@ -1,7 +1,7 @@
 """Builds one replica of a module tree, from a plan and the replica's tensors.
 
-``modules.plan`` says which modules there are and what each of them has. The callers bring the tensors: ``replicate``,
-``kept`` and the composable forms.
+``modules.plan`` says which modules there are and what each of them has. ``replicate`` and ``kept.replicas`` bring the
+tensors. ``kept.shell``, ``composable.replicate_state`` and ``composable.persistent_tensors`` use single steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "bare_module",
     "build_replica",
     "collector_paused",
-    "hook_flags",
+    "empty_hook_flags",
     "make_parameters",
     "own_attributes",
 ]
@@ -50,37 +50,37 @@ def collector_paused() -> Iterator[None]:
 
 
 def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
-    """One replica of the plan's tree. ``tensors`` become its parameters and buffers; ``record``: of a graph."""
+    """One replica of the plan's tree, with these tensors. ``record``: they are outputs of a recorded broadcast."""
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
-    held = [*tensors, *plan.shared, None]  # None at `NONE_POSITION`
-    flags = hook_flags()
+    tensor_table = [*tensors, *plan.shared, None]  # None at `NONE_POSITION`
+    flags = empty_hook_flags()
     modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
-    placed = [*modules, *plan.shared, None]
+    module_table = [*modules, *plan.shared, None]
     for entry, module in zip(plan.entries, modules, strict=True):
         if entry.is_script:
-            _fill_script(entry, module, placed, held)
+            _fill_script(entry, module, module_table, tensor_table)
         else:
             own = own_attributes(entry, vars(module) if entry.has_own_rule else entry.attributes.copy(), flags)
-            _fill_registries(entry, own, placed, held)
+            _fill_registries(entry, own, module_table, tensor_table)
             # Past `Module.__setattr__`, which would look for parameters in it.
             object.__setattr__(module, "__dict__", own)
             for name in entry.slots:
                 if hasattr(entry.module, name):
                     setattr(module, name, getattr(entry.module, name))
     if plan.has_references:
-        _point_attributes(plan, modules, tensors)
+        _rebind_attributes(plan, modules, tensors)
     return modules[0]
 
 
 def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) -> None:
-    """Makes the copies of plain parameters instances of ``cls``."""
+    """Changes the class of copied parameters from ``Tensor`` to ``cls``."""
     for i in plan.parameters:
         if type(tensors[i]) is Tensor:
             # The object is still the output of the broadcast, with its graph; only the Python class changes.
             tensors[i].__class__ = cls
 
 
-def _point_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor]) -> None:
+def _rebind_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor]) -> None:
     """Makes attributes outside of the registries refer to the replica instead of the source."""
     table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
     table[plan.source_id] = modules[0]
@@ -122,15 +122,16 @@ def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     return replica
 
 
-def hook_flags() -> dict[str, Any]:
-    """Empty tables of flags about hooks, by the hooks' numbers. All modules of a call may share them."""
+def empty_hook_flags() -> dict[str, Any]:
+    """New empty tables for `HOOK_FLAGS`. The modules of one replica share them: each hook has its own number."""
     return {name: OrderedDict() for name in HOOK_FLAGS}
 
 
 def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     """Changes ``own``, a copy of the source's attributes, into those of a replica, and returns it.
 
-    The registries are empty and the tables of hooks are new, except ``flags``: see `hook_flags`.
+    The registries are empty and the tables of hooks are new. Without hooks, the flag tables are those of ``flags``,
+    which modules share: see `empty_hook_flags`.
     """
     attributes = entry.attributes
     own["_is_replica"] = True
@@ -148,16 +149,16 @@ def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any
     return own
 
 
-def _fill_registries(entry: ModuleEntry, own: dict[str, Any], modules: list[Any], held: list[Any]) -> None:
+def _fill_registries(entry: ModuleEntry, own: dict[str, Any], modules: list[Any], tensors: list[Any]) -> None:
     """Puts the replica's tensors and children where the source has its own. Both lists end with ``None``."""
     if entry.parameters:
         registry = own["_parameters"]
         for key, i in entry.parameters.items():
-            registry[key] = held[i]
+            registry[key] = tensors[i]
     if entry.buffers:
         registry = own["_buffers"]
         for key, i in entry.buffers.items():
-            registry[key] = held[i]
+            registry[key] = tensors[i]
     if entry.children:
         registry = own["_modules"]
         for key, i in entry.children.items():
@@ -166,10 +167,10 @@ def _fill_registries(entry: ModuleEntry, own: dict[str, Any], modules: list[Any]
             registry[key] = weakref.proxy(registry[key])
 
 
-def _fill_script(entry: ModuleEntry, replica: nn.Module, modules: list[Any], held: list[Any]) -> None:
+def _fill_script(entry: ModuleEntry, replica: nn.Module, modules: list[Any], tensors: list[Any]) -> None:
     """Fills a ScriptModule, whose registries are views of a C++ object that is written through attributes."""
     for key, i in (*entry.parameters.items(), *entry.buffers.items()):
         if i != NONE_POSITION:
-            setattr(replica, key, held[i])
+            setattr(replica, key, tensors[i])
     for key, i in entry.children.items():
         replica._modules[key] = modules[i]

@@ -2,7 +2,7 @@
 
 A plan is made from the tree as it is at the start of a call, and read once for each replica, so that building a replica
 does not look at the source again. It also says which trees cannot be replicated, and why. It copies nothing.
-``replicate``, ``kept`` and the composable forms use it.
+``replicate``, ``kept``, the composable forms and the other rooms of ``modules`` use it.
 """
 
 from __future__ import annotations

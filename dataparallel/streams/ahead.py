@@ -1,15 +1,16 @@
 """Copies from the host to the slots on side streams, before the chunks are used.
 
-``prefetch`` sends the tensors of a batch before the call that uses them. ``scatter_gather`` sends all tensors of a call
-at once, and takes the chunks where it would otherwise copy one after the other. Those two choose the tensors, cut them,
-and say when a batch ends. Copies start in pinned host memory and run on one side stream for each device, at the same
-time as each other and as the current streams' work. These events order the streams:
+``prefetch`` sends the tensors of a batch before the call that uses them. If there are two or more accelerators,
+``scatter_gather`` sends the tensors of a call that can be sent and are not sent yet. It takes the chunks where it would
+otherwise copy one after the other. Those two give the tensors and their chunk sizes, and say when a batch ends. Copies
+start in pinned host memory and run on one side stream for each device, at the same time as each other and as the
+current streams' work. These events order the streams:
 
-- The side stream waits for the current stream before it writes: a chunk's memory belongs to the current stream, and
-  work that used it before may still run there. Memory of the side stream would need ``record_stream`` on every chunk,
-  because it is freed at the end of a backward that this room does not see, and memory use would vary from run to run.
+- The side stream waits for the current stream before it writes, because a chunk's memory was allocated there and may
+  still be in use. Memory allocated on the side stream would need ``record_stream`` on every chunk. It is freed at the
+  end of a backward that this room does not see, so memory use would vary from run to run.
 - The stream that is current in the call waits for the copies before chunks are handed out. If another stream owns the
-  memory, that stream waits too, and the chunks are recorded on the stream that uses them.
+  memory, that stream waits too, and ``record_stream`` names the stream that uses the chunks.
 - Host memory and chunks that nobody took are held until the host has waited for the copies (`SentBatch.end`).
 
 Pageable memory is copied into pinned memory first: a copy straight from it would stop the host until the device has
@@ -33,17 +34,18 @@ from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
 from dataparallel.streams.current import Event, current_streams, streams_set
 
-__all__ = ["CopiedTensor", "Sender", "SentBatch", "can_be_sent", "copied_at_once", "take_sent_chunks"]
+__all__ = ["Sender", "SentBatch", "SentTensor", "can_be_sent", "copied_at_once", "take_sent_chunks"]
 
-_waiting: dict[int, list[CopiedTensor]] = {}
-"""Tensors that were sent and not yet taken, by the id of the host tensor. `CopiedTensor` holds it, so the id is valid.
+_waiting: dict[int, list[SentTensor]] = {}
+"""Tensors that were sent and not yet taken, by the id of the host tensor.
 
-Each entry is a list, because a loader may give one tensor in several batches.
+`SentTensor` keeps that tensor alive, so its id is not reused. Each entry is a list, because a loader may give one
+tensor in several batches.
 """
 
 
 def can_be_sent(tensor: Tensor) -> bool:
-    """True if a plain copy can send the tensor to a device: it is dense host memory without a graph."""
+    """True if the tensor is on the CPU, of a plain type, strided, not nested, not quantized, and needs no gradient."""
     return (
         tensor.device == CPU
         and type(tensor) in PLAIN_TYPES
@@ -57,8 +59,9 @@ def take_sent_chunks(
 ) -> Sequence[Tensor] | None:
     """The chunks of ``tensor`` that were sent ahead, ready for the current streams; ``None`` if no sent chunks fit.
 
-    Chunks do not fit if the tensor was written to after it was sent, or was sent to other slots or in other sizes. They
-    are handed out once. A second call needs chunks of its own, because a module may write to its input.
+    Chunks fit if nobody has written to the tensor since it was sent, and if slots, sizes, dimension and isolation are
+    those with which it was sent; a whole tensor fits fewer slots too. Chunks made in inference mode fit only inside of
+    it. All are handed out once: a second call needs its own, because a module may write to its input.
 
     Args:
         tensor: the host tensor itself, not a view or a copy of it.
@@ -69,26 +72,26 @@ def take_sent_chunks(
     if not _waiting:
         return None
     candidates = _waiting.get(id(tensor), [])
-    for copied in list(candidates):
-        if copied.fits(slots, sizes, dim) and _withdraw(copied):
-            return copied.hand_out(slots)
+    for sent in list(candidates):
+        if sent.fits(slots, sizes, dim) and _withdraw(sent):
+            return sent.hand_out(slots)
     return None
 
 
-def _withdraw(copied: CopiedTensor) -> bool:
+def _withdraw(sent: SentTensor) -> bool:
     """Removes the tensor from the list. Returns ``False`` if another thread has already removed it."""
-    candidates = _waiting.get(id(copied.tensor), [])
+    candidates = _waiting.get(id(sent.tensor), [])
     try:
-        candidates.remove(copied)
+        candidates.remove(sent)
     except ValueError:
         return False
     if not candidates:
         # If another thread adds to this list just now, its tensor is not found later, and is copied in the call.
-        _waiting.pop(id(copied.tensor), None)
+        _waiting.pop(id(sent.tensor), None)
     return True
 
 
-class CopiedTensor:
+class SentTensor:
     """One host tensor and its chunks on the slots."""
 
     def __init__(self, tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> None:
@@ -105,7 +108,7 @@ class CopiedTensor:
             self.pinned = [_pinned(part) for part in detached.split(list(sizes), dim)]
         self.chunks = [torch.empty_like(part, device=to) for part, to in zip(self.pinned, devices, strict=True)]
         self.owners = current_streams(devices)
-        self.copied: dict[torch.device, Event] = {}
+        self.copy_events: dict[torch.device, Event] = {}
 
     def copy_to(self, device: torch.device) -> None:
         """Copies the chunks of one device, on its current stream."""
@@ -132,11 +135,11 @@ class CopiedTensor:
         """The chunks of the first ``slots``. Makes the current streams wait for the copies."""
         chunks, self.chunks = self.chunks, []
         for device, here in current_streams(self.owners).items():
-            self.copied[device].make_wait(here)
+            self.copy_events[device].make_wait(here)
             owner = self.owners[device]
             if here != owner:
                 # The memory returns to its owner, whichever stream and thread frees it.
-                self.copied[device].make_wait(owner)
+                self.copy_events[device].make_wait(owner)
                 for chunk in chunks:
                     if chunk.device == device:
                         chunk.record_stream(here)
@@ -151,23 +154,23 @@ class CopiedTensor:
 class SentBatch:
     """The sent tensors of one batch. `take_sent_chunks` finds them until `end`."""
 
-    def __init__(self, tensors: list[CopiedTensor], copied: dict[torch.device, Event]) -> None:
-        self.tensors, self.copied = tensors, copied
+    def __init__(self, tensors: list[SentTensor], copy_events: dict[torch.device, Event]) -> None:
+        self.tensors, self.copy_events = tensors, copy_events
         for tensor in tensors:
-            tensor.copied = copied
+            tensor.copy_events = copy_events
             _waiting.setdefault(id(tensor.tensor), []).append(tensor)
 
     def end(self) -> None:
         """Waits for the copies, then releases host memory and chunks that nobody took."""
         for tensor in self.tensors:
             _withdraw(tensor)
-        for event in self.copied.values():
+        for event in self.copy_events.values():
             event.synchronize()
         self.tensors.clear()
 
 
 class Sender:
-    """Sends batches on its own side streams, one for each accelerator among ``slots``."""
+    """Sends batches on its own side streams, one for each device in ``slots``, all of which are accelerators."""
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self.slots = list(slots)
@@ -180,8 +183,8 @@ class Sender:
         ``None`` instead of sizes sends the whole tensor to every slot. `take_sent_chunks` finds the chunks until
         `SentBatch.end`.
         """
-        sent = [CopiedTensor(tensor, self.slots, sizes, dim) for tensor, sizes in tensors]
-        copied = {}
+        sent = [SentTensor(tensor, self.slots, sizes, dim) for tensor, sizes in tensors]
+        copy_events = {}
         try:
             for device in {device: None for tensor in sent for device in tensor.owners}:
                 side = self.streams[device]
@@ -189,13 +192,13 @@ class Sender:
                 with streams_set({device: side}):
                     for tensor in sent:
                         tensor.copy_to(device)
-                    copied[device] = Event(side)
+                    copy_events[device] = Event(side)
         except BaseException:
             # The memory of copies that have started is about to be freed.
             for side in self.streams.values():
                 side.synchronize()
             raise
-        return SentBatch(sent, copied)
+        return SentBatch(sent, copy_events)
 
 
 @contextmanager
@@ -204,8 +207,9 @@ def copied_at_once(
 ) -> Iterator[None]:
     """Sends tensors to all slots at once; inside the block, `take_sent_chunks` finds their chunks.
 
-    Tensors for which `can_be_sent` is false are left out, and with fewer than two accelerators nothing is sent. When
-    the block ends, the copies are complete, and the caller may write to the batch again.
+    Tensors for which `can_be_sent` is false are left out, and so are tensors with fitting chunks that were sent before.
+    With fewer than two accelerators nothing is sent. When the block ends, the copies that it started are complete, and
+    the caller may write to their tensors again. Tensors that ``prefetch`` sent may be read until its next batch.
 
     Args:
         tensors: each with its chunk sizes, or ``None``, as for `Sender.send`.

@@ -14,7 +14,7 @@ neither buckets nor routes. These events order the streams:
   part of the backward (`bucket_nodes.FromSource`).
 
 Copies of parameters travel on the computing streams. The first layer waits for the last slot's copy in any case, and
-memory that a side stream fills would have to be recorded for every replica.
+memory that a side stream fills would need ``record_stream`` for every replica.
 """
 
 from __future__ import annotations

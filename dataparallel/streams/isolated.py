@@ -3,14 +3,14 @@
 Isolation is for tests (``dataparallel.testing.isolated_slots``). It makes slots on one device behave like slots on
 several devices: they compute at the same time, and only events order them. ``threads.caller_state`` makes a slot's
 stream current while its replica runs, ``parallel_apply`` says which memory goes in and comes out, and
-``autograd.bucket_nodes`` asks in backward on which stream a slot's gradients were made. These events order the streams:
+``autograd.bucket_nodes`` receives each slot's gradients on that stream. These events order the streams:
 
 - A slot's stream waits for an event that the caller's stream recorded before any replica began. It does not wait for
   the caller's stream as it is when the replica begins: by then the first replica has launched work there.
 - The caller's stream waits for an event at the end of each replica, also if the replica raised an error.
-- Memory of the caller's stream that a replica uses is recorded on the slot's stream, because it may be freed there, by
-  a module that replaces a buffer or by the backward. Outputs are memory of the slot's stream, and are recorded on the
-  caller's.
+- ``record_stream`` names the slot's stream for memory of the caller's stream that a replica uses, because it may be
+  freed there, by a module that replaces a buffer or by the backward. Outputs are memory of the slot's stream; for them
+  it names the caller's.
 - In backward the engine runs each node on the stream of its forward, and orders gradients between the streams of one
   device. ``streams.nodes`` orders gradients that go to another device.
 
@@ -90,11 +90,11 @@ class IsolatedStream:
             self._ended.make_wait(self._callers)
 
     def record_inputs(self, *objects: Any) -> None:
-        """Records memory of the caller on the slot's stream: the replica uses these modules and structures."""
+        """Names the slot's stream for memory of the caller: the replica uses these modules and structures."""
         _record(objects, self.stream)
 
     def record_output(self, output: Any) -> None:
-        """Records memory of the slot on the caller's stream: the caller uses this structure."""
+        """Names the caller's stream for memory of the slot: the caller uses this structure."""
         _record(output, self._callers)
 
 

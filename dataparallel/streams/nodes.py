@@ -1,12 +1,12 @@
-"""Streams on which a node of the graph that spans several devices runs its backward.
+"""Runs the backward of a graph node that spans several devices on the streams of its forward.
 
-The engine knows one stream of each node: that of its first output. On all other devices the engine's threads see
-default streams. So a node's forward notes the streams that are current on all of its devices
+The engine knows one stream of each node: that of its first output on an accelerator. On all other devices the engine's
+threads see default streams. So a node's forward notes the streams that are current on all of its devices
 (`note_forward_streams`), and its backward runs on them (`forward_streams_set`). A backward that is recorded makes new
 nodes in a thread of the engine. They note the caller's streams too, not those of that thread.
 
-``autograd.functions`` and ``autograd.bucket_nodes`` have such nodes. This room does not decide which streams are
-current in a replica.
+``autograd.functions``, ``autograd.bucket_nodes`` and ``composable.gradient_sums`` have such nodes. ``bucket_nodes`` and
+``streams.isolated`` use `memory_of`. This room does not decide which streams are current in a replica.
 """
 
 from __future__ import annotations
@@ -29,34 +29,35 @@ __all__ = ["forward_streams_set", "memory_of", "note_forward_streams"]
 def note_forward_streams(node: Any, inputs: Sequence[torch.device], outputs: Sequence[torch.device]) -> None:
     """Called in a forward: notes what `forward_streams_set` needs in the backward."""
     node.streams = current_streams([*inputs, *outputs])
-    node.results_on = {*inputs} - {CPU}
+    node.grad_input_devices = {*inputs} - {CPU}
     # The engine takes the stream of the first output on an accelerator for the node's.
-    node.home = next((device for device in outputs if device != CPU), None)
+    node.engine_device = next((device for device in outputs if device != CPU), None)
 
 
 @contextmanager
 def forward_streams_set(node: Any, grads: Sequence[Tensor | None]) -> Iterator[None]:
     """Makes the streams of the node's forward current again inside its backward, in order with other nodes.
 
-    The engine makes the stream of the node's first output current, makes it wait for all gradients, and makes users of
-    a result wait for it. On other devices its threads see default streams, which nothing orders against the caller's.
-    So the streams of gradients on other devices wait for the engine's stream first, and at the end it waits for the
-    streams of results. A gradient of another device may have been made on any stream there, so it is recorded.
-    A node whose outputs are all on the CPU has no such stream. Then the engine orders each device's current stream.
+    The engine makes the stream of the node's first output on an accelerator current, makes it wait for all gradients,
+    and makes users of a result wait for it. On other devices its threads see default streams, which nothing orders
+    against the caller's. So the streams of gradients on other devices wait for the engine's stream first, and at the
+    end it waits for the streams of results. A gradient of another device may have been made on any stream there, so
+    ``record_stream`` is called on its memory. A node whose outputs are all on the CPU has no such stream. Then the
+    engine orders each device's current stream.
     """
-    here = current_streams(node.streams)
-    known = {device: here[node.home or device] for device in node.streams}
-    others = {device: stream for device, stream in node.streams.items() if stream != known[device]}
+    current = current_streams(node.streams)
+    engine_streams = {device: current[node.engine_device or device] for device in node.streams}
+    unordered = {device: stream for device, stream in node.streams.items() if stream != engine_streams[device]}
     with streams_set(node.streams):
-        elsewhere = [grad for grad in grads if grad is not None and grad.device in others]
-        for device in {grad.device for grad in elsewhere}:
-            Event(known[device]).make_wait(others[device])
-        for memory in chain.from_iterable(map(memory_of, elsewhere)):
-            if memory.device in others:
-                memory.record_stream(others[memory.device])
+        unordered_grads = [grad for grad in grads if grad is not None and grad.device in unordered]
+        for device in {grad.device for grad in unordered_grads}:
+            Event(engine_streams[device]).make_wait(unordered[device])
+        for memory in chain.from_iterable(map(memory_of, unordered_grads)):
+            if memory.device in unordered:
+                memory.record_stream(unordered[memory.device])
         yield
-        for device in node.results_on & others.keys():
-            Event(others[device]).make_wait(known[device])
+        for device in node.grad_input_devices & unordered.keys():
+            Event(unordered[device]).make_wait(engine_streams[device])
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:

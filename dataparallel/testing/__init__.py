@@ -1,6 +1,6 @@
 """Helpers for tests, of the library and of its users: small models, comparisons, simulated accelerators.
 
-`models` has small models, one for each way in which a replica can go wrong; `cases` has their parts.
+`models` has small models, one for each feature that replicas must reproduce; `cases` has their parts.
 `parity` compares a module on several slots with the same module on one device, for the library's
 models and for your own; `steps` has its comparisons. `simulated` makes accelerators on a machine
 without any, and ``dataparallel.testing.pytest`` is a plugin with a fixture for them.

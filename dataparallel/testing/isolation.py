@@ -1,7 +1,8 @@
 """`isolated_slots`: slots on one device behave as slots on several devices would, for tests on a single device.
 
-The library does the work: ``comm`` copies, and ``streams.isolated`` orders streams. This file only switches it on.
-Tests call it; nothing in the library does.
+The library does the work: ``comm`` copies, and ``streams.isolated`` orders streams. ``kept``, ``autograd``,
+``composable`` and other files of ``streams`` ask for the setting too. This file only switches it on. Tests call it;
+nothing in the library does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["isolated_slots"]
 
 @contextmanager
 def isolated_slots() -> Iterator[None]:
-    """Inside, slots on one device share nothing but that device, for tests on a machine with a single device.
+    """Inside, slots on one device share neither storage nor streams, for tests on a machine with a single device.
 
     ``DataParallel(model, [0, 0, 0, 0])`` then copies, orders and sums as it would on four devices:
 
@@ -24,13 +25,13 @@ def isolated_slots() -> Iterator[None]:
       in the same flat buckets that would go to another device.
     - On an accelerator, every slot but the first on a device has its own stream, which is current while the replica
       runs. It waits for what the caller has launched before, and the caller's current stream waits for it at the end.
-    - Gradients of these slots are flattened, copied, and added in slot order. They equal those without isolation to the
-      bit.
+    - Gradients of these slots are flattened, copied, and added in slot order. They have the same bits as
+      without isolation.
     - ``dataparallel.comm.using(transport="cupy")`` and ``route=...`` mean the same as between devices.
 
-    CPU slots have their own storage and copies, and no streams. Slots on one accelerator still share its memory and its
-    random generator, so replicas that may draw from it run one after the other. Isolation does not keep the memory of
-    values alive that are no tensors, containers or registered batches; a backward may still need it.
+    CPU slots have no streams. Slots on one accelerator still share its memory and its random generator, so replicas
+    that may draw from it run one after the other. Only memory in tensors, modules, containers and registered batches is
+    protected. Memory in other objects may be reused before the backward has read it.
 
     It holds in this thread, in the library's workers, and in the backward of what is recorded inside, like
     `dataparallel.comm.using`. Blocks may be nested. Slots on distinct devices do not change. It is not for training,

@@ -1,8 +1,9 @@
-"""Small models, one for each way in which a replica can differ from its source.
+"""Small models, one for each feature of modules that replicas must reproduce (ties, hooks, closures, ...).
 
 These are not benchmarks: their shapes are as small as the tested feature allows. Any test of code
-that makes several modules from one may use them. `CASES` compute what one device computes,
-`DROPOUT_CASES` what their twins compute.
+that copies modules may use them. On several slots `CASES` give the results of one device.
+`DROPOUT_CASES` draw random numbers: they give the results of `Case.twin`, the same model without
+checkpointing.
 """
 
 import functools
@@ -30,7 +31,7 @@ def _convnet(training: bool) -> nn.Module:
 
 
 class _Outputs(nn.Module):
-    """A recurrent layer without its final state, whose batch dimension is another one."""
+    """A recurrent layer without its final state, because dimension 0 of that state is not the batch."""
 
     def __init__(self, layer: nn.RNNBase) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ class _Gate(nn.Module):
 
 
 class _Bound(nn.Module):
-    """Bound methods on instances: on the module itself, on a child, and one of a child kept by the module."""
+    """Bound methods as attributes: the module's own forward, a child's, and a child's method that the module keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +168,7 @@ class _Bound(nn.Module):
 
 
 class _PlainReferences(nn.Module):
-    """Submodules reached through plain attributes: a list, a dict, and the attribute itself."""
+    """Submodules reached through plain attributes: a list, a dict, and a module directly in ``__dict__``."""
 
     again: nn.Module
 
@@ -213,7 +214,7 @@ class _Unused(nn.Module):
 
 
 class _SometimesUsed(nn.Module):
-    """A branch for samples whose first number is positive: some slots use it, or none."""
+    """A branch for samples whose first number is positive: all slots use it, some, or none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ def perturbed_slots(parallel: Callable[..., Any], perturbation: Perturbation) ->
 
     `parallel` is a `DataParallel` on several slots, or a module after
     `dataparallel.composable.replicate`. Its stage `replicate` is overridden, as in a subclass, by one
-    that calls `perturb` on the replicas. Calls have to record gradients.
+    that calls `perturb` on the replicas. Calls have to record a graph.
 
     Raises:
         TypeError: `parallel` makes no replicas.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch, scatter, whole
 from dataparallel.comm.buckets import is_dense
-from dataparallel.streams.ahead import CopiedTensor, Sender, can_be_sent
+from dataparallel.streams.ahead import Sender, SentTensor, can_be_sent
 from echo import left_behind
 
 pytestmark = pytest.mark.devices("sim", "cuda")
@@ -39,13 +39,13 @@ def settled(slots: list) -> None:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[torch.Stream]:
     """Collects the streams on which copies run."""
     used: list[torch.Stream] = []
-    real = CopiedTensor.copy_to
+    real = SentTensor.copy_to
 
-    def copy_to(self: CopiedTensor, device: torch.device) -> None:
+    def copy_to(self: SentTensor, device: torch.device) -> None:
         used.append(torch.accelerator.current_stream(device))
         real(self, device)
 
-    monkeypatch.setattr(CopiedTensor, "copy_to", copy_to)
+    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
     return used
 
 
@@ -157,14 +157,14 @@ def test_a_batch_is_the_loaders_again_when_the_next_is_asked_for(slots: list) ->
 
 
 def test_what_was_copied_before_a_failure_is_waited_for(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = CopiedTensor.copy_to
+    real = SentTensor.copy_to
 
-    def copy_to(self: CopiedTensor, device: torch.device) -> None:
+    def copy_to(self: SentTensor, device: torch.device) -> None:
         if device == slots[-1]:
             raise torch.OutOfMemoryError("made up")
         real(self, device)
 
-    monkeypatch.setattr(CopiedTensor, "copy_to", copy_to)
+    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
     with pytest.raises(torch.OutOfMemoryError, match="made up"):
         for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
             pass
@@ -174,9 +174,9 @@ def test_what_was_copied_before_a_failure_is_waited_for(slots: list, monkeypatch
 
 def test_pinned_memory_is_sent_from_where_it_is(slots: list) -> None:
     (x,) = pinned(1)
-    whole = CopiedTensor(x, slots, None, 0)
+    whole = SentTensor(x, slots, None, 0)
     assert whole.pinned[0].data_ptr() == x.data_ptr()
-    chunks = CopiedTensor(x, slots, [3, 3, 2], 0)
+    chunks = SentTensor(x, slots, [3, 3, 2], 0)
     assert chunks.pinned[1].data_ptr() == x[3:].data_ptr()
 
 
@@ -185,7 +185,7 @@ def test_other_memory_is_made_one_pinned_run_first(slots: list) -> None:
     (x,) = pinned(1)
     conjugated = torch.complex(x, x).pin_memory().conj()
     for other in (x.clone(), x.t(), x[:, ::2], x[:1].expand(8, 3), conjugated, conjugated.imag):
-        for chunk in CopiedTensor(other, slots, [1, 1, other.shape[0] - 2], 0).pinned:
+        for chunk in SentTensor(other, slots, [1, 1, other.shape[0] - 2], 0).pinned:
             assert chunk.is_pinned()
             assert is_dense(chunk.shape, chunk.stride())
             assert not chunk.is_conj()
