@@ -14,14 +14,16 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from dataparallel import _torch
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.placement import check_placement
 from dataparallel.modules.signatures import shows_forward_of_module
 from dataparallel.parallel_apply import run_replicas
+from dataparallel.profiling import stage
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, replicate
 from dataparallel.scatter_gather import gather, scatter_kwargs
-from dataparallel.stages import Call, between_graphs, run_alone
+from dataparallel.stages import Call, run_alone
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
 
@@ -115,9 +117,10 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         if not self.device_ids:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return self.module(*inputs, **kwargs)
-        return self._run(inputs, kwargs)
+        # The stages run between the graphs of torch.compile. Without a compiler `_run` does: the other one imports it.
+        run = _run_not_traced if _torch.is_compiler_loaded() else DataParallel._run
+        return run(self, inputs, kwargs)
 
-    @between_graphs
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The checks before the four stages, and the context around them."""
         slots = [resolve(device) for device in self.device_ids]
@@ -130,14 +133,18 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         self, call: Call, slots: list[torch.device], output_device: torch.device, inputs: Any, kwargs: Any
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
-        inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
+        with stage("scatter"):
+            inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1:
             return run_alone(self.module, inputs[0], kwargs[0], slots[0], output_device)
-        replicas = call.uses(self.replicate(self.module, self.device_ids[: len(inputs)]))
-        outputs = self.parallel_apply(replicas, inputs, kwargs)
-        return self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
+        with stage("replicate"):
+            replicas = call.uses(self.replicate(self.module, self.device_ids[: len(inputs)]))
+        with stage("parallel_apply"):
+            outputs = self.parallel_apply(replicas, inputs, kwargs)
+        with stage("gather"):
+            return self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way.
@@ -194,6 +201,9 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
                     f"write .module.{name}"
                 ) from None
             raise
+
+
+_run_not_traced = _torch.not_traced(DataParallel._run)
 
 
 def data_parallel(

@@ -55,7 +55,7 @@ def parallel_apply(
             current device if there is no tensor.
         workers: how many replicas may run Python at the same time, at least 1. Default: all.
         serial: run in the calling thread, one after the other. Default: true if the environment variable
-            ``DATAPARALLEL_SERIAL`` is set, and not to ``0``.
+            ``DATAPARALLEL_SERIAL`` is set, and not to ``0``, ``false``, ``no`` or ``off``.
 
     Raises:
         ValueError: lengths that disagree, devices of several types, ``workers`` below 1.
@@ -69,7 +69,6 @@ def parallel_apply(
     return run_replicas(modules, inputs, kwargs_tup, devices, workers=workers, serial=serial)
 
 
-@in_stage("parallel_apply")
 def run_replicas(
     modules: Sequence[nn.Module],
     inputs: Sequence[Any],

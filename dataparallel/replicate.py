@@ -22,7 +22,6 @@ from dataparallel.comm.copies import alias
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.modules.build import build_replica, collector_paused
 from dataparallel.modules.plan import ModulePlan
-from dataparallel.profiling import in_stage
 from dataparallel.streams.current import current_streams
 from dataparallel.streams.gradients import GradientStreams
 
@@ -37,7 +36,6 @@ FIRST_BUCKET_BYTES = 2**20
 """1 MiB: the size of the bucket whose gradients come first."""
 
 
-@in_stage("replicate")
 def replicate(
     network: M, devices: Sequence[DeviceLike], detach: bool = False, *, bucket_cap_mb: float = BUCKET_CAP_MB
 ) -> list[M]:

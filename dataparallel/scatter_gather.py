@@ -17,7 +17,6 @@ from dataparallel.batch_types import batch_of, container_of
 from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes, why_not_gatherable, why_not_movable
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
 from dataparallel.per_replica import PerReplica
-from dataparallel.profiling import in_stage
 from dataparallel.streams.ahead import copied_at_once, take_sent_chunks
 from dataparallel.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, whole
 
@@ -56,7 +55,6 @@ def scatter(
     return _scatter(inputs, target_gpus, dim, chunk_sizes, "input")
 
 
-@in_stage("scatter")
 def scatter_kwargs(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
@@ -208,7 +206,6 @@ def moved(obj: Any, device: torch.device) -> Any:
     return obj if all(a is b for a, b in zip(new, old, strict=True)) else container.rebuild(obj, new)
 
 
-@in_stage("gather")
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
     """Joins one structure from each replica into one structure on ``target_device``.
 

@@ -2,42 +2,27 @@
 
 It refuses states that threads cannot share, releases the replicas, and makes the call on a single slot. The stages,
 scatter -> replicate -> parallel_apply -> gather, are four calls in a row in ``data_parallel`` and in
-``composable.replicate_state``. They make them inside a `Call`. Their ``_run`` checks placement first, and
-`between_graphs` keeps all of it out of ``torch.compile``.
+``composable.replicate_state``. They make them inside a `Call`. Their ``_run`` checks placement first.
+``torch.compile`` traces none of it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from dataparallel import _torch
 from dataparallel.devices import current_device_set
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.cycles import CycleBreaker
 from dataparallel.scatter_gather import moved
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
-__all__ = ["Call", "between_graphs", "run_alone"]
+__all__ = ["Call", "run_alone"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R", bound=Sequence[nn.Module])
-
-
-def between_graphs(function: F) -> F:
-    """Decorates a function that ``torch.compile`` does not trace: it runs between the graphs of its caller."""
-    not_traced = _torch.not_traced(function)
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # Call `not_traced` only if the compiler is loaded: it would import it.
-        return not_traced(*args, **kwargs) if _torch.is_compiler_loaded() else function(*args, **kwargs)
-
-    return cast(F, run)
 
 
 class Call:

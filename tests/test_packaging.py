@@ -158,3 +158,10 @@ def test_helpers_of_tests_and_benchmarks_have_names_of_their_own(pytestconfig: p
     helpers = [path.name for folder in folders for path in Path(folder).glob("*.py")]
     shared = {name for name in helpers if helpers.count(name) > 1 and not name.startswith("test_")}
     assert shared <= {"conftest.py"}
+
+
+@pytest.mark.parametrize("package", ["cupy", "pynvml"])
+def test_no_folder_of_tests_passes_for_a_package_that_the_library_looks_for(
+    package: str, pytestconfig: pytest.Config
+) -> None:
+    assert [folder for folder in pytestconfig.getini("pythonpath") if (Path(folder) / package).exists()] == []

@@ -1,5 +1,6 @@
 """Ranges: which ones a profiler sees, with what inside, and that there are none without a profiler."""
 
+import copy
 import threading
 from typing import Any
 
@@ -69,6 +70,29 @@ def _within(event: Any, range_: Any) -> bool:
 def test_serial_replicas_are_in_the_callers_thread(slots: list) -> None:
     names = ours(events(False, step_of(slots, serial=True)))
     assert [name for name in names if name.startswith("replica ")] == ["replica 0", "replica 1", "replica 2"]
+
+
+class WithStagesOfItsOwn(DataParallel):
+    """Its stages call none of the library's."""
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        (x,) = inputs
+        chunks = [part.to(device) for part, device in zip(x.chunk(len(device_ids)), device_ids, strict=True)]
+        return [(chunk,) for chunk in chunks], [{} for _ in chunks]
+
+    def replicate(self, module: nn.Module, device_ids: Any) -> list[nn.Module]:
+        return [module] + [copy.deepcopy(module).to(device) for device in device_ids[1:]]
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[torch.Tensor]:
+        return [replica(*of_slot) for replica, of_slot in zip(replicas, inputs, strict=True)]
+
+    def gather(self, outputs: Any, output_device: Any) -> torch.Tensor:
+        return torch.cat([output.to(output_device) for output in outputs])
+
+
+def test_stages_that_a_subclass_overrides_have_ranges_too(slots: list) -> None:
+    model, x = WithStagesOfItsOwn(nn.Linear(4, 8).to(slots[0]), slots), torch.ones(6, 4, device=slots[0])
+    assert ours(events(False, lambda: model(x))) == STAGES
 
 
 @pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import replicate
-from dataparallel.stages import Call, between_graphs, run_alone
+from dataparallel.stages import Call, run_alone
 
 
 class Kept:
@@ -109,18 +109,3 @@ def test_alone_the_slot_is_the_current_device() -> None:
     slot = torch.device(torch.accelerator.current_accelerator().type, 1)
     assert run_alone(torch.accelerator.current_device_index, (), {}, slot, slot) == 1
     assert torch.accelerator.current_device_index() == before
-
-
-@pytest.mark.devices("cpu")
-def test_between_graphs_nothing_is_traced() -> None:
-    seen: list[bool] = []
-
-    @between_graphs
-    def run(x: Tensor) -> Tensor:
-        seen.append(torch.compiler.is_compiling())
-        return x + 1
-
-    compiled = torch.compile(lambda x: run(x * 2) * 3, backend="eager")
-    assert compiled(torch.ones(1)).item() == 9
-    assert run(torch.ones(1)).item() == 2
-    assert seen == [False, False]

@@ -100,7 +100,8 @@ def choose_transport(devices: Sequence[torch.device], work: Collective = "broadc
         work: the operation.
 
     Raises:
-        ValueError: a transport that was asked for can do nothing between these devices, or is unknown.
+        ValueError: a transport that was asked for can do nothing between these devices, or is unknown. Only a call
+            finds out that two devices are not peers.
     """
     asked = settings.current()
     return choose(work, devices, _TYPICAL_BYTES, asked, _why_unavailable(asked.transport), ())

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dataparallel import _torch
 from dataparallel._torch import HOOK_TABLES
 from dataparallel.composable.contract import KEY
 from dataparallel.composable.persistent_tensors import PersistentTensors
@@ -23,8 +24,9 @@ from dataparallel.modules.build import bare_module
 from dataparallel.modules.placement import check_placement
 from dataparallel.modules.plan import TWIN_INFO, TwinInfo, instance_slots
 from dataparallel.parallel_apply import run_replicas
+from dataparallel.profiling import stage
 from dataparallel.scatter_gather import gather, scatter_kwargs
-from dataparallel.stages import Call, between_graphs, run_alone
+from dataparallel.stages import Call, run_alone
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
 
@@ -94,9 +96,10 @@ class ReplicateState:
         if not self.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return method.of_module(*inputs, **kwargs)
-        return self._run(method, inputs, kwargs)
+        # The stages run between the graphs of torch.compile. Without a compiler `_run` does: the other one imports it.
+        run = _run_not_traced if _torch.is_compiler_loaded() else ReplicateState._run
+        return run(self, method, inputs, kwargs)
 
-    @between_graphs
     def _run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The checks before the four stages, and the context around them."""
         slots = [resolve(device) for device in self.slots]
@@ -115,15 +118,19 @@ class ReplicateState:
         kwargs: Any,
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
-        inputs, kwargs = scatter_kwargs(inputs, kwargs, slots, self.dim)
+        with stage("scatter"):
+            inputs, kwargs = scatter_kwargs(inputs, kwargs, slots, self.dim)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1:
             return run_alone(method.of_module, inputs[0], kwargs[0], slots[0], output_device)
         slots = slots[: len(inputs)]
-        replicas = call.uses(self.replicate(self._updated_twin(method.name), slots))
-        outputs = run_replicas(replicas, inputs, kwargs, slots, chooser=self._permits, method=method.name)
-        return gather(outputs, output_device, self.dim)
+        with stage("replicate"):
+            replicas = call.uses(self.replicate(self._updated_twin(method.name), slots))
+        with stage("parallel_apply"):
+            outputs = run_replicas(replicas, inputs, kwargs, slots, chooser=self._permits, method=method.name)
+        with stage("gather"):
+            return gather(outputs, output_device, self.dim)
 
     def replicate(self, source: nn.Module, slots: list[torch.device]) -> list[Any]:
         """The stage that makes replicas; override it on this object to make them in another way."""
@@ -158,3 +165,6 @@ class ReplicateState:
             if hasattr(source, name):
                 setattr(self._twin, name, getattr(source, name))
         return self._twin
+
+
+_run_not_traced = _torch.not_traced(ReplicateState._run)

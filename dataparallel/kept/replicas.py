@@ -31,7 +31,6 @@ from dataparallel.modules.build import build_replica, collector_paused, make_par
 from dataparallel.modules.cycles import CycleBreaker
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.modules.snapshot import TreeSnapshot
-from dataparallel.profiling import in_stage
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicate import copy_tensors
 
@@ -145,7 +144,6 @@ class KeptReplicas:
             self._clear()
         breaker.take_apart()
 
-    @in_stage("replicate")
     def replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
         """Replicas for ``slots``, as `dataparallel.replicate` makes them.
 

@@ -29,9 +29,9 @@ __all__ = ["CycleBreaker"]
 class CycleBreaker:
     """Takes replicas apart if they may hold cycles and nothing else holds a part of them.
 
-    It is a local variable of the call, which calls `take_apart` when it succeeds. If the call fails, the frame lives as
-    long as a traceback of the failure; the breaker is deleted with the frame and takes the replicas apart then. It
-    keeps nothing alive itself.
+    `stages.Call` holds it, and calls `take_apart` when the call succeeds. If the call fails, that object lives as long
+    as a traceback of the failure. The breaker is deleted with it and takes the replicas apart then. It keeps nothing
+    alive itself.
     """
 
     def __init__(self, replicas: Sequence[nn.Module]) -> None:

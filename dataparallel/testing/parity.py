@@ -164,7 +164,12 @@ def assert_same_step(
         by_chunks: compare with `reference_step_by_chunks`, for modules in which the samples of a
             batch influence each other (BatchNorm in training).
         perturbation: gives every slot other weights; the reference is then by chunks too.
-        wrap: makes the parallel callable, as `wrap(module, slots, dim=dim)`.
+        wrap: makes the parallel callable, as `wrap(module, slots, dim=dim)`. With a perturbation it has to return
+            a `DataParallel` or a module after `dataparallel.composable.replicate`.
+
+    Raises:
+        AssertionError: the steps differ; the message says in what.
+        TypeError: there is a perturbation, and the callable makes no replicas: see `perturbed_slots`.
     """
     root = torch.device(slots[0])
     source, reference = build().to(root), build().to(root)

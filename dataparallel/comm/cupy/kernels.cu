@@ -1,9 +1,9 @@
 // The kernels of the cupy transport: one launch copies many tensors, one launch sums the tensors of all slots.
 //
 // This is plain CUDA C++ without headers, so that NVRTC compiles it as it is, and without shared memory or barriers, so
-// that the tests can build it with a C++ compiler and run it on the CPU, thread by thread. The kernels see dense memory only: pointers
-// and counts, in one table that tables.py packs. They check nothing. They keep subnormals even if a compiler is told to
-// flush them.
+// that the tests can build it with a C++ compiler and run it on the CPU, thread by thread. The kernels see dense memory
+// only: pointers and counts, in one table that tables.py packs. They check nothing. They keep subnormals even if a
+// compiler is told to flush them.
 //
 // The table has `rows` rows of pointers, with one pointer for each of the `tensors`. Row 0 has the sources or the
 // results, the rows after it the destinations or the slots, in slot order. After the rows, the table has for each tensor
@@ -125,7 +125,7 @@ __device__ void copy_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 
 template <typename Sum>
 __device__ Sum add(Sum left, Sum right) { return left + right; }
 
-#ifdef __CUDA_ARCH__  // for the CPU, tests/kernel_shim.h has float_of_half and half_of_float
+#ifdef __CUDA_ARCH__  // for the CPU, tests/comm/kernel_shim.h has float_of_half and half_of_float
 __device__ float add(float left, float right) {
   float sum;
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(left), "f"(right));

@@ -160,12 +160,16 @@ def path_with_ninja() -> Iterator[None]:
     if shutil.which("ninja") is not None:
         yield
         return
-    before = os.environ.get("PATH", os.defpath)
-    os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts")])
+    before = os.environ.get("PATH")
+    searched = os.defpath if before is None else before
+    os.environ["PATH"] = os.pathsep.join(filter(None, [searched, sysconfig.get_path("scripts")]))
     try:
         yield
     finally:
-        os.environ["PATH"] = before
+        if before is None:
+            del os.environ["PATH"]
+        else:
+            os.environ["PATH"] = before
 
 
 @contextmanager
