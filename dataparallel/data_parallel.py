@@ -117,7 +117,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         if not self.device_ids:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return self.module(*inputs, **kwargs)
-        # The stages run between the graphs of torch.compile. Without a compiler `_run` does: the other one imports it.
+        # torch.compile does not trace the stages. `_run_not_traced` imports the compiler, so only if that is loaded.
         run = _run_not_traced if _torch.is_compiler_loaded() else DataParallel._run
         return run(self, inputs, kwargs)
 

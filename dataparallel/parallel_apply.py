@@ -19,7 +19,7 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.devices import CPU, DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
-from dataparallel.profiling import in_stage, is_recording
+from dataparallel.profiling import in_range, is_recording
 from dataparallel.structures import tensors_in
 from dataparallel.threads.caller_state import CallerState
 from dataparallel.threads.gang import Gang, Outcome, Skipped
@@ -135,7 +135,7 @@ def _tasks(run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callabl
     """Each of ``calls``, run by a method of `CallerState`, and in a named range while a profiler records."""
     tasks: list[Callable[[], Any]] = [partial(run, slot, call) for slot, call in enumerate(calls)]
     if is_recording():
-        return [in_stage(f"replica {slot}")(task) for slot, task in enumerate(tasks)]
+        return [partial(in_range, f"replica {slot}", task) for slot, task in enumerate(tasks)]
     return tasks
 
 

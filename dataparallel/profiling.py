@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from torch.autograd import profiler
 
 from dataparallel import _torch
 
-__all__ = ["in_stage", "is_recording", "stage"]
+__all__ = ["in_range", "is_recording", "stage"]
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 _NOTHING = nullcontext()
 
@@ -37,15 +35,7 @@ def stage(name: str) -> AbstractContextManager[Any]:
     return profiler.record_function(f"dataparallel::{name}") if is_recording() else _NOTHING
 
 
-def in_stage(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: each call of the function is a range ``dataparallel::<name>``."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @wraps(function)
-        def in_its_range(*args: P.args, **kwargs: P.kwargs) -> T:
-            with stage(name):
-                return function(*args, **kwargs)
-
-        return in_its_range
-
-    return decorate
+def in_range(name: str, task: Callable[[], T]) -> T:
+    """Runs ``task`` in the range ``dataparallel::<name>``."""
+    with stage(name):
+        return task()

@@ -4,10 +4,10 @@ An edge between two nodes of a bucket carries an *envelope*: an empty tensor tha
 its contents in a Python attribute. The contents are `SlotGradients` on the way from a slot, and `SourceGradients` on
 the way to the source. `Packing` says which gradients of a slot are flattened into one buffer.
 
-Envelopes have two reasons. One edge serves a whole bucket, however many tensors it has. And the engine applies
-``record_stream`` to gradients that go from one stream to another, which would keep their memory from being used again
-until the host looks; it cannot do so to the contents, which ``streams.gradients`` holds instead. The engine orders
-streams for an envelope, and thereby for its contents, which were made before it.
+Envelopes serve two purposes. One edge carries a whole bucket, however many tensors it has. And the engine does not see
+the contents: it would apply ``record_stream`` to gradients that change streams, and their memory could not be used
+again until the host looks. ``streams.gradients`` holds the contents instead. The engine orders streams for an envelope,
+and thereby for its contents, which were made before it.
 
 ``bucket_nodes`` has the nodes. Only it and ``composable.gradient_sums`` use this room.
 """

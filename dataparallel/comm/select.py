@@ -1,8 +1,8 @@
-"""The transport of a call: asks what has to be known, has ``choice`` choose, and compares a new transport with copies.
+"""Selects the transport of a call.
 
-``comm`` calls it before every call between devices; ``choose_transport`` answers the report. Within one device it
-answers at once, unless slots are isolated: isolated slots count as devices. It moves nothing but the data of the first
-comparison.
+It collects the facts, lets ``choice`` decide, and compares a transport with plain copies before its first use. That
+comparison is the only data that it moves. ``comm`` calls `transport_for` before every call between devices, and the
+report calls `choose_transport`. Within one device plain copies do, unless slots are isolated: these count as devices.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class ReplicateState:
         if not self.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return method.of_module(*inputs, **kwargs)
-        # The stages run between the graphs of torch.compile. Without a compiler `_run` does: the other one imports it.
+        # torch.compile does not trace the stages. `_run_not_traced` imports the compiler, so only if that is loaded.
         run = _run_not_traced if _torch.is_compiler_loaded() else ReplicateState._run
         return run(self, method, inputs, kwargs)
 
