@@ -22,8 +22,8 @@ from dataparallel.modules.signatures import shows_forward_of_module
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.profiling import stage
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, replicate
-from dataparallel.scatter_gather import gather, scatter_kwargs
-from dataparallel.stages import Call, run_alone
+from dataparallel.scatter_gather import gather, scatter_arguments
+from dataparallel.stages import Call, reads_of_this_scatter, run_alone
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
 
@@ -133,7 +133,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         self, call: Call, slots: list[torch.device], output_device: torch.device, inputs: Any, kwargs: Any
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
-        with stage("scatter"):
+        with stage("scatter"), call.scatters():
             inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
@@ -176,8 +176,12 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             self._kept.thaw()
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
-        """The stage `dataparallel.scatter_kwargs`; override it to split inputs in another way."""
-        return scatter_kwargs(inputs, kwargs, device_ids, self.dim, chunk_sizes=self.chunk_sizes)
+        """The stage `dataparallel.scatter_kwargs`; override it to split inputs in another way.
+
+        As a stage of a call it does not wait for copies from pinned memory: the call does, before it returns.
+        """
+        with reads_of_this_scatter() as reads:
+            return scatter_arguments(inputs, kwargs, device_ids, self.dim, self.chunk_sizes, reads)
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """The stage `dataparallel.parallel_apply`; override it to run replicas in another way."""

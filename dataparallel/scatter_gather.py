@@ -17,10 +17,10 @@ from dataparallel.batch_types import batch_of, container_of
 from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes, why_not_gatherable, why_not_movable
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
 from dataparallel.per_replica import PerReplica
-from dataparallel.streams.ahead import copied_at_once, take_sent_chunks
+from dataparallel.streams.ahead import HostReads, copied_at_once, take_sent_chunks
 from dataparallel.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, whole
 
-__all__ = ["gather", "moved", "scatter", "scatter_kwargs", "whole"]
+__all__ = ["gather", "moved", "scatter", "scatter_arguments", "scatter_kwargs", "whole"]
 
 
 def scatter(
@@ -36,7 +36,7 @@ def scatter(
     gives fewer structures. Tensors of 0 dimensions and tensors marked `whole` go to every slot. Each slot gets its own
     entry of a `PerReplica`. Other objects are handed to all slots by reference; each slot has its own containers. If no
     tensor is to be split, the structure is repeated for each slot, or for each entry of a `PerReplica` in it. All
-    tensors arrive on their slot's device.
+    tensors arrive on their slot's device. Host memory is the caller's again when this returns, also if it is pinned.
 
     Args:
         inputs: tensors, containers and batches (see ``batch_types``), nested to any depth.
@@ -52,7 +52,8 @@ def scatter(
             has no dimension ``dim``; a container contains itself; a `PerReplica` has another number of entries than
             there are replicas; several replicas would share a cache of ``transformers``.
     """
-    return _scatter(inputs, target_gpus, dim, chunk_sizes, "input")
+    with HostReads() as reads:
+        return _scatter(inputs, target_gpus, dim, chunk_sizes, "input", reads)
 
 
 def scatter_kwargs(
@@ -69,15 +70,33 @@ def scatter_kwargs(
         A tuple with the positional arguments for each slot, and one with the keyword arguments for each slot. Both are
         empty if there is no argument.
     """
+    with HostReads() as reads:
+        return scatter_arguments(inputs, kwargs, target_gpus, dim, chunk_sizes, reads)
+
+
+def scatter_arguments(
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    target_gpus: Sequence[DeviceLike],
+    dim: int,
+    chunk_sizes: Sequence[int] | None,
+    reads: HostReads,
+) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
+    """`scatter_kwargs` for the forms. When it returns, the copies in ``reads`` may still read pinned memory."""
     if not inputs and not kwargs:
         resolve_slots(target_gpus)
         return (), ()
-    split = _scatter(Arguments((tuple(inputs), kwargs or {})), target_gpus, dim, chunk_sizes, "")
+    split = _scatter(Arguments((tuple(inputs), kwargs or {})), target_gpus, dim, chunk_sizes, "", reads)
     return tuple(args for args, _ in split), tuple(keywords for _, keywords in split)
 
 
 def _scatter(
-    inputs: Any, devices: Sequence[DeviceLike], dim: int, chunk_sizes: Sequence[int] | None, name: str
+    inputs: Any,
+    devices: Sequence[DeviceLike],
+    dim: int,
+    chunk_sizes: Sequence[int] | None,
+    name: str,
+    reads: HostReads,
 ) -> list[Any]:
     slots = resolve_slots(devices)
     found = list(leaves(inputs, name))
@@ -86,7 +105,7 @@ def _scatter(
     replicas = number_of_replicas(found, size, sizes, len(slots))
     walk = _Splitter(slots[:replicas], sizes, dim)
     tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}.values()
-    with copied_at_once(((tensor, walk.sizes_of(tensor)) for tensor in tensors), walk.slots, dim):
+    with copied_at_once(((tensor, walk.sizes_of(tensor)) for tensor in tensors), walk.slots, dim, reads):
         return walk.split(inputs)
 
 

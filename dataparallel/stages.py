@@ -8,7 +8,9 @@ scatter -> replicate -> parallel_apply -> gather, are four calls in a row in ``d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +20,15 @@ from dataparallel.devices import current_device_set
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.cycles import CycleBreaker
 from dataparallel.scatter_gather import moved
+from dataparallel.streams.ahead import HostReads
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
-__all__ = ["Call", "run_alone"]
+__all__ = ["Call", "reads_of_this_scatter", "run_alone"]
 
 R = TypeVar("R", bound=Sequence[nn.Module])
+
+_scattering = threading.local()
+"""``reads``: the `HostReads` of the call that is in its stage ``scatter`` in this thread."""
 
 
 class Call:
@@ -32,6 +38,9 @@ class Call:
     still holds. The stages are a function of their own, so their local variables are gone when the context ends. If the
     call fails, the traceback keeps them and this object alive. When it is dropped, the `CycleBreaker` takes circular
     replicas apart.
+
+    However the call ends, the host then waits until no copy reads pinned memory of the caller. The copies wait for
+    nothing that the devices compute.
 
     Args:
         slots: where replicas would run.
@@ -46,6 +55,17 @@ class Call:
             refuse_what_cannot_be_shared()
         self._kept = kept
         self._breaker: CycleBreaker | None = None
+        self._reads = HostReads()
+
+    @contextmanager
+    def scatters(self) -> Iterator[None]:
+        """Around the stage ``scatter``: `reads_of_this_scatter` gives it the reads that end with this call."""
+        before = getattr(_scattering, "reads", None)
+        _scattering.reads = self._reads
+        try:
+            yield
+        finally:
+            _scattering.reads = before
 
     def uses(self, replicas: R) -> R:
         """Notes the replicas of this call, and returns them."""
@@ -56,13 +76,30 @@ class Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        try:
+            self._release_replicas(failed=kind is not None)
+        finally:
+            self._reads.wait()
+
+    def _release_replicas(self, failed: bool) -> None:
         if self._breaker is None:  # there are no replicas
             return
-        if kind is not None:
+        if failed:
             self._kept.forget_last_call()
             return
         self._breaker.take_apart()
         self._kept.end_call()
+
+
+@contextmanager
+def reads_of_this_scatter() -> Iterator[HostReads]:
+    """For a scatter: the reads of the call whose stage it is. Outside of a call they end with the block."""
+    reads = getattr(_scattering, "reads", None)
+    if reads is not None:
+        yield reads
+        return
+    with HostReads() as reads:
+        yield reads
 
 
 def run_alone(

@@ -25,8 +25,8 @@ from dataparallel.modules.placement import check_placement
 from dataparallel.modules.plan import TWIN_INFO, TwinInfo, instance_slots
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.profiling import stage
-from dataparallel.scatter_gather import gather, scatter_kwargs
-from dataparallel.stages import Call, run_alone
+from dataparallel.scatter_gather import gather, scatter_arguments
+from dataparallel.stages import Call, reads_of_this_scatter, run_alone
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
 
@@ -118,8 +118,8 @@ class ReplicateState:
         kwargs: Any,
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
-        with stage("scatter"):
-            inputs, kwargs = scatter_kwargs(inputs, kwargs, slots, self.dim)
+        with stage("scatter"), call.scatters(), reads_of_this_scatter() as reads:
+            inputs, kwargs = scatter_arguments(inputs, kwargs, slots, self.dim, None, reads)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1:

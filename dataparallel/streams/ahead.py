@@ -1,27 +1,34 @@
 """Copies from the host to the slots on side streams, before the chunks are used.
 
-``prefetch`` sends the tensors of a batch before the call that uses them. If there are two or more accelerators,
-``scatter_gather`` sends the tensors of a call that can be sent and are not sent yet. It takes the chunks where it would
-otherwise copy one after the other. Those two give the tensors and their chunk sizes, and say when a batch ends. Copies
-start in pinned host memory and run on one side stream for each device, at the same time as each other and as the
-current streams' work. These events order the streams:
+``prefetch`` sends the tensors of a batch before the call that uses them. ``scatter_gather`` sends those of a call that
+can be sent and are not sent yet. It takes the chunks where it would otherwise copy one after the other, behind all work
+that the current streams have. Those two give the tensors and their chunk sizes, and say when a batch ends. Copies start
+in pinned host memory and run on one side stream for each device, at the same time as each other and as the current
+streams' work. These events order the streams:
 
-- The side stream waits for the current stream before it writes, because a chunk's memory was allocated there and may
-  still be in use. Memory allocated on the side stream would need ``record_stream`` on every chunk. It is freed at the
-  end of a backward that this room does not see, so memory use would vary from run to run.
-- The stream that is current in the call waits for the copies before chunks are handed out. If another stream owns the
-  memory, that stream waits too, and ``record_stream`` names the stream that uses the chunks.
-- Host memory and chunks that nobody took are held until the host has waited for the copies (`SentBatch.end`).
+- A side stream waits for no other stream, so a copy starts while the step before still runs. A chunk's memory is
+  allocated on the side stream, where nothing but earlier copies has used it.
+- The stream that is current in the call waits for the copies before chunks are handed out. ``record_stream`` names it
+  for each chunk: when the last reference goes, the allocator records an event there, and a later copy can have the
+  memory after that event. This room cannot hold chunks until an event instead. Their last use is in a backward, in an
+  engine's thread, or where the user drops them, and it sees none of these. ``torch.nn.DataParallel`` records too.
+- Pageable memory is first copied into pinned memory, by the host, and is the caller's at once. A copy straight from it
+  would stop the host until the device has done all work that was launched before. Nobody waits for the copies from that
+  pinned memory: torch's host allocator notes the streams that read it, and uses it again when they have done so.
+- Pinned memory of the caller is read where it is. `HostReads` waits for these copies: before the call returns, or
+  before a loop gets its next batch. They depend on nothing but earlier copies.
 
-Pageable memory is copied into pinned memory first: a copy straight from it would stop the host until the device has
-done all work that was launched before.
+The host waits for nothing that is computed. This costs memory on CUDA: a chunk's memory is free when the host sees that
+the event has passed. A host that is some steps ahead of the devices takes chunks of that many steps, and as many
+batches of pinned memory. Both stay with the allocators. Memory of a side stream serves copies only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -30,11 +37,12 @@ from dataparallel import _torch
 from dataparallel.comm import copies
 from dataparallel.comm.buckets import PLAIN_TYPES, is_dense
 from dataparallel.comm.copies import alias
+from dataparallel.comm.host import can_pin
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
 from dataparallel.streams.current import Event, current_streams, streams_set
 
-__all__ = ["Sender", "SentBatch", "SentTensor", "can_be_sent", "copied_at_once", "take_sent_chunks"]
+__all__ = ["HostReads", "Sender", "SentBatch", "SentTensor", "can_be_sent", "copied_at_once", "take_sent_chunks"]
 
 _waiting: dict[int, list[SentTensor]] = {}
 """Tensors that were sent and not yet taken, by the id of the host tensor.
@@ -42,6 +50,9 @@ _waiting: dict[int, list[SentTensor]] = {}
 `SentTensor` keeps that tensor alive, so its id is not reused. Each entry is a list, because a loader may give one
 tensor in several batches.
 """
+
+_side_streams: dict[torch.device, torch.Stream] = {}
+"""One for each device in the process, because each has a pool of memory of its own."""
 
 
 def can_be_sent(tensor: Tensor) -> bool:
@@ -91,8 +102,36 @@ def _withdraw(sent: SentTensor) -> bool:
     return True
 
 
+class HostReads:
+    """Copies that still read pinned memory of the caller. As a context, it waits for them at the end of the block."""
+
+    def __init__(self) -> None:
+        # The memory is held too: it may have been pinned by somebody whose allocator knows of no copies.
+        self._noted: list[tuple[list[Tensor], list[Event]]] = []
+
+    def note(self, memory: list[Tensor], copy_events: Iterable[Event]) -> None:
+        """Adds copies that read ``memory``, pinned tensors of the caller."""
+        if memory:
+            self._noted.append((memory, list(copy_events)))
+
+    def wait(self) -> None:
+        """Makes the host wait for the copies. Then nothing reads the memory."""
+        for _, copy_events in self._noted:
+            for event in copy_events:
+                event.synchronize()
+        self._noted.clear()
+
+    def __enter__(self) -> HostReads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.wait()
+
+
 class SentTensor:
-    """One host tensor and its chunks on the slots."""
+    """One host tensor and its chunks on the slots. Chunks are allocated on the streams that are current."""
 
     def __init__(self, tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> None:
         self.tensor, self.sizes, self.dim = tensor, sizes, dim
@@ -102,12 +141,14 @@ class SentTensor:
         detached = tensor.detach()
         if sizes is None:
             devices = self.slots if self.isolated else list(dict.fromkeys(self.slots))
-            self.pinned = [_pinned(detached)] * len(devices)
+            parts = [detached]
         else:
             devices = self.slots
-            self.pinned = [_pinned(part) for part in detached.split(list(sizes), dim)]
+            parts = list(detached.split(list(sizes), dim))
+        pinned = [_pinned(part) for part in parts]
+        self.callers_memory = [part for part, own in zip(parts, pinned, strict=True) if own is part]
+        self.pinned = pinned if sizes is not None else pinned * len(devices)
         self.chunks = [torch.empty_like(part, device=to) for part, to in zip(self.pinned, devices, strict=True)]
-        self.owners = current_streams(devices)
         self.copy_events: dict[torch.device, Event] = {}
 
     def copy_to(self, device: torch.device) -> None:
@@ -134,12 +175,10 @@ class SentTensor:
     def hand_out(self, slots: Sequence[torch.device]) -> list[Tensor]:
         """The chunks of the first ``slots``. Makes the current streams wait for the copies."""
         chunks, self.chunks = self.chunks, []
-        for device, here in current_streams(self.owners).items():
+        for device, here in current_streams(chunk.device for chunk in chunks).items():
             self.copy_events[device].make_wait(here)
-            owner = self.owners[device]
-            if here != owner:
-                # The memory returns to its owner, whichever stream and thread frees it.
-                self.copy_events[device].make_wait(owner)
+            if here != _side_stream(device):
+                # The memory returns to the side stream, whichever stream and thread frees it.
                 for chunk in chunks:
                     if chunk.device == device:
                         chunk.record_stream(here)
@@ -161,20 +200,24 @@ class SentBatch:
             _waiting.setdefault(id(tensor.tensor), []).append(tensor)
 
     def end(self) -> None:
-        """Waits for the copies, then releases host memory and chunks that nobody took."""
+        """Releases chunks that nobody took, and waits until nothing reads the caller's pinned memory."""
+        with HostReads() as reads:
+            self.release(reads)
+
+    def release(self, reads: HostReads) -> None:
+        """Releases chunks that nobody took, and notes in ``reads`` what copies may still read."""
         for tensor in self.tensors:
             _withdraw(tensor)
-        for event in self.copy_events.values():
-            event.synchronize()
+            reads.note(tensor.callers_memory, self.copy_events.values())
         self.tensors.clear()
 
 
 class Sender:
-    """Sends batches on its own side streams, one for each device in ``slots``, all of which are accelerators."""
+    """Sends batches on the side streams of the devices in ``slots``, all of which are accelerators."""
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self.slots = list(slots)
-        self.streams = {device: torch.Stream(device) for device in dict.fromkeys(slots)}
+        self.streams = {device: _side_stream(device) for device in dict.fromkeys(slots)}
 
     @torch.no_grad()
     def send(self, tensors: Iterable[tuple[Tensor, Sequence[int] | None]], dim: int) -> SentBatch:
@@ -183,19 +226,20 @@ class Sender:
         ``None`` instead of sizes sends the whole tensor to every slot. `take_sent_chunks` finds the chunks until
         `SentBatch.end`.
         """
-        sent = [SentTensor(tensor, self.slots, sizes, dim) for tensor, sizes in tensors]
+        tensors = list(tensors)
+        used = max((len(self.slots if sizes is None else sizes) for _, sizes in tensors), default=0)
+        sides = {device: self.streams[device] for device in dict.fromkeys(self.slots[:used])}
         copy_events = {}
         try:
-            for device in {device: None for tensor in sent for device in tensor.owners}:
-                side = self.streams[device]
-                Event(torch.accelerator.current_stream(device)).make_wait(side)
-                with streams_set({device: side}):
+            with streams_set(sides):
+                sent = [SentTensor(tensor, self.slots, sizes, dim) for tensor, sizes in tensors]
+                for device, side in sides.items():
                     for tensor in sent:
                         tensor.copy_to(device)
                     copy_events[device] = Event(side)
         except BaseException:
-            # The memory of copies that have started is about to be freed.
-            for side in self.streams.values():
+            # Copies that have started may read memory of the caller.
+            for side in sides.values():
                 side.synchronize()
             raise
         return SentBatch(sent, copy_events)
@@ -203,21 +247,21 @@ class Sender:
 
 @contextmanager
 def copied_at_once(
-    tensors: Iterable[tuple[Tensor, Sequence[int] | None]], slots: Sequence[torch.device], dim: int
+    tensors: Iterable[tuple[Tensor, Sequence[int] | None]], slots: Sequence[torch.device], dim: int, reads: HostReads
 ) -> Iterator[None]:
     """Sends tensors to all slots at once; inside the block, `take_sent_chunks` finds their chunks.
 
-    Tensors for which `can_be_sent` is false are left out, and so are tensors with fitting chunks that were sent before.
-    With fewer than two accelerators nothing is sent. When the block ends, the copies that it started are complete, and
-    the caller may write to their tensors again. Tensors that ``prefetch`` sent may be read until its next batch.
+    Tensors for which `can_be_sent` is false are left out, and so are tensors with fitting chunks that were sent before:
+    those that ``prefetch`` sent may be read until its next batch. On CPU slots nothing is sent.
 
     Args:
         tensors: each with its chunk sizes, or ``None``, as for `Sender.send`.
         slots: the slots that get a chunk.
         dim: the dimension along which tensors are cut.
+        reads: gets the copies that may read the caller's memory when the block ends.
     """
     new = []
-    if len({slot for slot in slots if slot != CPU}) > 1:
+    if slots and slots[0] != CPU and _has_side_streams(slots[0].type):
         for tensor, sizes in tensors:
             if can_be_sent(tensor) and not any(sent.fits(slots, sizes, dim) for sent in _waiting.get(id(tensor), ())):
                 new.append((tensor, sizes))
@@ -226,7 +270,22 @@ def copied_at_once(
         yield
     finally:
         if batch is not None:
-            batch.end()
+            batch.release(reads)
+
+
+def _side_stream(device: torch.device) -> torch.Stream:
+    if device not in _side_streams:
+        _side_streams.setdefault(device, torch.Stream(device))
+    return _side_streams[device]
+
+
+@cache
+def _has_side_streams(device_type: str) -> bool:
+    """True if the backend has pinned memory and more than one stream. torch has no question for it, so this tries."""
+    try:
+        return can_pin(device_type) and torch.Stream(device_type) != torch.Stream(device_type)
+    except RuntimeError:
+        return False
 
 
 @lru_cache(maxsize=64)
