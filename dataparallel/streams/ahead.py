@@ -32,6 +32,7 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from dataparallel import _torch
 from dataparallel.comm import copies
@@ -56,12 +57,18 @@ _side_streams: dict[torch.device, torch.Stream] = {}
 
 
 def can_be_sent(tensor: Tensor) -> bool:
-    """True if the tensor is on the CPU, of a plain type, strided, not nested, not quantized, and needs no gradient."""
+    """True if the tensor is on the CPU, of a plain type, strided, not nested, not quantized, and needs no gradient.
+
+    Nor a tangent, as in forward-mode differentiation: copies here are in no graph. Inside a transform of ``torch.func``
+    a tensor may be more than it seems.
+    """
     return (
         tensor.device == CPU
         and type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad)
+        and not _torch.is_inside_functorch_transform()
+        and unpack_dual(tensor).tangent is None
     )
 
 

@@ -4,11 +4,12 @@ Simulated devices show a missing order in every run, CUDA devices only as wrong 
 chunks are tested in ``test_prefetch``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from dataparallel import DataParallel, prefetch, scatter, whole
 from dataparallel.comm.buckets import is_dense
@@ -202,6 +203,21 @@ def test_what_a_plain_copy_carries(slots: list) -> None:
         torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
     ]
     assert not any(map(can_be_sent, others))
+
+
+def test_a_tangent_is_not_lost_on_the_way(make_slots: Callable[[int], list]) -> None:
+    """Copies in no graph would drop it. A scatter cannot carry it either, and says so."""
+    for count in (1, 2):
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(torch.ones(4, 3), torch.ones(4, 3))
+            assert not can_be_sent(x)
+            with pytest.raises(NotImplementedError, match="jvp"):
+                DataParallel(Doubles(), make_slots(count))(x)
+
+
+def test_nothing_is_sent_inside_a_transform(slots: list) -> None:
+    torch.func.vmap(lambda x: pytest.fail("sent") if can_be_sent(x) else x)(torch.ones(4, 3))
+    assert can_be_sent(torch.ones(4, 3))
 
 
 def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, used: list[torch.Stream]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, comm
+from dataparallel.composable import replicate
 from steps import Cubes, build, gradients, numbers
 
 pytestmark = pytest.mark.devices("sim", "cuda")
@@ -33,6 +34,29 @@ def test_training_on_the_callers_streams(slots: list, root: torch.device, side_s
         for each, call, optimizer in ((model, parallel, optimizers[0]), (twin, twin, optimizers[1])):
             each.zero_grad()
             call(x).square().sum().backward()
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slots(1, 2, 3, 8)
+@pytest.mark.parametrize("pin_memory", [False, True], ids=["pageable", "pinned"])
+@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+def test_training_on_batches_in_host_memory_on_the_callers_streams(
+    form: str, pin_memory: bool, slots: list, root: torch.device, side_streams: dict
+) -> None:
+    model, twin = build(root), build(root)
+    parallel = DataParallel(model, slots) if form == "DataParallel" else replicate(model, devices=slots)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, twin)]
+    x = numbers(torch.device("cpu")).detach()
+    memory = x.pin_memory() if pin_memory else x.clone()
+    for k in range(5):
+        for call, optimizer in ((parallel, optimizers[0]), (twin, optimizers[1])):
+            optimizer.zero_grad()
+            memory.copy_(x).add_(k)
+            output = call(memory if call is parallel else memory.to(root))
+            memory.fill_(-1)
+            output.square().sum().backward()
             optimizer.step()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
