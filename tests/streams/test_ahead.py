@@ -205,6 +205,7 @@ def test_what_a_plain_copy_carries(slots: list) -> None:
     assert not any(map(can_be_sent, others))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward_ad
 def test_a_tangent_is_not_lost_on_the_way(make_slots: Callable[[int], list]) -> None:
     """Copies in no graph would drop it. A scatter cannot carry it either, and says so."""
     for count in (1, 2):

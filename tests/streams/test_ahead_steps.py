@@ -124,11 +124,15 @@ def camera() -> Iterator[Callable[[Tensor], None]]:
 
 
 def train(model: nn.Module, x: Tensor, step: Step) -> None:
-    model(x).square().sum().backward()
+    forward_and_backward(model, x)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.sub_(parameter.grad, alpha=1e-4)
     step.ends()
+
+
+def forward_and_backward(model: nn.Module, x: Tensor) -> None:
+    model(x).square().sum().backward()
 
 
 @both_forms
@@ -146,10 +150,24 @@ def test_nobody_waits_for_the_step_before(
     train(model, batch(pin_memory), step)
     copying.clear()
     source.look = look
-    train(model, batch(pin_memory), step)
+    forward_and_backward(model, batch(pin_memory))
     assert len(copying) == len({*slots})  # one for each device
     assert looked == [(False, False)] * len(slots)
-    assert not step.known_to_host()  # nor when the call has returned
+    assert not step.known_to_host()  # nor in backward
+
+
+@host_memory
+def test_nobody_waits_for_the_step_before_where_workers_run_the_replicas(
+    pin_memory: bool, slots: list, root: torch.device, copying: list[torch.Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SERIAL_VARIABLE)
+    step, model = Step(slots), DataParallel(Looks().to(root), slots, workers=2)
+    train(model, batch(pin_memory), step)
+    copying.clear()
+    forward_and_backward(model, batch(pin_memory))
+    assert copying
+    assert not step.known_to_host()
+    assert not any([step.known_to(stream) for stream in copying])
 
 
 @host_memory
