@@ -1,4 +1,4 @@
-"""The critical path: the chain of launches that makes a step as long as it is, without a gap from its begin to its end."""
+"""The critical path: the chain of launches, without a gap, that makes a step as long as it is."""
 
 from __future__ import annotations
 

@@ -130,13 +130,13 @@ class _Solver:
         for other in knows_issued(launch, self.before[index]):
             if self.issue[other] > time:
                 time, bound = self.issue[other], Bound("order", other)
-        other = self.last_of_thread.get(launch.thread)
-        if other is not None and self.reached[other] > time:
-            time, bound = self.reached[other], Bound("thread", other)
+        own = self.last_of_thread.get(launch.thread)
+        if own is not None and self.reached[own] > time:
+            time, bound = self.reached[own], Bound("thread", own)
         if not launch.in_backward:
-            other = self.last_under_lock
-            if other is not None and self.released[other] > time:
-                time, bound = self.released[other], Bound("lock", other)
+            holder = self.last_under_lock
+            if holder is not None and self.released[holder] > time:
+                time, bound = self.released[holder], Bound("lock", holder)
             self.last_under_lock = index
         self.last_of_thread[launch.thread] = index
         locked, rest = self.machine.host.cost(launch)
