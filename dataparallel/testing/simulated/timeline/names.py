@@ -1,10 +1,12 @@
-"""How tables, pictures and traces name streams and places."""
+"""How tables, pictures and traces name streams and places, and in which order they show streams."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dataparallel.testing.simulated.timeline.launches import HOST, Launch, StreamName
 
-__all__ = ["name_of_launch", "name_of_stream"]
+__all__ = ["by_device", "name_of_launch", "name_of_stream"]
 
 
 def name_of_stream(stream: StreamName) -> str:
@@ -19,3 +21,8 @@ def name_of_launch(launch: Launch) -> str:
         return op
     source, target = ("host" if place == HOST else str(place) for place in launch.copy)
     return f"{op} {source} to {target}"
+
+
+def by_device(streams: Sequence[StreamName]) -> list[int]:
+    """The positions of the streams, those of device 0 first."""
+    return sorted(range(len(streams)), key=lambda position: (streams[position].device, streams[position].id))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dataparallel.testing.simulated.timeline.launches import StreamName
+from dataparallel.testing.simulated.timeline.launches import Launch, StreamName
 from dataparallel.testing.simulated.timeline.solve import Solution
 
 __all__ = ["Busy", "busy_devices", "busy_links", "busy_streams", "seconds_of_union", "time_of_copies"]
@@ -17,7 +17,7 @@ class Busy:
 
     Attributes:
         name: the stream, or the index of the device.
-        launches: how many launches ran there.
+        launches: how many launches its streams, or this stream, ran.
         kernels: seconds in which a kernel runs.
         copies: seconds in which a copy runs: for a device those that it sends or receives, for a stream those that run
             on it.
@@ -41,32 +41,29 @@ def seconds_of_union(spans: Iterable[tuple[float, float]]) -> float:
 
 def busy_streams(solution: Solution) -> list[Busy]:
     """For each stream of the recording, in its order."""
-    return [
-        _busy(solution, name, [launch.index for launch in solution.recording.launches if launch.stream == position])
-        for position, name in enumerate(solution.recording.streams)
-    ]
+    found = []
+    for position, name in enumerate(solution.recording.streams):
+        own = [launch for launch in solution.recording.launches if launch.stream == position]
+        found.append(Busy(name, len(own), *_kernels_and_copies(solution, own)))
+    return found
 
 
 def busy_devices(solution: Solution) -> list[Busy]:
     """For each device of the machine."""
-    return [_busy(solution, device, _of_device(solution, device)) for device in range(solution.machine.devices)]
+    recording, found = solution.recording, []
+    for device in range(solution.machine.devices):
+        streams = {position for position, name in enumerate(recording.streams) if name.device == device}
+        own = [launch for launch in recording.launches if launch.stream in streams]
+        received = [one for one in recording.launches if one.copy and device in one.copy and one.stream not in streams]
+        found.append(Busy(device, len(own), *_kernels_and_copies(solution, [*own, *received])))
+    return found
 
 
-def _of_device(solution: Solution, device: int) -> list[int]:
-    streams = [position for position, name in enumerate(solution.recording.streams) if name.device == device]
-    return [
-        launch.index
-        for launch in solution.recording.launches
-        if (device in launch.copy if launch.copy else launch.stream in streams)
-    ]
-
-
-def _busy(solution: Solution, name: StreamName | int, indices: list[int]) -> Busy:
+def _kernels_and_copies(solution: Solution, launches: list[Launch]) -> tuple[float, float]:
     spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    for index in indices:
-        is_copy = solution.recording.launches[index].copy is not None
-        spans[is_copy].append((solution.start[index], solution.end[index]))
-    return Busy(name, len(indices), seconds_of_union(spans[False]), seconds_of_union(spans[True]))
+    for launch in launches:
+        spans[launch.copy is not None].append((solution.start[launch.index], solution.end[launch.index]))
+    return seconds_of_union(spans[False]), seconds_of_union(spans[True])
 
 
 def busy_links(solution: Solution) -> dict[str, float]:

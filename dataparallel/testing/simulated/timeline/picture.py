@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from dataparallel.testing.simulated.timeline.answers import Answers
-from dataparallel.testing.simulated.timeline.names import name_of_stream
+from dataparallel.testing.simulated.timeline.names import by_device, name_of_stream
 
 __all__ = ["draw"]
 
@@ -39,14 +39,8 @@ def draw(answers: Answers, path: str | os.PathLike[str]) -> None:
     axes.set_xlim(0, 1e3 * answers.time or 1.0)
     axes.set_xlabel("ms")
     axes.set_title(f"A prediction for {answers.machine.name}: {1e3 * answers.time:.2f} ms", fontsize=10)
-    axes.legend(
-        handles=[Patch(color=color, label=label) for label, color in LEGEND.items()],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.9 / (1 + 0.28 * len(rows))),
-        ncols=len(LEGEND),
-        frameon=False,
-        fontsize=8,
-    )
+    handles = [Patch(color=color, label=label) for label, color in LEGEND.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(LEGEND), frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
@@ -70,10 +64,9 @@ def _streams(answers: Answers) -> Iterable[tuple[str, dict[str, Bars]]]:
         row[KERNEL if launch.copy is None else COPY].append(_bar(start, end))
         if start > ready:
             row[WAIT].append(_bar(ready, start))
-    order = sorted(range(len(rows)), key=lambda at: (answers.recording.streams[at].device, at))
-    for at in order:
-        if answers.streams[at].launches:
-            yield name_of_stream(answers.recording.streams[at]), rows[at]
+    for position in by_device(answers.recording.streams):
+        if answers.streams[position].launches:
+            yield name_of_stream(answers.recording.streams[position]), rows[position]
 
 
 def _bar(start: float, end: float) -> tuple[float, float]:

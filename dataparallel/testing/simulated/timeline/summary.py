@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from dataparallel.testing.simulated.timeline.answers import Answers
 from dataparallel.testing.simulated.timeline.delays import WaitGroup
-from dataparallel.testing.simulated.timeline.names import name_of_launch, name_of_stream
+from dataparallel.testing.simulated.timeline.names import by_device, name_of_launch, name_of_stream
 
 __all__ = ["table"]
 
@@ -50,9 +50,10 @@ def _devices(answers: Answers) -> str:
 
 
 def _streams(answers: Answers) -> str:
+    found = [(answers.recording.streams[at], answers.streams[at]) for at in by_device(answers.recording.streams)]
     rows = [
         (name_of_stream(name), str(busy.launches), _ms(busy.kernels), _ms(busy.copies))
-        for name, busy in zip(answers.recording.streams, answers.streams, strict=True)
+        for name, busy in found
         if busy.launches
     ]
     return _aligned([("stream", "launches", "kernels", "copies"), *rows])

@@ -60,11 +60,11 @@ def mesh(pairs: Mapping[tuple[int, int], float], otherwise: Wiring, *, latency: 
     for device in range(otherwise.devices):
         links[f"{device} sends"] = links[f"{device} receives"] = engines
     for (a, b), bandwidth in pairs.items():
+        if HOST in (a, b) or (a, b) not in paths:
+            raise ValueError(f"pairs are of devices 0 to {otherwise.devices - 1}; got {(a, b)}")
         if (b, a) in pairs:
             raise ValueError(f"the pair of {a} and {b} is given twice: {(a, b)} stands for both directions")
         for ends in ((a, b), (b, a)):
-            if HOST in ends or ends not in paths:
-                raise ValueError(f"pairs are of devices 0 to {otherwise.devices - 1}; got {(a, b)}")
             name = f"{ends[0]} to {ends[1]}"
             links[name] = 1
             paths[ends] = Path(bandwidth, latency, (f"{ends[0]} sends", name, f"{ends[1]} receives"))

@@ -71,7 +71,7 @@ class TestWiring:
 
     @pytest.mark.parametrize(("capacity", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
     def test_a_link_serves_a_whole_number_of_copies(self, capacity, error):
-        with pytest.raises(error, match="link '0 out': .*; got"):
+        with pytest.raises(error, match=r"link '0 out': .*; got"):
             Wiring({**wired(2).links, "0 out": capacity}, wired(2).paths)
 
     def test_what_the_caller_does_to_its_dictionaries_changes_nothing(self):
