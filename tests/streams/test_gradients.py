@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from dataparallel.autograd.bucket_gradients import SourceGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
 from dataparallel.composable import replicate
-from dataparallel.streams.gradients import GradientStreams, side_stream
+from dataparallel.streams.gradients import GradientStreams, Made, side_stream
 
 pytestmark = [pytest.mark.devices("sim", "cuda"), pytest.mark.usefixtures("distinct")]
 
@@ -85,9 +86,9 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     travelled: list[weakref.ref] = []
     side_streams_set = GradientStreams.side_streams_set
 
-    def noted(self: GradientStreams, buffers: Sequence[Tensor]) -> AbstractContextManager[None]:
+    def noted(self: GradientStreams, buffers: Sequence[Tensor], made: Sequence[Made]) -> AbstractContextManager[None]:
         travelled.extend(map(weakref.ref, buffers[1:-1]))  # the first and the last are the root's, and become gradients
-        return side_streams_set(self, buffers)
+        return side_streams_set(self, buffers, made)
 
     monkeypatch.setattr(GradientStreams, "side_streams_set", noted)
     return travelled
@@ -120,8 +121,8 @@ def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
     side_streams_set = GradientStreams.side_streams_set
 
     @contextmanager
-    def noted(self: GradientStreams, buffers: Sequence[Tensor]) -> Iterator[None]:
-        with side_streams_set(self, buffers):
+    def noted(self: GradientStreams, buffers: Sequence[Tensor], made: Sequence[Made]) -> Iterator[None]:
+        with side_streams_set(self, buffers, made):
             travelled.append(torch.accelerator.current_stream(root))
             yield
 
@@ -145,7 +146,9 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def noted(ctx: Any, brought: Any) -> Tensor:
         envelope = summed(ctx, brought)
-        launched.extend(total.detach() for total in envelope.contents.grads)
+        grads = envelope.contents.take()
+        envelope.contents = SourceGradients(grads, None, grads[0].device)
+        launched.extend(total.detach() for total in grads)
         return envelope
 
     monkeypatch.setattr(ToSlots, "summed", noted)
@@ -304,15 +307,19 @@ def test_a_graph_that_is_kept_holds_no_buffers(
 def test_what_is_held_is_two_buckets(slots: list, root: torch.device) -> None:
     streams = streams_of(slots)
     made: list[weakref.ref] = []
+    sums: list[Tensor] = []
     held = []
 
     def travel(gradient_streams: GradientStreams) -> None:
-        total = torch.empty(3, device=root)
-        made.append(weakref.ref(total))
-        with gradient_streams.side_streams_set([total, *(torch.empty(3, device=slot) for slot in slots)]):
+        total, *flats = (torch.zeros(3, device=slot) for slot in slots)
+        made.extend(map(weakref.ref, flats))
+        events = [Made(streams[torch.device(slot)]) for slot in slots]
+        with gradient_streams.side_streams_set([total, *flats, total], events):
             assert streams_of(slots) == {device: side_stream(device) for device in streams}
-            total.fill_(1)
+            for flat in flats:
+                total.add_(flat.to(root))
         assert streams_of(slots) == streams
+        sums.append(total)
 
     class Step(torch.autograd.Function):
         @staticmethod
@@ -324,7 +331,9 @@ def test_what_is_held_is_two_buckets(slots: list, root: torch.device) -> None:
             gradient_streams = GradientStreams(streams)
             for _ in range(4):
                 travel(gradient_streams)
-                held.append(sum(total() is not None for total in made))
+                held.append(sum(flat() is not None for flat in made) // (len(slots) - 1))
+            gradient_streams.release_sum(root)
+            sums.clear()
             return gradient
 
     Step.apply(torch.ones(2, device=root, requires_grad=True)).sum().backward()
