@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.autograd.bucket_gradients import SourceGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.comm.routes import TorchCopies
 from dataparallel.composable import replicate
 from dataparallel.streams.gradients import GradientStreams, Made, side_stream
+from dataparallel.testing.pytest import settle
+from graphs import nodes_of
 
 pytestmark = [pytest.mark.devices("sim", "cuda"), pytest.mark.usefixtures("distinct")]
 
@@ -339,3 +342,30 @@ def test_what_is_held_is_two_buckets(slots: list, root: torch.device) -> None:
     Step.apply(torch.ones(2, device=root, requires_grad=True)).sum().backward()
     assert held == [1, 2, 2, 2]
     assert are_freed(made)
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("how", ["a hook drops it", "its launch fails"])
+def test_a_sum_that_nobody_uses_is_not_freed_while_it_is_written(
+    how: str, slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(root)
+    if how == "a hook drops it":
+        loss = wrap(model, slots)(x).square().sum()
+        for node in nodes_of(loss):
+            if node.name() == "ToSlotsBackward":
+                node.register_hook(lambda inputs, outputs: (None,))
+        loss.backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    else:
+        add_up = TorchCopies.add_up
+
+        def fail(self: TorchCopies, flats: Any, destination: torch.device) -> Tensor:
+            add_up(self, flats, destination)
+            raise ArithmeticError("from a launch")
+
+        monkeypatch.setattr(TorchCopies, "add_up", fail)
+        with pytest.raises(ArithmeticError, match="from a launch"):
+            wrap(model, slots)(x).square().sum().backward()
+    gc.collect()
+    settle()
