@@ -17,14 +17,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.comm.buckets import Bucket, Layout, Planned, flatten, plan_buckets, unflatten
-from dataparallel.streams.current import Event
+from dataparallel.streams.gradients import GradientStreams, Made
 
 __all__ = ["Packing", "SlotGradients", "SourceGradients", "contents_of", "empty_handle", "enveloped"]
 
@@ -110,14 +110,16 @@ def _is_plain(grad: Tensor | None) -> bool:
 class SlotGradients:
     """One slot's gradients of a bucket: ``flat`` holds those of ``bucket`` in one buffer, ``others`` the rest.
 
-    ``others`` is by position in the bucket. Without ``bucket`` nothing is flattened.
+    ``others`` is by position in the bucket. Without ``bucket`` nothing is flattened. ``made`` is ``None`` where the
+    gradients are on the stream that reads them.
     """
 
-    __slots__ = ("bucket", "count", "flat", "others")
+    __slots__ = ("bucket", "count", "flat", "made", "others")
 
     def __init__(self, grads: Sequence[Tensor | None], bucket: Bucket | None = None) -> None:
         self.count = len(grads)
         self.bucket = bucket
+        self.made: Made | None = None
         self.flat: Tensor | None = None
         self.others: dict[int, Tensor] = {}
         if bucket is not None:
@@ -132,6 +134,22 @@ class SlotGradients:
         """True if there is no gradient."""
         return self.flat is None and not self.others
 
+    def receive_flat(self) -> None:
+        """Makes the current stream of the slot's device wait for ``flat``, and calls ``record_stream`` on it."""
+        if self.made is not None and self.flat is not None:
+            self.made.receive([self.flat])
+
+    def receive_others(self) -> None:
+        """As `receive_flat`, for ``others``."""
+        if self.made is not None:
+            self.made.receive(self.others.values())
+
+    def unflattened(self) -> SlotGradients:
+        """The same gradients without a flat buffer."""
+        found = SlotGradients(self.as_list())
+        found.made = self.made
+        return found
+
     def as_list(self) -> list[Tensor | None]:
         """The gradients by position, taken out of the flat buffer."""
         grads: list[Tensor | None] = [None] * self.count
@@ -143,8 +161,21 @@ class SlotGradients:
         return grads
 
 
-class SourceGradients(NamedTuple):
-    """The source's gradients of a bucket. A stream waits for ``ready``, if it is not ``None``, before it uses them."""
+class SourceGradients:
+    """The source's gradients of a bucket, for one `take`.
 
-    grads: Sequence[Tensor | None]
-    ready: Event | None
+    If ``streams`` is not ``None``, a side stream may still write to them, and their memory belongs to the computing
+    stream. So whoever drops them unused makes the computing stream wait.
+    """
+
+    def __init__(self, grads: Sequence[Tensor | None], streams: GradientStreams | None, device: torch.device) -> None:
+        self._grads, self._streams, self._device = grads, streams, device
+
+    def take(self) -> Sequence[Tensor | None]:
+        """The gradients. The computing stream has to wait for the side stream before it uses or frees them."""
+        self._streams = None
+        return self._grads
+
+    def __del__(self) -> None:
+        if self._streams is not None:
+            self._streams.release_sum(self._device)

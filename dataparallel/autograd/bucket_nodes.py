@@ -10,12 +10,15 @@ gradient. Every backward ends in the root's thread, and that thread only adds a 
 
 These rules order the streams:
 
-- All nodes belong to the streams of the caller, except `OnSlot` of an isolated slot, which belongs to that slot's
-  stream. The parameters' ``AccumulateGrad`` nodes belong to the caller's streams too, so a loss that uses a parameter
-  directly adds its gradient on the same stream.
-- Sums are made on side streams (``streams.gradients``). The caller's stream has to wait for a sum before anything uses
-  it, but not while it still computes. So `FromSource` makes it wait, and runs when the root's thread has nothing else
-  to do, which is after the root's own backward.
+- `OnSlot` and `FromSource` belong to the streams of the caller, which compute, but `OnSlot` of an isolated slot to that
+  slot's stream. The parameters' ``AccumulateGrad`` nodes belong to the caller's streams too, so a loss that uses a
+  parameter directly adds its gradient on the same stream.
+- Sums are made on side streams (``streams.gradients``), and `ToSlots` belongs to the root's side stream. So only this
+  stream waits for the slots: the engine makes a node's stream wait for all that the node receives.
+- The caller's stream has to wait for a sum before anything uses it, but not while it still computes. The engine makes
+  it wait for the side stream before it runs `FromSource`. It does so when the root's thread has nothing else to do,
+  which is after the root's own backward.
+- A pass that is recorded adds on the caller's streams. There are no side streams if no gradient leaves its stream.
 
 ``replicate`` and the composable forms build graphs of these nodes. Single tensors go through ``functions.Broadcast``.
 """
@@ -23,6 +26,8 @@ These rules order the streams:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -44,8 +49,8 @@ from dataparallel.autograd.node_order import run_first, run_last
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import unflatten
 from dataparallel.profiling import stage
-from dataparallel.streams.current import Event, streams_set
-from dataparallel.streams.gradients import GradientStreams, side_stream
+from dataparallel.streams.current import streams_set
+from dataparallel.streams.gradients import GradientStreams, Made
 from dataparallel.streams.isolated import isolated_streams
 from dataparallel.streams.nodes import forward_streams_set, memory_of, note_forward_streams
 
@@ -74,17 +79,23 @@ def broadcast_bucket(
     handle = FromSource.apply(*tensors)
     if gradient_streams is not None:
         run_last(handle.grad_fn)
-    handles = (to_slots or ToSlots.apply)(slots, gradient_streams, handle)
+    # A node belongs to the stream that is current when it is made.
+    with streams_set({} if gradient_streams is None else {handle.device: gradient_streams.sides[handle.device]}):
+        handles = (to_slots or ToSlots.apply)(slots, gradient_streams, handle)
     streams = isolated_streams(slots)
     outputs = []
     for slot, copies in enumerate(copies_for_slots(tensors, slots, packing.planned)):
         with streams_set({slots[slot]: streams[slot].stream} if slot in streams else {}):
-            outputs.append(OnSlot.apply(handles[slot], copies, packing, when_complete))
+            is_received = gradient_streams is not None or slot in streams
+            outputs.append(OnSlot.apply(handles[slot], copies, packing, is_received, when_complete))
     return outputs
 
 
 class OnSlot(Function):
-    """``OnSlot.apply(handle, copies, packing, when_complete)``: the copies. Backward flattens the slot's gradients."""
+    """``OnSlot.apply(handle, copies, packing, is_received, when_complete)``: the copies.
+
+    Backward flattens the slot's gradients. ``is_received``: another stream is to read them.
+    """
 
     @staticmethod
     def forward(
@@ -92,10 +103,11 @@ class OnSlot(Function):
         handle: Tensor,
         copies: Sequence[Tensor],
         packing: Packing,
+        is_received: bool,
         when_complete: Callable[[], None] | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.device, ctx.packing, ctx.when_complete = handle.device, packing, when_complete
+        ctx.device, ctx.packing, ctx.is_received, ctx.when_complete = handle.device, packing, is_received, when_complete
         run_first(ctx)
         return tuple(copies)
 
@@ -104,11 +116,19 @@ class OnSlot(Function):
         if ctx.when_complete is not None:
             ctx.when_complete()
         brought = SlotGradients(grads, ctx.packing.bucket_of(grads))
-        return (None if brought.is_empty else enveloped(brought, ctx.device)), None, None, None
+        if brought.is_empty:
+            return None, None, None, None, None
+        if ctx.is_received:
+            # The engine has made this node's stream wait for the gradients.
+            brought.made = Made(torch.accelerator.current_stream(ctx.device))
+        return enveloped(brought, ctx.device), None, None, None, None
 
 
 class ToSlots(Function):
-    """``ToSlots.apply(slots, gradient_streams, handle)``: a handle for each slot. Backward sums over the slots."""
+    """``ToSlots.apply(slots, gradient_streams, handle)``: a handle for each slot. Backward sums over the slots.
+
+    With ``gradient_streams`` the root's side stream has to be current around ``apply``.
+    """
 
     @staticmethod
     def forward(
@@ -116,90 +136,111 @@ class ToSlots(Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.gradient_streams, ctx.source = gradient_streams, handle.device
-        note_forward_streams(ctx, [handle.device], slots)
-        ctx.isolated_streams = isolated_streams(slots)
+        if gradient_streams is None:
+            note_forward_streams(ctx, [handle.device], slots)
         ctx.settings = settings.current()  # backward may run in a thread without the caller's settings
         run_first(ctx)
         return tuple([empty_handle(device) for device in slots])
 
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
-        with forward_streams_set(ctx, ()):  # `OnSlot` has made the envelopes' contents on these streams
-            return None, None, ToSlots.summed(ctx, ToSlots.brought(ctx, envelopes))
+        with ToSlots.computing_streams_set(ctx):
+            return None, None, ToSlots.summed(ctx, ToSlots.brought(envelopes))
 
     @staticmethod
-    def brought(ctx: Any, envelopes: Sequence[Tensor | None]) -> list[SlotGradients | None]:
-        """Each slot's gradients, ready for the streams of the forward, which have to be current."""
-        contents: list[SlotGradients | None] = [*map(contents_of, envelopes)]
-        for slot, own in ctx.isolated_streams.items():
-            of_slot = contents[slot]
-            if of_slot is not None:
-                _receive_from_isolated(of_slot, own.stream, ctx.gradient_streams is not None)
-        return contents
+    def computing_streams_set(ctx: Any) -> AbstractContextManager[None]:
+        """Makes the streams of the forward current, where `OnSlot` has made gradients, except those of isolated slots.
+
+        With side streams, nothing orders these streams here. What is made on the source's needs no order: `FromSource`
+        belongs to the same stream.
+        """
+        if ctx.gradient_streams is None:
+            return forward_streams_set(ctx, ())
+        return streams_set(ctx.gradient_streams.computing)
+
+    @staticmethod
+    def adding_streams_set(ctx: Any) -> AbstractContextManager[None]:
+        """Makes the streams current on which gradients of this pass are added: side streams, if there are any."""
+        return streams_set({} if (found := _side_streams(ctx)) is None else found.sides)
+
+    @staticmethod
+    def brought(envelopes: Sequence[Tensor | None]) -> list[SlotGradients | None]:
+        """Each slot's gradients."""
+        return [*map(contents_of, envelopes)]
 
     @staticmethod
     def summed(ctx: Any, brought: Sequence[SlotGradients | None]) -> Tensor | None:
-        """An envelope with the sums over the slots, in slot order; ``None`` if there is no gradient."""
+        """An envelope with the sums over the slots, in slot order; ``None`` if there is no gradient.
+
+        The streams of the forward have to be current.
+        """
         present = [of_slot for of_slot in brought if of_slot is not None and not of_slot.is_empty]
         if not present:
             return None
         with stage("reduce_add"), settings.held(ctx.settings):
-            return enveloped(_sums(present, ctx.source, ctx.gradient_streams), ctx.source)
+            return enveloped(_sums(present, ctx), ctx.source)
 
     @staticmethod
     def handed_on(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
         """An envelope with gradients that are already on the source's device and on its caller's stream."""
-        return enveloped(SourceGradients(grads, None), ctx.source)
+        return enveloped(SourceGradients(grads, None, ctx.source), ctx.source)
 
 
-def _receive_from_isolated(of_slot: SlotGradients, stream: torch.Stream, use_side_stream: bool) -> None:
-    """Makes the current stream wait for an isolated slot's ``stream``, and calls ``record_stream`` on its gradients.
-
-    Their memory returns to ``stream`` when it is freed.
-    """
-    readers = [torch.accelerator.current_stream(stream.device)]
-    Event(stream).make_wait(readers[0])
-    if use_side_stream:
-        readers.append(side_stream(stream.device))
-    flat = () if of_slot.flat is None else (of_slot.flat,)
-    for memory in chain.from_iterable(map(memory_of, (*flat, *of_slot.others.values()))):
-        for reader in readers:
-            memory.record_stream(reader)
+def _side_streams(ctx: Any) -> GradientStreams | None:
+    return None if torch.is_grad_enabled() else ctx.gradient_streams
 
 
-def _sums(
-    brought: Sequence[SlotGradients], destination: torch.device, gradient_streams: GradientStreams | None
-) -> SourceGradients:
-    """The sums, with the event after which they are ready."""
-    if torch.is_grad_enabled():
-        gradient_streams = None
-    travelling = None if gradient_streams is None else gradient_streams.side_streams_set
+def _sums(brought: Sequence[SlotGradients], ctx: Any) -> SourceGradients:
+    gradient_streams = _side_streams(ctx)
     bucket = brought[0].bucket
     if any(of_slot.bucket is not bucket for of_slot in brought):
-        brought, bucket = [SlotGradients(of_slot.as_list()) for of_slot in brought], None
+        brought, bucket = [of_slot.unflattened() for of_slot in brought], None
     sums: list[Tensor | None] = [None] * brought[0].count
     if any(of_slot.others for of_slot in brought):
-        others = [[*map(of_slot.others.get, range(of_slot.count))] for of_slot in brought]
-        sums = sums_over_slots(others, destination, travelling)
+        sums = _sums_of_others(brought, ctx)
     if bucket is not None:
+        travelling = None
+        if gradient_streams is None:
+            for of_slot in brought:
+                of_slot.receive_flat()
+        else:
+            made = [of_slot.made for of_slot in brought if of_slot.flat is not None and of_slot.made is not None]
+            travelling = partial(gradient_streams.side_streams_set, made=made)
         flats = [of_slot.flat for of_slot in brought if of_slot.flat is not None]
-        total = comm.add_flat(flats, destination, travelling=travelling)
+        total = comm.add_flat(flats, ctx.source, travelling=travelling)
         for i, part in zip(bucket.indices, unflatten(bucket, total), strict=True):
             sums[i] = part
-    return SourceGradients(sums, None if gradient_streams is None else Event(side_stream(destination)))
+    return SourceGradients(sums, gradient_streams, ctx.source)
+
+
+def _sums_of_others(brought: Sequence[SlotGradients], ctx: Any) -> list[Tensor | None]:
+    """The sums of gradients that are not in flat buffers.
+
+    On side streams all memory that is needed is allocated there: on a computing stream it would be free only after all
+    that its thread has launched. ``record_stream`` names the computing stream that uses the sums.
+    """
+    with ToSlots.adding_streams_set(ctx):
+        for of_slot in brought:
+            of_slot.receive_others()
+        others = [[*map(of_slot.others.get, range(of_slot.count))] for of_slot in brought]
+        sums = sums_over_slots(others, ctx.source)
+    if (gradient_streams := _side_streams(ctx)) is not None:
+        for memory in chain.from_iterable(memory_of(total) for total in sums if total is not None):
+            memory.record_stream(gradient_streams.computing[ctx.source])
+    return sums
 
 
 class FromSource(Function):
     """``FromSource.apply(*tensors)``: a handle for them. Backward returns their gradients.
 
-    The node belongs to the stream that is current in its forward, and makes it wait for the sums. A parameter's
-    ``AccumulateGrad`` that is new belongs to that stream too.
+    The node belongs to the stream that is current in its forward. The engine makes it wait for the sums before it runs
+    the node. A parameter's ``AccumulateGrad`` that is new belongs to that stream too.
     """
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.count, ctx.source = len(tensors), tensors[0].device
+        ctx.count = len(tensors)
         run_first(ctx)
         return empty_handle(tensors[0].device)
 
@@ -208,6 +249,4 @@ class FromSource(Function):
         found: SourceGradients | None = contents_of(envelope)
         if found is None:
             return (None,) * ctx.count
-        if found.ready is not None:
-            found.ready.make_wait(torch.accelerator.current_stream(ctx.source))
-        return tuple(found.grads)
+        return tuple(found.take())

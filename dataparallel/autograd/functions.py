@@ -30,7 +30,6 @@ from dataparallel.autograd.node_order import run_first
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import Planned
 from dataparallel.comm.copies import alias
-from dataparallel.comm.transport import Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.profiling import stage
 from dataparallel.streams.nodes import forward_streams_set, note_forward_streams
@@ -105,12 +104,10 @@ def copies_for_slots(
     return copies
 
 
-def sums_over_slots(
-    of_slots: Sequence[Sequence[Tensor | None]], destination: torch.device, travelling: Travelling | None = None
-) -> list[Tensor | None]:
+def sums_over_slots(of_slots: Sequence[Sequence[Tensor | None]], destination: torch.device) -> list[Tensor | None]:
     """For each position the sum over slots, or ``None`` where every slot has ``None``. Recorded if grad mode is on.
 
-    Gradients that exist on the same slots travel together. ``travelling``: see `comm.reduce_add_coalesced`.
+    Gradients that exist on the same slots travel together.
     """
     groups: dict[tuple[bool, ...], list[int]] = defaultdict(list)
     for i, of_tensor in enumerate(zip(*of_slots, strict=True)):
@@ -123,7 +120,7 @@ def sums_over_slots(
         if torch.is_grad_enabled():
             totals = ReduceAddCoalesced.apply(destination, len(indices), *chain.from_iterable(inputs))
         else:
-            totals = comm.reduce_add_coalesced(inputs, destination, _ONE_BUFFER, travelling=travelling)
+            totals = comm.reduce_add_coalesced(inputs, destination, _ONE_BUFFER)
         for i, total in zip(indices, totals, strict=True):
             sums[i] = total
     return sums

@@ -23,7 +23,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence, Set
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +31,8 @@ from torch import Tensor
 from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_gradients import SlotGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
-from dataparallel.streams.current import streams_joined
-from dataparallel.streams.gradients import GradientStreams
-from dataparallel.streams.nodes import forward_streams_set
+from dataparallel.streams.current import streams_joined, streams_set
+from dataparallel.streams.gradients import GradientStreams, Made
 
 __all__ = ["GradientSums", "PersistentToSlots", "WaitingBucket"]
 
@@ -58,14 +57,17 @@ class PersistentToSlots(ToSlots):
         """The sums over the slots, or slot 0's gradients."""
         waiting: WaitingBucket = ctx.waiting
         reached, written = _reached_sources(ctx, waiting.sources)
-        with forward_streams_set(ctx, ()):  # as in `ToSlots`
-            by_slot = ToSlots.brought(ctx, envelopes[:-1])
-            if not reached:  # only the order of the nodes makes the engine run this one
-                return None, None, None, None
+        by_slot = ToSlots.brought(envelopes[:-1])
+        if not reached:  # only the order of the nodes makes the engine run this one
+            return None, None, None, None
+        with ToSlots.computing_streams_set(ctx):
             if written:
                 if waiting.may_keep and not torch.is_grad_enabled():
                     return None, None, ToSlots.handed_on(ctx, waiting.keep(by_slot, written)), None
-                by_slot = [*waiting.with_kept(by_slot, written)]
+                taken = waiting.take_kept(written)
+                if taken:
+                    with ToSlots.adding_streams_set(ctx):
+                        by_slot = waiting.added(by_slot, taken)
             return None, None, ToSlots.summed(ctx, by_slot), None
 
 
@@ -133,6 +135,19 @@ class GradientSums:
             bucket.drop_void()
 
 
+class _Kept(NamedTuple):
+    """A kept gradient. ``made`` is as in `SlotGradients`."""
+
+    grad: Tensor
+    made: Made | None
+
+    def received(self) -> Tensor:
+        """The gradient, ready for the current stream of its device."""
+        if self.made is not None:
+            self.made.receive([self.grad])
+        return self.grad
+
+
 class _FormerGrad:
     """A source's ``.grad`` and its version, as they were when gradients were kept for it."""
 
@@ -171,7 +186,7 @@ class WaitingBucket:
         # A buffer that is the result of a computation has no ``.grad``.
         self._has_leaves_only = all(source.is_leaf for source in sources)
         self._streams = streams
-        self._kept: dict[tuple[int, int], Tensor] = {}  # by slot and source
+        self._kept: dict[tuple[int, int], _Kept] = {}  # by slot and source
         self._former: dict[int, _FormerGrad] = {}  # by source
         # Several at a time if reentrant checkpoints nest passes, one for each slot.
         self._under_way: weakref.WeakSet[_EndOfPass] = weakref.WeakSet()
@@ -190,23 +205,22 @@ class WaitingBucket:
         self.drop_void()
         first, *others = self._as_lists(by_slot)
         for slot, grads in enumerate(others, start=1):
-            for source in written:
-                grad = grads[source]
-                if grad is None:
-                    continue
+            kept = {source: grad for source in written if (grad := grads[source]) is not None}
+            for source in kept:
                 # The ``.grad`` from before this pass, until it ends. If the pass fails, kept gradients belong to that
                 # one; if there was none, they are void.
                 self._former.setdefault(source, _FormerGrad(self.sources[source].grad))
-                self._add((slot, source), grad)
                 if first[source] is None:
                     first[source] = torch.zeros_like(self.sources[source])
+            if (of_slot := by_slot[slot]) is not None:
+                self._add(slot, kept, of_slot.made)
         end = _EndOfPass(self, written)
         self._under_way.add(end)
         _torch.queue_callback(end)
         return [grad if source in written else None for source, grad in enumerate(first)]
 
-    def with_kept(self, by_slot: Sequence[SlotGradients | None], written: set[int]) -> Sequence[SlotGradients | None]:
-        """The gradients of this pass plus those that are kept for the ``written`` sources, which are removed here."""
+    def take_kept(self, written: set[int]) -> dict[tuple[int, int], _Kept]:
+        """The gradients that a pass with sums adds to those of the ``written`` sources. They are removed here."""
         if self.sums.are_on:
             # Gradients that are kept for sources that this pass does not reach belong to their ``.grad`` too.
             self.sums.add_when_the_pass_ends()
@@ -216,14 +230,21 @@ class WaitingBucket:
             if self.sums.are_on or torch.is_grad_enabled():
                 self.sums.add_kept()
         self.drop_void()
-        taken = self._take(written)
-        if not taken:
-            return by_slot
-        together = self._as_lists(by_slot)
+        return self._take(written)
+
+    def added(
+        self, by_slot: Sequence[SlotGradients | None], taken: dict[tuple[int, int], _Kept]
+    ) -> list[SlotGradients | None]:
+        """The gradients of this pass plus those that `take_kept` has taken, on the current streams."""
+        unflattened = [None if of_slot is None else of_slot.unflattened() for of_slot in by_slot]
+        for of_slot in unflattened:
+            if of_slot is not None:
+                of_slot.receive_others()
+        lists = self._as_lists(unflattened)
         for (slot, source), kept in taken.items():
-            grad = together[slot][source]
-            together[slot][source] = kept if grad is None else kept + grad
-        return [*map(SlotGradients, together)]
+            grad = lists[slot][source]
+            lists[slot][source] = kept.received() if grad is None else kept.received() + grad
+        return [*map(SlotGradients, lists)]
 
     def _as_lists(self, by_slot: Sequence[SlotGradients | None]) -> list[list[Tensor | None]]:
         return [[None] * len(self.sources) if of_slot is None else of_slot.as_list() for of_slot in by_slot]
@@ -240,7 +261,7 @@ class WaitingBucket:
         if not self._kept:
             return
         self.drop_void()
-        terms: dict[int, list[Tensor]] = defaultdict(list)
+        terms: dict[int, list[_Kept]] = defaultdict(list)
         taken = self._take({source for _, source in [*self._kept]})
         for (_, source), kept in sorted(taken.items(), key=itemgetter(0)):
             terms[source].append(kept)
@@ -249,7 +270,8 @@ class WaitingBucket:
             for source, of_source in terms.items():
                 parameter = self.sources[source]
                 if parameter.grad is not None:  # else void: the engine still holds a pass that has failed
-                    parameter.grad.add_(comm.reduce_add(of_source, parameter.device))
+                    grads = [kept.received() for kept in of_source]
+                    parameter.grad.add_(comm.reduce_add(grads, parameter.device))
 
     def end_pass(self, end: _EndOfPass) -> None:
         """From here on kept gradients belong to the ``.grad`` that the pass has written."""
@@ -259,16 +281,23 @@ class WaitingBucket:
             if grad is not None:
                 self._former[source] = _FormerGrad(grad)
 
-    def _add(self, key: tuple[int, int], grad: Tensor) -> None:
-        """Adds to kept gradients. Each step is atomic: passes in several threads may add and take at the same time."""
-        while True:
-            kept = self._kept.pop(key, None)
-            if kept is not None:
-                grad = kept + grad
-            if self._kept.setdefault(key, grad) is grad:
-                return
+    def _add(self, slot: int, grads: dict[int, Tensor], made: Made | None) -> None:
+        """Adds to a slot's kept gradients, by source, on the stream that makes the slot's gradients.
 
-    def _take(self, sources: Set[int]) -> dict[tuple[int, int], Tensor]:
+        Each step is atomic: passes in several threads may add and take at the same time.
+        """
+        while grads:
+            former = {source: kept for source in grads if (kept := self._kept.pop((slot, source), None)) is not None}
+            if former:
+                with streams_set({} if made is None else {made.stream.device: made.stream}):
+                    for source, kept in former.items():
+                        grads[source] = kept.received() + grads[source]
+                made = None if made is None else Made(made.stream)
+            for source, grad in [*grads.items()]:
+                if self._kept.setdefault((slot, source), kept := _Kept(grad, made)) is kept:
+                    del grads[source]
+
+    def _take(self, sources: Set[int]) -> dict[tuple[int, int], _Kept]:
         """Removes and returns the gradients that are kept for ``sources``, by slot and source."""
         taken = {}
         for key in [*self._kept]:

@@ -1,17 +1,26 @@
 """Side streams on which gradients travel while backward still computes.
 
 A sum waits for the slowest slot. On the computing streams it would stop every device until then, once for each bucket.
-On side streams only the users of the sum wait. ``autograd.bucket_nodes`` flattens gradients on the computing streams
-and allocates the sum's memory there; `GradientStreams.side_streams_set` runs the rest on side streams. This room knows
-neither buckets nor routes. These events order the streams:
+On side streams only the users of the sum wait. ``autograd.bucket_nodes`` flattens gradients on the streams that compute
+them, and adds on side streams. This room knows neither buckets nor routes. These events order the streams:
 
-- A side stream waits for the computing stream before it reads the flat buffers that were filled there.
-- Flat buffers and sums are memory of the computing streams. They are held until the computing streams have waited for
-  the side streams that use them: when the second bucket after them travels, because the wait costs nothing by then, or
-  when backward ends. ``record_stream`` would hold them until the host looks again, and by then the host may have
-  launched the whole step.
-- The root's stream waits for an event after a sum before it uses the sum. It does so when the root has computed its own
-  part of the backward (`bucket_nodes.FromSource`).
+- When a slot has a bucket's gradients, its thread of the engine records an event on the stream that made them
+  (`Made`). A side stream waits for this event, not for what the slot has launched since.
+- The sum is written to the root's own flat buffer. If there is none, the sum's memory is allocated on the root's
+  computing stream when the sum is launched. Work that used that memory before may still be queued there, so the root's
+  side stream waits for that stream.
+- The root's computing stream waits for a sum when it has computed its own part of the backward
+  (`bucket_nodes.FromSource`), or when somebody drops the sum unused. Before that it waits for no other slot.
+
+Flat buffers are memory of the streams that made them, and side streams read them. So they are freed by these rules:
+
+- The sum is held by its user.
+- Flat buffers on other devices are held until their computing stream has waited for the side stream: when the second
+  bucket after them travels, because the wait costs nothing by then, or when backward ends.
+- ``record_stream`` names the side stream for flat buffers of further slots on the root's device, because the root's
+  computing stream must not wait for the sum, and for those of isolated slots. ``record_stream`` everywhere would hold
+  the buffers of a whole step: such memory is free only when the host looks again, and by then the host may have
+  launched all of it.
 
 Copies of parameters travel on the computing streams. The first layer waits for the last slot's copy in any case, and
 memory that a side stream fills would need ``record_stream`` for every replica.
@@ -20,7 +29,7 @@ memory that a side stream fills would need ``record_stream`` for every replica.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,8 +38,9 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.streams.current import Event, make_current
+from dataparallel.streams.nodes import memory_of
 
-__all__ = ["GradientStreams", "side_stream"]
+__all__ = ["GradientStreams", "Made", "side_stream"]
 
 _BUCKETS_HELD = 2
 """How many buckets' buffers are held: one bucket is being summed while the next one travels."""
@@ -45,15 +55,38 @@ def side_stream(device: torch.device) -> torch.Stream:
     return _side_streams[device]
 
 
+class Made:
+    """The stream that made certain tensors, and an event after it did. Made when that work has been launched."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self.stream, self._event = stream, Event(stream)
+
+    def make_wait(self, stream: torch.Stream) -> None:
+        """Makes ``stream`` wait for the event. The host does not wait."""
+        self._event.make_wait(stream)
+
+    def receive(self, tensors: Iterable[Tensor]) -> None:
+        """Makes the current stream of that device wait for the tensors, and calls ``record_stream`` on their memory."""
+        here = torch.accelerator.current_stream(self.stream.device)
+        if here == self.stream:
+            return
+        self.make_wait(here)
+        for tensor in tensors:
+            for memory in memory_of(tensor):
+                memory.record_stream(here)
+
+
 class GradientStreams:
     """The streams that all buckets of one forward share, and the memory that each backward uses on them.
 
-    ``computing``: for each accelerator of the call, the stream on which it computes.
+    Attributes:
+        computing: for each accelerator of the call, the stream on which it computes.
+        sides: for each of them, the side stream.
     """
 
     def __init__(self, computing: dict[torch.device, torch.Stream]) -> None:
         self.computing = computing
-        self._sides = {device: side_stream(device) for device in computing}
+        self.sides = {device: side_stream(device) for device in computing}
         # By the engine's number of the pass: each pass ends by itself, also one that a reentrant checkpoint nests.
         self._passes: dict[int, _Pass] = {}
 
@@ -66,26 +99,51 @@ class GradientStreams:
         return cls(computing) if leave else None
 
     @contextmanager
-    def side_streams_set(self, buffers: Sequence[Tensor]) -> Iterator[None]:
+    def side_streams_set(self, buffers: Sequence[Tensor], made: Sequence[Made]) -> Iterator[None]:
         """Makes the side streams current inside the block, where work may use ``buffers``.
 
-        Called in the backward of a node, with the computing streams current. The side streams wait for them first. The
-        buffers are released when later ones travel, or when the pass ends.
+        Called in the backward of a node, with the computing streams current.
+
+        Args:
+            buffers: the slots' flat buffers, then the memory of the sum, on the root's device. That is the first
+                buffer, or has just been allocated.
+            made: for each slot's buffer, when it was made. The side streams wait for these events first.
         """
+        *flats, total = buffers
+        root = total.device
         this = self._this_pass()
-        for device, side in self._sides.items():
-            Event(self.computing[device]).make_wait(side)
-        make_current(self._sides.values())
+        for of_flat in made:
+            of_flat.make_wait(self.sides[of_flat.stream.device])
+        if total is not flats[0]:
+            Event(self.computing[root]).make_wait(self.sides[root])
+        make_current(self.sides.values())
         try:
             yield
+        except BaseException:
+            self.release_sum(root)
+            raise
         finally:
             make_current(self.computing.values())
-            this.hold(buffers)
+            self._record(flats, total, made)
+            this.hold([flat for flat in flats if flat is not total], root)
+
+    def _record(self, flats: Sequence[Tensor], total: Tensor, made: Sequence[Made]) -> None:
+        """Calls ``record_stream`` on buffers whose stream does not wait before they are freed."""
+        for flat, of_flat in zip(flats, made, strict=True):
+            is_isolated = of_flat.stream != self.computing[flat.device]
+            if is_isolated or (flat.device == total.device and flat is not total):
+                flat.record_stream(self.sides[flat.device])
+            if is_isolated and flat is total:  # if the root's slot has no gradient
+                flat.record_stream(self.computing[flat.device])
+
+    def release_sum(self, root: torch.device) -> None:
+        """Makes the root's computing stream wait for its side stream, so that memory that is written there is free."""
+        Event(self.sides[root]).make_wait(self.computing[root])
 
     def _this_pass(self) -> _Pass:
         number = _torch.current_graph_task_id()
         if number not in self._passes:
-            self._passes[number] = _Pass(self.computing, self._sides)
+            self._passes[number] = _Pass(self.computing, self.sides)
             _torch.queue_callback(_End(self._passes, number))
         return self._passes[number]
 
@@ -114,14 +172,15 @@ class _Pass:
         # The buffers of each bucket, and for each side stream an event after the last work that uses them.
         self._held: deque[tuple[Sequence[Tensor], list[tuple[torch.device, Event]]]] = deque()
 
-    def hold(self, buffers: Sequence[Tensor]) -> None:
+    def hold(self, buffers: Sequence[Tensor], root: torch.device) -> None:
         """Holds a bucket's buffers, once the work that uses them has been launched."""
-        self._held.append((buffers, [(device, Event(side)) for device, side in self._sides.items()]))
+        devices = {buffer.device for buffer in buffers} - {root}
+        self._held.append((buffers, [(device, Event(self._sides[device])) for device in devices]))
         if len(self._held) > _BUCKETS_HELD:
             self._release_oldest()
 
     def end(self) -> None:
-        """Makes the computing streams wait for the side streams, and releases all buffers."""
+        """Makes the computing streams wait for the side streams, except on the root, and releases all buffers."""
         while self._held:
             self._release_oldest()
 

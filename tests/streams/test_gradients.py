@@ -16,9 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from dataparallel.autograd.bucket_gradients import SourceGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.comm.routes import TorchCopies
 from dataparallel.composable import replicate
-from dataparallel.streams.gradients import GradientStreams, side_stream
+from dataparallel.streams.gradients import GradientStreams, Made, side_stream
+from dataparallel.testing.pytest import settle
+from graphs import nodes_of
 
 pytestmark = [pytest.mark.devices("sim", "cuda"), pytest.mark.usefixtures("distinct")]
 
@@ -85,9 +89,9 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     travelled: list[weakref.ref] = []
     side_streams_set = GradientStreams.side_streams_set
 
-    def noted(self: GradientStreams, buffers: Sequence[Tensor]) -> AbstractContextManager[None]:
+    def noted(self: GradientStreams, buffers: Sequence[Tensor], made: Sequence[Made]) -> AbstractContextManager[None]:
         travelled.extend(map(weakref.ref, buffers[1:-1]))  # the first and the last are the root's, and become gradients
-        return side_streams_set(self, buffers)
+        return side_streams_set(self, buffers, made)
 
     monkeypatch.setattr(GradientStreams, "side_streams_set", noted)
     return travelled
@@ -120,8 +124,8 @@ def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
     side_streams_set = GradientStreams.side_streams_set
 
     @contextmanager
-    def noted(self: GradientStreams, buffers: Sequence[Tensor]) -> Iterator[None]:
-        with side_streams_set(self, buffers):
+    def noted(self: GradientStreams, buffers: Sequence[Tensor], made: Sequence[Made]) -> Iterator[None]:
+        with side_streams_set(self, buffers, made):
             travelled.append(torch.accelerator.current_stream(root))
             yield
 
@@ -145,7 +149,9 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def noted(ctx: Any, brought: Any) -> Tensor:
         envelope = summed(ctx, brought)
-        launched.extend(total.detach() for total in envelope.contents.grads)
+        grads = envelope.contents.take()
+        envelope.contents = SourceGradients(grads, None, grads[0].device)
+        launched.extend(total.detach() for total in grads)
         return envelope
 
     monkeypatch.setattr(ToSlots, "summed", noted)
@@ -304,15 +310,19 @@ def test_a_graph_that_is_kept_holds_no_buffers(
 def test_what_is_held_is_two_buckets(slots: list, root: torch.device) -> None:
     streams = streams_of(slots)
     made: list[weakref.ref] = []
+    sums: list[Tensor] = []
     held = []
 
     def travel(gradient_streams: GradientStreams) -> None:
-        total = torch.empty(3, device=root)
-        made.append(weakref.ref(total))
-        with gradient_streams.side_streams_set([total, *(torch.empty(3, device=slot) for slot in slots)]):
+        total, *flats = (torch.zeros(3, device=slot) for slot in slots)
+        made.extend(map(weakref.ref, flats))
+        events = [Made(streams[torch.device(slot)]) for slot in slots]
+        with gradient_streams.side_streams_set([total, *flats, total], events):
             assert streams_of(slots) == {device: side_stream(device) for device in streams}
-            total.fill_(1)
+            for flat in flats:
+                total.add_(flat.to(root))
         assert streams_of(slots) == streams
+        sums.append(total)
 
     class Step(torch.autograd.Function):
         @staticmethod
@@ -324,9 +334,38 @@ def test_what_is_held_is_two_buckets(slots: list, root: torch.device) -> None:
             gradient_streams = GradientStreams(streams)
             for _ in range(4):
                 travel(gradient_streams)
-                held.append(sum(total() is not None for total in made))
+                held.append(sum(flat() is not None for flat in made) // (len(slots) - 1))
+            gradient_streams.release_sum(root)
+            sums.clear()
             return gradient
 
     Step.apply(torch.ones(2, device=root, requires_grad=True)).sum().backward()
     assert held == [1, 2, 2, 2]
     assert are_freed(made)
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("how", ["a hook drops it", "its launch fails"])
+def test_a_sum_that_nobody_uses_is_not_freed_while_it_is_written(
+    how: str, slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(root)
+    if how == "a hook drops it":
+        loss = wrap(model, slots)(x).square().sum()
+        for node in nodes_of(loss):
+            if node.name() == "ToSlotsBackward":
+                node.register_hook(lambda inputs, outputs: (None,))
+        loss.backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    else:
+        add_up = TorchCopies.add_up
+
+        def fail(self: TorchCopies, flats: Any, destination: torch.device) -> Tensor:
+            add_up(self, flats, destination)
+            raise ArithmeticError("from a launch")
+
+        monkeypatch.setattr(TorchCopies, "add_up", fail)
+        with pytest.raises(ArithmeticError, match="from a launch"):
+            wrap(model, slots)(x).square().sum().backward()
+    gc.collect()
+    settle()

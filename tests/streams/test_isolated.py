@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, parallel_apply
-from dataparallel.autograd import bucket_gradients, bucket_nodes
+from dataparallel.autograd import bucket_gradients
 from dataparallel.batch_types import register_batch
 from dataparallel.comm import using
 from dataparallel.comm.settings import Settings, held
+from dataparallel.streams.gradients import GradientStreams, Made, side_stream
 from dataparallel.streams.isolated import IsolatedStream, isolated_streams
 from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
@@ -153,7 +154,8 @@ def test_gradients_that_leave_their_device_are_kept_until_then(
     if guarded:
         loss.backward()
         return
-    monkeypatch.setattr(bucket_nodes, "_receive_from_isolated", lambda *arguments: None)
+    monkeypatch.setattr(GradientStreams, "_record", lambda *arguments: None)
+    monkeypatch.setattr(Made, "receive", lambda made, tensors: made.make_wait(side_stream(made.stream.device)))
     try:
         with pytest.raises(RuntimeError, match="freed too early"):
             loss.backward()
@@ -186,7 +188,7 @@ def test_gradients_are_added_on_their_device_after_the_slot_has_made_them(
     if guarded:
         loss.backward()
         return
-    monkeypatch.setattr(bucket_nodes, "_receive_from_isolated", lambda *arguments: None)
+    monkeypatch.setattr(Made, "make_wait", lambda made, stream: None)
     try:
         with pytest.raises(RuntimeError, match="race"):
             loss.backward()
