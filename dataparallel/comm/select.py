@@ -66,19 +66,20 @@ def transport_for(work: Collective, devices: Sequence[torch.device], tensors: Se
     nbytes = sum([tensor.numel() * tensor.itemsize for tensor in tensors])
     asked, check_peers = settings.current(), peer_check.is_on()
     widened = bool(tensors) and summed_in(tensors[0].dtype) != tensors[0].dtype
-    return _select(work, tuple(devices), nbytes.bit_length(), widened, asked, check_peers)
+    return _select(work, tuple(devices), _rounded(nbytes), widened, asked, check_peers)
+
+
+def _rounded(nbytes: int) -> int:
+    """Three binary digits and zeros, rounded up, so that a program has few different calls."""
+    zeros = max(0, nbytes.bit_length() - 3)
+    return -(-nbytes >> zeros) << zeros
 
 
 @lru_cache(maxsize=4096)
 def _select(
-    work: Collective, devices: tuple[torch.device, ...], bits: int, widened: bool, asked: Settings, check_peers: bool
+    work: Collective, devices: tuple[torch.device, ...], nbytes: int, widened: bool, asked: Settings, check_peers: bool
 ) -> Transport:
-    """The transport for ``2**(bits - 1)`` bytes or more.
-
-    A power of two stands for all sizes up to the next, so that a program has few different calls. ``widened``: sums are
-    of 16-bit floats.
-    """
-    nbytes = 1 << max(0, bits - 1)
+    """The transport for ``nbytes`` bytes. ``widened``: sums are of 16-bit floats."""
     checks = peer_check.check_all(devices) if check_peers else {}
     untrusted = [pair for pair, is_trusted in checks.items() if not is_trusted]
     links = links_between(devices)
