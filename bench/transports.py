@@ -20,6 +20,7 @@ WAYS: dict[str, dict[str, str]] = {
     "star": {"transport": "copy", "route": "star"},
     "tree": {"transport": "copy", "route": "tree"},
     "chain": {"transport": "copy", "route": "chain"},
+    "shards": {"transport": "copy", "route": "shards"},
     "host": {"transport": "host"},
     "nccl": {"transport": "nccl"},
     "cupy": {"transport": "cupy"},

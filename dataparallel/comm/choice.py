@@ -1,20 +1,11 @@
 """The choice of transport and route for a call: a pure function, so that a test can try any machine.
 
 Its arguments come from the rooms beside it: ``settings`` (what the user asks for), ``peer_check`` (the pairs that are
-not trusted), and the transports (why they are not available). ``comm.select`` calls it, for calls and for the report
-about the machine. It copies nothing and asks no device.
+not trusted), ``links`` (what copies share), and the transports (why they are not available). ``comm.select`` calls it,
+for calls and for the report about the machine. It copies nothing and asks no device.
 
-A *route* is the order in which devices pass data on. With n devices, s bytes, k chunks, latency a for each copy and
-bandwidth b of a link, and a device that sends one copy at a time, a route takes this time:
-
-- *star*: the root sends to each device, or each sends to the root: (n - 1) * (a + s/b).
-- *tree*: a binary tree, for broadcasts. Every device sends at most twice: about log2(n) levels of one or two copies
-  each, at most 2 * floor(log2(n)) * (a + s/b), for 8 devices 4 * (a + s/b).
-- *chain*: each device passes chunk by chunk to the next: (n - 2 + k) * (a + s/(k*b)). In a sum each slot adds its own
-  term to the partial sum that arrives, so terms are added in slot order; the result then goes back to the root.
-
-With few bytes the latency a counts, and the route with the fewest copies in a row wins. With many bytes s/b counts: a
-chain then takes about s/b for any n, since no link passes a byte twice.
+Plain copies take the route that takes the least time for this number of devices, this many bytes and these links:
+``comm.times`` has the formulas and their reasons.
 
 A transport that was asked for serves the calls that it supports. All others fall back to plain copies, and the reason
 says why:
@@ -42,16 +33,15 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from dataparallel.comm.links import Links
 from dataparallel.comm.peer_check import VARIABLE as PEER_CHECK_VARIABLE
 from dataparallel.comm.peer_check import Pair
 from dataparallel.comm.settings import Settings
+from dataparallel.comm.times import fastest
 
 __all__ = ["Choice", "Collective", "choose"]
 
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter"]
-
-CHAIN_FROM_BYTES = 256 * 2**10
-"""About a * b for PCIe, with a = 10 us and b = 25 GB/s. Below it a copy takes longer to start than to send."""
 
 SUPPORTED: tuple[Collective, ...] = ("broadcast", "reduce_add")
 """What *nccl* and *cupy* support. Plain copies and the host support everything."""
@@ -72,6 +62,8 @@ def choose(
     settings: Settings,
     unavailable: str | None,
     untrusted: Collection[Pair],
+    links: Links,
+    widened: bool = False,
 ) -> Choice:
     """The transport and the route for a call's tensors.
 
@@ -83,6 +75,8 @@ def choose(
         unavailable: why the transport that is asked for is not available between these devices; ``None`` if it is.
         untrusted: ordered pairs of devices that have failed `peer_check`. A call with both devices of such a pair goes
             through the host, even if plain copies were asked for.
+        links: between the accelerators.
+        widened: True for 16-bit floats, which are summed in 32 bits.
 
     Raises:
         ValueError: the transport that was asked for can do nothing between these devices; the message says why.
@@ -110,11 +104,18 @@ def choose(
         preface = f"{asked!r} was asked for, but this {work} falls back to plain copies: {why_not}"
     if broken is not None:
         return Choice("host", "star", f"copies from {broken[0]} to {broken[1]} have failed their check")
-    route, reason = _route(work, distinct, nbytes, settings)
+    route, reason = _route(work, distinct, nbytes, settings, links, widened)
     return Choice("copy", route, f"{preface}; {route}: {reason}")
 
 
-def _route(work: Collective, distinct: Sequence[torch.device], nbytes: int, settings: Settings) -> tuple[str, str]:
+def _route(
+    work: Collective,
+    distinct: Sequence[torch.device],
+    nbytes: int,
+    settings: Settings,
+    links: Links,
+    widened: bool,
+) -> tuple[str, str]:
     """The route of plain copies between distinct devices, and the reason."""
     if work not in ("broadcast", "reduce_add"):
         return "star", f"in a {work} each chunk goes to one device"
@@ -129,10 +130,9 @@ def _route(work: Collective, distinct: Sequence[torch.device], nbytes: int, sett
         # Copies from and to the CPU block, so a chain would wait at each chunk.
         return "star", "the cpu is one of the devices"
     amount = f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
-    size = f"{amount} between {number} devices"
-    if nbytes >= CHAIN_FROM_BYTES:
-        return "chain", size
-    return ("tree" if work == "broadcast" else "star"), size
+    linked = "all-to-all links" if links.is_all_to_all else "links that may be shared"
+    route = fastest(work, number, nbytes, links, widened)
+    return route, f"the fastest, by formula, for {amount} between {number} devices with {linked}"
 
 
 def _why_not_supported(

@@ -15,15 +15,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dataparallel.comm import nccl, peer_check, settings
+from dataparallel.comm import nccl, peer_check, settings, times
+from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.choice import Choice, Collective, choose
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.links import links_between
 from dataparallel.comm.routes import STAR, TorchCopies
-from dataparallel.comm.settings import ROUTES, Settings, are_slots_isolated
+from dataparallel.comm.settings import Settings, are_slots_isolated
 from dataparallel.comm.sum_check import wrong_sums
-from dataparallel.comm.transport import Transport
+from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.forks import in_forked_child
 
 __all__ = ["choose_transport", "forget", "transport_for", "why_dropped"]
@@ -31,10 +33,9 @@ __all__ = ["choose_transport", "forget", "transport_for", "why_dropped"]
 _CHECKED_BYTES = 2**16 + 1
 """The size of the buffers by which a transport is compared with plain copies; no round number."""
 
-_TYPICAL_BYTES = 25 * 2**20
+_TYPICAL_BYTES = DEFAULT_CAP_BYTES
 """The bytes in a typical bucket of parameters."""
 
-_BY_ROUTE = {route: TorchCopies(route) for route in ROUTES}
 _HOST = ThroughHost()
 _KERNELS = Kernels()
 
@@ -64,30 +65,39 @@ def transport_for(work: Collective, devices: Sequence[torch.device], tensors: Se
         return STAR
     nbytes = sum([tensor.numel() * tensor.itemsize for tensor in tensors])
     asked, check_peers = settings.current(), peer_check.is_on()
-    return _select(work, tuple(devices), nbytes.bit_length(), asked, check_peers)
+    widened = bool(tensors) and summed_in(tensors[0].dtype) != tensors[0].dtype
+    return _select(work, tuple(devices), _rounded(nbytes), widened, asked, check_peers)
+
+
+def _rounded(nbytes: int) -> int:
+    """Three binary digits and zeros, rounded up, so that a program has few different calls."""
+    zeros = max(0, nbytes.bit_length() - 3)
+    return -(-nbytes >> zeros) << zeros
 
 
 @lru_cache(maxsize=4096)
 def _select(
-    work: Collective, devices: tuple[torch.device, ...], bits: int, asked: Settings, check_peers: bool
+    work: Collective, devices: tuple[torch.device, ...], nbytes: int, widened: bool, asked: Settings, check_peers: bool
 ) -> Transport:
-    """The transport for ``2**(bits - 1)`` bytes or more.
-
-    A power of two stands for all sizes up to the next, so that a program has few different calls.
-    """
-    nbytes = 1 << max(0, bits - 1)
+    """The transport for ``nbytes`` bytes. ``widened``: sums are of 16-bit floats."""
     checks = peer_check.check_all(devices) if check_peers else {}
     untrusted = [pair for pair, is_trusted in checks.items() if not is_trusted]
-    choice = choose(work, devices, nbytes, asked, _why_unavailable(asked.transport, devices), untrusted)
+    links = links_between(devices)
+    choice = choose(work, devices, nbytes, asked, _why_unavailable(asked.transport, devices), untrusted, links, widened)
     if choice.transport in _COMPARED:
         problem = why_dropped(choice.transport, _COMPARED[choice.transport], tuple(dict.fromkeys(devices)))
         if problem is not None:
-            choice = choose(work, devices, nbytes, asked, problem, untrusted)
+            choice = choose(work, devices, nbytes, asked, problem, untrusted, links, widened)
     if choice.transport == "nccl":
         return nccl.Nccl(sums=not asked.deterministic)
     if choice.transport == "cupy":
         return _KERNELS
-    return _HOST if choice.transport == "host" else _BY_ROUTE[choice.route]
+    if choice.transport == "host":
+        return _HOST
+    if choice.route == "chain":
+        assert work in ("broadcast", "reduce_add")
+        return TorchCopies("chain", times.pieces(work, len({*devices}), nbytes, links, widened))
+    return TorchCopies(choice.route)
 
 
 def choose_transport(devices: Sequence[torch.device], work: Collective = "broadcast") -> Choice:
@@ -104,7 +114,8 @@ def choose_transport(devices: Sequence[torch.device], work: Collective = "broadc
             finds out that two devices are not peers.
     """
     asked = settings.current()
-    return choose(work, devices, _TYPICAL_BYTES, asked, _why_unavailable(asked.transport), ())
+    links = links_between(devices)
+    return choose(work, devices, _TYPICAL_BYTES, asked, _why_unavailable(asked.transport), (), links)
 
 
 @lru_cache(maxsize=256)

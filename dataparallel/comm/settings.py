@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 TRANSPORTS = ("copy", "nccl", "cupy", "host")
-ROUTES = ("star", "tree", "chain")
+ROUTES = ("star", "tree", "chain", "shards")
 
 TRANSPORT_VARIABLE = "DATAPARALLEL_TRANSPORT"
 ROUTE_VARIABLE = "DATAPARALLEL_ROUTE"

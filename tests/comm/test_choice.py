@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataparallel.comm.choice import CHAIN_FROM_BYTES, Choice, choose
+from dataparallel.comm.choice import Choice, choose
+from dataparallel.comm.links import ALL_TO_ALL, SHARED, Links
 from dataparallel.comm.settings import ROUTES, TRANSPORTS, Settings
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
@@ -19,7 +20,7 @@ WORK = ["broadcast", "reduce_add", "gather", "scatter"]
 ALL: dict[str, str | None] = dict.fromkeys(TRANSPORTS)
 PLAIN = ALL | {"nccl": "this torch has no NCCL", "cupy": "CuPy is not installed"}
 
-SMALL, LARGE = CHAIN_FROM_BYTES - 1, CHAIN_FROM_BYTES
+SMALL, LARGE = 2**10, 2**26
 
 
 def cuda(*indices: int) -> list[torch.device]:
@@ -52,8 +53,9 @@ def decide(
     settings: Settings = Settings(),  # noqa: B008
     available: dict[str, str | None] = PLAIN,
     untrusted: object = frozenset(),
+    links: Links = SHARED,
 ) -> Choice:
-    return choose(work, where, nbytes, settings, available.get(settings.transport or ""), untrusted)
+    return choose(work, where, nbytes, settings, available.get(settings.transport or ""), untrusted, links)
 
 
 # devices, work, bytes -> route
@@ -98,6 +100,15 @@ def test_by_default_plain_copies_take_a_route(
     assert decide(work, where, nbytes, settings, available)[:2] == ("copy", route)
 
 
+def test_links_between_all_pairs_bring_other_routes() -> None:
+    """Sums of a bucket between few devices: a chain first has to be filled, and shards use every link."""
+    bucket = 10 * 2**20
+    assert decide("reduce_add", CUDA_4, bucket).route == "chain"
+    choice = decide("reduce_add", CUDA_4, bucket, links=ALL_TO_ALL)
+    assert choice.route == "shards"
+    assert "10.0 MiB between 4 devices with all-to-all links" in choice.reason
+
+
 # What a user asks for
 
 
@@ -107,9 +118,11 @@ def test_by_default_plain_copies_take_a_route(
         ("broadcast", "star", "star"),
         ("broadcast", "tree", "tree"),
         ("broadcast", "chain", "chain"),
+        ("broadcast", "shards", "shards"),
         ("reduce_add", "star", "star"),
         ("reduce_add", "tree", "star"),
         ("reduce_add", "chain", "chain"),
+        ("reduce_add", "shards", "shards"),
         *itertools.product(["gather", "scatter"], ROUTES, ["star"]),
     ],
 )
@@ -261,14 +274,25 @@ AVAILABLE = st.fixed_dictionaries({name: st.sampled_from([None, "it is not here"
 MACHINES = DEVICES.flatmap(lambda kinds: st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
 
 
-@given(st.sampled_from(WORK), MACHINES, st.integers(0, 2**24), SETTINGS, AVAILABLE, st.data())
+LINKS = st.sampled_from([SHARED, ALL_TO_ALL])
+
+
+@given(st.sampled_from(WORK), MACHINES, st.integers(0, 2**27), SETTINGS, AVAILABLE, LINKS, st.booleans(), st.data())
 def test_a_choice_can_always_be_carried_out(
-    work: str, where: list, nbytes: int, settings: Settings, available: dict, data: st.DataObject
+    work: str,
+    where: list,
+    nbytes: int,
+    settings: Settings,
+    available: dict,
+    links: Links,
+    widened: bool,
+    data: st.DataObject,
 ) -> None:
     pairs = list(itertools.permutations([d for d in dict.fromkeys(where) if d.type != "cpu"], 2))
     untrusted = data.draw(st.sets(st.sampled_from(pairs), max_size=1)) if pairs else set()
     try:
-        choice = choose(work, where, nbytes, settings, available.get(settings.transport), untrusted)
+        problem = available.get(settings.transport)
+        choice = choose(work, where, nbytes, settings, problem, untrusted, links, widened)
     except ValueError:
         assert settings.transport in ("nccl", "cupy"), "only what is asked for is refused"
         assert work in ("broadcast", "reduce_add")
@@ -296,4 +320,6 @@ def test_a_choice_can_always_be_carried_out(
         assert work in ("broadcast", "reduce_add")
     if choice.route != "star":
         assert choice.transport == "copy"
-        assert work == "broadcast" or (work, choice.route) == ("reduce_add", "chain")
+        assert work == "broadcast" or (work == "reduce_add" and choice.route in ("chain", "shards"))
+    if choice.route == "shards":
+        assert settings.route == "shards" or links.is_all_to_all

@@ -23,7 +23,8 @@ from dataparallel.comm.settings import ROUTE_VARIABLE, TRANSPORT_VARIABLE
 from dataparallel.comm.transport import Transport
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
-LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
+LARGE, SMALL = [torch.empty(2**27, device="meta")], [torch.empty(10)]
+BUCKET = [torch.empty(10 * 2**18)]
 
 
 @pytest.mark.not_isolated("what slots on one device share")
@@ -37,9 +38,10 @@ def test_within_one_device_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slots(8)
 def test_the_librarys_choice(slots: list) -> None:
     devices = devices_of(slots)
-    assert transport_for("broadcast", devices, LARGE) == TorchCopies("chain")
+    assert transport_for("broadcast", devices, LARGE).route == "chain"
     assert transport_for("broadcast", devices, SMALL) == TorchCopies("tree")
-    assert transport_for("reduce_add", devices, LARGE) == TorchCopies("chain")
+    assert transport_for("reduce_add", devices, BUCKET).route == "chain"
+    assert transport_for("reduce_add", devices[:4], BUCKET) == TorchCopies("shards")
     assert transport_for("reduce_add", devices, SMALL) == TorchCopies("star")
     assert transport_for("gather", devices, LARGE) == transport_for("scatter", devices, LARGE) == TorchCopies("star")
     assert transport_for("broadcast", devices[:2], LARGE) == TorchCopies("star")
@@ -186,7 +188,14 @@ def test_every_route_gives_the_same_gradients(dtype: torch.dtype, slots: list) -
     net = nn.Sequential(nn.Linear(64, 600), nn.Tanh(), nn.Linear(600, 3)).to(slots[0], dtype)
     x = torch.randn(16, 64, dtype=dtype, device=slots[0])
     found = []
-    for settings in ({"route": "star"}, {"route": "tree"}, {"route": "chain"}, {"transport": "host"}, {}):
+    for settings in (
+        {"route": "star"},
+        {"route": "tree"},
+        {"route": "chain"},
+        {"route": "shards"},
+        {"transport": "host"},
+        {},
+    ):
         net.zero_grad()
         with comm.using(**settings):
             dataparallel.data_parallel(net, x, slots).square().sum().backward()

@@ -69,7 +69,7 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize("route", ["star", "chain"])
+@pytest.mark.parametrize("route", ["star", "chain", "shards"])
 @pytest.mark.parametrize("name", NODES)
 @pytest.mark.parametrize("callers", ["default", "side"])
 def test_inputs_and_outputs_of_a_node_that_belong_to_other_streams(

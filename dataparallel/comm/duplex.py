@@ -1,0 +1,75 @@
+"""Two streams on each device, so that it receives one piece of a buffer while it sends another.
+
+torch orders a copy between devices against the current streams of both. On one stream for each device, a device that
+passes data on receives or sends, never both. `two_streams` adds a second stream to the current one. The routes in
+``comm.chain`` and ``comm.shards`` say which copy takes which. These orders hold:
+
+- At the beginning each second stream waits for the current stream. So it may use everything that was launched there,
+  and memory that was allocated there.
+- In between nothing orders the two streams of a device against each other, except copies that share a stream of another
+  device.
+- At the end each current stream waits for the second stream, also after an error. So nothing needs ``record_stream``:
+  memory of the current stream may be freed as if there had been no other.
+
+One wait costs the host as much as half a launch, and there are two for each device. Choosing the stream of a copy costs
+a tenth of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from dataparallel.devices import current_device_set
+from dataparallel.streams.current import current_streams
+
+__all__ = ["TwoStreams", "two_streams"]
+
+_second_streams: dict[torch.device, torch.Stream] = {}
+
+
+def _second_stream(device: torch.device) -> torch.Stream:
+    """There is one for each device in the process."""
+    if device not in _second_streams:
+        _second_streams.setdefault(device, torch.Stream(device))
+    return _second_streams[device]
+
+
+class TwoStreams:
+    """The caller's current stream and the second one, for each device of a call."""
+
+    def __init__(self, streams: Mapping[torch.device, tuple[torch.Stream, torch.Stream]]) -> None:
+        self._streams = streams
+        self._used = dict.fromkeys(streams, 0)
+
+    def use(self, device: torch.device, which: int) -> None:
+        """Makes stream 0 (the caller's) or 1 (the second) of the device current. On the CPU it does nothing."""
+        if self._used.get(device, which) != which:
+            torch.accelerator.set_stream(self._streams[device][which])
+            self._used[device] = which
+
+
+@contextmanager
+def two_streams(devices: Iterable[torch.device]) -> Iterator[TwoStreams]:
+    """Inside, `TwoStreams.use` says which stream of a device is current. Afterwards the caller's streams are.
+
+    With fewer than two accelerators there is nothing to overlap: all work stays on the caller's streams.
+    """
+    here = current_streams(devices)
+    streams = {device: (here[device], _second_stream(device)) for device in here} if len(here) > 1 else {}
+    used = TwoStreams(streams)
+    if not streams:
+        yield used
+        return
+    # `torch.accelerator.set_stream` changes the current device: here it is put back once, at the end.
+    with current_device_set(next(iter(streams))):
+        for current, second in streams.values():
+            second.wait_stream(current)
+        try:
+            yield used
+        finally:
+            for device, (current, second) in streams.items():
+                used.use(device, 0)
+                current.wait_stream(second)

@@ -1,0 +1,87 @@
+"""The links between accelerators: which of them can send at the same time, and roughly how fast.
+
+``comm.choice`` chooses routes by them, and ``comm.select`` asks `links_between` for every new kind of call. The answer
+is rough on purpose. It tells two kinds of machine apart, and nothing is measured.
+
+A device module may say that its devices are linked all-to-all, by ``links_are_all_to_all = True``. For CUDA devices
+NVML is asked, which makes no context on any device. Whoever knows better names a route (`comm.using`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+
+from dataparallel.forks import in_forked_child
+
+__all__ = ["ALL_TO_ALL", "SHARED", "Links", "forget", "links_between"]
+
+
+class Links(NamedTuple):
+    """What copies between accelerators share.
+
+    Attributes:
+        is_all_to_all: every pair of devices has a way of its own, so that all devices can send at the same time, each
+            to another one. If False, copies may share links: a PCIe tree, the host, or an unknown machine.
+        latency: seconds from the launch of a copy until data moves.
+        bandwidth: bytes per second, in each direction, between two devices.
+    """
+
+    is_all_to_all: bool
+    latency: float
+    bandwidth: float
+
+
+SHARED = Links(False, 10e-6, 25e9)
+"""PCIe 4.0 with 16 lanes."""
+
+ALL_TO_ALL = Links(True, 9e-6, 225e9)
+"""NVLink of an A100: three quarters of the 300 GB/s in each direction that its data sheet names."""
+
+_NVLINK, _OK = 2, 0  # NVML_P2P_CAPS_INDEX_NVLINK and NVML_P2P_STATUS_OK
+
+
+def links_between(devices: Sequence[torch.device]) -> Links:
+    """The links between the accelerators among ``devices``. Unknown links are `SHARED`."""
+    types = {device.type for device in devices if device.type != "cpu"}
+    return ALL_TO_ALL if len(types) == 1 and _are_all_to_all(*types) else SHARED
+
+
+@cache
+def _are_all_to_all(device_type: str) -> bool:
+    if device_type == "cuda":
+        return importlib.util.find_spec("pynvml") is not None and nvlink_joins_all(importlib.import_module("pynvml"))
+    return getattr(torch.get_device_module(device_type), "links_are_all_to_all", False) is True
+
+
+def nvlink_joins_all(nvml: Any) -> bool:
+    """True if every GPU of the machine reaches every other one over NVLink.
+
+    All GPUs are asked about, not only those of a call, because NVML's numbers may differ from CUDA's. If NVML does not
+    work, the links are unknown, and the answer is False.
+
+    Args:
+        nvml: a module with pynvml's functions.
+    """
+    try:
+        nvml.nvmlInit()
+        try:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            pairs = permutations(handles, 2)
+            return all(nvml.nvmlDeviceGetP2PStatus(one, other, _NVLINK) == _OK for one, other in pairs)
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError:
+        return False
+
+
+@in_forked_child
+def forget() -> None:
+    """Forgets the answers: a test that changes what there is, asks again."""
+    _are_all_to_all.cache_clear()

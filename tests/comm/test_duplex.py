@@ -1,0 +1,198 @@
+"""Two streams on each device: what overlaps, what is ordered, and what is as before afterwards."""
+
+import operator
+from contextlib import nullcontext
+from functools import reduce
+
+import pytest
+import torch
+from ports import Ports
+from tensor_kinds import devices_of, of_many_magnitudes
+from torch import Tensor
+
+from dataparallel.comm import duplex
+from dataparallel.comm.duplex import two_streams
+from dataparallel.comm.routes import TorchCopies
+from orders import race
+
+pytestmark = [pytest.mark.devices("sim"), pytest.mark.not_isolated("distinct devices")]
+
+SIZE = 128 * 240  # divisible into 2 to 6 and 8 pieces
+
+
+@pytest.fixture
+def everyone(slots: list) -> list[torch.device]:
+    devices = devices_of(slots)
+    if len({*devices}) < len(devices):
+        pytest.skip("slots share devices")
+    return devices
+
+
+def broadcast(route: str, pieces: int, everyone: list[torch.device]) -> list[Tensor]:
+    source, *buffers = (torch.full((SIZE,), float(device.index), device=device) for device in everyone)
+    TorchCopies(route, pieces).broadcast_flat(source, buffers)
+    return buffers
+
+
+def add_up(route: str, pieces: int, everyone: list[torch.device], destination: int = 0) -> Tensor:
+    flats = [torch.ones(SIZE, device=device) for device in everyone]
+    return TorchCopies(route, pieces).add_up(flats, everyone[destination])
+
+
+# Steps: each is the time of one copy of a piece
+
+
+@pytest.mark.slots(2, 3, 4, 5, 8)
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 8])
+def test_steps_of_a_chain(pieces: int, everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    n = len(everyone)
+    with Ports(monkeypatch) as ports:
+        broadcast("chain", pieces, everyone)
+    # One piece is all of the buffer, and a second stream would not help.
+    assert ports.steps == n - 2 + pieces
+    with Ports(monkeypatch) as ports:
+        add_up("chain", pieces, everyone)
+    assert ports.steps == n - 1 + pieces
+
+
+@pytest.mark.slots(2, 3, 4, 5, 8)
+def test_steps_of_shards(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    n = len(everyone)
+    with Ports(monkeypatch) as ports:
+        broadcast("shards", 1, everyone)
+    assert ports.steps == 2 * (n - 1)
+    with Ports(monkeypatch) as ports:
+        add_up("shards", 1, everyone)
+    assert ports.steps == 2 * (n - 1)
+
+
+@pytest.mark.slots(2, 3, 4, 5, 8)
+def test_steps_of_a_star_and_a_tree(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    n = len(everyone)
+    for route, steps in (("star", n - 1), ("tree", (n - 1).bit_length())):
+        with Ports(monkeypatch) as ports:
+            broadcast(route, 1, everyone)
+        assert ports.steps == steps
+
+
+@pytest.mark.slots(8)
+def test_a_chain_streams(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bucket follows another after one step more than it has pieces."""
+    with Ports(monkeypatch) as ports:
+        for _ in range(5):
+            broadcast("chain", 4, everyone)
+    assert ports.steps == (8 - 2 + 4) + 4 * (4 + 1)
+
+
+@pytest.mark.slots(8)
+def test_on_one_stream_a_chain_takes_longer(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the model above sees the difference."""
+    monkeypatch.setattr(duplex.TwoStreams, "use", lambda self, device, which: None)
+    with Ports(monkeypatch) as ports:
+        broadcast("chain", 3, everyone)
+    assert ports.steps == 11  # of a third of the data each: 3.67 times the time of one copy of it
+
+
+# Orders
+
+
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("on_one_stream", [False, True])
+def test_no_receive_waits_for_the_send_before_and_no_send_for_the_receive_after(
+    on_one_stream: bool, everyone: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, middle, end = (torch.zeros(SIZE, device=device) for device in everyone)
+    after: dict[tuple[int, int], list[torch.Event]] = {}  # events on the receiver's stream, piece by piece
+    copy_ = Tensor.copy_
+
+    def noting(target: Tensor, other: Tensor) -> Tensor:
+        result = copy_(target, other)
+        event = torch.accelerator.current_stream(target.device).record_event()
+        after.setdefault((other.device.index, target.device.index), []).append(event)
+        return result
+
+    if on_one_stream:
+        monkeypatch.setattr(duplex.TwoStreams, "use", lambda self, device, which: None)
+    with monkeypatch.context() as inside:
+        inside.setattr(Tensor, "copy_", noting)
+        TorchCopies("chain", 2).broadcast_flat(source, [middle, end])
+    received, sent = after[everyone[0].index, everyone[1].index], after[everyone[1].index, everyone[2].index]
+    half = SIZE // 2
+
+    def read(part: Tensor, event: torch.Event) -> None:
+        reader = torch.Stream(part.device)
+        reader.wait_event(event)
+        with torch.sim.stream(reader):
+            part + 1
+
+    read(middle[half:], received[1])
+    with nullcontext() if on_one_stream else race():
+        read(end[:half], received[1])  # the first half need not be there when the second reaches the middle
+    read(end[:half], sent[0])
+    with race():
+        read(middle[half:], sent[0])  # nor the second half in the middle when the first is at the end
+    for device in everyone:
+        torch.sim.synchronize(device)  # the readers' memory is freed only now
+
+
+@pytest.mark.slots(3, 8)
+@pytest.mark.parametrize("route", ["chain", "shards"])
+@pytest.mark.parametrize("work", [broadcast, add_up])
+def test_the_callers_streams_wait_for_everything(work, route: str, everyone: list) -> None:
+    """Nothing is left on another stream when memory is used again or freed."""
+    before = {device: torch.accelerator.current_stream(device) for device in everyone}
+    for _ in range(3):
+        result = work(route, 3, everyone)
+        for tensor in result if isinstance(result, list) else [result]:
+            tensor.add_(1)
+        assert {device: torch.accelerator.current_stream(device) for device in everyone} == before
+    del result
+    torch.sim.check_clocks()
+
+
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("route", ["chain", "shards"])
+def test_on_the_callers_own_streams(route: str, everyone: list) -> None:
+    terms = [of_many_magnitudes(SIZE) for _ in everyone]
+    streams = [torch.Stream(device) for device in everyone]
+    for stream in streams:
+        torch.accelerator.set_stream(stream)
+    try:
+        flats = [term.to(device) * 1 for term, device in zip(terms, everyone, strict=True)]
+        total = TorchCopies(route, 3).add_up(flats, everyone[0]) * 1
+        buffers = [torch.empty_like(total, device=device) for device in everyone[1:]]
+        TorchCopies(route, 3).broadcast_flat(total, buffers)
+        found = [total.cpu(), *(buffer.cpu() for buffer in buffers)]
+        del flats, total, buffers
+        torch.sim.check_clocks()
+    finally:
+        for device in everyone:
+            torch.accelerator.set_stream(torch.sim.default_stream(device))
+    assert all(torch.equal(each, reduce(operator.add, terms)) for each in found)
+
+
+@pytest.mark.slots(3)
+def test_after_an_error_streams_and_device_are_as_before(everyone: list) -> None:
+    before = {device: torch.accelerator.current_stream(device) for device in everyone}
+    here = torch.accelerator.current_device_index()
+    written = torch.zeros(3, device=everyone[1])
+
+    def fail() -> None:
+        with two_streams(everyone) as streams:
+            streams.use(everyone[1], 1)
+            written.add_(1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert {device: torch.accelerator.current_stream(device) for device in everyone} == before
+    assert torch.accelerator.current_device_index() == here
+    assert written.tolist() == [1, 1, 1]  # reads it on the caller's stream
+
+
+@pytest.mark.slots(2)
+def test_one_accelerator_has_nothing_to_overlap(everyone: list) -> None:
+    with two_streams([everyone[0], everyone[0], torch.device("cpu")]) as streams:
+        streams.use(everyone[0], 0)
+        streams.use(torch.device("cpu"), 1)
+        assert torch.accelerator.current_stream(everyone[0]) == torch.sim.default_stream(everyone[0])
