@@ -303,6 +303,15 @@ class TestHost:
         program.kernel((0, 0), 1, host_waits=(first,))
         assert run(program, machine(1, host=Host(1, 1, 5))).issue == [0, 1, 12]
 
+    def test_a_thread_waits_for_a_launch_that_another_has_not_issued_yet(self):
+        program = Program()
+        program.kernel((0, 0), 1)
+        second = program.kernel((0, 0), 1)
+        program.kernel((0, 1), 1, thread=1, host_waits=(second,))
+        result = run(program, machine(1, host=Host(3, 4, 5)))
+        assert result.issue == [0, 7, 15]
+        assert times(result)[1:] == [(14, 15), (22, 23)]
+
     def test_a_started_thread_issues_after_the_launch_that_was_before_its_start(self):
         program = Program()
         program.kernel((0, 0), 1)

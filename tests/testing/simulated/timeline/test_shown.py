@@ -140,6 +140,15 @@ class TestSave:
         for spans in rows.values():
             assert all(one[1] <= other[0] for one, other in pairwise(sorted(spans)))
 
+    def test_slices_that_touch_still_touch_when_rounded_to_nanoseconds(self, tmp_path):
+        program = Program()
+        for _ in range(9):
+            program.kernel((0, 0), 0)
+        schedule(program.recording(), machine(1, kernel_latency=1.6e-9)).save(tmp_path / "short.json")
+        events = json.loads((tmp_path / "short.json").read_text(encoding="utf-8"))["traceEvents"]
+        spans = [(round(1e3 * one["ts"]), round(1e3 * one["dur"])) for one in events if one.get("cat") == "kernel"]
+        assert [start + length for start, length in spans[:-1]] == [start for start, _ in spans[1:]]
+
     def test_times_are_microseconds(self, events):
         (event,) = [event for event in events if event["ph"] == "X" and event["name"] == "relu" and event["dur"]]
         assert (event["ts"], event["dur"]) == (5_001_000, 4_000_000)
