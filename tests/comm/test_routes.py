@@ -192,6 +192,8 @@ def test_traffic_of_a_sum(route: str, slots: list, bucket: list[list[Tensor]]) -
 @pytest.mark.parametrize("route", ["chain", "shards"])
 def test_memory_of_a_sum(route: str, dtype: torch.dtype, slots: list) -> None:
     """At most one buffer more on each device, in the dtype of the sum, and none that outlives the call."""
+    if len({*slots}) < len(slots):
+        pytest.skip("slots share devices")
     size = 2**16
     flats = [torch.ones(size, dtype=dtype, device=slot) for slot in slots]
     before = [torch.sim.memory_allocated(slot) for slot in slots]
