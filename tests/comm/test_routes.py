@@ -152,7 +152,9 @@ def test_coalesced_sums_along_every_route(route: str, slots: list, root: torch.d
 
 @pytest.fixture
 def bucket(slots: list) -> list[list[Tensor]]:
-    """Many tensors on every slot."""
+    """Many tensors on every slot, each of which has a device of its own."""
+    if len({*slots}) < len(slots):
+        pytest.skip("slots share devices")
     return [[torch.full((17,), float(k), device=slot) for k in range(MANY)] for slot in slots]
 
 
