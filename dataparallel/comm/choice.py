@@ -104,6 +104,9 @@ def choose(
         preface = f"{asked!r} was asked for, but this {work} falls back to plain copies: {why_not}"
     if broken is not None:
         return Choice("host", "star", f"copies from {broken[0]} to {broken[1]} have failed their check")
+    if len(distinct) < len(devices):
+        # Slots on one device share its links, and by shards each of them would need memory of its own there.
+        links = links._replace(is_all_to_all=False)
     route, reason = _route(work, distinct, nbytes, settings, links, widened)
     return Choice("copy", route, f"{preface}; {route}: {reason}")
 

@@ -152,7 +152,9 @@ def test_coalesced_sums_along_every_route(route: str, slots: list, root: torch.d
 
 @pytest.fixture
 def bucket(slots: list) -> list[list[Tensor]]:
-    """Many tensors on every slot."""
+    """Many tensors on every slot, each of which has a device of its own."""
+    if len({*slots}) < len(slots):
+        pytest.skip("slots share devices")
     return [[torch.full((17,), float(k), device=slot) for k in range(MANY)] for slot in slots]
 
 
@@ -192,6 +194,8 @@ def test_traffic_of_a_sum(route: str, slots: list, bucket: list[list[Tensor]]) -
 @pytest.mark.parametrize("route", ["chain", "shards"])
 def test_memory_of_a_sum(route: str, dtype: torch.dtype, slots: list) -> None:
     """At most one buffer more on each device, in the dtype of the sum, and none that outlives the call."""
+    if len({*slots}) < len(slots):
+        pytest.skip("slots share devices")
     size = 2**16
     flats = [torch.ones(size, dtype=dtype, device=slot) for slot in slots]
     before = [torch.sim.memory_allocated(slot) for slot in slots]

@@ -38,6 +38,8 @@ def test_within_one_device_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slots(8)
 def test_the_librarys_choice(slots: list) -> None:
     devices = devices_of(slots)
+    if len({*devices}) < len(devices):
+        pytest.skip("slots share devices")
     assert transport_for("broadcast", devices, LARGE).route == "chain"
     assert transport_for("broadcast", devices, SMALL) == TorchCopies("tree")
     assert transport_for("reduce_add", devices, BUCKET).route == "chain"
