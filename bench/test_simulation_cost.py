@@ -1,4 +1,4 @@
-"""What simulating devices costs a test suite: compiling once, operators beside those of the CPU, and the clocks.
+"""What simulating devices costs a test suite: compiling once, operators beside those of the CPU, clocks, timelines.
 
 Each result is compared with that of the CPU. The time of compiling is measured in a process of its own, into an empty
 folder.
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +29,9 @@ from shapes import GPT, SHAPES
 
 CAPTION = """\
 sim/cpu is the time on a simulated device with its clocks off over the time on the CPU. clocks on/off is the time on the
-simulated device with clocks over that without. Each is the median over rounds that time all three, with the middle half
-of the rounds. Large results can take less time than on the CPU, because the two get their memory in different ways."""
+simulated device with clocks over that without, and recorded/not that with clocks inside torch.sim.timeline over that
+outside. Each is the median over rounds that time all four, with the middle half of the rounds. Large results can take
+less time than on the CPU, because the two get their memory in different ways."""
 
 ROUNDS = 41
 SHORT_ROUNDS = 5
@@ -47,6 +49,9 @@ class Row:
     clocks_on_over_off: float
     clocks_on_over_off_low: float
     clocks_on_over_off_high: float
+    recorded_over_not: float
+    recorded_over_not_low: float
+    recorded_over_not_high: float
 
     def cells(self) -> dict[str, str]:
         return {
@@ -56,6 +61,8 @@ class Row:
             "its middle half": f"{self.sim_over_cpu_low:.2f} to {self.sim_over_cpu_high:.2f}",
             "clocks on/off": f"{self.clocks_on_over_off:.2f}",
             "their middle half": f"{self.clocks_on_over_off_low:.2f} to {self.clocks_on_over_off_high:.2f}",
+            "recorded/not": f"{self.recorded_over_not:.2f}",
+            "middle half of that": f"{self.recorded_over_not_low:.2f} to {self.recorded_over_not_high:.2f}",
         }
 
 
@@ -121,20 +128,23 @@ def simulated(places: Places) -> None:
 
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.name)
 def test_operators(work: Work, benchmark: BenchmarkFixture, report: Report, places: Places, short: bool) -> None:
-    """A round is the same work on the CPU, without clocks and with clocks, in an order that changes.
+    """A round is the same work on the CPU, without clocks, with clocks, and with clocks while it is recorded.
+
+    The order changes. The time of a recording is that of the work inside the block.
 
     What was computed is the same each time, training steps included.
     """
     cpu, sim = torch.device("cpu"), places.simulated[0]
-    places_in_turn = [(cpu, True), (sim, False), (sim, True)]
-    calls = [work.on(device) for device, _ in places_in_turn]
-    seconds: list[list[float]] = [[], [], []]
-    results: list[Tensor] = [torch.empty(0)] * 3
+    places_in_turn = [(cpu, True, False), (sim, False, False), (sim, True, False), (sim, True, True)]
+    calls = [work.on(device) for device, *_ in places_in_turn]
+    seconds: list[list[float]] = [[], [], [], []]
+    results: list[Tensor] = [torch.empty(0)] * 4
 
     def one_round() -> None:
-        order = range(3) if len(seconds[0]) % 2 else reversed(range(3))
+        order = range(4) if len(seconds[0]) % 2 else reversed(range(4))
         for k in order:
-            with torch.sim.clocks(places_in_turn[k][1]):
+            _, clocks, recorded = places_in_turn[k]
+            with torch.sim.clocks(clocks), torch.sim.timeline() if recorded else nullcontext():
                 start = time.perf_counter()
                 for _ in range(work.repeats):
                     results[k] = calls[k]()
@@ -147,8 +157,9 @@ def test_operators(work: Work, benchmark: BenchmarkFixture, report: Report, plac
         times.clear()
     benchmark.pedantic(one_round, rounds=SHORT_ROUNDS if short else ROUNDS)
     if benchmark.enabled:
-        on_cpu, without_clocks, with_clocks = seconds
+        on_cpu, without_clocks, with_clocks, recorded = seconds
         slower, watched = quartiles(ratios(without_clocks, on_cpu)), quartiles(ratios(with_clocks, without_clocks))
+        noted = quartiles(ratios(recorded, with_clocks))
         report.rows.append(
             Row(
                 work=work.name,
@@ -159,6 +170,9 @@ def test_operators(work: Work, benchmark: BenchmarkFixture, report: Report, plac
                 clocks_on_over_off=watched.middle,
                 clocks_on_over_off_low=watched.low,
                 clocks_on_over_off_high=watched.high,
+                recorded_over_not=noted.middle,
+                recorded_over_not_low=noted.low,
+                recorded_over_not_high=noted.high,
             )
         )
 

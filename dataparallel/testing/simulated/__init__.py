@@ -1,8 +1,8 @@
 """Simulated accelerators: several devices on a machine that has none, real to torch, for tests of multi-device code.
 
 `simulate` makes them. ``csrc`` implements devices, streams, memory, operators and clocks; ``build`` compiles it and
-``extension`` holds it. ``device_module`` is ``torch.sim``, with ``counts`` and ``clocks``. ``threads`` carries what a
-host thread has waited for to the threads that it starts. The library itself does not import this package.
+``extension`` holds it. ``device_module`` is ``torch.sim``, with ``counts``, ``clocks`` and ``timeline``. ``threads``
+carries what a host thread has waited for to the threads that it starts. The library itself does not import this package.
 """
 
 from __future__ import annotations

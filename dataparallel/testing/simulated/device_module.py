@@ -1,7 +1,8 @@
 """``torch.sim``: what ``torch.cuda`` is for CUDA, for the simulated devices. `simulate` registers it with torch.
 
 The functions mean what their namesakes in ``torch.cuda`` mean; without a device they are about the current one. Only
-simulated devices have these: `has_context`, `set_memory_capacity`, `counted`, `clocks` and `check_clocks`.
+simulated devices have these: `has_context`, `set_memory_capacity`, `counted`, `timeline`, `clocks` and
+`check_clocks`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataparallel.testing.simulated.clocks import check_clocks as check_clocks
 from dataparallel.testing.simulated.clocks import clocks as clocks
 from dataparallel.testing.simulated.counts import counted as counted
 from dataparallel.testing.simulated.extension import Device, index_of
+from dataparallel.testing.simulated.timeline import timeline as timeline
 
 Stream = torch.Stream
 Event = torch.Event

@@ -19,6 +19,7 @@ struct State : Streams {
   // Guards this object, every Tracked and every Knowledge. Nothing of torch or Python is called while it is held.
   std::mutex mutex;
   std::array<std::array<int32_t, kStreams>, kCeiling> numbers;
+  Recorder recorder;
 
   State() {
     for (auto& device : numbers) {
@@ -77,6 +78,10 @@ Worker this_worker() {
   return {std::this_thread::get_id(), reader ? (*reader)() : -1};
 }
 
+bool is_in_backward() {
+  return this_worker().backward >= 0;
+}
+
 } // namespace
 
 bool enabled() {
@@ -101,15 +106,18 @@ void set_backward_reader(int (*reader)()) {
 
 Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> touches,
               std::optional<c10::Stream> joined) {
-  if (!enabled() && !joined) {
+  const bool watched = enabled();
+  const bool recorded = is_recording();
+  if (!watched && !recorded && !joined) {
     return {};
   }
   auto& s = state();
   auto record = std::make_shared<Launch>();
   record->op = op;
-  if (enabled() && s.keeps_stacks && stack_reader) {
+  if (((watched && s.keeps_stacks) || (recorded && recorder_keeps_stacks())) && stack_reader) {
     record->stack = (*stack_reader)(); // takes the GIL, so the mutex must not be held here
   }
+  const bool in_backward = recorded && is_in_backward();
   std::string problem;
   Ticket ticket;
   {
@@ -117,20 +125,54 @@ Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> to
     const auto number = number_of(s, stream);
     const auto other = joined ? number_of(s, *joined) : number;
     auto& clock = s.clocks[number];
-    clock.join(here().clock);
+    auto& known = here();
+    clock.join(known.clock);
     clock.join(s.clocks[other]);
-    if (enabled()) {
-      ticket.access = {number, clock.tick(number), std::move(record), nullptr};
+    if (joined) {
+      s.recorder.stream_waits(number, s.clocks[other]);
+    }
+    const auto tick = watched || recorded ? clock.tick(number) : 0;
+    if (watched) {
+      ticket.access = {number, tick, record, nullptr};
       problem = races::touch_all(s, clock, op, touches, ticket.access);
+    }
+    if (recorded && problem.empty()) {
+      ticket.entry = s.recorder.issue(number, other != number ? std::optional(other) : std::nullopt, clock, known.clock,
+                                      known.issued, in_backward, record->stack);
     }
     // Also while the clocks are off, as with events: the order is needed when they are on again.
     s.clocks[other].join(clock);
+    if (joined) {
+      s.recorder.stream_waits(other, clock);
+    }
   }
   if (!problem.empty()) {
     ticket.failed();
     TORCH_CHECK(false, problem);
   }
   return ticket;
+}
+
+void done(const Ticket& ticket, Work&& work) {
+  if (ticket.entry && work.is_recorded) {
+    auto& s = state();
+    std::lock_guard<std::mutex> lock(s.mutex);
+    s.recorder.done(ticket.entry, std::move(work));
+  }
+}
+
+void start_recording(size_t limit, bool stacks) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.recorder.start(limit, stacks);
+}
+
+Recorded stop_recording() {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  auto recorded = s.recorder.stop();
+  recorded.streams = s.names;
+  return recorded;
 }
 
 void wrote(const Ticket& ticket, Tracked& block, size_t bytes) {
@@ -228,6 +270,7 @@ void wait(c10::Stream stream, const Event& event) {
   std::lock_guard<std::mutex> lock(s.mutex);
   const auto number = number_of(s, stream); // may reallocate s.clocks
   s.clocks[number].join(event.clock);
+  s.recorder.stream_waits(number, event.clock);
 }
 
 void host_waits(const Event& event) {
@@ -282,13 +325,19 @@ std::shared_ptr<Knowledge> snapshot() {
 }
 
 void learn(const Knowledge& from) {
-  std::lock_guard<std::mutex> lock(state().mutex);
+  const bool in_backward = is_in_backward();
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
   here().clock.join(from.clock);
+  s.recorder.learn(here().issued, from.issued, in_backward);
 }
 
 void tell(Knowledge& to) {
-  std::lock_guard<std::mutex> lock(state().mutex);
+  const bool in_backward = is_in_backward();
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
   to.clock.join(here().clock);
+  s.recorder.tell(to.issued, here().issued, in_backward);
 }
 
 void enter_thread(const Knowledge* parent) {
@@ -296,6 +345,9 @@ void enter_thread(const Knowledge* parent) {
   if (parent) {
     learn(*parent);
   }
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.recorder.thread_begins();
 }
 
 } // namespace simulated::clocks

@@ -20,6 +20,7 @@
 #include <string>
 
 #include "history.h"
+#include "recorder.h"
 
 namespace simulated {
 
@@ -33,6 +34,7 @@ struct Event {
 // thread-local state. The threads that work for one backward share it with each other and with the caller.
 struct Knowledge final : c10::DebugInfoBase, std::enable_shared_from_this<Knowledge> {
   Clock clock;
+  Issued issued;
 };
 
 namespace clocks {
@@ -47,6 +49,7 @@ void set_backward_reader(int (*reader)());
 // A launch that has been recorded. False if the clocks were off.
 struct Ticket {
   Access access;
+  uint64_t entry = 0; // its number in the recorder, or 0
   explicit operator bool() const {
     return access.launch != nullptr;
   }
@@ -62,6 +65,8 @@ struct Ticket {
 // is not ordered.
 Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> touches,
               std::optional<c10::Stream> joined = std::nullopt);
+// Tells the recorder that the launch was one, and what it did.
+void done(const Ticket& ticket, Work&& work);
 // Records that the launch itself has allocated and written the block.
 void wrote(const Ticket& ticket, Tracked& block, size_t bytes);
 
@@ -89,6 +94,10 @@ void host_waits_for_device(c10::DeviceIndex device);
 void check();
 
 std::shared_ptr<Knowledge> knowledge();
+// Records up to `limit` launches, with their Python stacks if `stacks` is true.
+void start_recording(size_t limit, bool stacks);
+Recorded stop_recording();
+
 // A copy of the calling thread's knowledge. Later waits do not change it.
 std::shared_ptr<Knowledge> snapshot();
 // `learn` adds `from` to the calling thread's knowledge; `tell` adds the calling thread's knowledge to `to`.

@@ -13,6 +13,13 @@ uint64_t Clock::tick(StreamNumber stream) {
   return ++ticks_[stream];
 }
 
+void Clock::raise(StreamNumber stream, uint64_t tick) {
+  if (stream >= ticks_.size()) {
+    ticks_.resize(stream + 1, 0);
+  }
+  ticks_[stream] = std::max(ticks_[stream], tick);
+}
+
 void Clock::join(const Clock& other) {
   if (other.ticks_.size() > ticks_.size()) {
     ticks_.resize(other.ticks_.size(), 0);

@@ -21,7 +21,11 @@ class Clock {
   uint64_t operator[](StreamNumber stream) const {
     return stream < ticks_.size() ? ticks_[stream] : 0;
   }
+  size_t size() const {
+    return ticks_.size();
+  }
   uint64_t tick(StreamNumber stream);
+  void raise(StreamNumber stream, uint64_t tick);
   void join(const Clock& other);
 
  private:

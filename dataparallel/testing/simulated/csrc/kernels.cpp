@@ -163,11 +163,13 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   const auto at = is_simulated(to) ? current_stream(to.device()) : current_stream(self.device());
   const auto launched_on = is_simulated(self) ? current_stream(self.device()) : at;
   const auto joined = is_simulated(self) && is_simulated(to) ? std::optional(at) : std::nullopt;
-  if (clocks::enabled() || joined) {
+  Work work;
+  clocks::Ticket ticket;
+  if (clocks::enabled() || joined || work.is_recorded) {
     c10::SmallVector<Touch, 2> touches;
     add_touch(touches, self, false, "self");
     add_touch(touches, to, true, "dst");
-    clocks::launch(launched_on, "aten::_copy_from", touches, joined);
+    ticket = clocks::launch(launched_on, "aten::_copy_from", touches, joined);
   }
   const auto source = is_simulated(self) ? cpu_alias(self) : self;
   const auto target = is_simulated(to) ? cpu_alias(to) : to;
@@ -182,6 +184,8 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
     };
     counts::launched(launched_on.device_index());
     counts::copied(place(self), place(to), to.nbytes());
+    work.copied("aten::_copy_from", self, to);
+    clocks::done(ticket, std::move(work));
   }
   const bool to_pageable = !is_simulated(to) && !memory::pinned_block_of(to.storage().data());
   if (!(is_simulated(self) && is_simulated(to)) && (!non_blocking || to_pageable)) {
@@ -197,14 +201,18 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
 
 c10::Scalar local_scalar_dense(const Tensor& self) {
   const auto stream = current_stream(self.device());
-  if (clocks::enabled()) {
+  Work work;
+  clocks::Ticket ticket;
+  if (clocks::enabled() || work.is_recorded) {
     c10::SmallVector<Touch, 1> touches;
     add_touch(touches, self, false, "self");
-    clocks::launch(stream, "aten::_local_scalar_dense", touches);
+    ticket = clocks::launch(stream, "aten::_local_scalar_dense", touches);
   }
   clocks::host_waits(stream);
   counts::launched(self.device().index());
   counts::copied(self.device().index(), counts::kHost, self.nbytes());
+  work.copied("aten::_local_scalar_dense", self, {});
+  clocks::done(ticket, std::move(work));
   return cpu_alias(self).item();
 }
 

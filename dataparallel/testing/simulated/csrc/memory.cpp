@@ -234,16 +234,20 @@ void move(c10::StorageImpl& storage, size_t bytes) {
   const OnDevice on(storage.device());
   auto memory = device_allocator()->allocate(bytes);
   if (const auto kept = std::min(bytes, storage.nbytes())) {
-    if (clocks::enabled()) {
+    Work work;
+    clocks::Ticket ticket;
+    if (clocks::enabled() || work.is_recorded) {
       c10::SmallVector<Touch, 2> touches;
       if (auto* from = block_of(storage.data_ptr())) {
         touches.push_back({from, {{0, kept}}, false, "storage", nullptr});
       }
       touches.push_back({block_of(memory), {{0, kept}}, true, "storage", nullptr});
-      clocks::launch(current_stream(storage.device()), "resize", touches);
+      ticket = clocks::launch(current_stream(storage.device()), "resize", touches);
     }
     std::memcpy(memory.get(), storage.data(), kept);
     counts::launched(storage.device().index());
+    work.resized("resize", kept);
+    clocks::done(ticket, std::move(work));
   }
   storage.set_data_ptr(std::move(memory));
   storage.set_nbytes(bytes);

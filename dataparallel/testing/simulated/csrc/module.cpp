@@ -12,6 +12,7 @@
 #include "lists.h"
 #include "memory.h"
 #include "on_cpu.h"
+#include "recorded.h"
 
 namespace py = pybind11;
 namespace simulated {
@@ -72,6 +73,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("learn", &clocks::learn);
   m.def("tell", &clocks::tell);
   m.def("enter_thread", &clocks::enter_thread);
+  bind_recording(m);
 }
 
 } // namespace simulated

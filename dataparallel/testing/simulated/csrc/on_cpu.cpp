@@ -75,6 +75,7 @@ class Call {
   c10::SmallVector<Written, 2> written_;
   c10::SmallVector<Touch, 6> touches_;
   clocks::Ticket ticket_;
+  Work work_;
 };
 
 void Call::see_tensor(const at::Tensor& tensor, const ArgumentPlan& place) {
@@ -170,6 +171,7 @@ at::Tensor Call::argument_to_cpu(const at::Tensor& tensor, const Use& use) {
   if (use.writes || use.place.is_read) {
     touch(tensor, use);
   }
+  work_.argument(tensor, use.place.is_read || (use.writes && !use.place.is_overwritten), use.writes);
   if (use.place.selects && (tensor.scalar_type() == c10::kBool || tensor.scalar_type() == c10::kByte)) {
     has_mask_ = true;
   }
@@ -212,6 +214,7 @@ void Call::has_made(const c10::DataPtr& data) {
   if (auto* block = memory::block_of(data)) {
     touches_memory_ = true;
     clocks::wrote(ticket_, *block, block->bytes);
+    work_.made(block->bytes);
   }
 }
 
@@ -299,6 +302,7 @@ void Call::update(const Written& written) {
 void Call::run(torch::jit::Stack* stack) {
   auto* const arguments = stack->data() + (stack->size() - plan_.arguments);
   choose_devices(arguments);
+  work_.called(plan_.op, arguments);
   const OnDevice on(*device_);
   for (const auto& place : plan_.places) {
     const bool trains = place.is_written_in_training && arguments[OperatorPlan::kTraining].toBool();
@@ -321,6 +325,8 @@ void Call::run(torch::jit::Stack* stack) {
   }
   if (touches_memory_ && !plan_.leaves_elements_alone) {
     counts::launched(device_->index());
+    work_.returned(c10::ArrayRef<c10::IValue>(stack->data() + (stack->size() - plan_.returns), plan_.returns));
+    clocks::done(ticket_, std::move(work_));
   }
   if (has_mask_ || plan_.waits_for_values) {
     clocks::host_waits(stream);

@@ -64,6 +64,13 @@ bool is_written_in_training(const std::string& op, const std::string& argument) 
   return op == "aten::native_batch_norm" && argument.rfind("running_", 0) == 0;
 }
 
+// True if the operator needs no former element of an argument that it writes.
+bool is_overwritten(const c10::OperatorHandle& op, const c10::Argument& argument) {
+  static const std::unordered_set<std::string> names = {"aten::fill_", "aten::zero_", "aten::_foreach_zero_",
+                                                        "aten::_foreach_copy_"};
+  return argument.is_out() || names.count(op.operator_name().name) || op.hasTag(at::Tag::nondeterministic_seeded);
+}
+
 bool waits_for_values(const c10::OperatorHandle& op) {
   if (op.hasTag(at::Tag::data_dependent_output)) {
     return true;
@@ -116,7 +123,7 @@ OperatorPlan::OperatorPlan(c10::OperatorHandle handle)
                       !alias && is_written_unsaid(name, argument.name()),
                       !alias && is_written_in_training(name, argument.name()),
                       simulated::may_be_on_the_cpu(name, argument.name()), is_optional_generator(*argument.type()),
-                      name == "aten::index" && argument.name() == "indices"});
+                      name == "aten::index" && argument.name() == "indices", is_overwritten(op, argument)});
   }
 }
 

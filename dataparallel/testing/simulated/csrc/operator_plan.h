@@ -20,6 +20,7 @@ struct ArgumentPlan {
   bool may_be_on_the_cpu;
   bool draws_by_default; // an optional generator: the device's default one if none is passed
   bool selects; // a mask in it makes the size of the result depend on values
+  bool is_overwritten; // written without being read
 };
 
 struct OperatorPlan {

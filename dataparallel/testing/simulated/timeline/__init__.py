@@ -1,13 +1,29 @@
-"""Timelines: what recorded launches would do on the devices of a machine that is described, not at hand.
+"""Timelines: every launch of a program on simulated devices, and when each would run on a machine that is described.
 
-``launches`` is the data, ``machine`` and ``wiring`` say what a machine is, and ``schedule`` computes when each launch
-would run. All of this is prediction: nothing here measures time. These files are plain Python and need no device.
+``launches`` is the data and ``recording`` records it; ``torch.sim.timeline`` is its entry. ``flops`` counts the
+floating-point operations of a launch. ``machine`` and ``wiring`` say what a machine is, ``presets`` has published ones,
+and ``schedule`` computes when each launch would run. All of this is prediction: nothing here measures the time of a
+device.
 """
 
 from __future__ import annotations
 
 from dataparallel.testing.simulated.timeline.launches import HOST, Launch, Recording, StreamName
 from dataparallel.testing.simulated.timeline.machine import Host, Machine, Path, Wiring
+from dataparallel.testing.simulated.timeline.recording import Timeline, timeline
 from dataparallel.testing.simulated.timeline.schedule import Schedule, schedule
 
-__all__ = ["HOST", "Host", "Launch", "Machine", "Path", "Recording", "Schedule", "StreamName", "Wiring", "schedule"]
+__all__ = [
+    "HOST",
+    "Host",
+    "Launch",
+    "Machine",
+    "Path",
+    "Recording",
+    "Schedule",
+    "StreamName",
+    "Timeline",
+    "Wiring",
+    "schedule",
+    "timeline",
+]

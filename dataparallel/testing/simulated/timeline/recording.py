@@ -1,0 +1,192 @@
+"""`torch.sim.timeline`: records the launches of the whole process.
+
+The extension records while a block is open: see ``csrc/recorder.h``. This file turns its entries into `Launch` objects
+and says which launches each of them waits for. `Timeline` is what users get.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from dataparallel.testing.simulated import extension
+from dataparallel.testing.simulated.timeline import flops
+from dataparallel.testing.simulated.timeline.launches import Launch, Recording, StreamName
+from dataparallel.testing.simulated.timeline.machine import Machine
+from dataparallel.testing.simulated.timeline.schedule import Schedule, schedule
+
+__all__ = ["Timeline", "timeline"]
+
+_open = threading.Lock()  # held by the only open block
+
+
+class Timeline:
+    """What `timeline` yields. Its `recording` is there after the block."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._recording: Recording | None = None
+        self._is_full = False
+
+    @property
+    def recording(self) -> Recording:
+        """The launches, in the order of the host.
+
+        Raises:
+            RuntimeError: inside the block, or if there were more launches than ``limit``.
+        """
+        if self._is_full:
+            raise RuntimeError(
+                f"there were more than {self._limit:,} launches, and recording stopped there: pass a larger limit to "
+                f"torch.sim.timeline(limit={self._limit}), or record less of the program"
+            )
+        if self._recording is None:
+            raise RuntimeError("the launches are still being recorded: leave the block of torch.sim.timeline first")
+        return self._recording
+
+    def schedule(self, machine: Machine) -> Schedule:
+        """When each launch would run on ``machine``. Raises as `recording` does, and as `schedule` does."""
+        return schedule(self.recording, machine)
+
+
+@contextmanager
+def timeline(limit: int = 1_000_000, stacks: bool = False) -> Iterator[Timeline]:
+    """Records every launch on simulated devices while inside, of all threads of the process.
+
+    A launch is what `torch.sim.counted` counts, and is recorded when its operator has succeeded. Launches of other
+    threads are recorded once these threads are known to be done: after a join, or after ``backward()`` has returned.
+    Nothing of what the program computes changes, and the clocks may be on or off.
+
+    Recorded are what each launch reads, writes and moves, and what orders it: its stream, the streams and events that
+    this stream has waited for, what its host thread has waited for (``synchronize``, ``item``, blocking copies), and
+    threads that were started or joined. What a thread learns through locks and queues is not known, as with the clocks;
+    nor are what torch.distributed moves, and what an operator takes from a CPU tensor by itself. Bytes are elements
+    times item size, for every tensor that an operator reads or writes, without caches. FLOPs are those of
+    ``torch.utils.flop_counter``: 0 for operators without a formula.
+
+    A step takes about 1.1 times as long while it is recorded, and each launch about 2 kB of memory.
+
+    Args:
+        limit: the largest number of launches. Operators that turn out to be no launch (see `torch.sim.counted`) may
+            count too.
+        stacks: if True, each launch keeps its Python stack, which is slow. Threads of a backward have none.
+
+    Yields:
+        A `Timeline`. After the block its ``recording`` has the launches.
+
+    Raises:
+        TypeError: if ``limit`` is not an int.
+        ValueError: if ``limit`` is less than 1.
+        RuntimeError: on entry, if another block is open, in any thread; at the end, if there were more launches than
+            ``limit``.
+    """
+    if isinstance(limit, bool) or not isinstance(limit, int):
+        raise TypeError(f"limit is a number of launches, an int; got {type(limit).__name__}")
+    if limit < 1:
+        raise ValueError(f"limit is a number of launches, at least 1; got {limit}")
+    if not _open.acquire(blocking=False):
+        raise RuntimeError(
+            "torch.sim.timeline is recording already, and a process has one timeline at a time: leave that block first"
+        )
+    result = Timeline(limit)
+    formulas = flops.formulas()
+    try:
+        extension.C.keep_arguments_of(list(formulas))
+        extension.C.start_recording(limit, stacks)
+        try:
+            yield result
+        finally:
+            recorded = extension.C.stop_recording()
+            result._is_full = recorded.is_full
+            if not result._is_full:
+                result._recording = _Reader(recorded.streams, formulas).read(iter(recorded.take, None))
+    finally:
+        _open.release()
+    assert result.recording is not None  # raises if there were too many launches
+
+
+Marks: TypeAlias = "Iterable[tuple[int, int]]"
+"""Pairs: a stream and its tick, or a thread and a position."""
+
+
+class _Reader:
+    """Reads the entries of the extension in their order, and numbers what is a launch.
+
+    An entry that is not done was no launch. What it waited for passes to the next launch of its stream or thread.
+    """
+
+    def __init__(self, streams: list[tuple[int, int]], formulas: dict[str, Callable[..., int]]) -> None:
+        self._names = [StreamName(device, id) for device, id in streams]
+        self._formulas = formulas
+        self._streams: dict[int, int] = {}  # the extension's number, and the position in the recording
+        self._threads: dict[int, int] = {}
+        self._by_stream: defaultdict[int, _Order] = defaultdict(_Order)
+        self._by_thread: defaultdict[int, _Order] = defaultdict(_Order)
+        self._waits: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # not yet passed to a launch
+        self._host_waits: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._issued_after: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+
+    def read(self, entries: Iterable[dict[str, Any]]) -> Recording:
+        launches: list[Launch] = []
+        for position, entry in enumerate(entries):
+            self._waits[entry["stream"]] += entry["waits"]
+            self._host_waits[entry["thread"]] += entry["host_waits"]
+            self._issued_after[entry["thread"]] += entry["issued_after"]
+            if entry["is_done"]:
+                launches.append(self._launch(len(launches), entry))
+                self._by_stream[entry["stream"]].append(entry["tick"], len(launches) - 1)
+                self._by_thread[entry["thread"]].append(position, len(launches) - 1)
+        return Recording(tuple(self._names[number] for number in self._streams), tuple(launches))
+
+    def _launch(self, index: int, entry: dict[str, Any]) -> Launch:
+        stream, thread, op = entry["stream"], entry["thread"], entry["op"]
+        return Launch(
+            index=index,
+            op=op,
+            thread=self._threads.setdefault(thread, len(self._threads)),
+            in_backward=entry["in_backward"],
+            stream=self._place(stream),
+            bytes_read=entry["bytes_read"],
+            bytes_written=entry["bytes_written"],
+            flops=flops.operations(op, self._formulas[op], entry["call"]) if entry["call"] else 0,
+            dtype=str(entry["dtype"]).removeprefix("torch."),
+            shapes=entry["shapes"],
+            copy=entry["copy"],
+            waits=_last(self._by_stream, self._waits.pop(stream), but=stream),
+            joins=None if entry["joins"] is None else self._place(entry["joins"]),
+            host_waits=_last(self._by_stream, self._host_waits.pop(thread)),
+            issued_after=_last(self._by_thread, self._issued_after.pop(thread), but=thread),
+            host_seconds=entry["host_seconds"],
+            stack=entry["stack"],
+        )
+
+    def _place(self, stream: int) -> int:
+        return self._streams.setdefault(stream, len(self._streams))
+
+
+class _Order:
+    """The launches of one stream or thread: a rising mark and the index of each."""
+
+    def __init__(self) -> None:
+        self._marks: list[int] = []
+        self._indices: list[int] = []
+
+    def append(self, mark: int, index: int) -> None:
+        self._marks.append(mark)
+        self._indices.append(index)
+
+    def last(self, mark: int) -> int | None:
+        """Returns the last launch up to this mark. None if there is none, as for launches before the recording."""
+        found = bisect_right(self._marks, mark)
+        return self._indices[found - 1] if found else None
+
+
+def _last(orders: dict[int, _Order], marks: Marks, but: int | None = None) -> tuple[int, ...]:
+    """Returns the last launches up to these marks, without the stream or thread ``but``."""
+    latest = {number: mark for number, mark in sorted(marks) if number != but}
+    found = {orders[number].last(mark) for number, mark in latest.items()}
+    return tuple(sorted(index for index in found if index is not None))
