@@ -2,7 +2,7 @@
 
 `simulate` makes them. ``csrc`` implements devices, streams, memory, operators and clocks; ``build`` compiles it and
 ``extension`` holds it. ``device_module`` is ``torch.sim``, with ``counts`` and ``clocks``. ``threads`` carries what a
-host thread has waited for to the threads that it starts. The library itself does not import this package.
+host thread has waited for to the threads that it starts. ``shapes`` is for ``compute=False``. The library itself does not import this package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch.utils import backend_registration
 
-from dataparallel.testing.simulated import device_module, extension, threads
+from dataparallel.testing.simulated import device_module, extension, shapes, threads
 from dataparallel.testing.simulated.build import (
     SimulationTooLate,
     SimulationUnavailable,
@@ -130,6 +130,7 @@ def _start(compiled: ModuleType, compute: bool) -> None:
         extension.C = compiled
         if not compute:
             compiled.skip_kernels()
+            shapes.answer_as_the_cpu()
         backend_registration.rename_privateuse1_backend(BACKEND)
         torch._register_device_module(BACKEND, device_module)
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -46,6 +46,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("skip_kernels", &skipped::skip_kernels);
   m.def("computes", [] { return !skipped::on(); });
+  m.def("in_skipped_kernel", &skipped::in_kernel);
 
   m.def("device_count", &device_count);
   m.def("set_device_count", &set_device_count);

@@ -16,19 +16,22 @@ constexpr uint64_t kAlignment = 512; // as CUDA's allocator
 
 std::atomic<bool> is_on{false};
 std::atomic<uint64_t> next_address{kFirstAddress};
+thread_local bool is_in_kernel = false;
 
 // Many meta kernels are Python functions. A block such as `with torch.device("sim:0")` that the user is in must not
 // change the tensors that they make.
-class NoTorchFunction {
+class InKernel {
  public:
-  NoTorchFunction() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+  InKernel() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
     at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+    is_in_kernel = true;
   }
-  ~NoTorchFunction() {
+  ~InKernel() {
     at::impl::PythonTorchFunctionTLS::set_disabled_state(before_);
+    is_in_kernel = false;
   }
-  NoTorchFunction(const NoTorchFunction&) = delete;
-  NoTorchFunction& operator=(const NoTorchFunction&) = delete;
+  InKernel(const InKernel&) = delete;
+  InKernel& operator=(const InKernel&) = delete;
 
  private:
   const at::impl::TorchFunctionDisabledState before_;
@@ -88,7 +91,7 @@ at::Tensor without_value(const at::Tensor& tensor) {
 }
 
 void call(const OperatorPlan& plan, torch::jit::Stack* stack, const std::string& name) {
-  const NoTorchFunction off;
+  const InKernel inside;
   try {
     with_shapes_of_the_cpu(plan.op).callBoxed(stack);
   } catch (const c10::NotImplementedError& error) {
@@ -104,6 +107,10 @@ void call(const OperatorPlan& plan, torch::jit::Stack* stack, const std::string&
     }
     refuse_without_shapes(name, *why);
   }
+}
+
+bool in_kernel() {
+  return is_in_kernel;
 }
 
 void refuse(const std::string& what) {

@@ -30,6 +30,9 @@ at::Tensor without_value(const at::Tensor& tensor);
 // if torch has none for the operator, or none that can do without values.
 void call(const OperatorPlan& plan, torch::jit::Stack* stack, const std::string& name);
 
+// True in a thread while `call` runs in it. shapes.py asks.
+bool in_kernel();
+
 // Throws c10::NotImplementedError, a RuntimeError in Python, which says that `what` needs values.
 [[noreturn]] void refuse(const std::string& what);
 
