@@ -35,6 +35,10 @@ def answer_as_the_cpu() -> None:
         _add(rules, op, _batch_norm)
     for op in LOSSES:
         _add(rules, op, _loss)
+    for op in WRITING_BACKWARDS:
+        _add(rules, op, _written_gradient)
+    for op in EMBEDDING_BAGS:
+        _add(rules, op, _embedding_bag)
     _rules.append(rules)
 
 
@@ -51,8 +55,8 @@ def _tell_the_device() -> None:
 
 
 def _add(rules: Library, op: Any, rule: Callable[..., Any]) -> None:
-    name = rules.define(str(op._schema).removeprefix("aten::"))
-    rules.impl(name, lambda *arguments, **options: rule(op, *arguments, **options), "Meta")
+    rules.define(str(op._schema).removeprefix("aten::"))
+    rules.impl(op.name().removeprefix("aten::"), lambda *arguments, **options: rule(op, *arguments, **options), "Meta")
 
 
 def _dtype_of_statistics(input: Tensor, parameters: tuple[Any, ...]) -> torch.dtype:
@@ -104,3 +108,40 @@ def _loss(op: Any, input: Tensor, target: Tensor, *arguments: Any) -> Tensor:
     if result.dim() == 0:
         return result.new_empty(torch.broadcast_shapes(input.shape, target.shape)).resize_(())
     return result
+
+
+WRITING_BACKWARDS = [aten.smooth_l1_loss_backward.grad_input, aten.huber_loss_backward.out]
+
+
+def _written_gradient(op: Any, *_: Any, grad_input: Tensor) -> Tensor:
+    """torch's meta kernels return another tensor than the one they are to write, if its precision is low."""
+    return grad_input
+
+
+EMBEDDING_BAGS = [aten._embedding_bag.default, aten._embedding_bag_forward_only.default]
+
+
+def _embedding_bag(
+    op: Any,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Tensor, ...]:
+    """Sums without padding need no map from samples to bags. ``mode`` is 0 for sums, 1 for means, 2 for maxima."""
+    options = (scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx)
+    output, samples, sizes, maxima = op(weight, indices, offsets, *options)
+    is_plain = mode == 0 and padding_idx < 0 and weight.stride(1) == 1 and weight.dtype != torch.float64
+    if is_plain and (per_sample_weights is None or per_sample_weights.stride(0) == 1):
+        samples = samples.new_empty(0)
+    else:
+        samples = samples.new_empty(indices.shape[0])
+    is_padded = mode == 0 and op is aten._embedding_bag_forward_only.default
+    sizes = sizes.new_empty(offsets.shape[0] if is_padded else output.shape[0])
+    maxima = maxima.new_empty(output.shape if mode == 2 else sizes.shape)
+    return output, samples, sizes, maxima
