@@ -2,7 +2,8 @@
 
 `simulate` makes them. ``csrc`` implements devices, streams, memory, operators and clocks; ``build`` compiles it and
 ``extension`` holds it. ``device_module`` is ``torch.sim``, with ``counts``, ``clocks`` and ``timeline``. ``threads``
-carries what a host thread has waited for to the threads that it starts. The library itself does not import this package.
+carries what a host thread has waited for to the threads that it starts. ``shapes`` is for ``compute=False``. The library
+itself does not import this package.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import ModuleType
 import torch
 from torch.utils import backend_registration
 
-from dataparallel.testing.simulated import device_module, extension, threads
+from dataparallel.testing.simulated import device_module, extension, shapes, threads
 from dataparallel.testing.simulated.build import (
     SimulationTooLate,
     SimulationUnavailable,
@@ -32,7 +33,7 @@ _started = False
 _failed: SimulationUnavailable | None = None  # raised again by every later call
 
 
-def simulate(n: int = 8) -> list[torch.device]:
+def simulate(n: int = 8, *, compute: bool = True) -> list[torch.device]:
     """Makes ``n`` simulated accelerators, ``sim:0`` to ``sim:n-1``, in this process, and returns them.
 
     To torch they are devices like any others: ``tensor.to("sim:3")``, ``torch.accelerator``, ``torch.sim`` (what
@@ -56,6 +57,13 @@ def simulate(n: int = 8) -> list[torch.device]:
     (``threading.Thread``), but not to threads that get work through locks or queues, such as executors. Let the thread
     that uses the result wait for the stream or an event too.
 
+    With ``compute=False`` kernels are skipped and the devices have no memory behind their addresses: shapes come from
+    torch's meta kernels. A model of any size is planned so on a small machine. Launches, copied bytes, memory to the
+    byte, ``torch.OutOfMemoryError`` and the clocks are what they are with kernels. No tensor on a device has values.
+    What needs them raises ``NotImplementedError``, a ``RuntimeError``, with the operator's name: ``item``, ``cpu``,
+    ``tolist``, ``print``, ``nonzero``, masks as indices, ``if tensor:`` and so on. So do operators without a meta
+    kernel, and sparse and nested tensors. Nothing is drawn from the generators of the devices.
+
     Call this before the first backward of the process, for example in a ``conftest.py``: torch's autograd engine makes
     its threads at that backward. After `SimulationTooLate` the process cannot use accelerators any more. The first call
     on a machine compiles for a minute or two.
@@ -63,16 +71,20 @@ def simulate(n: int = 8) -> list[torch.device]:
     Args:
         n: the number of devices, 1 to 64. A later call may ask for more, but not for fewer, because tensors may be on
             the others.
+        compute: if False, kernels are skipped. The first call decides for the process.
 
     Raises:
-        TypeError: if ``n`` is not an int.
-        ValueError: if ``n`` is not from 1 to 64, or is smaller than in an earlier call.
+        TypeError: if ``n`` is not an int, or ``compute`` is not a bool.
+        ValueError: if ``n`` is not from 1 to 64, or is smaller than in an earlier call; if ``compute`` is not what it
+            was in the first call.
         SimulationUnavailable: a ``RuntimeError`` that says why this process or machine cannot have them. It is
             `ToolsMissing` if the machine lacks what compiling needs, and `SimulationTooLate` if the process has run a
             backward or used CUDA before.
     """
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"simulate takes a number of devices, an int; got {type(n).__name__}")
+    if not isinstance(compute, bool):
+        raise TypeError(f"compute is True or False; got {compute!r}")
     with _lock:
         if _failed is not None:
             raise _failed
@@ -83,9 +95,14 @@ def simulate(n: int = 8) -> list[torch.device]:
             raise ValueError(
                 f"{before} devices are simulated already, and tensors may be on them: ask for {before} or more; got {n}"
             )
+        if _started and compute != extension.C.computes():
+            raise ValueError(
+                f"the first simulate of this process had compute={not compute}, which holds for all its devices; got "
+                f"compute={compute}: use a process of its own"
+            )
         if not _started:
             _check_process()
-            _start(load_extension())
+            _start(load_extension(), compute)
         extension.C.set_device_count(n)
     return [torch.device(BACKEND, index) for index in range(n)]
 
@@ -105,13 +122,16 @@ def _check_process() -> None:
         )
 
 
-def _start(compiled: ModuleType) -> None:
+def _start(compiled: ModuleType, compute: bool) -> None:
     """Tells torch of the devices, which it cannot forget again: after a failure there is no second try."""
     global _started, _failed
     assert compiled.CEILING == CEILING
     atexit.register(_before_exit)
     try:
         extension.C = compiled
+        if not compute:
+            compiled.skip_kernels()
+            shapes.answer_as_the_cpu()
         backend_registration.rename_privateuse1_backend(BACKEND)
         torch._register_device_module(BACKEND, device_module)
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -228,8 +228,11 @@ void freed(Tracked& block, c10::Stream node) {
   for (const auto& [begin, segment] : block.history.segments()) {
     const Span span{begin, segment.end};
     auto settle = [&](const Access& access, bool write) {
+      // The allocator waits for an event on each recorded stream, and so for what that stream has waited for.
       const bool is_recorded =
-          std::find(block.recorded.begin(), block.recorded.end(), access.stream) != block.recorded.end();
+          std::any_of(block.recorded.begin(), block.recorded.end(), [&](StreamNumber recorded) {
+            return recorded == access.stream || races::ordered(s.clocks[recorded], access);
+          });
       if (!is_recorded && !races::ordered(home, access) && !races::ordered(known, access)) {
         const auto before = std::max(of_node[*block.home], s.clocks[access.stream][*block.home]);
         races::owe(s, *block.home,

@@ -17,6 +17,7 @@
 #include "current.h"
 #include "memory.h"
 #include "on_cpu.h"
+#include "skipped.h"
 
 namespace simulated {
 namespace {
@@ -156,10 +157,26 @@ bool is_simulated(const Tensor& tensor) {
   return tensor.device().type() == c10::kPrivateUse1;
 }
 
+// Without kernels this only checks the shapes.
+void copy_elements(const Tensor& self, const Tensor& to) {
+  const BelowAutograd below;
+  if (skipped::on()) {
+    meta_alias(to).copy_(meta_alias(self));
+  } else {
+    const auto source = is_simulated(self) ? cpu_alias(self) : self;
+    const auto target = is_simulated(to) ? cpu_alias(to) : to;
+    target.copy_(source);
+  }
+}
+
 // A copy between devices is ordered with the current streams of both, as torch's CUDA copies are. A copy from the host
 // blocks unless `non_blocking` is true; pageable memory is then staged. A copy to the host blocks unless `non_blocking`
 // is true and the host memory is pinned.
 Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
+  if (skipped::on() && !is_simulated(to) && to.numel() > 0) {
+    skipped::refuse("aten::_copy_from from " + self.device().str() + " to " + to.device().str() +
+                    " (cpu, to, tolist, print, torch.save)");
+  }
   const auto at = is_simulated(to) ? current_stream(to.device()) : current_stream(self.device());
   const auto launched_on = is_simulated(self) ? current_stream(self.device()) : at;
   const auto joined = is_simulated(self) && is_simulated(to) ? std::optional(at) : std::nullopt;
@@ -171,12 +188,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
     add_touch(touches, to, true, "dst");
     ticket = clocks::launch(launched_on, "aten::_copy_from", touches, joined);
   }
-  const auto source = is_simulated(self) ? cpu_alias(self) : self;
-  const auto target = is_simulated(to) ? cpu_alias(to) : to;
-  {
-    const BelowAutograd below;
-    target.copy_(source);
-  }
+  copy_elements(self, to);
   if (to.numel() > 0) {
     // One launch and the target's bytes, whatever the layouts, because torch converts and packs before it sends.
     const auto place = [](const Tensor& tensor) {
@@ -200,6 +212,9 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
 }
 
 c10::Scalar local_scalar_dense(const Tensor& self) {
+  if (skipped::on()) {
+    skipped::refuse("aten::_local_scalar_dense (item, bool, int, float, if)");
+  }
   const auto stream = current_stream(self.device());
   Work work;
   clocks::Ticket ticket;

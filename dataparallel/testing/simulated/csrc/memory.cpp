@@ -14,6 +14,7 @@
 #include "current.h"
 #include "limits.h"
 #include "process_state.h"
+#include "skipped.h"
 
 namespace simulated::memory {
 namespace {
@@ -41,6 +42,10 @@ c10::DataPtr raw_memory(size_t bytes) {
       OutOfMemoryError, posix_memalign(&data, kAlignment, bytes) == 0, "this machine has no ", bytes,
       " bytes left for a simulated device");
   return {data, data, &std::free, c10::Device(c10::kCPU)};
+}
+
+c10::DataPtr device_memory(size_t bytes) {
+  return skipped::on() ? skipped::addresses(bytes) : raw_memory(bytes);
 }
 
 const char* label_of(c10::Device device) {
@@ -95,7 +100,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     account(device.index()).take(device.index(), bytes);
     c10::DataPtr memory;
     try {
-      memory = raw_memory(bytes);
+      memory = device_memory(bytes);
     } catch (...) {
       account(device.index()).give_back(bytes);
       throw;
@@ -109,7 +114,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
     return nullptr; // the context of a DataPtr is its Block, not its address
   }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
-    std::memcpy(destination, source, bytes);
+    if (!skipped::on()) {
+      std::memcpy(destination, source, bytes);
+    }
   }
   bool initialized() override {
     return true;
@@ -184,7 +191,8 @@ c10::DataPtr adopt(const c10::Storage& made, c10::Device device) {
   }
   made.mutable_data(); // copies the memory if the storage is copy-on-write
   account(device.index()).take(device.index(), made.nbytes());
-  return hand_out(new_block(held_by(made), made.nbytes(), device).release());
+  auto memory = made.device().is_meta() ? skipped::addresses(made.nbytes()) : held_by(made, c10::kCPU);
+  return hand_out(new_block(std::move(memory), made.nbytes(), device).release());
 }
 
 void convert(c10::StorageImpl& made, c10::Device device) {
@@ -195,11 +203,11 @@ void convert(c10::StorageImpl& made, c10::Device device) {
   made.set_allocator(device_allocator());
 }
 
-c10::DataPtr held_by(const c10::Storage& storage) {
+c10::DataPtr held_by(const c10::Storage& storage, c10::DeviceType type) {
   auto* impl = storage.unsafeGetStorageImpl();
   c10::raw::intrusive_ptr::incref(impl);
   const auto release = [](void* held) { c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(held)); };
-  return {impl->mutable_data(), impl, release, c10::Device(c10::kCPU)};
+  return {impl->mutable_data(), impl, release, c10::Device(type)};
 }
 
 Block* block_of(const c10::DataPtr& data) {
@@ -244,7 +252,7 @@ void move(c10::StorageImpl& storage, size_t bytes) {
       touches.push_back({block_of(memory), {{0, kept}}, true, "storage", nullptr});
       ticket = clocks::launch(current_stream(storage.device()), "resize", touches);
     }
-    std::memcpy(memory.get(), storage.data(), kept);
+    device_allocator()->copy_data(memory.get(), storage.data(), kept);
     counts::launched(storage.device().index());
     work.resized("resize", kept);
     clocks::done(ticket, std::move(work));

@@ -23,13 +23,14 @@ namespace memory {
 c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
 
-// Takes over memory that an operator has allocated on the CPU, as memory of `device`. Throws c10::OutOfMemoryError.
+// Takes over memory that an operator has allocated on the CPU, as memory of `device`. For a meta storage it is memory of
+// the same size. Throws c10::OutOfMemoryError.
 c10::DataPtr adopt(const c10::Storage& made, c10::Device device);
 // The same for a storage with memory that nobody else refers to: the storage itself becomes one of `device`.
 void convert(c10::StorageImpl& made, c10::Device device);
 
-// The memory of a storage, as memory of the CPU. Keeps the storage alive.
-c10::DataPtr held_by(const c10::Storage& storage);
+// The memory of a storage, as memory of the CPU or of the meta device. Keeps the storage alive.
+c10::DataPtr held_by(const c10::Storage& storage, c10::DeviceType type);
 
 // The block behind a device tensor's memory. Null for empty tensors and for memory that was allocated elsewhere.
 Block* block_of(const c10::DataPtr& data);

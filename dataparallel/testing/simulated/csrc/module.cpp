@@ -13,6 +13,7 @@
 #include "memory.h"
 #include "on_cpu.h"
 #include "recorded.h"
+#include "skipped.h"
 
 namespace py = pybind11;
 namespace simulated {
@@ -43,6 +44,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   clocks::set_stack_reader(&read_stack);
   clocks::set_backward_reader(&torch::autograd::get_current_graph_task_id);
   m.attr("CEILING") = kCeiling;
+
+  m.def("skip_kernels", &skipped::skip_kernels);
+  m.def("computes", [] { return !skipped::on(); });
+  m.def("in_skipped_kernel", &skipped::in_kernel);
 
   m.def("device_count", &device_count);
   m.def("set_device_count", &set_device_count);

@@ -10,6 +10,7 @@
 #include "generators.h"
 #include "layouts.h"
 #include "memory.h"
+#include "skipped.h"
 #include "storages.h"
 
 namespace simulated {
@@ -28,18 +29,21 @@ bool holds_tensors(const c10::IValue& value) {
   });
 }
 
-// One call of an operator, with the CPU tensors and the device tensors that are made for it.
+// One call of an operator, with the device tensors and the CPU tensors, or meta tensors, that are made for it.
 class Call {
  public:
   Call(const OperatorPlan& plan, const c10::OperatorName& name)
-      : plan_(plan), name_(name) {}
+      : plan_(plan),
+        name_(name),
+        kernel_device_(skipped::on() && !plan.asks_about_shapes ? c10::kMeta : c10::kCPU),
+        storages_(kernel_device_) {}
 
   void run(torch::jit::Stack* stack);
 
  private:
   struct Written {
     at::Tensor device;
-    at::Tensor cpu;
+    at::Tensor standing; // for the device tensor, in the kernel
   };
   // How the operator uses an argument.
   struct Use {
@@ -51,8 +55,12 @@ class Call {
   void see_tensor(const at::Tensor& tensor, const ArgumentPlan& place);
   void choose_devices(const c10::IValue* arguments);
   void replace(c10::IValue& value, const Use& use);
-  at::Tensor to_cpu(const at::Tensor& tensor);
-  at::Tensor argument_to_cpu(const at::Tensor& tensor, const Use& use);
+  bool is_skipped() const {
+    return kernel_device_ == c10::kMeta;
+  }
+  void check_layout(const at::Tensor& tensor) const;
+  at::Tensor to_kernel(const at::Tensor& tensor);
+  at::Tensor argument_to_kernel(const at::Tensor& tensor, const Use& use);
   void touch(const at::Tensor& tensor, const Use& use);
   void put_back(c10::IValue& value);
   at::Tensor to_device(at::Tensor&& tensor);
@@ -65,6 +73,7 @@ class Call {
 
   const OperatorPlan& plan_;
   const c10::OperatorName& name_;
+  const c10::DeviceType kernel_device_;
   std::optional<c10::Device> device_;
   c10::Device result_device_ = c10::kCPU;
   const char* cpu_argument_ = nullptr;
@@ -137,13 +146,22 @@ void Call::choose_devices(const c10::IValue* arguments) {
   result_device_ = wanted.value_or(*device_);
 }
 
-at::Tensor Call::to_cpu(const at::Tensor& tensor) {
+void Call::check_layout(const at::Tensor& tensor) const {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !is_skipped() || layouts::is_strided(tensor), name_.name, " of a ",
+      tensor.is_nested() ? "nested" : c10::str(tensor.layout()), " tensor on ", device_->str(),
+      ": simulate(compute=False) has strided tensors only, because the shapes of others depend on values");
+}
+
+at::Tensor Call::to_kernel(const at::Tensor& tensor) {
+  check_layout(tensor);
   if (layouts::is_strided(tensor)) {
-    return layouts::strided(storages_.on_cpu(tensor.storage()), c10::DispatchKey::CPU, tensor);
+    const auto key = is_skipped() ? c10::DispatchKey::Meta : c10::DispatchKey::CPU;
+    return layouts::strided(storages_.standing_for(tensor.storage()), key, tensor);
   }
   auto parts = layouts::members(tensor, name_.name);
   for (auto& part : parts) {
-    part = part.defined() ? to_cpu(part) : part;
+    part = part.defined() ? to_kernel(part) : part;
   }
   return layouts::made_of(parts, tensor, c10::kCPU);
 }
@@ -164,9 +182,12 @@ void Call::touch(const at::Tensor& tensor, const Use& use) {
   }
 }
 
-at::Tensor Call::argument_to_cpu(const at::Tensor& tensor, const Use& use) {
+at::Tensor Call::argument_to_kernel(const at::Tensor& tensor, const Use& use) {
   if (!tensor.defined() || tensor.device().type() != kDevice) {
-    return tensor;
+    // torch's meta kernels take fewer tensors without dimensions on the CPU than the CPU's kernels do. All take numbers.
+    const bool is_one_element = tensor.defined() && tensor.is_cpu() && tensor.dim() == 0 &&
+        !tensor.unsafeGetTensorImpl()->is_wrapped_number() && !use.place.may_be_on_the_cpu;
+    return is_skipped() && is_one_element ? skipped::without_value(tensor) : tensor;
   }
   if (use.writes || use.place.is_read) {
     touch(tensor, use);
@@ -175,7 +196,7 @@ at::Tensor Call::argument_to_cpu(const at::Tensor& tensor, const Use& use) {
   if (use.place.selects && (tensor.scalar_type() == c10::kBool || tensor.scalar_type() == c10::kByte)) {
     has_mask_ = true;
   }
-  auto result = to_cpu(tensor);
+  auto result = to_kernel(tensor);
   if (use.writes) {
     written_.push_back({tensor, result});
   }
@@ -184,7 +205,7 @@ at::Tensor Call::argument_to_cpu(const at::Tensor& tensor, const Use& use) {
 
 void Call::replace(c10::IValue& value, const Use& use) {
   if (value.isTensor()) {
-    value = argument_to_cpu(value.toTensor(), use);
+    value = argument_to_kernel(value.toTensor(), use);
   } else if (holds_tensors(value)) {
     // The list belongs to the caller, so it must not change.
     const auto list = value.toList();
@@ -196,10 +217,11 @@ void Call::replace(c10::IValue& value, const Use& use) {
     }
     value = std::move(replaced);
   } else if (value.isDevice() && value.toDevice().type() == kDevice) {
-    value = c10::Device(c10::kCPU);
+    value = c10::Device(kernel_device_);
   } else if (value.isGenerator()) {
-    value = drawn_from(value.toGenerator());
-  } else if (value.isNone() && use.place.draws_by_default) {
+    const auto source = drawn_from(value.toGenerator());
+    value = is_skipped() ? c10::IValue() : c10::IValue(source); // nothing is drawn
+  } else if (value.isNone() && use.place.draws_by_default && !is_skipped()) {
     value = drawn_from(default_generator(device_->index()));
   }
 }
@@ -230,6 +252,7 @@ c10::Storage Call::storage_to_device(const c10::Storage& storage) {
 }
 
 at::Tensor Call::to_device(at::Tensor&& tensor) {
+  check_layout(tensor);
   if (layouts::is_strided(tensor)) {
     if (storages_.on_device(tensor.storage()) || !layouts::is_plain_and_unshared(tensor)) {
       return layouts::strided(storage_to_device(tensor.storage()), c10::DispatchKey::PrivateUse1, tensor);
@@ -251,11 +274,11 @@ layouts::Members Call::members_to_device(const at::Tensor& tensor) {
 }
 
 at::Tensor Call::result_to_device(at::Tensor&& tensor) {
-  if (!tensor.defined() || !tensor.device().is_cpu()) {
+  if (!tensor.defined() || tensor.device().type() != kernel_device_) {
     return std::move(tensor);
   }
   for (const auto& written : written_) {
-    if (written.cpu.is_same(tensor)) {
+    if (written.standing.is_same(tensor)) {
       return written.device;
     }
   }
@@ -281,21 +304,21 @@ void Call::put_back(c10::IValue& value) {
 // the parts of a sparse tensor.
 void Call::update(const Written& written) {
   auto* impl = written.device.unsafeGetTensorImpl();
-  const auto& cpu = written.cpu;
-  if (!layouts::is_strided(cpu)) {
-    layouts::set_members(written.device, members_to_device(cpu), cpu);
+  const auto& standing = written.standing;
+  if (!layouts::is_strided(standing)) {
+    layouts::set_members(written.device, members_to_device(standing), standing);
     return;
   }
   auto* before = written.device.storage().unsafeGetStorageImpl();
-  auto* storage = cpu.storage().unsafeGetStorageImpl();
+  auto* storage = standing.storage().unsafeGetStorageImpl();
   if (storage->data() != before->data() || storage->nbytes() != before->nbytes()) {
-    before->set_data_ptr(take_over(cpu.storage(), *device_));
+    before->set_data_ptr(take_over(standing.storage(), *device_));
     before->set_nbytes(storage->nbytes());
-    storages_.have_moved(cpu.storage());
+    storages_.have_moved(standing.storage());
   }
-  if (cpu.sizes() != written.device.sizes() || cpu.strides() != written.device.strides() ||
-      cpu.storage_offset() != written.device.storage_offset()) {
-    impl->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+  if (standing.sizes() != written.device.sizes() || standing.strides() != written.device.strides() ||
+      standing.storage_offset() != written.device.storage_offset()) {
+    impl->set_sizes_and_strides(standing.sizes(), standing.strides(), standing.storage_offset());
   }
 }
 
@@ -308,11 +331,18 @@ void Call::run(torch::jit::Stack* stack) {
     const bool trains = place.is_written_in_training && arguments[OperatorPlan::kTraining].toBool();
     replace(arguments[place.index], {place, place.says_it_writes || place.is_written_unsaid || trains});
   }
+  if (is_skipped() && (has_mask_ || plan_.waits_for_values)) {
+    skipped::refuse(name_.name + (has_mask_ ? " with a mask" : ""));
+  }
   const auto stream = current_stream(*device_);
   ticket_ = clocks::launch(stream, name_.name, touches_);
   try {
     const BelowAutograd below;
-    plan_.op.callBoxed(stack);
+    if (is_skipped()) {
+      skipped::call(plan_, stack, name_.name);
+    } else {
+      plan_.op.callBoxed(stack);
+    }
   } catch (...) {
     ticket_.failed();
     throw;
@@ -336,7 +366,11 @@ void Call::run(torch::jit::Stack* stack) {
 } // namespace
 
 at::Tensor cpu_alias(const at::Tensor& tensor) {
-  return layouts::strided(cpu_storage_over(tensor.storage()), c10::DispatchKey::CPU, tensor);
+  return layouts::strided(storage_over(tensor.storage(), c10::kCPU), c10::DispatchKey::CPU, tensor);
+}
+
+at::Tensor meta_alias(const at::Tensor& tensor) {
+  return layouts::strided(storage_over(tensor.storage(), c10::kMeta), c10::DispatchKey::Meta, tensor);
 }
 
 void run_on_cpu(const OperatorPlan& plan, torch::jit::Stack* stack, const c10::OperatorName& name) {

@@ -1,4 +1,5 @@
-// Runs the operators of simulated devices on the CPU, in the device's own memory.
+// Runs the operators of simulated devices on the CPU, in the device's own memory. With simulate(compute=False) they do
+// not run: meta kernels tell the shapes of the results.
 #pragma once
 
 #include <ATen/core/stack.h>
@@ -24,6 +25,8 @@ struct BelowAutograd {
 
 // A CPU tensor over the memory of a device tensor. Keeps that memory alive.
 at::Tensor cpu_alias(const at::Tensor& tensor);
+// A meta tensor with the shape of any strided tensor. Keeps its memory alive.
+at::Tensor meta_alias(const at::Tensor& tensor);
 
 // Adds the memory of a tensor, for the clocks. Adds nothing for memory that they do not know.
 void add_touch(c10::SmallVectorImpl<Touch>& touches, const at::Tensor& tensor, bool write, const char* argument);

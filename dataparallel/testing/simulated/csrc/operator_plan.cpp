@@ -110,7 +110,8 @@ OperatorPlan::OperatorPlan(c10::OperatorHandle handle)
       arguments(op.schema().arguments().size()),
       returns(op.schema().returns().size()),
       waits_for_values(simulated::waits_for_values(op)),
-      leaves_elements_alone(simulated::leaves_elements_alone(op)) {
+      leaves_elements_alone(simulated::leaves_elements_alone(op)),
+      asks_about_shapes(op.operator_name().name == "aten::_fused_sdp_choice") {
   const auto& name = op.operator_name().name;
   for (uint32_t i = 0; i < arguments; ++i) {
     const auto& argument = op.schema().arguments()[i];

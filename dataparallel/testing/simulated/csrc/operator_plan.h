@@ -36,6 +36,8 @@ struct OperatorPlan {
   bool waits_for_values; // the size of the result depends on values, so the host waits for them
   // The operator reads and writes no elements. It allocates memory, makes views, or reads or changes a shape.
   bool leaves_elements_alone;
+  // The operator answers from shapes and settings alone, and the answer is that of the CPU's kernel.
+  bool asks_about_shapes;
 };
 
 } // namespace simulated
