@@ -18,6 +18,7 @@ from dataparallel import DataParallel
 from dataparallel.autograd.bucket_gradients import Packing
 from dataparallel.autograd.bucket_nodes import ToSlots
 from dataparallel.composable import replicate
+from dataparallel.streams import gradients, isolated
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.streams.gradients import side_stream
 from dataparallel.testing import isolated_slots
@@ -25,7 +26,7 @@ from dataparallel.testing import isolated_slots
 pytestmark = [
     pytest.mark.devices("sim"),
     pytest.mark.not_isolated("these tests have slots of their own"),
-    pytest.mark.usefixtures("one_intra_op_thread", "together"),
+    pytest.mark.usefixtures("one_intra_op_thread", "together", "distinct_streams"),
 ]
 
 LAYERS = 6
@@ -44,9 +45,9 @@ ARRANGEMENTS = {
 
 @pytest.fixture(params=[*ARRANGEMENTS])
 def arrangement(request: pytest.FixtureRequest) -> Iterator[tuple[list[torch.device], bool]]:
-    indices, isolated = ARRANGEMENTS[request.param]
-    with isolated_slots() if isolated else nullcontext():
-        yield [torch.device("sim", index) for index in indices], isolated
+    indices, are_isolated = ARRANGEMENTS[request.param]
+    with isolated_slots() if are_isolated else nullcontext():
+        yield [torch.device("sim", index) for index in indices], are_isolated
 
 
 @pytest.fixture(params=["in a buffer", "one by one"])
@@ -54,6 +55,13 @@ def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Gradients travel in one buffer, or singly."""
     if request.param == "one by one":
         monkeypatch.setattr(Packing, "bucket_of", lambda self, grads: None)
+
+
+@pytest.fixture
+def distinct_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's streams are new. torch gives out the same few again and again, so older ones may be one stream."""
+    monkeypatch.setattr(gradients, "_side_streams", {})
+    monkeypatch.setattr(isolated, "_made", {})
 
 
 class Watched(nn.Module):
@@ -134,7 +142,7 @@ class Onlooker:
         self.streams = {device: torch.Stream(device) for device in {*step.slots}}
         taken = {*map(side_stream, self.streams), *step.streams.values(), *step.onlookers}
         for device in self.streams:
-            while self.streams[device] in taken:  # torch gives out a few streams again and again
+            while self.streams[device] in taken:
                 self.streams[device] = torch.Stream(device)
             for event in events:
                 event.make_wait(self.streams[device])
@@ -156,7 +164,7 @@ class Onlooker:
 def test_the_root_computes_its_whole_backward_without_waiting_for_another_slot(
     form: str, arrangement: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots, isolated = arrangement
+    slots, are_isolated = arrangement
     step = Step(form, slots, late=LAYERS)
     ordered, controls, sums = [], [], []
     summed = ToSlots.summed
@@ -176,7 +184,7 @@ def test_the_root_computes_its_whole_backward_without_waiting_for_another_slot(
 
     step.at = look
     step.run()
-    assert len(ordered) == (len(slots) - 1 if isolated else len([slot for slot in slots if slot != slots[0]]))
+    assert len(ordered) == (len(slots) - 1 if are_isolated else len([slot for slot in slots if slot != slots[0]]))
     assert not any(ordered)
     assert all(controls)
 
@@ -184,7 +192,7 @@ def test_the_root_computes_its_whole_backward_without_waiting_for_another_slot(
 @pytest.mark.parametrize("form", FORMS)
 def test_a_sum_waits_for_its_gradients_only(form: str, arrangement: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """The root's thread is late: the other slots have launched all of their backward before the first sum."""
-    slots, isolated = arrangement
+    slots, are_isolated = arrangement
     step = Step(form, slots, late=0)
     after: list[Event] = []
     summed = ToSlots.summed
@@ -215,7 +223,7 @@ def test_a_sum_waits_for_its_gradients_only(form: str, arrangement: tuple, monke
 
     step.at = look
     step.run()
-    assert len(ordered) == (len(slots) if isolated else len({*slots})) - 1
+    assert len(ordered) == (len(slots) if are_isolated else len({*slots})) - 1
     assert not any(ordered)
     assert all(own), "the gradients of the bucket itself"
     assert all(controls)
