@@ -89,6 +89,7 @@ class Arrivals:
         self._arrived: dict[torch.device, dict[int, Arrival]] = {device: {} for device in self._computing}
         self._held: list[Sequence[Tensor]] = []
 
+    @torch.no_grad()
     def launch(self, broadcasts: Iterable[FlatBroadcast], at_once: Set[int]) -> None:
         """Sends buckets from the root, in this order, and returns when all are launched.
 
