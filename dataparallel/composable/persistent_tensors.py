@@ -14,6 +14,10 @@ Autograd does not notice that values are written. If the source has not changed,
 that still waits for its backward stays valid. If the version of a source's tensor has changed since the last forward,
 graphs that used its former value are no longer valid: the versions of its copies are changed too, and the backward of
 such a graph raises the error that torch raises on one device. Writes through ``.data`` change no version.
+
+Values travel on side streams (``streams.arrivals``) while one thread makes all calls. Calls of several threads share
+the copies, and one of them may read them while another one refreshes them: then values travel on the computing streams.
+A thread that runs only the backward is not seen: it should not run beside another thread's forward.
 """
 
 from __future__ import annotations

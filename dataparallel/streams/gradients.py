@@ -13,8 +13,7 @@ neither buckets nor routes. These events order the streams:
 - The root's stream waits for an event after a sum before it uses the sum. It does so when the root has computed its own
   part of the backward (`bucket_nodes.FromSource`).
 
-Copies of parameters travel on the computing streams. The first layer waits for the last slot's copy in any case, and
-memory that a side stream fills would need ``record_stream`` for every replica.
+Copies of parameters have side streams of their own: see ``streams.arrivals``.
 """
 
 from __future__ import annotations

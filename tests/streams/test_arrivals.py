@@ -20,7 +20,7 @@ from dataparallel import DataParallel, comm
 from dataparallel.composable import replicate
 from dataparallel.modules.registry import ParameterRegistry
 from dataparallel.streams.arrivals import Arrival, Arrivals, parameter_stream
-from dataparallel.streams.current import streams_set
+from dataparallel.streams.current import Event, streams_set
 from dataparallel.testing import isolated_slots
 from steps import build, gradients, numbers
 
@@ -28,6 +28,12 @@ pytestmark = pytest.mark.devices("sim")
 
 WIDTH = 8
 ARRANGEMENTS = {"distinct": [0, 1, 2], "duplicates": [0, 1, 0, 1], "isolated": [0, 0, 0]}
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests may have compiled something in this process. Nothing here is compiled."""
+    monkeypatch.setattr("dataparallel._torch.is_compiler_in_use", lambda: False)
 
 
 @pytest.fixture(params=[*ARRANGEMENTS])
@@ -230,10 +236,11 @@ def test_side_streams_wait_for_the_computing_streams(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1)
+    make_wait = Event.make_wait
     monkeypatch.setattr("dataparallel.streams.arrivals.Event.make_wait", lambda self, stream: None)
     with pytest.raises(RuntimeError, match="race"):
         call(x)
-    monkeypatch.undo()
+    monkeypatch.setattr("dataparallel.streams.arrivals.Event.make_wait", make_wait)
     for device in {*slots}:
         torch.accelerator.current_stream(device).wait_stream(parameter_stream(device))
 
@@ -432,6 +439,46 @@ def test_several_threads_call_one_wrapper(slots: list, root: torch.device, x: Te
     assert not errors, errors
 
 
+def test_threads_that_share_persistent_replicas_do_not_write_beside_each_other(
+    slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second thread's call refreshes memory that the first thread's backward still reads."""
+    model = Net().double().to(root)
+    call = replicate(model, devices=slots, bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    steps(model, call, x)
+    inside, done = threading.Event(), threading.Event()
+
+    def meet(net: nn.Module) -> None:
+        if threading.current_thread().name == "second" or silently(net.first, "bias").device != root:
+            return
+        if first_call.is_set() and not inside.is_set():
+            inside.set()
+            done.wait(20)
+
+    def second() -> None:
+        inside.wait(20)
+        errors.extend(raised_by(lambda: call(x)))
+        done.set()
+
+    errors: list[BaseException] = []
+    first_call = threading.Event()
+    model.does = meet
+    thread = threading.Thread(target=second, name="second")
+    thread.start()
+    first_call.set()
+    errors.extend(raised_by(lambda: call(x).sum().backward()))
+    thread.join()
+    assert not errors, errors
+
+
+def raised_by(task: Callable[[], object]) -> list[BaseException]:
+    try:
+        task()
+    except RuntimeError as error:
+        return [error]
+    return []
+
+
 def copy_of(model: nn.Module) -> nn.Module:
     twin = Net().double().to(model.first.weight.device)
     twin.load_state_dict(model.state_dict())
@@ -494,10 +541,10 @@ def test_a_failure_while_copies_are_sent_leaves_no_race(
     model = Net().double().to(root)
     call = form(model, slots)
     steps(model, call, x)
-    monkeypatch.setattr(Arrivals, "expect", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        call(x)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Arrivals, "expect", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            call(x)
     steps(model, call, x)
 
 
