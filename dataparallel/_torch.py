@@ -115,6 +115,15 @@ set_sequence_nr: Callable[[Any, int], None] = _private(
     "gradients are summed only after backward has computed all of them",
 )
 
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+current_stream_at: Callable[[int], torch.Stream] = _private(
+    "torch._C._accelerator_getStream",
+    "read the current stream of an accelerator at every lookup of a replica's parameter",
+    torch.accelerator.current_stream,
+    "each lookup takes a microsecond longer",
+)
+
 # ---- tensors and storages --------------------------------------------------------------------------------------------
 
 version_of: Callable[[Tensor], int] = _attribute(
@@ -308,6 +317,23 @@ def not_traced(function: F) -> F:
 def is_compiler_loaded() -> bool:
     """True if ``torch.compile`` has been used. It imports no compiler, which would take seconds."""
     return "torch._dynamo.eval_frame" in sys.modules
+
+
+def is_compiler_in_use() -> bool:
+    """True if something has been compiled in this process. torch's optimizers load the compiler without using it."""
+    return is_compiler_loaded() and any(backend is not None for backend in _backends().values())
+
+
+@cache
+def _backends() -> dict[Any, Any]:
+    # As `_optimized_module`. A decorator that disables the compiler has the backend None.
+    found: dict[Any, Any] = _private(
+        "torch._dynamo.eval_frame.cached_backends",
+        "see whether torch.compile is in use, so that code that is not compiled starts before all parameters are there",
+        {0: "unknown"},
+        "once the compiler is loaded, replicas start when all parameters are there",
+    )
+    return found
 
 
 @cache

@@ -126,7 +126,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         slots = [resolve(device) for device in self.device_ids]
         output_device = resolve_output(self.output_device, slots)
         check_placement(self.module, slots[0])
-        with Call(slots, self._kept) as call:
+        with Call(slots, self._kept, self.serial) as call:
             return self._stages(call, slots, output_device, inputs, kwargs)
 
     def _stages(

@@ -26,7 +26,7 @@ from dataparallel.threads.gang import Gang, Outcome, Skipped
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.permits import CallPermits, PermitChooser, size_of
 
-__all__ = ["SERIAL_VARIABLE", "parallel_apply", "run_replicas"]
+__all__ = ["SERIAL_VARIABLE", "is_serial", "parallel_apply", "run_replicas"]
 
 SERIAL_VARIABLE = "DATAPARALLEL_SERIAL"
 """Environment variable: ``1`` runs every replica in the calling thread, so that ``breakpoint()`` works."""
@@ -105,7 +105,7 @@ def run_replicas(
     for slot, own in state.isolated_streams.items():
         own.record_inputs(modules[slot], arguments[slot], keywords[slot])
     try:
-        permits, groups = (1, None) if _is_serial(serial) else _who_may_run_together(modules[0], slots, state, workers)
+        permits, groups = (1, None) if is_serial(serial) else _who_may_run_together(modules[0], slots, state, workers)
         if permits == 1:
             outcomes = SerialTasks(_tasks(state.run_here, calls)).run()
         elif chooser is None or workers is not None:
@@ -125,7 +125,8 @@ def run_replicas(
     return values
 
 
-def _is_serial(serial: bool | None) -> bool:
+def is_serial(serial: bool | None) -> bool:
+    """True if replicas run in the calling thread: the argument ``serial``, or else the environment, says so."""
     if serial is not None:
         return serial
     return bool(os.environ.get(SERIAL_VARIABLE)) and not says_no(SERIAL_VARIABLE)

@@ -19,13 +19,15 @@ from dataparallel import comm
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.copies import alias
+from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.modules.build import build_replica, collector_paused
 from dataparallel.modules.plan import ModulePlan
+from dataparallel.streams.arrivals import Arrivals, Expected, arrivals_for
 from dataparallel.streams.current import current_streams
 from dataparallel.streams.gradients import GradientStreams
 
-__all__ = ["BUCKET_CAP_MB", "cap_in_bytes", "copy_tensors", "replicate"]
+__all__ = ["BUCKET_CAP_MB", "build_replicas", "cap_in_bytes", "copy_tensors", "of_part", "replicate"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -60,14 +62,34 @@ def replicate(
     record = torch.is_grad_enabled() and not detach
     with collector_paused():
         plan = ModulePlan.of(network)
-        copies = copy_tensors(plan, slots, record, cap_bytes)
+        is_at_root = all(tensor.device == slots[0] for tensor in plan.tensors)
+        arrivals = arrivals_for(slots) if is_at_root else None
+        copies = copy_tensors(plan, slots, record, cap_bytes, arrivals)
         if not record and not detach and not torch.is_inference_mode_enabled():
             _make_leaves(plan, copies)
+        return build_replicas(plan, copies, record, arrivals)
+
+
+def build_replicas(plan: ModulePlan, copies: list[list[Tensor]], record: bool, arrivals: Arrivals | None) -> list[Any]:
+    """A replica for each slot, with its tensors; see `build_replica`. ``arrivals``: they may still be on their way."""
+    if arrivals is None:
         return [build_replica(plan, tensors, record) for tensors in copies]
+    replicas = []
+    for slot, tensors in enumerate(copies):
+        expected = Expected()
+        arrivals.expect(expected, slot, len(tensors) + len(plan.shared) + 1)
+        replicas.append(build_replica(plan, tensors, record, expected))
+    return replicas
 
 
-def copy_tensors(plan: ModulePlan, slots: list[torch.device], record: bool, cap_bytes: int) -> list[list[Tensor]]:
-    """The plan's tensors for each slot. ``record``: those that require gradients are outputs of a broadcast."""
+def copy_tensors(
+    plan: ModulePlan, slots: list[torch.device], record: bool, cap_bytes: int, arrivals: Arrivals | None = None
+) -> list[list[Tensor]]:
+    """The plan's tensors for each slot.
+
+    ``record``: those that require gradients are outputs of a broadcast. ``arrivals``: parameters may still be on their
+    way when this returns.
+    """
     copies: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
     parameters = set(plan.parameters)
     recorded: list[int] = []
@@ -75,17 +97,33 @@ def copy_tensors(plan: ModulePlan, slots: list[torch.device], record: bool, cap_
     buffers: list[int] = []
     for i, tensor in enumerate(plan.tensors):
         (recorded if record and tensor.requires_grad else constant if i in parameters else buffers).append(i)
+    late: list[FlatBroadcast] = []
+    later = None if arrivals is None else late.append
+
     if recorded:
-        sent = _broadcast_in_buckets([plan.tensors[i] for i in recorded], slots, cap_bytes)
-        for slot, (on_slot, outputs) in enumerate(zip(copies, sent, strict=True)):
+        sent = _broadcast_in_buckets([plan.tensors[i] for i in recorded], slots, cap_bytes, of_part(recorded, later))
+        for on_slot, outputs in zip(copies, sent, strict=True):
             for i, output in zip(recorded, outputs, strict=True):
-                on_slot[i] = output.clone() if slot and i not in parameters else output
+                on_slot[i] = output
     for indices, own in ((constant, False), (buffers, True)):
-        sent = comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, cap_bytes, own_storage=own)
+        sent = comm.broadcast_coalesced(
+            [plan.tensors[i] for i in indices],
+            slots,
+            cap_bytes,
+            own_storage=own,
+            later=None if own else of_part(indices, later),
+        )
         for slot, tensors in enumerate(sent):
             for i, tensor in zip(indices, tensors, strict=True):
                 # Each replica has its own tensor for a parameter, even if no graph records it.
                 copies[slot][i] = tensor if own else alias(tensor, slot)
+    cloned = [i for i in recorded if i not in parameters]
+    if arrivals is not None:
+        # Modules are used in about the order in which they are registered.
+        arrivals.launch(sorted(late, key=lambda broadcast: min(broadcast.indices)), plan.read_directly.union(cloned))
+    for on_slot in copies[1:]:
+        for i in cloned:
+            on_slot[i] = on_slot[i].clone()
     return copies
 
 
@@ -96,13 +134,17 @@ def cap_in_bytes(bucket_cap_mb: float) -> int:
     return max(1, int(min(bucket_cap_mb * 2**20, sys.maxsize)))
 
 
-def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_bytes: int) -> list[list[Any]]:
+def _broadcast_in_buckets(
+    tensors: list[Tensor], slots: list[torch.device], cap_bytes: int, later: Later | None
+) -> list[list[Any]]:
     """The tensors on every slot, as outputs of one autograd node per bucket.
 
     Buckets are filled from the last tensor to the first, because gradients of the last layers come first. The first
     bucket is small, so that sums start early. DistributedDataParallel does the same (Li et al., "PyTorch Distributed:
     Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step, because no
     computation is left to overlap with the sum of the last one: it should not hold most of a model of a few MiB.
+
+    ``later``: see `comm.broadcast_coalesced`.
     """
     results: list[list[Any]] = [[None] * len(tensors) for _ in slots]
     is_at_root = all(tensor.device == slots[0] for tensor in tensors)
@@ -110,10 +152,20 @@ def _broadcast_in_buckets(tensors: list[Tensor], slots: list[torch.device], cap_
     last_to_first = range(len(tensors) - 1, -1, -1)
     for indices in fill_buckets(tensors, last_to_first, FIRST_BUCKET_BYTES, cap_bytes):
         bucket = [tensors[i] for i in indices]
-        for result, of_slot in zip(results, broadcast_bucket(slots, bucket, gradient_streams), strict=True):
+        of_bucket = of_part(indices, later)
+        for result, of_slot in zip(
+            results, broadcast_bucket(slots, bucket, gradient_streams, later=of_bucket), strict=True
+        ):
             for i, output in zip(indices, of_slot, strict=True):
                 result[i] = output
     return results
+
+
+def of_part(members: Sequence[int], later: Later | None) -> Later | None:
+    """``later``, for a list that has only these members of the list that it is for."""
+    if later is None:
+        return None
+    return lambda broadcast: later(broadcast._replace(indices=[members[k] for k in broadcast.indices]))
 
 
 def _make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:

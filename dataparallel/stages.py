@@ -19,8 +19,10 @@ from torch import nn
 from dataparallel.devices import current_device_set
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.cycles import CycleBreaker
+from dataparallel.parallel_apply import is_serial
 from dataparallel.scatter_gather import moved
 from dataparallel.streams.ahead import HostReads
+from dataparallel.streams.arrivals import LateCopies
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 __all__ = ["Call", "reads_of_this_scatter", "run_alone"]
@@ -45,16 +47,19 @@ class Call:
     Args:
         slots: where replicas would run.
         kept: the store that makes or reuses the replicas; it is told how the call ends.
+        serial: as in ``parallel_apply``. If replicas run one after the other, they start when all copies are there.
 
     Raises:
         RuntimeError: several replicas cannot run here: see ``threads.settings.REFUSED``.
     """
 
-    def __init__(self, slots: Sequence[torch.device], kept: KeptReplicas) -> None:
+    def __init__(self, slots: Sequence[torch.device], kept: KeptReplicas, serial: bool | None = None) -> None:
         if len(slots) > 1:
             refuse_what_cannot_be_shared()
         self._kept = kept
         self._breaker: CycleBreaker | None = None
+        self._copies = LateCopies()
+        self._may_be_late = not is_serial(serial)
         self._reads = HostReads()
 
     @contextmanager
@@ -69,14 +74,18 @@ class Call:
 
     def uses(self, replicas: R) -> R:
         """Notes the replicas of this call, and returns them."""
+        self._copies.stop()
         self._breaker = CycleBreaker([] if self._kept.is_frozen else replicas)
         return replicas
 
     def __enter__(self) -> Call:
+        if self._may_be_late:
+            self._copies.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         try:
+            self._copies.end()  # first: what follows frees memory
             self._release_replicas(failed=kind is not None)
         finally:
             self._reads.wait()

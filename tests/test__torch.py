@@ -95,6 +95,11 @@ def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: 
     elif name.path == "torch.autograd.profiler._is_profiler_enabled":
         monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
         assert room.is_profiler_enabled() is False
+    elif name.path == "torch._C._accelerator_getStream":
+        assert room.current_stream_at is torch.accelerator.current_stream
+    elif name.path == "torch._dynamo.eval_frame.cached_backends":
+        monkeypatch.setattr(room, "is_compiler_loaded", lambda: True)
+        assert room.is_compiler_in_use()
     elif name.path == "torch._disable_dynamo":
         assert room.not_traced(max)(1, 2) == 2
     else:

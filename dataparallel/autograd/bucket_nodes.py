@@ -48,6 +48,7 @@ from dataparallel.autograd.functions import copies_for_slots, sums_over_slots
 from dataparallel.autograd.node_order import run_first, run_last
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import unflatten
+from dataparallel.comm.transport import Later
 from dataparallel.profiling import stage
 from dataparallel.streams.current import streams_set
 from dataparallel.streams.gradients import GradientStreams, Made
@@ -64,6 +65,7 @@ def broadcast_bucket(
     to_slots: Callable[..., Sequence[Tensor]] | None = None,
     may_flatten: Callable[[], bool] | None = None,
     when_complete: Callable[[], None] | None = None,
+    later: Later | None = None,
 ) -> list[tuple[Tensor, ...]]:
     """The tensors on every slot, as outputs of the graph. Their gradients are summed as soon as the last one arrives.
 
@@ -74,6 +76,7 @@ def broadcast_bucket(
         to_slots: applies another kind of `ToSlots`, with the same arguments.
         may_flatten: returns in each backward whether a slot's gradients travel, so that flattening them is of use.
         when_complete: called in each backward when a slot has its last gradient, by the thread of the slot's device.
+        later: takes the bucket's broadcast, which the caller launches; see `comm.broadcast_coalesced`.
     """
     packing = Packing(slots, tensors, may_flatten)
     handle = FromSource.apply(*tensors)
@@ -84,7 +87,7 @@ def broadcast_bucket(
         handles = (to_slots or ToSlots.apply)(slots, gradient_streams, handle)
     streams = isolated_streams(slots)
     outputs = []
-    for slot, copies in enumerate(copies_for_slots(tensors, slots, packing.planned)):
+    for slot, copies in enumerate(copies_for_slots(tensors, slots, packing.planned, later)):
         with streams_set({slots[slot]: streams[slot].stream} if slot in streams else {}):
             is_received = gradient_streams is not None or slot in streams
             outputs.append(OnSlot.apply(handles[slot], copies, packing, is_received, when_complete))

@@ -30,6 +30,7 @@ from dataparallel.autograd.node_order import run_first
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import Planned
 from dataparallel.comm.copies import alias
+from dataparallel.comm.transport import Later
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.profiling import stage
 from dataparallel.streams.nodes import forward_streams_set, note_forward_streams
@@ -85,13 +86,17 @@ class Broadcast(Function):
 
 @torch.no_grad()
 def copies_for_slots(
-    tensors: Sequence[Tensor], slots: Sequence[torch.device], planned: Planned | None = None
+    tensors: Sequence[Tensor],
+    slots: Sequence[torch.device],
+    planned: Planned | None = None,
+    later: Later | None = None,
 ) -> list[list[Tensor]]:
     """The tensors on every slot, as outputs for a node. No two slots get the same object, and none gets the source's.
 
-    ``planned``: the result of `plan_buckets` for the tensors as one bucket, if the caller has it.
+    ``planned``: the result of `plan_buckets` for the tensors as one bucket, if the caller has it. ``later``: see
+    `comm.broadcast_coalesced`.
     """
-    copies = comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER, planned=planned)
+    copies = comm.broadcast_coalesced(tensors, slots, _ONE_BUFFER, planned=planned, later=later)
     already_there = {tensor.device for tensor in tensors}
     for slot, device in enumerate(slots):
         if device in slots[:slot]:

@@ -11,11 +11,12 @@ overrides the library's choice of transport and route.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Planned
+from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Bucket, Planned, flatten
 from dataparallel.comm.checks import (
     check_chunk_sizes,
     check_exactly_one,
@@ -27,14 +28,16 @@ from dataparallel.comm.checks import (
 from dataparallel.comm.choice import Choice
 from dataparallel.comm.select import choose_transport, transport_for
 from dataparallel.comm.settings import are_slots_isolated, using
-from dataparallel.comm.transport import Travelling
+from dataparallel.comm.transport import FlatBroadcast, Later, Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
 __all__ = [
     "Choice",
+    "FlatBroadcast",
     "add_flat",
     "broadcast",
     "broadcast_coalesced",
+    "broadcast_into",
     "choose_transport",
     "gather",
     "near_equal_sizes",
@@ -68,6 +71,13 @@ def broadcast(
     return tuple(transport.broadcast(tensor, slots, own=are_slots_isolated()))
 
 
+def broadcast_into(buffers: Sequence[Tensor], bucket: Bucket, tensors: Sequence[Tensor]) -> FlatBroadcast:
+    """The broadcast of a bucket of ``tensors`` into flat buffers of its size, still to be launched."""
+    return FlatBroadcast(
+        bucket.indices, partial(flatten, bucket, tensors), lambda flat: broadcast(flat, out=buffers), buffers
+    )
+
+
 def _broadcast_into(out: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
     check_movable(out)
     for index, target in enumerate(out):
@@ -88,6 +98,7 @@ def broadcast_coalesced(
     *,
     own_storage: bool = False,
     planned: Planned | None = None,
+    later: Later | None = None,
 ) -> list[list[Tensor]]:
     """A list of tensors for each of ``devices``. Tensors that move travel in flat buffers of ``buffer_size`` bytes.
 
@@ -97,6 +108,8 @@ def broadcast_coalesced(
         buffer_size: above 0.
         own_storage: every slot but the first gets storage that nothing else uses.
         planned: the result of ``comm.buckets.plan_buckets`` for these tensors and this size, if the caller has it.
+        later: takes the broadcast of each flat buffer. The caller launches them, and until then the results have no
+            values. Not with ``own_storage``.
 
     Raises:
         ValueError: a meta or lazy tensor, a device that does not exist.
@@ -105,7 +118,7 @@ def broadcast_coalesced(
     slots = resolve_each(devices)
     transport = transport_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors)
     return transport.broadcast_coalesced(
-        tensors, slots, buffer_size, own=own_storage, isolated=are_slots_isolated(), planned=planned
+        tensors, slots, buffer_size, own=own_storage, isolated=are_slots_isolated(), planned=planned, later=later
     )
 
 

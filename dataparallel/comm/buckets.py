@@ -57,6 +57,11 @@ class Bucket:
     row_major: bool
 
     @property
+    def numel(self) -> int:
+        """The number of elements of the flat buffer."""
+        return sum(layout.numel for layout in self.layouts)
+
+    @property
     def keeps_repeats(self) -> bool:
         """True if a tensor in it has repeated dimensions that are stored once; see `layout_of`."""
         return any(layout.core_shape != layout.shape for layout, _ in self.runs)

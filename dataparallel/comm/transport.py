@@ -19,7 +19,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,10 +37,30 @@ from dataparallel.comm.buckets import (
 )
 from dataparallel.comm.copies import same_kind
 
-__all__ = ["Transport", "Travelling", "summed_in", "travel_flat_on_every_slot"]
+__all__ = ["FlatBroadcast", "Later", "Transport", "Travelling", "summed_in", "travel_flat_on_every_slot"]
 
 Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[None]]"
 """Opens the context in which flat buffers are copied and added. Its argument is every buffer that is used there."""
+
+
+class FlatBroadcast(NamedTuple):
+    """The broadcast of one bucket that is still to be launched.
+
+    Attributes:
+        indices: positions of the bucket's tensors in the caller's list.
+        read: makes the flat buffer to send, from the tensors as they are then. When it has run they may be changed.
+        send: sends it into ``buffers``.
+        buffers: the memory that receives it.
+    """
+
+    indices: Sequence[int]
+    read: Callable[[], Tensor]
+    send: Callable[[Tensor], Any]
+    buffers: Sequence[Tensor]
+
+
+Later: TypeAlias = "Callable[[FlatBroadcast], object]"
+"""Takes the broadcast of a bucket, to launch it later."""
 
 
 class Transport(ABC):
@@ -152,11 +173,13 @@ class Transport(ABC):
         own: bool,
         isolated: bool = False,
         planned: Planned | None = None,
+        later: Later | None = None,
     ) -> list[list[Tensor]]:
         """The tensors for each slot. Tensors that have to move, move in flat buckets of ``buffer_size`` bytes.
 
         Slots on one device share one copy; if ``own`` or ``isolated``, each has its own. ``planned``: the result of
-        `plan_buckets` for all of the tensors, if the caller has it.
+        `plan_buckets` for all of the tensors, if the caller has it. ``later`` takes the broadcast of each bucket
+        instead of launching it; not with ``own``, which copies what has arrived.
         """
         own = own or isolated
         results = [list(tensors) for _ in devices]
@@ -174,12 +197,18 @@ class Transport(ABC):
             needing = [slot for slot, device in enumerate(devices) if device != source or (own and slot > 0)]
             if not needing:
                 continue
-            flat = flatten(bucket, tensors)
             # The first slot on each other device receives a buffer; every slot does if slots are isolated.
             first_on = {device: devices.index(device) for device in devices if device != source}
             receiving = needing if isolated else list(first_on.values())
-            buffers = {slot: torch.empty_like(flat, device=devices[slot]) for slot in receiving}
-            self.broadcast_flat(flat, [*buffers.values()])
+            dtype = tensors[bucket.indices[0]].dtype
+            buffers = {slot: torch.empty(bucket.numel, dtype=dtype, device=devices[slot]) for slot in receiving}
+            received = [*buffers.values()]
+            if later is None:
+                flat = flatten(bucket, tensors)
+                self.broadcast_flat(flat, received)
+            else:
+                read, send = partial(flatten, bucket, tensors), partial(self._send_flat, received)
+                later(FlatBroadcast(bucket.indices, read, send, received))
             arrived = {slot: unflatten(bucket, buffer) for slot, buffer in buffers.items()}
             for slot in needing:
                 device = devices[slot]
@@ -192,6 +221,9 @@ class Transport(ABC):
                 for index, part in zip(bucket.indices, parts, strict=True):
                     results[slot][index] = part
         return results
+
+    def _send_flat(self, buffers: Sequence[Tensor], flat: Tensor) -> None:
+        self.broadcast_flat(flat, buffers)
 
     def reduce_add_coalesced(
         self,

@@ -14,10 +14,16 @@ Autograd does not notice that values are written. If the source has not changed,
 that still waits for its backward stays valid. If the version of a source's tensor has changed since the last forward,
 graphs that used its former value are no longer valid: the versions of its copies are changed too, and the backward of
 such a graph raises the error that torch raises on one device. Writes through ``.data`` change no version.
+
+Values travel on side streams (``streams.arrivals``) while one thread makes all calls. Calls of several threads share
+the copies, and one of them may read them while another one refreshes them: then values travel on the computing streams.
+A thread that runs only the backward is not seen: it should not run beside another thread's forward.
 """
 
 from __future__ import annotations
 
+import heapq
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, is_
@@ -31,11 +37,14 @@ from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import Bucket, fill_buckets, flatten, plan_buckets, unflatten
 from dataparallel.comm.copies import alias
+from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.composable.gradient_sums import GradientSums, PersistentToSlots, WaitingBucket
 from dataparallel.composable.persistent_memory import MemoryOfCopies
 from dataparallel.modules.build import make_parameters
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.replica_parameter import ReplicaParameter
+from dataparallel.replicate import of_part
+from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import current_streams
 from dataparallel.streams.gradients import GradientStreams
 
@@ -62,23 +71,36 @@ class PersistentTensors:
         self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
         self._broadcast_buffers = broadcast_buffers
         self._order: list[int] | None = None  # positions in the plan as gradients arrived in the first pass
+        self._callers: set[int] = set()  # threads
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("the tensors of persistent replicas belong to one module and cannot be copied")
 
-    def for_call(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, record: bool) -> list[list[Tensor]]:
+    def for_call(
+        self,
+        plan: ModulePlan,
+        slots: list[torch.device],
+        cap_bytes: int,
+        record: bool,
+        arrivals: Arrivals | None = None,
+    ) -> list[list[Tensor]]:
         """The plan's tensors for each of the first slots, with current values; parameters are `ReplicaParameter`.
 
         Slot 0's tensors, and parameters of other slots on its device, share the source's memory. The tensors are the
-        same if no graph is recorded. ``cap_bytes`` is ignored: the sizes of buckets were given before.
+        same if no graph is recorded. ``cap_bytes`` is ignored: the sizes of buckets were given before. ``arrivals``:
+        parameters may still be on their way.
         """
+        if arrivals is not None and not self._is_called_by_one_thread():
+            # The copies of all calls are the same memory, which other threads may read until this one is done.
+            arrivals.wait_for_others()
+            arrivals = None
         with torch.inference_mode(False):
             # Nothing here holds the former copies while new ones are made, which need their memory.
             if self.copies is None or not self._can_be_used_again(self.copies, plan):
-                self.copies = self._make(plan)
+                self.copies = self._make(plan, arrivals)
             else:
                 self.sums.drop_void()
-                self.copies.refresh()
+                self.copies.refresh(arrivals)
             return self.copies.by_slot[: len(slots)]
 
     def end_call(self) -> None:
@@ -95,7 +117,12 @@ class PersistentTensors:
     def _can_be_used_again(self, copies: PersistentCopies, plan: ModulePlan) -> bool:
         return copies.still_fit(plan, self._slots) and not self._learn_order(copies) and copies.memory.restore()
 
-    def _make(self, plan: ModulePlan) -> PersistentCopies:
+    def _is_called_by_one_thread(self) -> bool:
+        """True if one thread has made all calls so far."""
+        self._callers.add(threading.get_ident())
+        return len(self._callers) == 1
+
+    def _make(self, plan: ModulePlan, arrivals: Arrivals | None) -> PersistentCopies:
         same_tree = self.copies is not None and self.copies.are_of(plan)
         self.clear()
         if not same_tree:
@@ -104,7 +131,7 @@ class PersistentTensors:
         # Before the order is known each parameter is a bucket, for one pass, so that each has a time of arrival.
         first, cap = (1, 1) if self._order is None else (self._first_bytes, self._cap_bytes)
         with torch.enable_grad():
-            copies.make(first, cap, self._order, self.sums)
+            copies.make(first, cap, self._order, self.sums, arrivals)
         return copies
 
     def _learn_order(self, copies: PersistentCopies) -> bool:
@@ -141,6 +168,7 @@ class PersistentCopies:
         self._parameters = set(plan.parameters)
         # What each forward sends: flat buckets, single tensors, sparse tensors; with the memory that receives it.
         self._flat: list[tuple[Bucket, list[Tensor]]] = []
+        self._at_once = plan.read_directly.union(i for i in self.recorded if i not in self._parameters)
         self._singles: list[tuple[int, list[Tensor]]] = []
         self._sparse: list[tuple[int, bool]] = []  # true: each slot has its own copy
         self._versions: list[int] = []
@@ -164,21 +192,38 @@ class PersistentCopies:
             and settings.current() == self._settings
         )
 
-    def make(self, first_bytes: int, cap_bytes: int, order: Sequence[int] | None, sums: GradientSums) -> None:
-        """Fills `by_slot`; ``order`` is that of the gradients, if it is known."""
+    def make(
+        self,
+        first_bytes: int,
+        cap_bytes: int,
+        order: Sequence[int] | None,
+        sums: GradientSums,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        """Fills `by_slot`; ``order`` is that of the gradients, if it is known. ``arrivals``: as for `refresh`."""
         tensors = self.plan.tensors
         self.buckets = fill_buckets(tensors, order or self.recorded[::-1], first_bytes, cap_bytes)
-        self._make_recorded(order is not None, sums)
+        late: list[FlatBroadcast] = []
+        later = None if arrivals is None else late.append
+        self._make_recorded(order is not None, sums, later)
         recorded = {*self.recorded}
         constant = [i for i in self.plan.parameters if i not in recorded]
         buffers = [i for i in range(len(tensors)) if i not in recorded and i not in self._parameters]
         for indices, own in ((constant, False), (buffers, True)):
-            sent = comm.broadcast_coalesced([tensors[i] for i in indices], self.slots, cap_bytes, own_storage=own)
+            sent = comm.broadcast_coalesced(
+                [tensors[i] for i in indices],
+                self.slots,
+                cap_bytes,
+                own_storage=own,
+                later=None if own else of_part(indices, later),
+            )
             for slot, on_slot in enumerate(sent):
                 for i, tensor in zip(indices, on_slot, strict=True):
                     self.by_slot[slot][i] = tensor if own else alias(tensor, slot)
             if self._broadcast_buffers or not own:
                 self._send_at_each_forward(indices, cap_bytes, own)
+        if arrivals is not None:
+            self._launch(late, arrivals)
         for on_slot in self.by_slot:
             make_parameters(self.plan, on_slot, ReplicaParameter)
         self._versions = _versions(tensors)
@@ -193,7 +238,7 @@ class PersistentCopies:
             ]
         )
 
-    def _make_recorded(self, order_is_known: bool, sums: GradientSums) -> None:
+    def _make_recorded(self, order_is_known: bool, sums: GradientSums, later: Later | None) -> None:
         """Makes the copies of tensors that need gradients, bucket by bucket."""
         gradient_streams = GradientStreams.for_forward(self.slots, self._streams)
         buckets: list[WaitingBucket] = []
@@ -202,7 +247,7 @@ class PersistentCopies:
             waiting = WaitingBucket(sums, [self.plan.tensors[i] for i in group], self._streams)
             # Arrival is noted on the slots: if the root's thread is late, it has a choice of many buckets.
             note = None if order_is_known else partial(self.arrivals.append, position)
-            token = self._make_bucket(group, waiting, gradient_streams, token, note)
+            token = self._make_bucket(group, waiting, gradient_streams, token, note, of_part(group, later))
             buckets.append(waiting)
             if not order_is_known:  # the tokens would impose one
                 token = first_token
@@ -215,6 +260,7 @@ class PersistentCopies:
         gradient_streams: GradientStreams | None,
         token: Tensor,
         note: Callable[[], None] | None,
+        later: Later | None,
     ) -> Tensor:
         """Makes a bucket's copies. Returns the token for the bucket that is to be summed before this one.
 
@@ -228,7 +274,9 @@ class PersistentCopies:
             return handles
 
         tensors = [self.plan.tensors[i] for i in group]
-        outputs = broadcast_bucket(self.slots, tensors, gradient_streams, to_slots, lambda: waiting.sums.are_on, note)
+        outputs = broadcast_bucket(
+            self.slots, tensors, gradient_streams, to_slots, lambda: waiting.sums.are_on, note, later
+        )
         for on_slot, of_slot in zip(self.by_slot, outputs, strict=True):
             for i, output in zip(group, of_slot, strict=True):
                 on_slot[i] = output
@@ -266,11 +314,17 @@ class PersistentCopies:
         return list(found.values())
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Gives the copies current values."""
+    def refresh(self, arrivals: Arrivals | None = None) -> None:
+        """Gives the copies current values. ``arrivals``: parameters may still be on their way when this returns."""
         tensors = self.plan.tensors
+        late = []
         for bucket, copies in self._flat:
-            comm.broadcast(flatten(bucket, tensors), out=copies)
+            if arrivals is None or self._are_buffers(bucket.indices):
+                comm.broadcast(flatten(bucket, tensors), out=copies)
+            else:
+                late.append(comm.broadcast_into(copies, bucket, tensors))
+        if arrivals is not None:
+            self._launch(late, arrivals)
         for i, copies in self._singles:
             for copy in copies:
                 copy.copy_(tensors[i])
@@ -282,6 +336,19 @@ class PersistentCopies:
             # Slot 0's copies share the source's versions.
             torch.autograd.graph.increment_version([on_slot[i] for on_slot in self.by_slot[1:] for i in changed])
             self._versions = versions
+
+    def _are_buffers(self, indices: Sequence[int]) -> bool:
+        """True for a bucket of buffers that need no gradient."""
+        return indices[0] not in self._parameters and not self.plan.tensors[indices[0]].requires_grad
+
+    def _launch(self, late: Sequence[FlatBroadcast], arrivals: Arrivals) -> None:
+        """Launches the broadcasts of parameters in the order of use."""
+        # Buckets with gradients were made in the order in which a forward uses them: the last gradients come first.
+        # Constant parameters have no gradients and go where they are registered.
+        recorded = [broadcast for broadcast in late if self.plan.tensors[broadcast.indices[0]].requires_grad]
+        constant = [broadcast for broadcast in late if not self.plan.tensors[broadcast.indices[0]].requires_grad]
+        merged = heapq.merge(recorded, constant, key=lambda broadcast: min(broadcast.indices))
+        arrivals.launch(merged, self._at_once)
 
     def _replace_sparse(self, i: int, own: bool) -> None:
         """Gives copies of a sparse tensor its current values, in new memory: a write may replace its indices."""

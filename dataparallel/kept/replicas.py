@@ -32,7 +32,8 @@ from dataparallel.modules.cycles import CycleBreaker
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.modules.snapshot import TreeSnapshot
 from dataparallel.replica_parameter import ReplicaParameter
-from dataparallel.replicate import copy_tensors
+from dataparallel.replicate import build_replicas, copy_tensors
+from dataparallel.streams.arrivals import Arrivals, arrivals_for
 
 __all__ = ["MOST_FROZEN", "CallTensors", "KeptReplicas"]
 
@@ -48,8 +49,18 @@ _all: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
 class CallTensors(Protocol):
     """Makes the tensors of a call's replicas, for one call at a time. A copy of it holds no tensors."""
 
-    def for_call(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, record: bool) -> list[list[Tensor]]:
-        """The plan's tensors for each slot, with their values now. ``record``: a graph is recorded."""
+    def for_call(
+        self,
+        plan: ModulePlan,
+        slots: list[torch.device],
+        cap_bytes: int,
+        record: bool,
+        arrivals: Arrivals | None = None,
+    ) -> list[list[Tensor]]:
+        """The plan's tensors for each slot, with their values now.
+
+        ``record``: a graph is recorded. ``arrivals``: parameters may still be on their way, and this launches them.
+        """
 
     def end_call(self) -> None:
         """Removes everything that the last call left on kept tensors."""
@@ -73,11 +84,18 @@ class _NewOrKeptTensors:
     def clear(self) -> None:
         self._copies = KeptCopies()
 
-    def for_call(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, record: bool) -> list[list[Tensor]]:
+    def for_call(
+        self,
+        plan: ModulePlan,
+        slots: list[torch.device],
+        cap_bytes: int,
+        record: bool,
+        arrivals: Arrivals | None = None,
+    ) -> list[list[Tensor]]:
         if not record:
-            return self._copies.refreshed(plan, slots, cap_bytes)
+            return self._copies.refreshed(plan, slots, cap_bytes, arrivals)
         self.clear()  # training needs the memory
-        copies = copy_tensors(plan, slots, True, cap_bytes)
+        copies = copy_tensors(plan, slots, True, cap_bytes, arrivals)
         for tensors in copies:
             make_parameters(plan, tensors, ReplicaParameter)
         return copies
@@ -203,14 +221,21 @@ class KeptReplicas:
             self._plan = ModulePlan.of(network)
             self._snapshot = TreeSnapshot(self._plan) if self._plan.is_plain else None
         plan = self._plan
-        copies = self._tensors.for_call(plan, slots, cap_bytes, record)
+        arrivals = arrivals_for(slots)
+        copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
         if self._snapshot is None:
             self._plan = None
         if self._snapshot is None or not ownership.are_counts_trusted():
-            return [build_replica(plan, tensors, record) for tensors in copies]
+            return build_replicas(plan, copies, record, arrivals)
+        may_be_late = arrivals is not None
+        if any(shell.may_be_late != may_be_late for shell in self._shells):
+            self._shells = []
         while len(self._shells) < len(slots):
-            self._shells.append(Shell(plan))
-        return [shell.filled(tensors) for shell, tensors in zip(self._shells, copies, strict=False)]
+            self._shells.append(Shell(plan, may_be_late))
+        return [
+            shell.filled(tensors, arrivals, slot)
+            for slot, (shell, tensors) in enumerate(zip(self._shells, copies, strict=False))
+        ]
 
     def _reset(self) -> None:
         if not all([shell.reset() for shell in self._shells]):

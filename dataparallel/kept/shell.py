@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dataparallel import ownership
 from dataparallel._torch import HOOK_TABLES
-from dataparallel.modules.build import bare_module, empty_hook_flags, own_attributes
+from dataparallel.modules.build import bare_module, empty_hook_flags, own_attributes, parameter_registry
 from dataparallel.modules.plan import ModulePlan
+from dataparallel.streams.arrivals import Arrivals, Expected
 
 __all__ = ["Shell"]
 
@@ -27,9 +28,13 @@ _Part: TypeAlias = "tuple[dict[str, Any], _Registration, _Registration, dict[str
 
 
 class Shell:
-    """The module objects of one replica: filled with tensors for a call, reset after it."""
+    """The module objects of one replica: filled with tensors for a call, reset after it.
 
-    def __init__(self, plan: ModulePlan) -> None:
+    ``may_be_late``: lookups of parameters wait for what the call expects; see ``modules.registry``.
+    """
+
+    def __init__(self, plan: ModulePlan, may_be_late: bool = False) -> None:
+        self.may_be_late = may_be_late
         self._classes = [entry.cls for entry in plan.entries]
         self._modules = [bare_module(cls) for cls in self._classes]
         self._shared = [*plan.shared, None]  # positions below zero
@@ -50,9 +55,11 @@ class Shell:
         self._holders = ownership.Holders(self._counted, self._with_children)
         self._is_in_use = False
 
-    def filled(self, tensors: list[Tensor]) -> nn.Module:
-        """The replica with ``tensors``, for the next call."""
+    def filled(self, tensors: list[Tensor], arrivals: Arrivals | None = None, slot: int = 0) -> nn.Module:
+        """The replica with ``tensors``, for the next call on ``slot``. Needs ``arrivals`` if it may be late."""
         self._is_in_use = True
+        if self._expected is not None and arrivals is not None:
+            arrivals.expect(self._expected, slot, len(tensors) + len(self._shared))
         held = [*tensors, *self._shared]
         for registry, positions in self._to_fill:
             for key, i in positions:
@@ -103,9 +110,11 @@ class Shell:
         self._to_fill: list[tuple[dict[str, Any], _Registration]] = []
         self._with_children: list[dict[str, Any]] = []  # registries of `_parents`
         self._of_tensors: list[dict[str, Any]] = []  # registries of parameters and of buffers
+        # Whoever holds an old registry keeps what that one expects.
+        self._expected = Expected() if self.may_be_late else None
         for module, (attributes, parameters, buffers, children) in zip(self._modules, self._parts, strict=True):
             own = attributes.copy()
-            own_parameters: dict[str, Any] = {}
+            own_parameters = parameter_registry(dict(parameters), self._expected)
             own_buffers: dict[str, Any] = {}
             own_children = children.copy()
             own["_parameters"], own["_buffers"], own["_modules"] = own_parameters, own_buffers, own_children

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch, comm, ownership
+from dataparallel.comm import broadcast_into
 from dataparallel.comm.buckets import Bucket, flatten, plan_buckets, unflatten
 from dataparallel.comm.copies import alias
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.modules.plan import ModulePlan
+from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import current_streams
 
 __all__ = ["KeptCopies"]
@@ -38,17 +40,22 @@ class KeptCopies:
         self._singles: list[int] = []
         self._copies: dict[int, _Copy] = {}
 
-    def refreshed(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:
+    def refreshed(
+        self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, arrivals: Arrivals | None = None
+    ) -> list[list[Tensor]]:
         """The plan's tensors for each slot, with their values now. Parameters are ``nn.Parameter``.
 
         Slots on one device share the memory of parameters; on the first slot's device it is the source's. Isolated
-        slots, except the first, have their own. Each slot has its own buffers; slot 0 has the source's.
+        slots, except the first, have their own. Each slot has its own buffers; slot 0 has the source's. ``arrivals``:
+        parameters may still be on their way.
         """
         # Tensors made in inference mode could not be refreshed outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            return self._refreshed(plan, slots, cap_bytes)
+            return self._refreshed(plan, slots, cap_bytes, arrivals)
 
-    def _refreshed(self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int) -> list[list[Tensor]]:
+    def _refreshed(
+        self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, arrivals: Arrivals | None
+    ) -> list[list[Tensor]]:
         self._plan_buckets(plan, cap_bytes)
         copies = [list(plan.tensors) for _ in slots]
         isolated = are_slots_isolated()
@@ -56,7 +63,7 @@ class KeptCopies:
         homes = [slot if isolated else slots.index(device) for slot, device in enumerate(slots)]
         away = [slot for slot, home in enumerate(homes) if slot == home and slot > 0]
         if away:
-            self._send(plan, slots, away, copies)
+            self._send(plan, slots, away, copies, arrivals)
         parameters = set(plan.parameters)
         buffers = [i for i in range(len(plan.tensors)) if i not in parameters]
         for slot, home in enumerate(homes):
@@ -76,7 +83,13 @@ class KeptCopies:
         kinds: list[Any] = [cap_bytes, are_slots_isolated(), plan.parameters, *map(_kind, plan.tensors)]
         if kinds != self._kinds:
             self._copies = {}
-            self._buckets, self._singles = plan_buckets(plan.tensors, cap_bytes)
+            # Apart: buffers may not be late. They are first.
+            parameters = set(plan.parameters)
+            buffers = [i for i in range(len(plan.tensors)) if i not in parameters]
+            of_buffers, of_parameters = (
+                plan_buckets(plan.tensors, cap_bytes, candidates=group) for group in (buffers, sorted(parameters))
+            )
+            self._buckets, self._singles = of_buffers[0] + of_parameters[0], of_buffers[1] + of_parameters[1]
             self._kinds = kinds
 
     def end_call(self) -> None:
@@ -87,9 +100,15 @@ class KeptCopies:
         trusted = ownership.are_counts_trusted()
         self._copies = {slot: copy for slot, copy in self._copies.items() if copy.end_call() and trusted}
 
-    def _send(self, plan: ModulePlan, slots: list[torch.device], away: list[int], copies: list[list[Tensor]]) -> None:
-        sources = [flatten(bucket, plan.tensors) for bucket in self._buckets]
-        targets: list[list[Tensor]] = [[] for _ in sources]
+    def _send(
+        self,
+        plan: ModulePlan,
+        slots: list[torch.device],
+        away: list[int],
+        copies: list[list[Tensor]],
+        arrivals: Arrivals | None,
+    ) -> None:
+        targets: list[list[Tensor]] = [[] for _ in self._buckets]
         positions = [i for bucket in self._buckets for i in bucket.indices]
         streams = current_streams(slots)
         for slot in away:
@@ -99,15 +118,21 @@ class KeptCopies:
                 # First, so that the new copy may get its memory.
                 self._copies.pop(slot, None)
                 kept = None
-                kept = self._copies[slot] = _Copy(plan, self._buckets, sources, device, stream)
+                kept = self._copies[slot] = _Copy(plan, self._buckets, device, stream)
             for of_bucket, flat in zip(targets, kept.to_refresh(), strict=True):
                 of_bucket.append(flat)
             copy = copies[slot]
             for i, part in zip(positions, kept.parts, strict=True):
                 copy[i] = part
-        for source, flats in zip(sources, targets, strict=True):
-            comm.broadcast(source, out=flats)
         parameters = set(plan.parameters)
+        late = []
+        for bucket, flats in zip(self._buckets, targets, strict=True):
+            if arrivals is None or bucket.indices[0] not in parameters:
+                comm.broadcast(flatten(bucket, plan.tensors), out=flats)
+            else:
+                late.append(broadcast_into(flats, bucket, plan.tensors))
+        if arrivals is not None:
+            arrivals.launch(late, plan.read_directly)
         for i in self._singles:
             source = plan.tensors[i]
             # The first result is the source's tensor. Isolated slots get copies on its device.
@@ -131,13 +156,14 @@ class _Copy:
         self,
         plan: ModulePlan,
         buckets: list[Bucket],
-        sources: list[Tensor],
         device: torch.device,
         stream: torch.Stream | None,
     ) -> None:
         # The memory belongs to this stream. Nothing orders another stream before the memory is freed.
         self._stream = stream
-        self._flats = [torch.empty_like(source, device=device) for source in sources]
+        self._flats = [
+            torch.empty(bucket.numel, dtype=plan.tensors[bucket.indices[0]].dtype, device=device) for bucket in buckets
+        ]
         self.parts: list[Tensor] = []
         parameters = set(plan.parameters)
         for bucket, flat in zip(buckets, self._flats, strict=True):

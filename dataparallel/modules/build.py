@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,9 @@ from dataparallel import _torch
 from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
 from dataparallel.modules.plan import MADE_FOR_ATTRIBUTES, NONE_POSITION, TWIN_INFO, ModuleEntry, ModulePlan, dotted
 from dataparallel.modules.references import Rebinding
+from dataparallel.modules.registry import ParameterRegistry
 from dataparallel.replica_parameter import ReplicaParameter
+from dataparallel.streams.arrivals import Expected
 
 __all__ = [
     "bare_module",
@@ -28,6 +30,7 @@ __all__ = [
     "empty_hook_flags",
     "make_parameters",
     "own_attributes",
+    "parameter_registry",
 ]
 
 
@@ -49,8 +52,11 @@ def collector_paused() -> Iterator[None]:
         gc.enable()
 
 
-def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
-    """One replica of the plan's tree, with these tensors. ``record``: they are outputs of a recorded broadcast."""
+def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool, expected: Expected | None = None) -> Any:
+    """One replica of the plan's tree, with these tensors.
+
+    ``record``: they are outputs of a recorded broadcast. ``expected``: which of them may still be on their way.
+    """
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
     tensor_table = [*tensors, *plan.shared, None]  # None at `NONE_POSITION`
     flags = empty_hook_flags()
@@ -61,7 +67,7 @@ def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool) -> Any:
             _fill_script(entry, module, module_table, tensor_table)
         else:
             own = own_attributes(entry, vars(module) if entry.has_own_rule else entry.attributes.copy(), flags)
-            _fill_registries(entry, own, module_table, tensor_table)
+            _fill_registries(entry, own, module_table, tensor_table, expected)
             # Past `Module.__setattr__`, which would look for parameters in it.
             object.__setattr__(module, "__dict__", own)
             for name in entry.slots:
@@ -149,10 +155,17 @@ def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any
     return own
 
 
-def _fill_registries(entry: ModuleEntry, own: dict[str, Any], modules: list[Any], tensors: list[Any]) -> None:
+def parameter_registry(positions: Mapping[str, int], expected: Expected | None) -> dict[str, Any]:
+    """An empty registry for the parameters at these positions."""
+    return {} if expected is None or not positions else ParameterRegistry(positions, expected)
+
+
+def _fill_registries(
+    entry: ModuleEntry, own: dict[str, Any], modules: list[Any], tensors: list[Any], expected: Expected | None
+) -> None:
     """Puts the replica's tensors and children where the source has its own. Both lists end with ``None``."""
     if entry.parameters:
-        registry = own["_parameters"]
+        registry = own["_parameters"] = parameter_registry(entry.parameters, expected)
         for key, i in entry.parameters.items():
             registry[key] = tensors[i]
     if entry.buffers:

@@ -8,7 +8,7 @@ does not look at the source again. It also says which trees cannot be replicated
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,8 @@ class ModulePlan:
         parameters: positions of the tensors that are parameters; the others are buffers.
         source_id: the id of the root or, if the root is a twin, of the module that it replaces.
         shared: modules and parameters that all replicas share with the source.
+        read_directly: positions of parameters that a replica may read past its registries: those that attributes refer
+            to, and those of ScriptModules and of classes with their own ``_replicate_for_data_parallel``.
     """
 
     entries: list[ModuleEntry]
@@ -108,6 +110,7 @@ class ModulePlan:
     source_id: int
     ignored_parameters: frozenset[int] = frozenset()
     shared: list[Any] = field(default_factory=list)
+    read_directly: set[int] = field(default_factory=set)
     has_references: bool = False
     may_hold_cycles: bool = False
 
@@ -140,7 +143,7 @@ class ModulePlan:
                     entry.proxied.append(key)
                 entry.children[key] = at
         modules = {id(entry.module) for entry in entries} | {plan.source_id}
-        plan._find_references(modules, found.keys() - plan.ignored_parameters)
+        plan._find_references(modules, {name: at for name, at in found.items() if name not in plan.ignored_parameters})
         return plan
 
     @property
@@ -176,8 +179,8 @@ class ModulePlan:
         self.shared.insert(0, item)
         return NONE_POSITION - len(self.shared)
 
-    def _find_references(self, modules: Set[int], tensors: Set[int]) -> None:
-        known = modules | tensors
+    def _find_references(self, modules: Set[int], tensors: Mapping[int, int]) -> None:
+        known = modules | tensors.keys()
         rules: dict[type, tuple[tuple[str, ...], bool]] = {}
         for entry in self.entries:
             cls = entry.cls
@@ -185,6 +188,8 @@ class ModulePlan:
                 has_own_rule = cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
                 rules[cls] = instance_slots(cls), has_own_rule
             entry.slots, entry.has_own_rule = rules[cls]
+            if entry.has_own_rule or entry.is_script:
+                self.read_directly.update(entry.parameters.values())
             # Most attributes are atomic or empty tables; these lines run for every attribute of every module.
             held = [
                 (key, value)
@@ -201,6 +206,7 @@ class ModulePlan:
                 if not ids.isdisjoint(known):
                     entry.references.append(key)
                     self.has_references = True
+                    self.read_directly.update(tensors[name] for name in ids & tensors.keys())
                     # Tensors refer to nothing. An attribute that leads to a module may lead back to its owner.
                     self.may_hold_cycles |= not ids.isdisjoint(modules)
 

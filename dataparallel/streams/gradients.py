@@ -22,8 +22,7 @@ Flat buffers are memory of the streams that made them, and side streams read the
   the buffers of a whole step: such memory is free only when the host looks again, and by then the host may have
   launched all of it.
 
-Copies of parameters travel on the computing streams. The first layer waits for the last slot's copy in any case, and
-memory that a side stream fills would need ``record_stream`` for every replica.
+Copies of parameters have side streams of their own: see ``streams.arrivals``.
 """
 
 from __future__ import annotations

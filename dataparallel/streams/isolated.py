@@ -115,7 +115,14 @@ def _tensors(obj: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
         return
     parts: list[Any] = []
     if isinstance(obj, nn.Module):
-        parts = [*chain(obj.parameters(), obj.buffers())]
+        registries: Any = chain.from_iterable((child._parameters, child._buffers) for child in obj.modules())
+        # A replica's registry makes the current stream wait, except for dict's own methods. A ScriptModule has none.
+        parts = [
+            tensor
+            for registry in registries
+            for tensor in (dict.values(registry) if isinstance(registry, dict) else registry.values())
+            if tensor is not None
+        ]
     elif (container := container_of(obj)) is not None:
         parts = [value for _, value in container.children(obj)]
     elif batch_of(obj) is not None:

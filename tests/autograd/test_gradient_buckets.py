@@ -82,7 +82,9 @@ def test_buckets_are_filled_from_the_last_layer_and_grow(make_slots, monkeypatch
     model = Layers(5).double().to(slots[0])
     sent = []
     monkeypatch.setattr(
-        room, "broadcast_bucket", lambda *arguments: sent.append(arguments[1]) or broadcast_bucket(*arguments)
+        room,
+        "broadcast_bucket",
+        lambda *arguments, **named: sent.append(arguments[1]) or broadcast_bucket(*arguments, **named),
     )
     dp.replicate(model, slots, bucket_cap_mb=2 * LAYER_MB)
     position = {parameter.data_ptr(): i for i, parameter in enumerate(model.parameters())}

@@ -33,9 +33,9 @@ def made(monkeypatch) -> list[int]:
     found: list[int] = []
     original = tensors.KeptCopies.refreshed
 
-    def refreshed(self, plan, slots, cap_bytes):
+    def refreshed(self, plan, slots, cap_bytes, arrivals=None):
         found.append(len(slots))
-        return original(self, plan, slots, cap_bytes)
+        return original(self, plan, slots, cap_bytes, arrivals)
 
     monkeypatch.setattr(tensors.KeptCopies, "refreshed", refreshed)
     return found

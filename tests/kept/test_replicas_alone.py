@@ -20,7 +20,9 @@ def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) ->
         def __init__(self) -> None:
             self.told: list[str] = []
 
-        def for_call(self, plan: ModulePlan, slots: list, cap_bytes: int, record: bool) -> list[list[Tensor]]:
+        def for_call(
+            self, plan: ModulePlan, slots: list, cap_bytes: int, record: bool, arrivals: object = None
+        ) -> list[list[Tensor]]:
             self.told.append(f"for_call, {record}")
             return [[torch.ones_like(tensor, device=slot) for tensor in plan.tensors] for slot in slots]
 

@@ -24,7 +24,7 @@ from dataparallel.comm.buckets import Bucket, Layout, Planned, is_dense, plan_bu
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.transport import Transport, Travelling, travel_flat_on_every_slot
+from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling, travel_flat_on_every_slot
 
 __all__ = ["Kernels"]
 
@@ -62,13 +62,14 @@ class Kernels(Transport):
         own: bool,
         isolated: bool = False,
         planned: Planned | None = None,
+        later: Later | None = None,
     ) -> list[list[Tensor]]:
         """One launch for each bucket, whose copies lie in one buffer."""
         own = own or isolated
         results = [list(tensors) for _ in devices]
         buckets, left = plan_buckets(tensors, buffer_size, keep_repeats=False)
         for bucket in buckets:
-            left += _copy_bucket(bucket, tensors, devices, own, results)
+            left += _copy_bucket(bucket, tensors, devices, own, results, later)
         rest = STAR.broadcast_coalesced([tensors[i] for i in left], devices, own=own)
         for result, copied in zip(results, rest, strict=True):
             for index, copy in zip(left, copied, strict=True):
@@ -114,8 +115,12 @@ def _copy_bucket(
     devices: Sequence[torch.device],
     own: bool,
     results: Sequence[list[Tensor]],
+    later: Later | None,
 ) -> list[int]:
-    """Puts copies of the bucket's tensors into ``results``. Returns the indices of those that kernels cannot read."""
+    """Puts copies of the bucket's tensors into ``results``. Returns the indices of those that kernels cannot read.
+
+    ``later`` takes the launch.
+    """
     first = tensors[bucket.indices[0]]
     needing = [slot for slot, device in enumerate(devices) if device != first.device or (own and slot > 0)]
     if not needing:
@@ -134,7 +139,15 @@ def _copy_bucket(
         for index, part in zip(bucket.indices, parts, strict=True):
             results[slot][index] = part
     addresses += [_addresses(buffer, nbytes) for buffer in buffers]
-    launch.launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
+
+    def read_and_write() -> Tensor:
+        launch.launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
+        return buffers[0]
+
+    if later is None:
+        read_and_write()
+    else:
+        later(FlatBroadcast(bucket.indices, read_and_write, lambda flat: None, buffers))
     return left
 
 

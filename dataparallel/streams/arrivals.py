@@ -1,0 +1,184 @@
+"""Copies of parameters that travel while replicas already compute, and who has to wait for which of them.
+
+A forward needs the first layer's parameters first. So buckets are sent in the order of use, on one side stream for each
+device, and a lookup of a parameter makes the current stream wait for the parameter's bucket only
+(``modules.registry``). `arrivals_for` says if a call's copies may be late: only between `LateCopies.begin` and
+`LateCopies.end`, which ``stages.Call`` calls, and only on two or more accelerators or isolated slots. Those who make
+replicas' tensors (``replicate``, ``kept.tensors``, ``composable.persistent_tensors``) bring the copies.
+
+These events order the streams:
+
+- The side streams wait for the computing streams before they read a source or write a copy. The memory of copies
+  belongs to the computing streams, and earlier work there may still use it. A flat buffer at the root belongs to the
+  side stream that fills it and sends it.
+- On each device an event follows each bucket. A stream waits for it before it uses a parameter of the bucket. On the
+  root, where replicas share the source's memory, the event follows the read of the source: a forward may write to it.
+- When the call ends, also if it fails, the computing streams wait for the side streams. Everything later on them comes
+  after the copies: backward, the optimizer, the next call, other use of the memory. Until then the copies are held.
+
+Buffers and single tensors travel on the computing streams. So do all tensors once something has been compiled
+with ``torch.compile``: compiled code may read parameters past the registries.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence, Set
+
+import torch
+from torch import Tensor
+
+from dataparallel import _torch
+from dataparallel.comm.settings import are_slots_isolated
+from dataparallel.comm.transport import FlatBroadcast
+from dataparallel.streams.current import Event, current_streams, streams_set
+
+__all__ = ["Arrival", "Arrivals", "Expected", "LateCopies", "arrivals_for", "parameter_stream"]
+
+_side_streams: dict[torch.device, torch.Stream] = {}
+
+
+def parameter_stream(device: torch.device) -> torch.Stream:
+    """The stream of an accelerator on which parameters travel. There is one for each device in the process."""
+    if device not in _side_streams:
+        _side_streams.setdefault(device, torch.Stream(device))
+    return _side_streams[device]
+
+
+class Arrival:
+    """An event on one device after which a bucket may be used there.
+
+    ``waited``: the streams that have waited for it.
+    """
+
+    __slots__ = ("_event", "waited")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._event = Event(stream)
+        self.waited: set[torch.Stream] = set()
+
+    def make_wait(self, stream: torch.Stream) -> None:
+        """Makes ``stream`` wait for the bucket."""
+        self._event.make_wait(stream)
+        self.waited.add(stream)  # after the wait: another thread may use the stream as soon as it finds it here
+
+
+class Expected:
+    """What one replica waits for.
+
+    Attributes:
+        index: the index of the replica's device.
+        by_position: for each position in the plan its bucket's `Arrival`; ``None`` if nobody has to wait.
+    """
+
+    __slots__ = ("by_position", "index")
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.by_position: Sequence[Arrival | None] = ()
+
+
+class Arrivals:
+    """The late copies of one call, for replicas on ``slots``, which are accelerators. The first slot is the root."""
+
+    def __init__(self, slots: Sequence[torch.device]) -> None:
+        self._slots = list(slots)
+        self._computing = current_streams(slots)
+        self._isolated = are_slots_isolated()
+        self._read: dict[int, Arrival] = {}
+        self._arrived: dict[torch.device, dict[int, Arrival]] = {device: {} for device in self._computing}
+        self._held: list[Sequence[Tensor]] = []
+
+    @torch.no_grad()
+    def launch(self, broadcasts: Iterable[FlatBroadcast], at_once: Set[int]) -> None:
+        """Sends buckets from the root, in this order, and returns when all are launched.
+
+        Args:
+            broadcasts: the buckets; ``indices`` are positions in the plan.
+            at_once: positions of tensors that are read without a lookup. Their buckets go first, and the computing
+                streams wait for them.
+        """
+        root = self._slots[0]
+        sides = {device: parameter_stream(device) for device in self._computing}
+        for device, side in sides.items():
+            Event(self._computing[device]).make_wait(side)
+        with streams_set(sides):
+            for broadcast in sorted(broadcasts, key=lambda broadcast: at_once.isdisjoint(broadcast.indices)):
+                self._held.append(broadcast.buffers)
+                flat = broadcast.read()
+                read = Arrival(sides[root])
+                broadcast.send(flat)
+                del flat
+                arrived = {device: Arrival(side) for device, side in sides.items()}
+                for i in broadcast.indices:
+                    self._read[i] = read
+                    for device, arrival in arrived.items():
+                        self._arrived[device][i] = arrival
+        for device, stream in self._computing.items():
+            # On the root, what follows the send follows the read too.
+            for arrival in {self._arrived[device][i] for i in at_once & self._read.keys()}:
+                arrival.make_wait(stream)
+
+    def expect(self, expected: Expected, slot: int, positions: int) -> None:
+        """Fills ``expected`` for a replica. ``positions`` counts all those of a plan, also of what is shared."""
+        device = self._slots[slot]
+        shares_source = device == self._slots[0] and (slot == 0 or not self._isolated)
+        arrivals = self._read if shares_source else self._arrived[device]
+        expected.index = device.index
+        expected.by_position = [*map(arrivals.get, range(positions))]
+
+    def wait_for_others(self) -> None:
+        """Makes the computing streams wait for everything that any call has sent so far."""
+        for device, stream in self._computing.items():
+            Event(parameter_stream(device)).make_wait(stream)
+
+    def end(self) -> None:
+        """Makes the computing streams wait for the copies, and releases them."""
+        if self._held:
+            self.wait_for_others()
+            self._held.clear()
+
+
+_open = threading.local()
+
+
+class LateCopies:
+    """The sets of late copies that one call makes. ``stages.Call`` has one."""
+
+    def __init__(self) -> None:
+        self._begun: list[Arrivals] = []
+        self._is_open = False
+        self._outer: LateCopies | None = None
+
+    def begin(self) -> None:
+        """From here on `arrivals_for` lets copies be late in this thread."""
+        self._outer, self._is_open = getattr(_open, "copies", None), True
+        _open.copies = self
+
+    def stop(self) -> None:
+        """From here on it does not."""
+        if self._is_open:
+            _open.copies, self._outer, self._is_open = self._outer, None, False
+
+    def end(self) -> None:
+        """Makes the computing streams wait for all copies of the call."""
+        self.stop()
+        while self._begun:
+            self._begun.pop().end()
+
+    def add(self, arrivals: Arrivals) -> None:
+        """Notes a set of copies that this call makes."""
+        self._begun.append(arrivals)
+
+
+def arrivals_for(slots: Sequence[torch.device]) -> Arrivals | None:
+    """The late copies for new replicas on ``slots``; ``None`` if copies have to be ordered on the computing streams."""
+    call: LateCopies | None = getattr(_open, "copies", None)
+    if call is None or _torch.is_compiler_in_use():
+        return None
+    accelerators = current_streams(slots)
+    if not (len(accelerators) > 1 or (accelerators and len(slots) > 1 and are_slots_isolated())):
+        return None
+    arrivals = Arrivals(slots)
+    call.add(arrivals)
+    return arrivals
