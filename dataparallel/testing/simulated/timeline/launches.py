@@ -1,0 +1,93 @@
+"""What a timeline records: launches, their streams, and what each of them waits for. Plain data, nothing else.
+
+``recording`` fills it from a program that runs; tests write it by hand. ``schedule`` computes when each launch would
+run on a machine. Nothing here knows a device or a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["HOST", "Launch", "Recording", "StreamName"]
+
+HOST = -1
+"""The host, as an end of a copy."""
+
+
+@dataclass(frozen=True)
+class StreamName:
+    """Which stream.
+
+    Attributes:
+        device: the index of its device.
+        id: torch's ``stream_id``; 0 is the default stream of the device.
+    """
+
+    device: int
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One operator that reads or writes elements, and everything that it waits for.
+
+    Other launches are named by their ``index``, which is always a smaller one.
+
+    Attributes:
+        index: its position in the recording.
+        op: the operator, such as ``aten::addmm``.
+        thread: the host thread that launched it. Threads are numbered in the order of their first launches.
+        in_backward: whether that thread works for a backward pass of autograd's engine. It then holds no interpreter
+            lock.
+        stream: its stream, as a position in ``Recording.streams``. A copy between devices runs on a stream of its
+            source.
+        bytes_read: bytes of the elements that it reads.
+        bytes_written: bytes of the elements that it writes, in results that it allocates too.
+        flops: floating-point operations.
+        dtype: ``float32`` and so on, of the largest tensor that it touches.
+        shapes: of its tensor arguments.
+        copy: the source and the target device of what it moves, `HOST` for the host; None if it moves nothing between
+            two places.
+        waits: launches on other streams that its stream has waited for since the launch before on its stream. It starts
+            after they have ended.
+        joins: for a copy between devices, the stream of the target that later launches there are ordered by, as a
+            position in ``Recording.streams``. The last launch on it is among ``waits``, and the copy is among the
+            ``waits`` of the next.
+        host_waits: launches that the host thread has waited for since the launch before of this thread. It is issued
+            after they have ended.
+        issued_after: launches of other threads that this thread knows to have been issued, because threads have been
+            started or joined. It is issued after them.
+        host_seconds: CPU time of the thread from the end of its launch before to the end of this one.
+        stack: the Python stack, if stacks were asked for.
+    """
+
+    index: int
+    op: str
+    thread: int
+    in_backward: bool
+    stream: int
+    bytes_read: int
+    bytes_written: int
+    flops: int
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    copy: tuple[int, int] | None
+    waits: tuple[int, ...]
+    joins: int | None
+    host_waits: tuple[int, ...]
+    issued_after: tuple[int, ...]
+    host_seconds: float
+    stack: str = ""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Launches in the order of the host.
+
+    Attributes:
+        streams: every stream that a launch names.
+        launches: the launches. Those of one thread, and those of one stream, are in their order.
+    """
+
+    streams: tuple[StreamName, ...]
+    launches: tuple[Launch, ...]
