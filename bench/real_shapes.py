@@ -84,15 +84,15 @@ def bert() -> nn.Module:
 
 @dataclass(frozen=True)
 class RealShape:
-    """A model of ``parameters`` numbers, and the samples that each device gets in a step, in float32.
+    """A model of ``parameters`` numbers in float32, and the samples that each device gets in a step.
 
-    ``inputs`` makes those of a number of samples, ``targets`` is the shape of one sample's targets. All values are 0:
-    nobody computes with them.
+    ``inputs`` and ``targets`` are the shapes of one sample's. ``dtype`` is that of the inputs.
     """
 
     name: str
     make: Callable[[], nn.Module]
-    inputs: Callable[[int], Tensor]
+    inputs: tuple[int, ...]
+    dtype: torch.dtype
     targets: tuple[int, ...]
     samples: int
     parameters: int
@@ -102,24 +102,19 @@ class RealShape:
         with device:
             return self.make()
 
-    def batch(self, devices: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets for so many devices, in the host's memory."""
+    def batch(self, devices: int, pinned: bool = False) -> tuple[Tensor, Tensor]:
+        """Inputs and targets for so many devices, in the host's memory, with arbitrary values: nobody reads them."""
         count = self.samples * devices
-        return self.inputs(count), torch.zeros(count, *self.targets, dtype=torch.long)
+        return (
+            torch.empty(count, *self.inputs, dtype=self.dtype, pin_memory=pinned),
+            torch.empty(count, *self.targets, dtype=torch.long, pin_memory=pinned),
+        )
 
 
-def images(count: int) -> Tensor:
-    return torch.zeros(count, 3, SIDE, SIDE)
-
-
-def texts(length: int) -> Callable[[int], Tensor]:
-    """``length`` tokens for each sample."""
-    return lambda count: torch.zeros(count, length, dtype=torch.long)
-
-
-RESNET50 = RealShape("ResNet-50, 32 images", resnet50, images, (), 32, 25_557_032)
-GPT_768 = RealShape("GPT of width 768, 512 tokens", gpt, texts(TOKENS), (TOKENS,), 1, 85_547_520)
-GPT2_SMALL = RealShape("GPT-2 small, 8 x 512 tokens", gpt2, texts(TOKENS), (TOKENS,), 8, 124_439_808)
-BERT_BASE = RealShape("BERT-base, 32 x 128 tokens", bert, texts(WORDS), (), 32, 109_483_778)
+IMAGE = (3, SIDE, SIDE)
+RESNET50 = RealShape("ResNet-50, 32 images", resnet50, IMAGE, torch.float32, (), 32, 25_557_032)
+GPT_768 = RealShape("GPT of width 768, 512 tokens", gpt, (TOKENS,), torch.long, (TOKENS,), 1, 85_547_520)
+GPT2_SMALL = RealShape("GPT-2 small, 8 x 512 tokens", gpt2, (TOKENS,), torch.long, (TOKENS,), 8, 124_439_808)
+BERT_BASE = RealShape("BERT-base, 32 x 128 tokens", bert, (WORDS,), torch.long, (), 32, 109_483_778)
 
 REAL_SHAPES = [RESNET50, GPT_768, GPT2_SMALL, BERT_BASE]
