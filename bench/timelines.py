@@ -1,10 +1,11 @@
 """Predicted steps of models of real size: a script for one model, and how a prediction is made of recordings.
 
 ``python timelines.py MODEL COUNTS FOLDER`` simulates devices that skip kernels, and records training steps of the model
-(a name of `SHAPES`) on each of COUNTS devices (``1,2,4,8``) by each of `WAYS`. It schedules them on all machines of
-``presets`` that have enough devices, and prints what it predicts as JSON. A picture of one step goes to FOLDER. A step
-is forward, backward and the step of SGD. Its inputs and targets come from pinned memory of the host. Nothing here
-measures how long anything takes, except for Python between two launches.
+(a name of `SHAPES`) on each of COUNTS devices (``1,2,4,8``) by each of `WAYS`, or `COMPARED_WAYS` for a model that is
+only there for its published figures. It schedules them on all machines of ``presets`` that have enough devices, and
+prints what it predicts as JSON. A picture of one step goes to FOLDER. A step is forward, backward and the step of SGD.
+Its inputs and targets come from pinned memory of the host. Nothing here measures how long anything takes, except for
+Python between two launches.
 
 What is recorded is what the library does after its beginning. The first steps are left out, because the first backward
 learns the order of buckets. All replicas run at a time, because otherwise the library would measure how many should
@@ -35,13 +36,15 @@ from real_shapes import GPT_768, REAL_SHAPES, RealShape
 from torch_pipeline import StandIns
 
 DEVICES = 8
-WARM_UP = 4  # steps
+WARM_UP = 3  # steps
 ALONE = "module alone"
 TORCH = "torch.nn.DataParallel"
 WRAPPER = "DataParallel"
 PREFETCH = "DataParallel, prefetch"
 REPLICATE = "composable.replicate"
 WAYS = (TORCH, WRAPPER, PREFETCH, REPLICATE)
+COMPARED_WAYS = (TORCH, REPLICATE)
+"""Those that stand beside published figures."""
 SHAPES = {shape.name: shape for shape in (*REAL_SHAPES, *PUBLISHED_SHAPES)}
 
 HOST_BOUND = 1.1
@@ -219,8 +222,9 @@ def main(model: str, counts: str, folder: str) -> None:
         return
     shape = SHAPES[model]
     alone = recorded(ALONE, shape, devices[:1])
+    ways = WAYS if shape in REAL_SHAPES else COMPARED_WAYS
     by_way = {
-        (way, count): recorded(way, shape, devices[:count]) for count in map(int, counts.split(",")) for way in WAYS
+        (way, count): recorded(way, shape, devices[:count]) for count in map(int, counts.split(",")) for way in ways
     }
     way_of_picture = by_way.get(PICTURE[1:])
     if model == PICTURE[0] and way_of_picture is not None:

@@ -35,7 +35,8 @@ launches, copies
     Operators in a step, and those of them that copy between devices, or between a device and the host.
 Python, ms
     CPU time of Python's threads between the launches of a step, measured, and scaled by the factor that makes it fit
-    the machine's host for the module alone.
+    the machine's host for the module alone. It includes what the simulator takes for each operator, so the library's
+    own Python weighs less in it than it would on real devices.
 bound by
     "host" if the step takes more than {HOST_BOUND:g} times as long as with a free host; otherwise "devices".
 
