@@ -1,0 +1,237 @@
+"""Predicted steps of models of real size: a script for one model, and how a prediction is made of recordings.
+
+``python timelines.py MODEL COUNTS FOLDER`` simulates devices that skip kernels, and records training steps of the model
+(a name of `SHAPES`) on each of COUNTS devices (``1,2,4,8``) by each of `WAYS`, or `COMPARED_WAYS` for a model that is
+only there for its published figures. It schedules them on all machines of ``presets`` that have enough devices, and
+prints what it predicts as JSON. A picture of one step goes to FOLDER. A step is forward, backward and the step of SGD.
+Its inputs and targets come from pinned memory of the host. Nothing here measures how long anything takes, except for
+Python between two launches.
+
+What is recorded is what the library does after its beginning. The first steps are left out, because the first backward
+learns the order of buckets. All replicas run at a time, because otherwise the library would measure how many should
+(and kernels that are skipped take no time), and wait for the devices while it does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, prefetch
+from dataparallel.composable import replicate
+from dataparallel.testing import SimulationUnavailable, simulate
+from dataparallel.testing.simulated.timeline import Machine, Recording, Schedule, schedule
+from dataparallel.testing.simulated.timeline.presets import A100, PRESETS
+from published import PUBLISHED_SHAPES
+from real_shapes import GPT_768, REAL_SHAPES, RealShape
+from torch_pipeline import StandIns
+
+DEVICES = 8
+WARM_UP = 3  # steps
+ALONE = "module alone"
+TORCH = "torch.nn.DataParallel"
+WRAPPER = "DataParallel"
+PREFETCH = "DataParallel, prefetch"
+REPLICATE = "composable.replicate"
+WAYS = (TORCH, WRAPPER, PREFETCH, REPLICATE)
+COMPARED_WAYS = (TORCH, REPLICATE)
+"""Those that stand beside published figures."""
+SHAPES = {shape.name: shape for shape in (*REAL_SHAPES, *PUBLISHED_SHAPES)}
+
+HOST_BOUND = 1.1
+"""A step is host-bound if it takes more than this times as long as with a host whose launches cost nothing."""
+
+PICTURE = (GPT_768.name, REPLICATE, DEVICES)
+"""The model, way and number of devices of the picture, on 8 x A100."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one way does on some devices: a step that begins with idle devices, and two such steps in a row."""
+
+    one: Recording
+    two: Recording
+
+    def python_seconds(self) -> float:
+        """CPU seconds of the Python threads between the launches of a step, on the machine that recorded."""
+        return sum(launch.host_seconds for launch in self.one.launches if not launch.in_backward)
+
+    def cost_of_launches(self, machine: Machine) -> float:
+        """Seconds that the machine's host takes for what Python threads launch in a step."""
+        return sum(sum(machine.host.cost(launch)) for launch in self.one.launches if not launch.in_backward)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One model by one way on some devices of one machine. Times are milliseconds.
+
+    Attributes:
+        step: what one more step takes, where the host may run ahead: the second of two.
+        from_idle: a step that begins with idle devices and ends when they are idle again.
+        free_host: `step` if launches cost the host nothing.
+        bound: the module alone with one device's samples, without communication and with a free host.
+        alone: the module alone with one device's samples, with its host.
+        exposed: by how much `step` is longer than if copies took no time.
+        launches: in a step, copies included.
+        copies: between two devices, or a device and the host.
+        python: Python's time for a step, as recorded, times `factor`.
+        factor: with it, the recorded time of the module alone is what the machine's host takes for its launches.
+    """
+
+    model: str
+    machine: str
+    way: str
+    devices: int
+    step: float
+    from_idle: float
+    free_host: float
+    bound: float
+    alone: float
+    exposed: float
+    launches: int
+    copies: int
+    python: float
+    factor: float
+
+    @property
+    def efficiency(self) -> float:
+        """Of weak scaling: 1 if a step takes as long as the module alone with one device's samples."""
+        return self.alone / self.step
+
+    @property
+    def is_host_bound(self) -> bool:
+        return self.step > HOST_BOUND * self.free_host
+
+
+def second_step(recorded: Recorded, machine: Machine) -> tuple[float, float]:
+    """Milliseconds that a second step adds, and the part of them for which it waits for communication."""
+    one, two = schedule(recorded.one, machine), schedule(recorded.two, machine)
+    return 1e3 * (two.time - one.time), 1e3 * (two.exposed_communication - one.exposed_communication)
+
+
+def without_communication(planned: Schedule) -> float:
+    """Milliseconds of a schedule if copies took no time."""
+    return 1e3 * (planned.time - planned.exposed_communication)
+
+
+def predict(model: str, way: str, devices: int, recorded: Recorded, alone: Recorded, machine: Machine) -> Prediction:
+    """What ``way`` takes on ``machine``, beside the module ``alone`` on one of its devices."""
+    free = machine.with_free_host()
+    step, exposed = second_step(recorded, machine)
+    factor = alone.cost_of_launches(machine) / alone.python_seconds()
+    return Prediction(
+        model=model,
+        machine=machine.name,
+        way=way,
+        devices=devices,
+        step=step,
+        from_idle=1e3 * schedule(recorded.one, machine).time,
+        free_host=second_step(recorded, free)[0],
+        bound=without_communication(schedule(alone.one, free)),
+        alone=second_step(alone, machine)[0],
+        exposed=exposed,
+        launches=len(recorded.one.launches),
+        copies=sum(launch.copy is not None for launch in recorded.one.launches),
+        python=1e3 * factor * recorded.python_seconds(),
+        factor=factor,
+    )
+
+
+class Steps:
+    """Training steps of a model by one way on ``devices``. ``batches`` are in pinned memory and come in turn."""
+
+    def __init__(self, way: str, shape: RealShape, devices: Sequence[torch.device]) -> None:
+        self._way, self._devices = way, list(devices)
+        module = shape.model(self._devices[0])
+        self._optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        self._network = self._made(module)
+        batches = [shape.batch(len(self._devices), pinned=True) for _ in range(2)]
+        loader: Iterator[Batch] = itertools.cycle(batches)
+        if way == PREFETCH:
+            loader = iter(prefetch(loader, cast("DataParallel[nn.Module]", self._network)))
+        self._batches = loader
+
+    def _made(self, module: nn.Module) -> nn.Module:
+        """``module`` by the way. All replicas run at a time."""
+        if self._way == TORCH:
+            return nn.DataParallel(module, device_ids=[device.index for device in self._devices])
+        if self._way in (WRAPPER, PREFETCH):
+            return DataParallel(module, device_ids=self._devices, workers=len(self._devices))
+        if self._way == REPLICATE:
+            network = replicate(module, devices=self._devices)
+            replicate.state(network)._permits._wait_for_each_other.add(len(self._devices))
+            return network
+        return module
+
+    def run(self) -> None:
+        inputs, targets = next(self._batches)
+        if self._way == ALONE:
+            inputs, targets = (tensor.to(self._devices[0], non_blocking=True) for tensor in (inputs, targets))
+        self._network(inputs, targets).mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def record(run: Callable[[], None], steps: int) -> Recording:
+    """What so many calls of ``run`` launch, from idle devices."""
+    for device in range(torch.sim.device_count()):
+        torch.sim.synchronize(device)
+    with torch.sim.timeline() as timeline:
+        for _ in range(steps):
+            run()
+    return timeline.recording
+
+
+def recorded(way: str, shape: RealShape, devices: Sequence[torch.device]) -> Recorded:
+    stand_ins: AbstractContextManager[None] = StandIns("sim").installed() if way == TORCH else nullcontext()
+    with stand_ins:
+        steps = Steps(way, shape, devices)
+        for _ in range(WARM_UP):
+            steps.run()
+        return Recorded(record(steps.run, 1), record(steps.run, 2))
+
+
+def predictions(
+    model: str, alone: Recorded, by_way: Mapping[tuple[str, int], Recorded], machines: Sequence[Machine]
+) -> list[Prediction]:
+    """For each machine and each way and number of devices that it has; first the module alone."""
+    return [
+        predict(model, way, count, found, alone, machine)
+        for machine in machines
+        for (way, count), found in {(ALONE, 1): alone, **by_way}.items()
+        if count <= machine.devices
+    ]
+
+
+def main(model: str, counts: str, folder: str) -> None:
+    try:
+        devices = simulate(DEVICES, compute=False)
+    except SimulationUnavailable as error:
+        print(json.dumps({"why_not": str(error)}))
+        return
+    shape = SHAPES[model]
+    alone = recorded(ALONE, shape, devices[:1])
+    ways = WAYS if shape in REAL_SHAPES else COMPARED_WAYS
+    by_way = {
+        (way, count): recorded(way, shape, devices[:count]) for count in map(int, counts.split(",")) for way in ways
+    }
+    way_of_picture = by_way.get(PICTURE[1:])
+    if model == PICTURE[0] and way_of_picture is not None:
+        schedule(way_of_picture.one, A100).plot(Path(folder) / "step.png")
+    found = predictions(model, alone, by_way, PRESETS)
+    print(json.dumps({"predictions": [asdict(prediction) for prediction in found]}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
