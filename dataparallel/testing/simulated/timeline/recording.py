@@ -63,12 +63,14 @@ def timeline(limit: int = 1_000_000, stacks: bool = False) -> Iterator[Timeline]
 
     Recorded are what each launch reads, writes and moves, and what orders it: its stream, the streams and events that
     this stream has waited for, what its host thread has waited for (``synchronize``, ``item``, blocking copies), and
-    threads that were started or joined. What a thread learns through locks and queues is not known, as with the clocks;
-    nor are what torch.distributed moves, and what an operator takes from a CPU tensor by itself. Bytes are elements
-    times item size, for every tensor that an operator reads or writes, without caches. FLOPs are those of
-    ``torch.utils.flop_counter``: 0 for operators without a formula.
+    threads that were started or joined. Not recorded are what a thread learns through locks and queues (the clocks do
+    not know it either), what torch.distributed moves, and what an operator takes from a CPU tensor by itself. Bytes are
+    elements times item size, for every tensor that an operator reads or writes, without caches. FLOPs are those of
+    ``torch.utils.flop_counter``: 0 for operators without a formula. A thread's first launch has 0 seconds of host time,
+    unless the thread opened the block or started inside.
 
-    A step takes about 1.1 times as long while it is recorded, and each launch about 2 kB of memory.
+    A training step takes 1.05 to 1.15 times as long while it is recorded, and a program of the smallest operators up to
+    1.7 times. Each launch takes about 1.5 kB of host memory.
 
     Args:
         limit: the largest number of launches. Operators that turn out to be no launch (see `torch.sim.counted`) may

@@ -299,6 +299,19 @@ def test_host_time_is_that_of_the_thread_between_launches():
     assert slept < worked
 
 
+def test_host_time_begins_with_the_block_or_with_the_thread():
+    x = torch.ones(3, device=ONE)
+
+    def works(*_):
+        sum(range(1_000_000))
+        x.add_(1)
+
+    with torch.sim.timeline() as timeline:
+        works()
+        in_threads(1, works)
+    assert all(launch.host_seconds > 1e-3 for launch in timeline.recording.launches)
+
+
 # Whole steps
 
 

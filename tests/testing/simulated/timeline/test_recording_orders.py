@@ -376,17 +376,19 @@ def test_a_thread_of_a_backward_that_joins_a_thread_is_issued_after_it_and_no_ot
             in_thread(lambda: launch_on(a))
             return gradient * 2
 
-    x = torch.ones(2, device=ONE, requires_grad=True)
+    x = torch.ones(2, device=TWO, requires_grad=True)
     with torch.sim.timeline() as timeline:
-        y = Starts.apply(x).to(TWO)
-        (y * 3).sum().backward()
+        loss = (Starts.apply((x * 3).to(ONE)) * 5).sum()
+        loss.backward()
     launches = timeline.recording.launches
     (started,) = (launch for launch in launches if launch.op == "aten::fill_" and launch.shapes == ((2,),))
-    after = [launch for launch in launches if started.index in launch.issued_after]
-    assert [launch.op for launch in after] == ["aten::mul"]
-    assert after[0].in_backward
+    times_five, times_two, *_, times_three = (
+        launch for launch in launches if launch.op == "aten::mul" and launch.in_backward
+    )
+    assert times_five.thread == times_two.thread != times_three.thread
+    assert times_five.index in started.issued_after
     assert not started.in_backward
-    assert started.issued_after != ()
+    assert [launch.index for launch in launches if started.index in launch.issued_after] == [times_two.index]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
