@@ -21,6 +21,8 @@ from persistent import (
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, comm
+from dataparallel.composable.persistent_tensors import PersistentTensors
+from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.streams.current import streams_set
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -327,3 +329,30 @@ def test_what_is_dropped_is_freed_without_a_collection(slots: list, root: torch.
         assert (parameter(), bucket()) == (None, None)
     finally:
         gc.enable()
+
+
+def test_gradients_that_were_added_on_a_slot_which_has_none_in_the_pass_that_sums(
+    slots: list, root: torch.device
+) -> None:
+    """The sum waits for the addition, although it has nothing else to wait for on that slot."""
+
+    class Sometimes(nn.Module):
+        """Uses its layer for two samples or more. To look at their values, the host would wait for the slot."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 4)  # two parameters in a bucket, which the slot's device puts in one buffer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) if len(x) > 1 else x * 1
+
+    net, twin = Sometimes().double().to(root), Sometimes().double().to(root)
+    wrapped = DataParallel(net, slots, workers=1)  # to measure the number of permits, the host would wait
+    wrapped._kept = KeptReplicas(PersistentTensors([*map(torch.device, slots)], 2**20, 2**20, True))
+    x = numbers(root, 2 * len(slots))[:, :4].contiguous()
+    for are_on, samples in ((True, len(x)), (False, len(x)), (False, len(x)), (True, len(x) - 1)):
+        sums_are(wrapped, are_on)
+        wrapped(x[:samples]).square().sum().backward()
+        sum(twin(chunk).square().sum() for chunk in x[:samples].chunk(len(slots))).backward()
+    assert_same(gradients(net), gradients(twin))
