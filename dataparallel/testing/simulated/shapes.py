@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.library import Library
 
 from dataparallel.testing.simulated import extension
@@ -39,6 +40,9 @@ def answer_as_the_cpu() -> None:
         _add(rules, op, _written_gradient)
     for op in EMBEDDING_BAGS:
         _add(rules, op, _embedding_bag)
+    _add(rules, aten.convolution.default, _convolution)
+    for op in NORMALISING_BACKWARDS:
+        _add(rules, op, _gradient_like_the_input)
     _rules.append(rules)
 
 
@@ -145,3 +149,28 @@ def _embedding_bag(
     sizes = sizes.new_empty(offsets.shape[0] if is_padded else output.shape[0])
     maxima = maxima.new_empty(output.shape if mode == 2 else sizes.shape)
     return output, samples, sizes, maxima
+
+
+def _convolution(op: Any, input: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+    """The channels come last if they do in the input or in the weight. Transposed convolutions have their own way."""
+    output: Tensor = op(input, weight, *arguments)
+    is_transposed = arguments[4]
+    if output.dim() in (4, 5) and not is_transposed and output.dtype != torch.float64:
+        last = torch.channels_last if output.dim() == 4 else torch.channels_last_3d
+        if last in (suggest_memory_format(input), suggest_memory_format(weight)):
+            return torch.empty_like(output, memory_format=last)
+    return output
+
+
+NORMALISING_BACKWARDS = [
+    aten.native_batch_norm_backward.default,
+    aten.batch_norm_backward.default,
+    aten.native_group_norm_backward.default,
+]
+
+
+def _gradient_like_the_input(op: Any, gradient: Tensor, input: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+    of_input, *others = op(gradient, input, *arguments)
+    if of_input is not None and input.dim() in (4, 5):
+        of_input = torch.empty_like(of_input, memory_format=suggest_memory_format(input))
+    return of_input, *others
