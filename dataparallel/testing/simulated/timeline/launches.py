@@ -57,7 +57,7 @@ class Launch:
             after they have ended.
         issued_after: launches of other threads that this thread knows to have been issued, because threads have been
             started or joined. It is issued after them.
-        host_seconds: CPU time of the thread from the end of its launch before to the end of this one.
+        host_seconds: CPU time of the thread from the end of its launch before to this one.
         stack: the Python stack, if stacks were asked for.
     """
 
