@@ -141,8 +141,9 @@ def _broadcast_in_buckets(
 
     Buckets are filled from the last tensor to the first, because gradients of the last layers come first. The first
     bucket is small, so that sums start early. DistributedDataParallel does the same (Li et al., "PyTorch Distributed:
-    Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step, because no
-    computation is left to overlap with the sum of the last one: it should not hold most of a model of a few MiB.
+    Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step and
+    shrink again at the end, because no computation is left to overlap with the sum of the last one, and a forward
+    waits for the parameters in it.
 
     ``later``: see `comm.broadcast_coalesced`.
     """
@@ -150,12 +151,11 @@ def _broadcast_in_buckets(
     is_at_root = all(tensor.device == slots[0] for tensor in tensors)
     gradient_streams = GradientStreams.for_forward(slots, current_streams(slots)) if is_at_root else None
     last_to_first = range(len(tensors) - 1, -1, -1)
-    for indices in fill_buckets(tensors, last_to_first, FIRST_BUCKET_BYTES, cap_bytes):
+    for number, indices in enumerate(fill_buckets(tensors, last_to_first, FIRST_BUCKET_BYTES, cap_bytes)):
         bucket = [tensors[i] for i in indices]
-        of_bucket = of_part(indices, later)
-        for result, of_slot in zip(
-            results, broadcast_bucket(slots, bucket, gradient_streams, later=of_bucket), strict=True
-        ):
+        streams = None if gradient_streams is None else gradient_streams.of_bucket(number)
+        on_slots = broadcast_bucket(slots, bucket, streams, later=of_part(indices, later))
+        for result, of_slot in zip(results, on_slots, strict=True):
             for i, output in zip(indices, of_slot, strict=True):
                 result[i] = output
     return results

@@ -198,8 +198,11 @@ def fill_buckets(
     """Positions in groups of one device and dtype, of at most ``cap_bytes`` (or one tensor), in the given order.
 
     It looks only at sizes: `plan_buckets` says how a group travels. The first group has at most ``first_cap_bytes``,
-    and each later group may have twice the bytes of the group before.
+    and each later group may have twice the bytes of the group before. A group of more than a quarter of ``cap_bytes``
+    takes at most half of what is left, so that the last groups are smaller again.
     """
+    order = list(order)
+    left = sum([tensors[index].numel() * tensors[index].itemsize for index in order])
     filled: list[list[int]] = []
     next_cap = first_cap_bytes
     # For each device and dtype the group that is being filled, its cap, and its bytes.
@@ -212,8 +215,10 @@ def fill_buckets(
         if group is None or held + nbytes > cap:
             group, held = [], 0
             cap, next_cap = min(next_cap, cap_bytes), min(2 * next_cap, cap_bytes)
+            cap = min(cap, max(cap_bytes // 4, left // 2))
             filled.append(group)
         group.append(index)
+        left -= nbytes
         open_groups[kind] = group, cap, held + nbytes
     return filled
 

@@ -34,23 +34,29 @@ byte twice: that is the least possible. Shards need almost 2 s/b for each, as th
 single broadcast, a chain of n pieces needs the time and the launches of shards, but no links between all pairs. So a
 broadcast takes shards only if they are asked for.
 
-Objectives differ. Weights travel bucket after bucket, so a broadcast is optimised for the time of the first bucket and
-that of each bucket that follows, at least of one. Sums are hidden behind the backward pass, except the last one, so a
-sum is optimised for the time of one bucket. There shards win over a chain from some size on, because a chain has to be
-filled: 1.75 s/b for 8 devices, and a chain needs 8 pieces and as many launches for 1.88 s/b.
+Objectives differ. Weights travel bucket after bucket, each in a call of its own, so a broadcast is optimised for the
+time of the first bucket and that of each bucket that follows; eight follow if the call does not say more. Sums are
+hidden behind the backward pass, except the last one, so a sum is optimised for the time of one bucket. There shards win
+over a chain from some size on, because a chain has to be filled: 1.75 s/b for 8 devices, and a chain needs 8 pieces and
+as many launches for 1.88 s/b.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
 from dataparallel.comm.links import Links
 
 __all__ = ["MOST_PIECES", "Routed", "fastest", "pieces", "time_of"]
 
 MOST_PIECES = 16
 """Pieces of a chain. More would save less than a tenth of the time, and each is one more launch on every device."""
+
+_BUCKET = 25 * 2**20
+"""Bytes of a large bucket of parameters. A call with more bytes is several such buckets in a row."""
+
+_FOLLOWING = 8
+"""Buckets that follow another one, in a model of some hundred megabytes."""
 
 _HOST = {"broadcast": 7e-6, "reduce_add": 5e-6}
 """Seconds of the host for each launch: of a Python thread, and of a thread of the autograd engine, which makes sums."""
@@ -105,13 +111,13 @@ def time_of(
     """Seconds that the route needs, with ``count`` pieces in a chain (default: the best number of pieces)."""
     if route == "chain" and count is None:
         count = pieces(work, number, nbytes, links, widened)
-    bucket = min(nbytes, DEFAULT_CAP_BYTES) * (2 if widened and route == "chain" else 1)
+    bucket = min(nbytes, _BUCKET) * (2 if widened and route == "chain" else 1)
     cost = _COSTS[work, route](number, bucket, links, count or 1)
     launching = cost.launches * _HOST[work]
     one = max(cost.seconds, launching + _copy(links, cost.copied))
     if work == "reduce_add":
         return one
-    following = max(1, -(-nbytes // DEFAULT_CAP_BYTES) - 1)
+    following = max(_FOLLOWING, -(-nbytes // _BUCKET) - 1)
     return one + following * max(cost.until_next, launching)
 
 

@@ -247,7 +247,8 @@ class PersistentCopies:
             waiting = WaitingBucket(sums, [self.plan.tensors[i] for i in group], self._streams)
             # Arrival is noted on the slots: if the root's thread is late, it has a choice of many buckets.
             note = None if order_is_known else partial(self.arrivals.append, position)
-            token = self._make_bucket(group, waiting, gradient_streams, token, note, of_part(group, later))
+            streams = None if gradient_streams is None else gradient_streams.of_bucket(position)
+            token = self._make_bucket(group, waiting, streams, token, note, of_part(group, later))
             buckets.append(waiting)
             if not order_is_known:  # the tokens would impose one
                 token = first_token

@@ -9,8 +9,10 @@ replicas' tensors (``replicate``, ``kept.tensors``, ``composable.persistent_tens
 These events order the streams:
 
 - The side streams wait for the computing streams before they read a source or write a copy. The memory of copies
-  belongs to the computing streams, and earlier work there may still use it. A flat buffer at the root belongs to the
-  side stream that fills it and sends it.
+  belongs to the computing streams, and earlier work there may still use it.
+- The root fills flat buffers on a stream of its own (`filling_stream`), so that it fills one while it sends another. A
+  flat buffer belongs to this stream. It is held until this stream waits for the send, which is when the next but one is
+  filled, so that there are at most two.
 - On each device an event follows each bucket. A stream waits for it before it uses a parameter of the bucket. On the
   root, where replicas share the source's memory, the event follows the read of the source: a forward may write to it.
 - When the call ends, also if it fails, the computing streams wait for the side streams. Everything later on them comes
@@ -23,7 +25,8 @@ with ``torch.compile``: compiled code may read parameters past the registries.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence, Set
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -36,6 +39,10 @@ from dataparallel.streams.current import Event, current_streams, streams_set
 __all__ = ["Arrival", "Arrivals", "Expected", "LateCopies", "arrivals_for", "parameter_stream"]
 
 _side_streams: dict[torch.device, torch.Stream] = {}
+_filling_streams: dict[torch.device, torch.Stream] = {}
+
+_FLATS_HELD = 2
+"""How many flat buffers there are at a time: one is sent while the next one is filled."""
 
 
 def parameter_stream(device: torch.device) -> torch.Stream:
@@ -43,6 +50,13 @@ def parameter_stream(device: torch.device) -> torch.Stream:
     if device not in _side_streams:
         _side_streams.setdefault(device, torch.Stream(device))
     return _side_streams[device]
+
+
+def filling_stream(device: torch.device) -> torch.Stream:
+    """The stream of an accelerator on which the root fills flat buffers. There is one for each device."""
+    if device not in _filling_streams:
+        _filling_streams.setdefault(device, torch.Stream(device))
+    return _filling_streams[device]
 
 
 class Arrival:
@@ -100,24 +114,43 @@ class Arrivals:
         """
         root = self._slots[0]
         sides = {device: parameter_stream(device) for device in self._computing}
-        for device, side in sides.items():
+        filling = filling_stream(root)
+        for device, side in [*sides.items(), (root, filling)]:
             Event(self._computing[device]).make_wait(side)
-        with streams_set(sides):
-            for broadcast in sorted(broadcasts, key=lambda broadcast: at_once.isdisjoint(broadcast.indices)):
-                self._held.append(broadcast.buffers)
-                flat = broadcast.read()
-                read = Arrival(sides[root])
-                broadcast.send(flat)
-                del flat
-                arrived = {device: Arrival(side) for device, side in sides.items()}
-                for i in broadcast.indices:
-                    self._read[i] = read
-                    for device, arrival in arrived.items():
-                        self._arrived[device][i] = arrival
+        sent: deque[tuple[Tensor, Event]] = deque()  # flat buffers, and an event after the send of each
+        try:
+            with streams_set(sides):
+                for broadcast in sorted(broadcasts, key=lambda broadcast: at_once.isdisjoint(broadcast.indices)):
+                    if len(sent) == _FLATS_HELD:
+                        oldest, is_sent = sent.popleft()
+                        is_sent.make_wait(filling)
+                        del oldest
+                    sent.append(self._launch(broadcast, sides, filling))
+        finally:
+            Event(sides[root]).make_wait(filling)
+            sent.clear()
         for device, stream in self._computing.items():
             # On the root, what follows the send follows the read too.
             for arrival in {self._arrived[device][i] for i in at_once & self._read.keys()}:
                 arrival.make_wait(stream)
+
+    def _launch(
+        self, broadcast: FlatBroadcast, sides: Mapping[torch.device, torch.Stream], filling: torch.Stream
+    ) -> tuple[Tensor, Event]:
+        """Fills a flat buffer and sends it. Returns it, with an event after the send."""
+        root = self._slots[0]
+        self._held.append(broadcast.buffers)
+        with streams_set({root: filling}):
+            flat = broadcast.read()
+        read = Arrival(filling)
+        read.make_wait(sides[root])
+        broadcast.send(flat)
+        arrived = {device: Arrival(side) for device, side in sides.items()}
+        for i in broadcast.indices:
+            self._read[i] = read
+            for device, arrival in arrived.items():
+                self._arrived[device][i] = arrival
+        return flat, Event(sides[root])
 
     def expect(self, expected: Expected, slot: int, positions: int) -> None:
         """Fills ``expected`` for a replica. ``positions`` counts all those of a plan, also of what is shared."""

@@ -27,6 +27,7 @@ Copies of parameters have side streams of their own: see ``streams.arrivals``.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,14 +45,22 @@ __all__ = ["GradientStreams", "Made", "side_stream"]
 _BUCKETS_HELD = 2
 """How many buckets' buffers are held: one bucket is being summed while the next one travels."""
 
-_side_streams: dict[torch.device, torch.Stream] = {}
+_TURNS = 3
+"""How many side streams each device has. A sum ends at the root, so on one stream the next one would begin there only
+when it has ended, although most links are free by then."""
+
+_side_streams: dict[tuple[torch.device, int], torch.Stream] = {}
 
 
-def side_stream(device: torch.device) -> torch.Stream:
-    """The stream of an accelerator on which gradients travel. There is one for each device in the process."""
-    if device not in _side_streams:
-        _side_streams.setdefault(device, torch.Stream(device))
-    return _side_streams[device]
+def side_stream(device: torch.device, bucket: int = 0) -> torch.Stream:
+    """The stream of an accelerator on which a bucket's gradients travel; ``bucket`` is its number, from 0 on.
+
+    Buckets take turns on a few streams, which are the same in the whole process.
+    """
+    key = device, bucket % _TURNS
+    if key not in _side_streams:
+        _side_streams.setdefault(key, torch.Stream(device))
+    return _side_streams[key]
 
 
 class Made:
@@ -80,7 +89,7 @@ class GradientStreams:
 
     Attributes:
         computing: for each accelerator of the call, the stream on which it computes.
-        sides: for each of them, the side stream.
+        sides: for each of them, the side stream of one bucket; see `of_bucket`.
     """
 
     def __init__(self, computing: dict[torch.device, torch.Stream]) -> None:
@@ -96,6 +105,12 @@ class GradientStreams:
         """The streams for a forward on ``slots``; ``None`` where gradients stay on the stream that computes them."""
         leave = len(computing) > 1 or (computing and len(slots) > 1 and are_slots_isolated())
         return cls(computing) if leave else None
+
+    def of_bucket(self, number: int) -> GradientStreams:
+        """The same streams, with the side streams of this bucket."""
+        found = copy.copy(self)  # passes are shared
+        found.sides = {device: side_stream(device, number) for device in self.computing}
+        return found
 
     @contextmanager
     def side_streams_set(self, buffers: Sequence[Tensor], made: Sequence[Made]) -> Iterator[None]:
@@ -124,7 +139,7 @@ class GradientStreams:
         finally:
             make_current(self.computing.values())
             self._record(flats, total, made)
-            this.hold([flat for flat in flats if flat is not total], root)
+            this.hold([flat for flat in flats if flat is not total], root, self.sides)
 
     def _record(self, flats: Sequence[Tensor], total: Tensor, made: Sequence[Made]) -> None:
         """Calls ``record_stream`` on buffers whose stream does not wait before they are freed."""
@@ -142,7 +157,7 @@ class GradientStreams:
     def _this_pass(self) -> _Pass:
         number = _torch.current_graph_task_id()
         if number not in self._passes:
-            self._passes[number] = _Pass(self.computing, self.sides)
+            self._passes[number] = _Pass(self.computing)
             _torch.queue_callback(_End(self._passes, number))
         return self._passes[number]
 
@@ -164,17 +179,15 @@ class _End:
 class _Pass:
     """The buffers that one backward holds. Its buckets travel one after the other, in the root's thread."""
 
-    def __init__(
-        self, computing: Mapping[torch.device, torch.Stream], sides: Mapping[torch.device, torch.Stream]
-    ) -> None:
-        self._computing, self._sides = computing, sides
+    def __init__(self, computing: Mapping[torch.device, torch.Stream]) -> None:
+        self._computing = computing
         # The buffers of each bucket, and for each side stream an event after the last work that uses them.
         self._held: deque[tuple[Sequence[Tensor], list[tuple[torch.device, Event]]]] = deque()
 
-    def hold(self, buffers: Sequence[Tensor], root: torch.device) -> None:
-        """Holds a bucket's buffers, once the work that uses them has been launched."""
+    def hold(self, buffers: Sequence[Tensor], root: torch.device, sides: Mapping[torch.device, torch.Stream]) -> None:
+        """Holds a bucket's buffers, once the work that uses them has been launched on ``sides``."""
         devices = {buffer.device for buffer in buffers} - {root}
-        self._held.append((buffers, [(device, Event(self._sides[device])) for device in devices]))
+        self._held.append((buffers, [(device, Event(sides[device])) for device in devices]))
         if len(self._held) > _BUCKETS_HELD:
             self._release_oldest()
 

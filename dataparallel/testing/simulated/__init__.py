@@ -2,8 +2,8 @@
 
 `simulate` makes them. ``csrc`` implements devices, streams, memory, operators and clocks; ``build`` compiles it and
 ``extension`` holds it. ``device_module`` is ``torch.sim``, with ``counts``, ``clocks`` and ``timeline``. ``threads``
-carries what a host thread has waited for to the threads that it starts. ``shapes`` is for ``compute=False``. The library
-itself does not import this package.
+carries what a host thread has waited for to the threads that it starts. ``shapes`` is for ``compute=False``. Nothing in
+the library imports this package.
 """
 
 from __future__ import annotations
