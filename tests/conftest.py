@@ -35,6 +35,7 @@ from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 from processes import Ahead
+from spare_streams import make_library_streams
 
 pytest_plugins = ["company", "kinds", "selection", "watchdog"]
 
@@ -85,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--devices=cuda: torch {torch.__version__} sees no CUDA device on this machine")
     if kind == "sim":
         try:
-            simulate(config.getoption("--sim-devices"))
+            make_library_streams(simulate(config.getoption("--sim-devices")))
         except ToolsMissing as error:
             config.stash[_why_not_key] = str(error)
         except (SimulationUnavailable, ValueError) as error:

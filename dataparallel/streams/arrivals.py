@@ -143,7 +143,7 @@ class Arrivals:
         with streams_set({root: filling}):
             flat = broadcast.read()
         read = Arrival(filling)
-        read.make_wait(sides[root])
+        Event(filling).make_wait(sides[root])
         broadcast.send(flat)
         arrived = {device: Arrival(side) for device, side in sides.items()}
         for i in broadcast.indices:

@@ -221,18 +221,32 @@ def test_a_bucket_is_filled_before_the_next_is_opened() -> None:
 def test_groups_are_of_one_dtype_and_the_first_may_have_a_smaller_cap() -> None:
     originals = [torch.zeros(4, dtype=dtype) for _ in range(4) for dtype in (torch.float32, torch.float64)]
     assert fill_buckets(originals, range(8), 16, 64) == [[0], [1], [2, 4, 6], [3, 5], [7]]
-    assert fill_buckets(originals, range(7, -1, -1), 2**20, 64) == [[7, 5], [6, 4, 2, 0], [3, 1]]
+    assert fill_buckets(originals, range(7, -1, -1), 2**20, 64) == [[7, 5], [6, 4, 2, 0], [3], [1]]
 
 
 def test_caps_double_until_they_are_what_was_asked_for() -> None:
     originals = [torch.zeros(1)] * 30
     sizes = [len(group) for group in fill_buckets(originals, range(30), 4, 32)]
-    assert sizes == [1, 2, 4, 8, 8, 7]
+    assert sizes == [1, 2, 4, 8, 7, 4, 2, 2]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 64), st.integers(1, 128))
+def test_groups_are_small_at_both_ends(numbers: list[int], first_bytes: int, cap_bytes: int) -> None:
+    """Nothing is left to compute beside the sum of the last group, and a forward waits for its parameters."""
+    originals = [torch.zeros(number, dtype=torch.uint8) for number in numbers]
+    groups = fill_buckets(originals, range(len(numbers)), first_bytes, cap_bytes)
+    assert [index for group in groups for index in group] == [*range(len(numbers))]
+    left = sum(numbers)
+    for position, group in enumerate(groups):
+        held = sum(numbers[index] for index in group)
+        allowed = min(first_bytes * 2**position, cap_bytes, max(cap_bytes // 4, left // 2))
+        assert held <= allowed or len(group) == 1
+        left -= held
 
 
 def test_groups_are_filled_with_tensors_of_any_kind() -> None:
     originals = [torch.eye(4).to_sparse(), torch.zeros(4, 4).t(), torch.zeros(100), torch.zeros(())]
-    assert fill_buckets(originals, [3, 2, 1, 0], 128, 128) == [[3], [2], [1, 0]]
+    assert fill_buckets(originals, [3, 2, 1, 0], 128, 512) == [[3], [2], [1, 0]]
     assert fill_buckets([], [], 1, 1) == []
 
 

@@ -18,6 +18,7 @@ from dataparallel.streams import ahead
 from dataparallel.streams.ahead import SentTensor
 from dataparallel.streams.current import streams_set
 from dataparallel.testing import isolated_slots
+from spare_streams import spare_stream
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -33,7 +34,7 @@ class Step:
 
     def __init__(self, slots: list) -> None:
         self.last = {device: torch.zeros(1, device=device) for device in dict.fromkeys(slots)}
-        self._others = {device: torch.Stream(device) for device in self.last}
+        self._others = {device: spare_stream(device) for device in self.last}
 
     def ends(self) -> None:
         """Launches the last work of a step on each computing stream."""

@@ -109,10 +109,14 @@ def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
     return {torch.device(slot): torch.accelerator.current_stream(torch.device(slot)) for slot in slots}
 
 
-def test_every_device_has_one_side_stream(slots: list) -> None:
-    sides = [side_stream(torch.device(slot)) for slot in slots]
-    assert sides == [side_stream(torch.device(slot)) for slot in slots]
+def test_buckets_take_turns_on_a_few_side_streams_of_each_device(slots: list) -> None:
+    sides = [side_stream(torch.device(slot), bucket) for slot in slots for bucket in range(12)]
+    assert sides == [side_stream(torch.device(slot), bucket) for slot in slots for bucket in range(12)]
     assert not {*sides} & {*streams_of(slots).values()}
+    for device in {*streams_of(slots)}:
+        first, *others = [side_stream(device, bucket) for bucket in range(12)]
+        assert first != others[0]
+        assert first in others
 
 
 @pytest.mark.slots(2, 8)
@@ -136,7 +140,7 @@ def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
     handles = [parameter.register_post_accumulate_grad_hook(arrive) for parameter in model.parameters()]
     expected = gradients(model, x)
     wrap(model, slots)(x).square().sum().backward()
-    assert travelled == [side_stream(root)] * len(handles)
+    assert travelled == [side_stream(root, bucket) for bucket in range(len(handles))]
     assert arrived == [torch.accelerator.current_stream(root)] * len(handles)
     check(model, expected)
 

@@ -22,6 +22,7 @@ from dataparallel.streams import gradients, isolated
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.streams.gradients import side_stream
 from dataparallel.testing import isolated_slots
+from spare_streams import spare_stream
 
 pytestmark = [
     pytest.mark.devices("sim"),
@@ -139,11 +140,9 @@ class Onlooker:
     """On each device a stream that has waited for ``events`` only, and for nothing else of this step."""
 
     def __init__(self, step: Step, *events: Event) -> None:
-        self.streams = {device: torch.Stream(device) for device in {*step.slots}}
-        taken = {*map(side_stream, self.streams), *step.streams.values(), *step.onlookers}
+        taken = [*step.streams.values(), *step.onlookers]
+        self.streams = {device: spare_stream(device, *taken) for device in {*step.slots}}
         for device in self.streams:
-            while self.streams[device] in taken:
-                self.streams[device] = torch.Stream(device)
             for event in events:
                 event.make_wait(self.streams[device])
         step.onlookers += self.streams.values()
