@@ -2,7 +2,8 @@
 
 `simulate` makes them. ``csrc`` implements devices, streams, memory, operators and clocks; ``build`` compiles it and
 ``extension`` holds it. ``device_module`` is ``torch.sim``, with ``counts`` and ``clocks``. ``threads`` carries what a
-host thread has waited for to the threads that it starts. ``shapes`` is for ``compute=False``. The library itself does not import this package.
+host thread has waited for to the threads that it starts. ``shapes`` serves ``compute=False``. The library itself does
+not import this package.
 """
 
 from __future__ import annotations

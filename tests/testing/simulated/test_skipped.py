@@ -1,4 +1,4 @@
-"""`simulate(compute=False)`: the launches, bytes and memory of a step without its kernels, and what needs values raises.
+"""`simulate(compute=False)`: launches, bytes and memory are those of the kernels, and what needs values raises.
 
 Each process has kernels or has none, so everything here runs in processes of its own. Their steps are in
 ``planned_steps``.
@@ -7,7 +7,6 @@ Each process has kernels or has none, so everything here runs in processes of it
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -31,7 +30,7 @@ cases = pytest.mark.parametrize("case", [*SHORT, *(pytest.param(name, marks=pyte
 
 
 @pytest.fixture(scope="module")
-def steps(available: None, request: pytest.FixtureRequest) -> Iterator[list[dict]]:
+def steps(available: None, request: pytest.FixtureRequest) -> list[dict]:
     """The figures of the selected cases: with kernels, and without."""
     specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     names = sorted({spec.params["case"] for spec in specs if spec is not None and "case" in spec.params})
@@ -50,7 +49,7 @@ def steps(available: None, request: pytest.FixtureRequest) -> Iterator[list[dict
         printed, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
         told.append(json.loads(printed))
-    yield told
+    return told
 
 
 @cases
@@ -141,7 +140,8 @@ assert size > 1.5e9
 replicate(model, devices=devices)
 optimizer = torch.optim.AdamW(model.parameters())
 output = model(torch.randint(0, 50257, (8, 1024)))
-nn.functional.cross_entropy(output.flatten(0, 1), torch.zeros(8 * 1024, dtype=torch.int64, device=output.device)).backward()
+target = torch.zeros(8 * 1024, dtype=torch.int64, device=output.device)
+nn.functional.cross_entropy(output.flatten(0, 1), target).backward()
 del output
 optimizer.step()
 optimizer.zero_grad()
