@@ -223,9 +223,15 @@ def operators() -> dict[str, Callable[[], Any]]:
         "eig": lambda: torch.linalg.eig(made(3, 3).detach()),
         "attention": lambda: F.scaled_dot_product_attention(*(made(1, 2, 4, 8) for _ in range(3))),
         "mask": lambda: F.scaled_dot_product_attention(*(made(1, 2, 4, 8) for _ in range(3)), made(4, 4).detach()),
-            made(1, 2, 4, 8), made(1, 2, 4, 8), made(1, 2, 4, 8), made(4, 4).detach()
-        ),
     }
+    for name, normalise in {
+        "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+        "group_norm": lambda x: F.group_norm(x, 2),
+    }.items():
+        for first, second in ((images, images.contiguous()), (images.contiguous(), images)):
+            table[f"gradient of {name} {first.stride()}"] = lambda normalise=normalise, x=first, gradient=second: (
+                torch.autograd.grad(normalise(x.requires_grad_()), x, gradient)
+            )
     for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"):
         for dtype in (torch.float32, half):
             loss = getattr(F, name)
