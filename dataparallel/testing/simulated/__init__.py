@@ -2,7 +2,7 @@
 
 `simulate` makes them. ``csrc`` implements devices, streams, memory, operators and clocks; ``build`` compiles it and
 ``extension`` holds it. ``device_module`` is ``torch.sim``, with ``counts``, ``clocks`` and ``timeline``. ``threads``
-carries what a host thread has waited for to the threads that it starts. ``shapes`` is for ``compute=False``. Nothing in
+carries what a host thread has waited for to the threads that it starts. ``shapes`` serves ``compute=False``. Nothing in
 the library imports this package.
 """
 

@@ -40,6 +40,8 @@ def answer_as_the_cpu() -> None:
         _add(rules, op, _written_gradient)
     for op in EMBEDDING_BAGS:
         _add(rules, op, _embedding_bag)
+    for op in CHANNELS_KEPT_LAST:
+        _add(rules, op, _channels_kept_last)
     _add(rules, aten.convolution.default, _convolution)
     for op in NORMALISING_BACKWARDS:
         _add(rules, op, _gradient_like_the_input)
@@ -137,16 +139,16 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Tensor, ...]:
-    """Sums without padding need no map from samples to bags. ``mode`` is 0 for sums, 1 for means, 2 for maxima."""
+    """Sums without padding have no list of the samples' bags. ``mode`` is 0 for sums, 1 for means, 2 for maxima."""
     options = (scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx)
     output, samples, sizes, maxima = op(weight, indices, offsets, *options)
     is_plain = mode == 0 and padding_idx < 0 and weight.stride(1) == 1 and weight.dtype != torch.float64
     if is_plain and (per_sample_weights is None or per_sample_weights.stride(0) == 1):
         samples = samples.new_empty(0)
     else:
-        samples = samples.new_empty(indices.shape[0])
-    is_padded = mode == 0 and op is aten._embedding_bag_forward_only.default
-    sizes = sizes.new_empty(offsets.shape[0] if is_padded else output.shape[0])
+        samples = samples.new_empty(indices.shape[0] + 1).resize_(indices.shape[0])  # keeps the memory of one more
+    has_all = mode == 0 and op is aten._embedding_bag_forward_only.default
+    sizes = sizes.new_empty(offsets.shape[0]).resize_(offsets.shape[0] if has_all else output.shape[0])
     maxima = maxima.new_empty(output.shape if mode == 2 else sizes.shape)
     return output, samples, sizes, maxima
 
@@ -174,3 +176,10 @@ def _gradient_like_the_input(op: Any, gradient: Tensor, input: Tensor, *argument
     if of_input is not None and input.dim() in (4, 5):
         of_input = torch.empty_like(of_input, memory_format=suggest_memory_format(input))
     return of_input, *others
+
+
+CHANNELS_KEPT_LAST = [aten.max_unpool2d.default]
+
+
+def _channels_kept_last(op: Any, input: Tensor, *arguments: Any) -> Tensor:
+    return torch.empty_like(op(input, *arguments), memory_format=suggest_memory_format(input))
