@@ -116,7 +116,7 @@ def broadcast_coalesced(
     """
     check_movable(tensors)
     slots = resolve_each(devices)
-    transport = transport_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors)
+    transport = transport_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors, buffer_size)
     return transport.broadcast_coalesced(
         tensors, slots, buffer_size, own=own_storage, isolated=are_slots_isolated(), planned=planned, later=later
     )
@@ -173,7 +173,8 @@ def reduce_add_coalesced(
         for position, terms in enumerate(zip(*inputs, strict=True)):
             check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
-    transport = transport_for("reduce_add", _places([target], [tensors[0].device for tensors in inputs]), inputs[0])
+    places = _places([target], [tensors[0].device for tensors in inputs])
+    transport = transport_for("reduce_add", places, inputs[0], buffer_size)
     isolated = are_slots_isolated()
     return tuple(transport.reduce_add_coalesced(inputs, target, buffer_size, travelling=travelling, isolated=isolated))
 

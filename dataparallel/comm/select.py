@@ -8,6 +8,7 @@ report calls `choose_transport`. Within one device plain copies do, unless slots
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
@@ -49,13 +50,16 @@ _comparisons: dict[tuple[str, tuple[torch.device, ...]], str | None] = {}
 """For each transport and devices that have been compared: ``None``, or why the transport is not used there."""
 
 
-def transport_for(work: Collective, devices: Sequence[torch.device], tensors: Sequence[Tensor]) -> Transport:
+def transport_for(
+    work: Collective, devices: Sequence[torch.device], tensors: Sequence[Tensor], cap_bytes: int = sys.maxsize
+) -> Transport:
     """The transport for a call.
 
     Args:
         work: the operation.
         devices: where the tensors are and where they go.
         tensors: what each device receives in a broadcast, or brings to a sum.
+        cap_bytes: size of the buckets in which they travel.
 
     Raises:
         ValueError: a transport that was asked for can do nothing between these devices, or an environment variable
@@ -63,7 +67,8 @@ def transport_for(work: Collective, devices: Sequence[torch.device], tensors: Se
     """
     if len({*devices}) < 2 and not (are_slots_isolated() and len(devices) > 1):
         return STAR
-    nbytes = sum([tensor.numel() * tensor.itemsize for tensor in tensors])
+    sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+    nbytes = max(min(sum(sizes), cap_bytes), *sizes, 0)  # a larger tensor is a bucket of its own
     asked, check_peers = settings.current(), peer_check.is_on()
     widened = bool(tensors) and summed_in(tensors[0].dtype) != tensors[0].dtype
     return _select(work, tuple(devices), _rounded(nbytes), widened, asked, check_peers)

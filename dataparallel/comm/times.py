@@ -35,7 +35,7 @@ single broadcast, a chain of n pieces needs the time and the launches of shards,
 broadcast takes shards only if they are asked for.
 
 Objectives differ. Weights travel bucket after bucket, each in a call of its own, so a broadcast is optimised for the
-time of the first bucket and that of each bucket that follows; eight follow if the call does not say more. Sums are
+time of the first bucket and that of eight more. Sums are
 hidden behind the backward pass, except the last one, so a sum is optimised for the time of one bucket. There shards win
 over a chain from some size on, because a chain has to be filled: 1.75 s/b for 8 devices, and a chain needs 8 pieces and
 as many launches for 1.88 s/b.
@@ -51,9 +51,6 @@ __all__ = ["MOST_PIECES", "Routed", "fastest", "pieces", "time_of"]
 
 MOST_PIECES = 16
 """Pieces of a chain. More would save less than a tenth of the time, and each is one more launch on every device."""
-
-_BUCKET = 25 * 2**20
-"""Bytes of a large bucket of parameters. A call with more bytes is several such buckets in a row."""
 
 _FOLLOWING = 8
 """Buckets that follow another one, in a model of some hundred megabytes."""
@@ -82,7 +79,7 @@ def fastest(work: Routed, number: int, nbytes: int, links: Links, widened: bool 
     Args:
         work: the operation.
         number: of distinct devices, two or more.
-        nbytes: that each device receives in a broadcast, or brings to a sum.
+        nbytes: of a bucket, that each device receives in a broadcast, or brings to a sum.
         links: between the devices.
         widened: True for a sum of 16-bit floats.
     """
@@ -111,14 +108,13 @@ def time_of(
     """Seconds that the route needs, with ``count`` pieces in a chain (default: the best number of pieces)."""
     if route == "chain" and count is None:
         count = pieces(work, number, nbytes, links, widened)
-    bucket = min(nbytes, _BUCKET) * (2 if widened and route == "chain" else 1)
+    bucket = nbytes * (2 if widened and route == "chain" else 1)
     cost = _COSTS[work, route](number, bucket, links, count or 1)
     launching = cost.launches * _HOST[work]
     one = max(cost.seconds, launching + _copy(links, cost.copied))
     if work == "reduce_add":
         return one
-    following = max(_FOLLOWING, -(-nbytes // _BUCKET) - 1)
-    return one + following * max(cost.until_next, launching)
+    return one + _FOLLOWING * max(cost.until_next, launching)
 
 
 def _copy(links: Links, nbytes: float) -> float:

@@ -210,7 +210,7 @@ def test_a_device_is_listed_as_often_as_it_is_a_slot(slots: list, monkeypatch: p
     """Otherwise transports that take each device once would refuse every call that begins or ends on a slot."""
     asked: list[list[torch.device]] = []
 
-    def ask(work: str, devices: Sequence[torch.device], tensors: Sequence[Tensor]) -> TorchCopies:
+    def ask(work: str, devices: Sequence[torch.device], tensors: Sequence[Tensor], cap_bytes: int = 0) -> TorchCopies:
         asked.append([*devices])
         return TorchCopies("star")
 

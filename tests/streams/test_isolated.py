@@ -83,8 +83,9 @@ def test_a_replica_that_calls_a_wrapper_keeps_its_stream_to_itself(slots: list, 
 
 
 def build(root: torch.device) -> nn.Module:
+    """The first layer looks no parameter up: a look-up waits for the copies, and so for the caller."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 2)).double().to(root)
+    return nn.Sequential(nn.Tanh(), nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double().to(root)
 
 
 def train(slots: list, root: torch.device) -> None:

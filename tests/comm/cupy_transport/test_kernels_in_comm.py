@@ -88,7 +88,7 @@ def test_comm_uses_it_in_every_call_where_it_is_asked_for(
     launches.noted.clear()
     found = getattr(Calls(slots, plain), name)()
     assert launches.kinds() == CALLS[name]
-    monkeypatch.setattr(comm, "transport_for", lambda work, devices, tensors: STAR)
+    monkeypatch.setattr(comm, "transport_for", lambda work, devices, tensors, cap_bytes=0: STAR)
     assert_alike(found, getattr(Calls(slots, plain), name)())
 
 
@@ -101,7 +101,7 @@ def test_plain_copies_do_what_it_cannot(
         return [tensor for tensor in made(device) if name != "broadcast_into" or not tensor.is_sparse]
 
     found = getattr(Calls(slots, make), name)()
-    monkeypatch.setattr(comm, "transport_for", lambda work, devices, tensors: TorchCopies("tree"))
+    monkeypatch.setattr(comm, "transport_for", lambda work, devices, tensors, cap_bytes=0: TorchCopies("tree"))
     assert_alike(found, getattr(Calls(slots, make), name)())
 
 
@@ -149,6 +149,6 @@ def test_gradients_are_those_of_plain_copies(
     found = [parameter.grad for parameter in net.parameters()]
     assert launches.kinds()["sum"] > 0
     net.zero_grad()
-    monkeypatch.setattr(comm, "transport_for", lambda work, devices, tensors: STAR)
+    monkeypatch.setattr(comm, "transport_for", lambda work, devices, tensors, cap_bytes=0: STAR)
     DataParallel(net, slots)(x).square().sum().backward()
     assert_alike(found, [parameter.grad for parameter in net.parameters()])
