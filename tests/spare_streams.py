@@ -14,7 +14,7 @@ from dataparallel.comm import duplex
 from dataparallel.streams import ahead, arrivals, gradients, isolated
 
 ISOLATED = 7  # on each device, for eight slots
-TURNS = 3  # more side streams for gradients than this would be the first ones again
+TURNS = 4  # more side streams for gradients than this would be the first ones again
 
 
 def make_library_streams(devices: Iterable[torch.device]) -> None:

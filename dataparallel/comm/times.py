@@ -35,10 +35,11 @@ single broadcast, a chain of n pieces needs the time and the launches of shards,
 broadcast takes shards only if they are asked for.
 
 Objectives differ. Weights travel bucket after bucket, each in a call of its own, so a broadcast is optimised for the
-time of the first bucket and that of eight more. Sums are
-hidden behind the backward pass, except the last one, so a sum is optimised for the time of one bucket. There shards win
-over a chain from some size on, because a chain has to be filled: 1.75 s/b for 8 devices, and a chain needs 8 pieces and
-as many launches for 1.88 s/b.
+time of the first bucket and that of eight more. Sums are hidden behind the backward pass, except the last ones, which
+are small. So a sum is optimised for the time until the next one may follow and for its launches, because the host is
+busy with these while it could launch the backward; its own time counts little. Only for a tensor that is larger than
+any bucket its own time counts. There shards may win over a chain, because a chain has to be filled: 1.75 s/b for 8
+devices, and a chain needs 8 pieces and as many launches for 1.88 s/b.
 """
 
 from __future__ import annotations
@@ -54,6 +55,13 @@ MOST_PIECES = 16
 
 _FOLLOWING = 8
 """Buckets that follow another one, in a model of some hundred megabytes."""
+
+_HIDDEN = 8
+"""How much less a second counts in which other sums and the backward pass go on, than one that a device or the host is
+busy with a sum."""
+
+_LARGE = 25 * 2**20
+"""Bytes. A bucket of more is one tensor, most often an embedding, whose gradient comes last: its sum is not hidden."""
 
 _HOST = {"broadcast": 7e-6, "reduce_add": 5e-6}
 """Seconds of the host for each launch: of a Python thread, and of a thread of the autograd engine, which makes sums."""
@@ -105,7 +113,7 @@ def pieces(work: Routed, number: int, nbytes: int, links: Links, widened: bool =
 def time_of(
     work: Routed, route: str, number: int, nbytes: int, links: Links, widened: bool = False, count: int | None = None
 ) -> float:
-    """Seconds that the route needs, with ``count`` pieces in a chain (default: the best number of pieces)."""
+    """Seconds by which routes are compared, with ``count`` pieces in a chain (default: the best number of pieces)."""
     if route == "chain" and count is None:
         count = pieces(work, number, nbytes, links, widened)
     bucket = nbytes * (2 if widened and route == "chain" else 1)
@@ -113,7 +121,7 @@ def time_of(
     launching = cost.launches * _HOST[work]
     one = max(cost.seconds, launching + _copy(links, cost.copied))
     if work == "reduce_add":
-        return one
+        return max(launching, cost.until_next) + cost.seconds / _HIDDEN if nbytes <= _LARGE else one
     return one + _FOLLOWING * max(cost.until_next, launching)
 
 

@@ -45,7 +45,7 @@ __all__ = ["GradientStreams", "Made", "side_stream"]
 _BUCKETS_HELD = 2
 """How many buckets' buffers are held: one bucket is being summed while the next one travels."""
 
-_TURNS = 3
+_TURNS = 4
 """How many side streams each device has. A sum ends at the root, so on one stream the next one would begin there only
 when it has ended, although most links are free by then."""
 
