@@ -22,6 +22,7 @@ def only_bytes(monkeypatch: pytest.MonkeyPatch) -> Links:
     monkeypatch.setattr(times, "_HOST", dict.fromkeys(WORK, 0.0))
     monkeypatch.setattr(times, "_KERNEL", 0.0)
     monkeypatch.setattr(times, "_MEMORY", float("inf"))
+    monkeypatch.setattr(times, "_LARGE", 0)  # the time of a sum itself counts
     return Links(True, 0.0, 1.0)
 
 
@@ -80,8 +81,9 @@ def test_a_broadcast_never_needs_shards(number: int, nbytes: int, links: Links) 
 def test_few_bytes_take_few_copies_in_a_row(links: Links) -> None:
     for number in (4, 8):
         assert fastest("broadcast", number, 1, links) == "tree"
-        assert fastest("reduce_add", number, 1, links) == "star"
-    assert pieces("broadcast", 8, 1, links) == 1
+        assert fastest("reduce_add", number, 1, links) in ("star", "chain")
+    for work in ("broadcast", "reduce_add"):
+        assert pieces(work, 8, 1, links) == 1
 
 
 @pytest.mark.parametrize("links", [SHARED, ALL_TO_ALL])
@@ -91,18 +93,19 @@ def test_two_devices_need_no_route(work: str, links: Links) -> None:
     assert pieces(work, 1, 2**30, links) == 1
 
 
-def test_weights_stream_along_a_chain_and_few_devices_add_by_shards() -> None:
+def test_weights_and_hidden_sums_stream_along_a_chain_and_large_tensors_add_by_shards() -> None:
     for links in (SHARED, ALL_TO_ALL):
-        assert fastest("broadcast", 8, 100 * BUCKET, links) == "chain"
-    assert fastest("reduce_add", 4, BUCKET, ALL_TO_ALL) == "shards"
-    assert fastest("reduce_add", 4, BUCKET, SHARED) == "chain"
+        assert fastest("broadcast", 8, BUCKET, links) == "chain"
+        assert fastest("reduce_add", 8, BUCKET, links) == "chain"
+    for number in (4, 8):
+        assert fastest("reduce_add", number, 60 * 2**20, ALL_TO_ALL) == "shards"
+        assert fastest("reduce_add", number, 60 * 2**20, SHARED) == "chain"
 
 
-def test_the_host_decides_between_eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of a bucket are many launches; if these cost nothing, or the bucket is large, shards win."""
-    assert fastest("reduce_add", 8, BUCKET, ALL_TO_ALL) == "chain"
-    monkeypatch.setattr(times, "_HOST", dict.fromkeys(WORK, 0.0))
-    assert fastest("reduce_add", 8, BUCKET, ALL_TO_ALL) == "shards"
+def test_a_hidden_sum_takes_few_launches() -> None:
+    """In one more piece it would end sooner, but the host could launch less of the backward meanwhile."""
+    assert pieces("reduce_add", 8, BUCKET, ALL_TO_ALL) <= 2
+    assert pieces("reduce_add", 8, 60 * 2**20, ALL_TO_ALL) > 8
 
 
 def test_partial_sums_of_16_bit_floats_travel_in_32_bits() -> None:
