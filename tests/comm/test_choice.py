@@ -71,7 +71,7 @@ TABLE = [
     (CUDA_4, "broadcast", 0, "tree"),
     (CUDA_4, "broadcast", SMALL, "tree"),
     (CUDA_4, "broadcast", LARGE, "chain"),
-    (CUDA_4, "reduce_add", SMALL, "star"),
+    (CUDA_4, "reduce_add", SMALL, "chain"),
     (CUDA_4, "reduce_add", LARGE, "chain"),
     (CUDA_TWICE, "reduce_add", LARGE, "chain"),
     # Simulated devices: the same rules.
@@ -79,7 +79,7 @@ TABLE = [
     (SIM_PAIRS, "broadcast", LARGE, "star"),
     (SIM_8, "broadcast", SMALL, "tree"),
     (SIM_8, "broadcast", LARGE, "chain"),
-    (SIM_8, "reduce_add", SMALL, "star"),
+    (SIM_8, "reduce_add", SMALL, "chain"),
     (SIM_8, "reduce_add", LARGE, "chain"),
     # The CPU among the devices: copies from and to it block.
     (MIXED, "broadcast", LARGE, "star"),
@@ -101,12 +101,12 @@ def test_by_default_plain_copies_take_a_route(
 
 
 def test_links_between_all_pairs_bring_other_routes() -> None:
-    """Sums of a bucket between few devices: a chain first has to be filled, and shards use every link."""
-    bucket = 10 * 2**20
+    """Sums of a large tensor, which nothing hides: a chain first has to be filled, and shards use every link."""
+    bucket = 60 * 2**20
     assert decide("reduce_add", CUDA_4, bucket).route == "chain"
     choice = decide("reduce_add", CUDA_4, bucket, links=ALL_TO_ALL)
     assert choice.route == "shards"
-    assert "10.0 MiB between 4 devices with all-to-all links" in choice.reason
+    assert "60.0 MiB between 4 devices with all-to-all links" in choice.reason
     assert decide("reduce_add", [*CUDA_4, CUDA_4[1]], bucket, links=ALL_TO_ALL).route == "chain"
 
 
