@@ -196,12 +196,22 @@ from dataparallel.testing import simulate
 one, two = simulate(2, compute=False)
 torch.manual_seed(3)
 state = torch.sim.get_rng_state(0)
-with torch.device(one):  # does not reach the functions that tell shapes
+with torch.device(one):
     x = torch.randn(2, 8).requires_grad_()
     y = torch.nn.functional.layer_norm(torch.nn.functional.dropout(x), (8,))
     y.sum().backward()
 assert (y.device, x.grad.device, x.grad.shape) == (one, one, x.shape)
 assert torch.equal(torch.sim.get_rng_state(0), state)  # nothing is drawn
+
+
+class Seen(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        assert not any(isinstance(a, torch.Tensor) and a.is_meta for a in arguments), function
+        return function(*arguments, **(options or {}))
+
+
+with Seen():  # the functions that tell shapes are not the user's
+    torch.nn.functional.layer_norm(x, (8,))
 with pytest.raises(RuntimeError, match="two devices, sim:0 and sim:1"):
     x + torch.ones(8, device=two)
 with pytest.raises(RuntimeError, match="two devices, sim:0 and cpu"):
