@@ -173,12 +173,12 @@ NORMALISING_BACKWARDS = [
 
 def _gradient_like_the_input(op: Any, gradient: Tensor, input: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     of_input, *others = op(gradient, input, *arguments)
-    if of_input is not None and input.dim() in (4, 5):
-        of_input = torch.empty_like(of_input, memory_format=suggest_memory_format(input))
+    if of_input is not None:
+        of_input = torch.empty_like(of_input, dtype=input.dtype, memory_format=suggest_memory_format(input))
     return of_input, *others
 
 
-CHANNELS_KEPT_LAST = [aten.max_unpool2d.default]
+CHANNELS_KEPT_LAST = [aten.max_unpool2d.default, aten.reflection_pad2d.default, aten.replication_pad2d.default]
 
 
 def _channels_kept_last(op: Any, input: Tensor, *arguments: Any) -> Tensor:

@@ -190,18 +190,32 @@ def test_the_first_call_decides_for_the_process(available, printed):
 
 
 @pytest.mark.ahead("""
-import pytest, torch
+import pytest, torch, warnings
 from dataparallel.testing import simulate
 
 one, two = simulate(2, compute=False)
 torch.manual_seed(3)
 state = torch.sim.get_rng_state(0)
-with torch.device(one):  # does not reach the functions that tell shapes
+with torch.device(one):
     x = torch.randn(2, 8).requires_grad_()
     y = torch.nn.functional.layer_norm(torch.nn.functional.dropout(x), (8,))
     y.sum().backward()
 assert (y.device, x.grad.device, x.grad.shape) == (one, one, x.shape)
 assert torch.equal(torch.sim.get_rng_state(0), state)  # nothing is drawn
+seen = []
+
+
+class Seen(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        seen.append(function)
+        return function(*arguments, **(options or {}))
+
+
+warnings.simplefilter("ignore")  # tracing is deprecated
+traced = torch.jit.trace(lambda x: torch.nn.functional.layer_norm(x, (8,)), torch.randn(2, 8))
+with Seen():  # a mode sees what the user calls, and not the functions that tell shapes
+    traced(x)
+assert seen == []
 with pytest.raises(RuntimeError, match="two devices, sim:0 and sim:1"):
     x + torch.ones(8, device=two)
 with pytest.raises(RuntimeError, match="two devices, sim:0 and cpu"):
