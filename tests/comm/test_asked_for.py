@@ -94,7 +94,7 @@ def test_where_it_serves_nothing_it_is_not_tried(name: str, machine: Machine) ->
 def test_sums_in_slot_order_are_made_by_plain_copies(machine: Machine) -> None:
     with comm.using(transport="nccl"):
         assert transport_for("reduce_add", machine.devices, LARGE).route == "chain"
-        assert transport_for("reduce_add", machine.devices, SMALL) == STAR
+        assert isinstance(transport_for("reduce_add", machine.devices, SMALL), TorchCopies)
         assert not isinstance(transport_for("broadcast", machine.devices, SMALL), TorchCopies)
 
 

@@ -25,6 +25,7 @@ from dataparallel.comm.transport import Transport
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "forgetful")
 LARGE, SMALL = [torch.empty(2**27, device="meta")], [torch.empty(10)]
 BUCKET = [torch.empty(10 * 2**18)]
+EMBEDDING = [torch.empty(60 * 2**18, device="meta")]
 
 
 @pytest.mark.not_isolated("what slots on one device share")
@@ -43,8 +44,8 @@ def test_the_librarys_choice(slots: list) -> None:
     assert transport_for("broadcast", devices, LARGE).route == "chain"
     assert transport_for("broadcast", devices, SMALL) == TorchCopies("tree")
     assert transport_for("reduce_add", devices, BUCKET).route == "chain"
-    assert transport_for("reduce_add", devices[:4], BUCKET) == TorchCopies("shards")
-    assert transport_for("reduce_add", devices, SMALL) == TorchCopies("star")
+    assert transport_for("reduce_add", devices, EMBEDDING) == TorchCopies("shards")
+    assert transport_for("reduce_add", devices, SMALL) == TorchCopies("chain", pieces=1)
     assert transport_for("gather", devices, LARGE) == transport_for("scatter", devices, LARGE) == TorchCopies("star")
     assert transport_for("broadcast", devices[:2], LARGE) == TorchCopies("star")
 
