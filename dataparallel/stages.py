@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from dataparallel import _torch
 from dataparallel.devices import current_device_set
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.cycles import CycleBreaker
@@ -67,7 +68,9 @@ class Call:
             refuse_what_cannot_be_shared()
         self._kept = kept
         self._breaker: CycleBreaker | None = None
-        self._copies = LateCopies(allowed=not is_serial(serial) and not may_use_source)
+        # Asked in every call, also where nothing may be late: `torch._dynamo.reset` may come before the next one.
+        is_compiler_in_use = _torch.is_compiler_in_use()
+        self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
         self._reads = HostReads()
 
     @contextmanager

@@ -4,7 +4,8 @@ A forward needs the first layer's parameters first. So buckets are sent in the o
 device, and a lookup of a parameter makes the current stream wait for the parameter's bucket only
 (``modules.registry``). `arrivals_for` says if a call's copies may be late: only if they are launched inside
 `LateCopies.may_begin`, which is the stage ``replicate`` of a ``stages.Call``, and only on two or more accelerators or
-isolated slots. `LateCopies.end`, at the end of the call, waits for them. Those who make replicas' tensors (``replicate``, ``kept.tensors``, ``composable.persistent_tensors``) bring the copies.
+isolated slots. `LateCopies.end`, at the end of the call, waits for them. Those who make replicas' tensors
+(``replicate``, ``kept.tensors``, ``composable.persistent_tensors``) bring the copies.
 
 These events order the streams:
 
@@ -16,11 +17,13 @@ These events order the streams:
 - On each device an event follows each bucket. A stream waits for it before it uses a parameter of the bucket. On the
   root, where replicas share the source's memory, the event follows the read of the source: a forward may write to it.
 - When the call ends, also if it fails, the computing streams wait for the side streams. Everything later on them comes
-  after the copies: backward, the optimizer, the next call, other use of the memory. Until then the copies are held, and the memory of the
-  sources too: somebody may give a source other memory. Until then only slot 0's lookups order writes to the source.
+  after the copies: backward, the optimizer, the next call, other use of the memory. Until then the copies are held, and
+  the memory of the sources too: somebody may give a source other memory. Until then only slot 0's lookups order writes
+  to the source.
 
 Buffers and single tensors travel on the computing streams. So do all tensors once something has been compiled
 with ``torch.compile``: compiled code may read parameters past the registries.
+With ``DATAPARALLEL_LATE_COPIES=0`` all tensors always do.
 """
 
 from __future__ import annotations
@@ -36,12 +39,15 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.comm.transport import FlatBroadcast
+from dataparallel.environment import says_no
 from dataparallel.streams.current import Event, current_streams, streams_set
 
 __all__ = ["Arrival", "Arrivals", "Expected", "LateCopies", "arrivals_for", "parameter_stream"]
 
 _side_streams: dict[torch.device, torch.Stream] = {}
 _filling_streams: dict[torch.device, torch.Stream] = {}
+
+VARIABLE = "DATAPARALLEL_LATE_COPIES"
 
 _FLATS_HELD = 2
 """How many flat buffers there are at a time: one is sent while the next one is filled."""
@@ -157,8 +163,8 @@ class Arrivals:
     def expect(self, expected: Expected, slot: int, positions: int) -> None:
         """Fills ``expected`` for a replica.
 
-        ``positions``: the number of positions in the plan: its tensors, what is shared, and ``None``. Negative positions
-        count from the end.
+        ``positions``: the number of positions in the plan: its tensors, what is shared, and ``None``. Negative
+        positions count from the end.
         """
         device = self._slots[slot]
         shares_source = device == self._slots[0] and (slot == 0 or not self._isolated)
@@ -216,7 +222,7 @@ class LateCopies:
 def arrivals_for(slots: Sequence[torch.device]) -> Arrivals | None:
     """The late copies for new replicas on ``slots``; ``None`` if copies have to be ordered on the computing streams."""
     call: LateCopies | None = getattr(_open, "copies", None)
-    if call is None or _torch.is_compiler_in_use():
+    if call is None or says_no(VARIABLE) or _torch.is_compiler_in_use():
         return None
     accelerators = current_streams(slots)
     if not (len(accelerators) > 1 or (accelerators and len(slots) > 1 and are_slots_isolated())):

@@ -237,6 +237,51 @@ def test_a_source_may_get_other_memory_while_its_copies_travel() -> None:
     assert [copy.sum().item() for copy in copies] == [WIDTH * WIDTH] * 2
 
 
+def writes_to_slot_0(net: nn.Module, name: str) -> None:
+    """Writes to a tensor of the replica that is not the last layer's weight, but has the same memory."""
+    with torch.no_grad():
+        getattr(net, name).mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: str, kind: str, x: Tensor) -> None:
+    class Shares(Half):
+        def forward(self, x: Tensor) -> Tensor:
+            writes_to_slot_0(self, "other")
+            return super().forward(x)
+
+    model = Shares().to(SLOTS[0])
+    other = model.last.weight.data[1:]
+    if kind == "buffer":
+        model.register_buffer("other", other)
+    else:
+        model.register_parameter("other", nn.Parameter(other))
+    if form == "DataParallel":
+        call: nn.Module = in_single_buckets(model)
+    else:
+        call = replicate(model, devices=SLOTS, bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    for _ in range(3):
+        with torch.no_grad():
+            call(x)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("0", dict), ("off", dict), ("1", ParameterRegistry)])
+def test_a_variable_turns_late_copies_off(
+    value: str, expected: type, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATAPARALLEL_LATE_COPIES", value)
+    found: set[type] = set()
+
+    class Looked(Half):
+        def forward(self, x: Tensor) -> Tensor:
+            found.add(type(self.last._parameters))
+            return super().forward(x)
+
+    in_single_buckets(Looked().to(SLOTS[0]))(x)
+    assert found == {expected}
+
+
 def test_lookups_are_late_where_nothing_is_in_the_way(x: Tensor) -> None:
     found: set[type] = set()
 
