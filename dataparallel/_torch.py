@@ -319,9 +319,19 @@ def is_compiler_loaded() -> bool:
     return "torch._dynamo.eval_frame" in sys.modules
 
 
+_was_compiler_in_use = False
+
+
 def is_compiler_in_use() -> bool:
-    """True if something has been compiled in this process. torch's optimizers load the compiler without using it."""
-    return is_compiler_loaded() and any(backend is not None for backend in _backends().values())
+    """True if something has been compiled in this process, as far as this function has seen.
+
+    torch's optimizers load the compiler without using it. ``torch._dynamo.reset()`` makes torch forget what was
+    compiled, but compiled functions stay compiled. So once this has returned True, it always does.
+    """
+    global _was_compiler_in_use
+    if not _was_compiler_in_use and is_compiler_loaded():
+        _was_compiler_in_use = any(backend is not None for backend in _backends().values())
+    return _was_compiler_in_use
 
 
 @cache

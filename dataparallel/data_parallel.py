@@ -126,7 +126,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         slots = [resolve(device) for device in self.device_ids]
         output_device = resolve_output(self.output_device, slots)
         check_placement(self.module, slots[0])
-        with Call(slots, self._kept, self.serial) as call:
+        with Call(slots, self._kept, self.serial, may_use_source=self._is_stage_overridden()) as call:
             return self._stages(call, slots, output_device, inputs, kwargs)
 
     def _stages(
@@ -139,12 +139,23 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1:
             return run_alone(self.module, inputs[0], kwargs[0], slots[0], output_device)
-        with stage("replicate"):
+        with stage("replicate"), call.replicates():
             replicas = call.uses(self.replicate(self.module, self.device_ids[: len(inputs)]))
         with stage("parallel_apply"):
             outputs = self.parallel_apply(replicas, inputs, kwargs)
         with stage("gather"):
             return self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
+
+    def _is_stage_overridden(self) -> bool:
+        """True if a stage from ``replicate`` on is another function, of a subclass or of this object."""
+        return any(
+            getattr(used, "__func__", None) is not own
+            for used, own in (
+                (self.replicate, DataParallel.replicate),
+                (self.parallel_apply, DataParallel.parallel_apply),
+                (self.gather, DataParallel.gather),
+            )
+        )
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way.

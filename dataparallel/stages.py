@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from dataparallel import _torch
 from dataparallel.devices import current_device_set
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.cycles import CycleBreaker
@@ -47,19 +48,29 @@ class Call:
     Args:
         slots: where replicas would run.
         kept: the store that makes or reuses the replicas; it is told how the call ends.
-        serial: as in ``parallel_apply``. If replicas run one after the other, they start when all copies are there.
+        serial: as in ``parallel_apply``. If replicas run one after the other, no copies of parameters are late: the
+            computing streams wait for all of them before the first replica starts.
+        may_use_source: true if code of the user runs between the stages, which may write to the source or step an
+            optimizer. Then no copies are late either, because only lookups in replicas wait for those.
 
     Raises:
         RuntimeError: several replicas cannot run here: see ``threads.settings.REFUSED``.
     """
 
-    def __init__(self, slots: Sequence[torch.device], kept: KeptReplicas, serial: bool | None = None) -> None:
+    def __init__(
+        self,
+        slots: Sequence[torch.device],
+        kept: KeptReplicas,
+        serial: bool | None = None,
+        may_use_source: bool = False,
+    ) -> None:
         if len(slots) > 1:
             refuse_what_cannot_be_shared()
         self._kept = kept
         self._breaker: CycleBreaker | None = None
-        self._copies = LateCopies()
-        self._may_be_late = not is_serial(serial)
+        # Asked in every call, also where nothing may be late: `torch._dynamo.reset` may come before the next one.
+        is_compiler_in_use = _torch.is_compiler_in_use()
+        self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
         self._reads = HostReads()
 
     @contextmanager
@@ -72,23 +83,30 @@ class Call:
         finally:
             _scattering.reads = before
 
+    @contextmanager
+    def replicates(self) -> Iterator[None]:
+        """Around the stage ``replicate``, whose copies of parameters may be late. It is the only one."""
+        with self._copies.may_begin():
+            yield
+
     def uses(self, replicas: R) -> R:
         """Notes the replicas of this call, and returns them."""
-        self._copies.stop()
         self._breaker = CycleBreaker([] if self._kept.is_frozen else replicas)
         return replicas
 
     def __enter__(self) -> Call:
-        if self._may_be_late:
-            self._copies.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        failed = True
         try:
             self._copies.end()  # first: what follows frees memory
-            self._release_replicas(failed=kind is not None)
+            failed = kind is not None
         finally:
-            self._reads.wait()
+            try:
+                self._release_replicas(failed)
+            finally:
+                self._reads.wait()
 
     def _release_replicas(self, failed: bool) -> None:
         if self._breaker is None:  # there are no replicas

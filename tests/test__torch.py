@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel import _torch
+from processes import run_script
 
 PACKAGE = Path(_torch.__file__).parent
 PATHS = [name.path for name in _torch.NAMES]
@@ -255,3 +256,25 @@ def test_no_other_room_spells_a_private_name_of_torch() -> None:
         if name not in own and name not in PUBLISHED | NAMEDTUPLE
     ]
     assert found == []
+
+
+COMPILED_BEFORE = """
+import torch
+from torch import nn
+
+from dataparallel import DataParallel, _torch
+
+call = DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
+x = torch.ones(4, 2)
+call(x)
+assert not _torch.is_compiler_in_use()
+torch.compile(lambda x: x + 1, backend="eager")(x)
+call(x)
+torch._dynamo.reset()
+print(_torch.is_compiler_in_use())
+"""
+
+
+def test_the_compiler_stays_in_use_when_torch_forgets_what_was_compiled() -> None:
+    """A call has passed between. Functions that were compiled before stay compiled."""
+    assert run_script(COMPILED_BEFORE).split() == ["True"]

@@ -162,7 +162,7 @@ class SlotGradients:
 
 
 class SourceGradients:
-    """The source's gradients of a bucket, for one `take`.
+    """The source's gradients of a bucket. They can be taken once.
 
     If ``streams`` is not ``None``, a side stream may still write to them, and their memory belongs to the computing
     stream. So whoever drops them unused makes the computing stream wait.

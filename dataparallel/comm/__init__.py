@@ -74,7 +74,11 @@ def broadcast(
 def broadcast_into(buffers: Sequence[Tensor], bucket: Bucket, tensors: Sequence[Tensor]) -> FlatBroadcast:
     """The broadcast of a bucket of ``tensors`` into flat buffers of its size, still to be launched."""
     return FlatBroadcast(
-        bucket.indices, partial(flatten, bucket, tensors), lambda flat: broadcast(flat, out=buffers), buffers
+        bucket.indices,
+        read=partial(flatten, bucket, tensors),
+        send=lambda flat: broadcast(flat, out=buffers),
+        buffers=buffers,
+        sources=[tensors[i] for i in bucket.indices],
     )
 
 

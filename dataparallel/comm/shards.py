@@ -1,8 +1,8 @@
 """Broadcasts and sums in which each slot is in charge of one part of the buffer: its shard.
 
 All devices send at the same time, in rounds: in round r slot i sends to slot i + r, counted modulo the number of slots.
-So each device sends one copy and receives one, between which nothing may be ordered: it sends from its second stream,
-and receives on the caller's (``comm.duplex``).
+In a round each device sends one copy and receives another. No order between the two may arise, so it sends from its
+second stream and receives on the caller's (``comm.duplex``).
 
 ``comm.routes`` calls these functions, and ``comm.times`` says how long they take. Only the caller's streams are current
 afterwards, and they wait for everything.

@@ -51,12 +51,14 @@ class FlatBroadcast(NamedTuple):
         read: makes the flat buffer to send, from the tensors as they are then. When it has run they may be changed.
         send: sends it into ``buffers``.
         buffers: the memory that receives it.
+        sources: the bucket's tensors.
     """
 
     indices: Sequence[int]
     read: Callable[[], Tensor]
     send: Callable[[Tensor], Any]
     buffers: Sequence[Tensor]
+    sources: Sequence[Tensor]
 
 
 Later: TypeAlias = "Callable[[FlatBroadcast], object]"
@@ -208,7 +210,8 @@ class Transport(ABC):
                 self.broadcast_flat(flat, received)
             else:
                 read, send = partial(flatten, bucket, tensors), partial(self._send_flat, received)
-                later(FlatBroadcast(bucket.indices, read, send, received))
+                sources = [tensors[i] for i in bucket.indices]
+                later(FlatBroadcast(bucket.indices, read, send, received, sources))
             arrived = {slot: unflatten(bucket, buffer) for slot, buffer in buffers.items()}
             for slot in needing:
                 device = devices[slot]

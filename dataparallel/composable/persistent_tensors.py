@@ -136,9 +136,9 @@ class PersistentTensors:
 
     def _learn_order(self, copies: PersistentCopies) -> bool:
         """After the first pass: sets the order of buckets to that in which gradients arrived, and returns ``True``."""
-        if self._order is not None or not copies.arrivals:
+        if self._order is not None or not copies.gradient_order:
             return False
-        arrived = [copies.buckets[position][0] for position in dict.fromkeys(copies.arrivals)]
+        arrived = [copies.buckets[position][0] for position in dict.fromkeys(copies.gradient_order)]
         known = {*arrived}
         self._order = [*arrived, *(i for i in reversed(copies.recorded) if i not in known)]
         return True
@@ -151,7 +151,7 @@ class PersistentCopies:
         by_slot: for each slot a copy of each of the plan's tensors.
         recorded: positions in the plan of tensors that need gradients.
         buckets: the same positions, in buckets.
-        arrivals: positions in ``buckets`` in the order in which their gradients arrived, while that is not known.
+        gradient_order: positions in ``buckets`` in the order in which their gradients arrived, while that is not known.
         memory: the memory of the copies.
     """
 
@@ -161,7 +161,7 @@ class PersistentCopies:
         self.by_slot: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
         self.recorded = [i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad]
         self.buckets: list[list[int]] = []
-        self.arrivals: list[int] = []
+        self.gradient_order: list[int] = []
         self._kinds = _kinds(plan.tensors)
         self._streams = current_streams(slots)
         self._settings = settings.current()
@@ -246,7 +246,7 @@ class PersistentCopies:
         for position, group in reversed([*enumerate(self.buckets)]):
             waiting = WaitingBucket(sums, [self.plan.tensors[i] for i in group], self._streams)
             # Arrival is noted on the slots: if the root's thread is late, it has a choice of many buckets.
-            note = None if order_is_known else partial(self.arrivals.append, position)
+            note = None if order_is_known else partial(self.gradient_order.append, position)
             streams = None if gradient_streams is None else gradient_streams.of_bucket(position)
             token = self._make_bucket(group, waiting, streams, token, note, of_part(group, later))
             buckets.append(waiting)
@@ -344,7 +344,7 @@ class PersistentCopies:
 
     def _launch(self, late: Sequence[FlatBroadcast], arrivals: Arrivals) -> None:
         """Launches the broadcasts of parameters in the order of use."""
-        # Buckets with gradients were made in the order in which a forward uses them: the last gradients come first.
+        # Buckets with gradients were made in reverse order of their gradients, which is about the order of use.
         # Constant parameters have no gradients and go where they are registered.
         recorded = [broadcast for broadcast in late if self.plan.tensors[broadcast.indices[0]].requires_grad]
         constant = [broadcast for broadcast in late if not self.plan.tensors[broadcast.indices[0]].requires_grad]

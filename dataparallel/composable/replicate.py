@@ -168,6 +168,9 @@ def _prepare(
     run once per call, on the whole batch; hooks on submodules run in each replica. ``replicate.state(module)`` returns
     its state.
 
+    A ``backward()`` must not run in one thread while another thread calls the module, unless both threads call the
+    module: see the limits. The call writes current values into the replicas, which the backward pass may still read.
+
     Args:
         module: a module that has a ``forward`` and no form yet. It has to be on the first slot when it is called.
         ignored_modules: modules below it that replicas share, with all their parameters: these are not copied and their

@@ -105,7 +105,8 @@ class ReplicateState:
         slots = [resolve(device) for device in self.slots]
         output_device = resolve_output(self.output_device, slots)
         check_placement(self._source, slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters)
-        with Call(slots, self._kept) as call:
+        overridden = getattr(self.replicate, "__func__", None) is not ReplicateState.replicate
+        with Call(slots, self._kept, may_use_source=overridden) as call:
             return self._stages(call, slots, output_device, method, inputs, kwargs)
 
     def _stages(
@@ -125,7 +126,7 @@ class ReplicateState:
         if len(slots) == 1:
             return run_alone(method.of_module, inputs[0], kwargs[0], slots[0], output_device)
         slots = slots[: len(inputs)]
-        with stage("replicate"):
+        with stage("replicate"), call.replicates():
             replicas = call.uses(self.replicate(self._updated_twin(method.name), slots))
         with stage("parallel_apply"):
             outputs = run_replicas(replicas, inputs, kwargs, slots, chooser=self._permits, method=method.name)

@@ -83,7 +83,7 @@ class KeptCopies:
         kinds: list[Any] = [cap_bytes, are_slots_isolated(), plan.parameters, *map(_kind, plan.tensors)]
         if kinds != self._kinds:
             self._copies = {}
-            # Apart: buffers may not be late. They are first.
+            # Buffers have buckets of their own, because their copies may not be late. These come first.
             parameters = set(plan.parameters)
             buffers = [i for i in range(len(plan.tensors)) if i not in parameters]
             of_buffers, of_parameters = (

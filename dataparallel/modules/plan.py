@@ -100,8 +100,10 @@ class ModulePlan:
         parameters: positions of the tensors that are parameters; the others are buffers.
         source_id: the id of the root or, if the root is a twin, of the module that it replaces.
         shared: modules and parameters that all replicas share with the source.
-        read_directly: positions of parameters that a replica may read past its registries: those that attributes refer
-            to, and those of ScriptModules and of classes with their own ``_replicate_for_data_parallel``.
+        read_directly: positions of parameters that a replica may read, or slot 0 may write to, without a lookup of
+            their own: those that attributes refer to as `references.reached` sees it (directly, or in one level of
+            containers), those of ScriptModules and of classes with their own ``_replicate_for_data_parallel``, and
+            those whose storage belongs to another tensor of the plan too.
     """
 
     entries: list[ModuleEntry]
@@ -144,6 +146,7 @@ class ModulePlan:
                 entry.children[key] = at
         modules = {id(entry.module) for entry in entries} | {plan.source_id}
         plan._find_references(modules, {name: at for name, at in found.items() if name not in plan.ignored_parameters})
+        plan._find_shared_storages()
         return plan
 
     @property
@@ -209,6 +212,17 @@ class ModulePlan:
                     self.read_directly.update(tensors[name] for name in ids & tensors.keys())
                     # Tensors refer to nothing. An attribute that leads to a module may lead back to its owner.
                     self.may_hold_cycles |= not ids.isdisjoint(modules)
+
+    def _find_shared_storages(self) -> None:
+        """Adds parameters whose storage belongs to another tensor too, which may be written by the other's name."""
+        first: dict[int, int] = {}
+        parameters = set(self.parameters)
+        for i, tensor in enumerate(self.tensors):
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                continue
+            address = tensor.untyped_storage().data_ptr()
+            if address and (other := first.setdefault(address, i)) != i:
+                self.read_directly |= parameters & {i, other}
 
 
 def instance_slots(cls: type) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 Copies of parameters may still be on their way when a replica starts (``streams.arrivals``). ``Module.__getattr__``
 looks a parameter up as ``_parameters[name]``, and that lookup makes the current stream of the replica's device wait for
-the parameter's bucket, once for each stream and call. Every other way to the values waits for all parameters of the
+the parameter's bucket, once for each stream and call. To use it on another stream, make that stream current before the
+lookup, or let it wait for this one after the lookup. Every other way to the values waits for all parameters of the
 module. Copies and pickles of a registry are plain dicts.
 
 Only dict's own methods, called as ``dict.values(registry)``, do not wait. ``modules.build`` and ``kept.shell`` make

@@ -26,7 +26,7 @@ batches of pinned memory. Both stay with the allocators. Memory of a side stream
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, lru_cache
 from types import TracebackType
 
@@ -123,9 +123,10 @@ class HostReads:
 
     def wait(self) -> None:
         """Makes the host wait for the copies. Then nothing reads the memory."""
-        for _, copy_events in self._noted:
-            for event in copy_events:
-                event.synchronize()
+        with ExitStack() as waits:  # it waits for all of them, even if one wait fails
+            for _, copy_events in self._noted:
+                for event in copy_events:
+                    waits.callback(event.synchronize)
         self._noted.clear()
 
     def __enter__(self) -> HostReads:

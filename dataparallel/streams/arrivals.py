@@ -2,9 +2,10 @@
 
 A forward needs the first layer's parameters first. So buckets are sent in the order of use, on one side stream for each
 device, and a lookup of a parameter makes the current stream wait for the parameter's bucket only
-(``modules.registry``). `arrivals_for` says if a call's copies may be late: only between `LateCopies.begin` and
-`LateCopies.end`, which ``stages.Call`` calls, and only on two or more accelerators or isolated slots. Those who make
-replicas' tensors (``replicate``, ``kept.tensors``, ``composable.persistent_tensors``) bring the copies.
+(``modules.registry``). `arrivals_for` says if a call's copies may be late: only if they are launched inside
+`LateCopies.may_begin`, which is the stage ``replicate`` of a ``stages.Call``, and only on two or more accelerators or
+isolated slots. `LateCopies.end`, at the end of the call, waits for them. Those who make replicas' tensors
+(``replicate``, ``kept.tensors``, ``composable.persistent_tensors``) bring the copies.
 
 These events order the streams:
 
@@ -16,17 +17,21 @@ These events order the streams:
 - On each device an event follows each bucket. A stream waits for it before it uses a parameter of the bucket. On the
   root, where replicas share the source's memory, the event follows the read of the source: a forward may write to it.
 - When the call ends, also if it fails, the computing streams wait for the side streams. Everything later on them comes
-  after the copies: backward, the optimizer, the next call, other use of the memory. Until then the copies are held.
+  after the copies: backward, the optimizer, the next call, other use of the memory. Until then the copies are held, and
+  the memory of the sources too: somebody may give a source other memory. Until then only slot 0's lookups order writes
+  to the source.
 
 Buffers and single tensors travel on the computing streams. So do all tensors once something has been compiled
 with ``torch.compile``: compiled code may read parameters past the registries.
+With ``DATAPARALLEL_LATE_COPIES=0`` all tensors always do.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -34,12 +39,15 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.comm.transport import FlatBroadcast
+from dataparallel.environment import says_no
 from dataparallel.streams.current import Event, current_streams, streams_set
 
 __all__ = ["Arrival", "Arrivals", "Expected", "LateCopies", "arrivals_for", "parameter_stream"]
 
 _side_streams: dict[torch.device, torch.Stream] = {}
 _filling_streams: dict[torch.device, torch.Stream] = {}
+
+VARIABLE = "DATAPARALLEL_LATE_COPIES"
 
 _FLATS_HELD = 2
 """How many flat buffers there are at a time: one is sent while the next one is filled."""
@@ -101,7 +109,7 @@ class Arrivals:
         self._isolated = are_slots_isolated()
         self._read: dict[int, Arrival] = {}
         self._arrived: dict[torch.device, dict[int, Arrival]] = {device: {} for device in self._computing}
-        self._held: list[Sequence[Tensor]] = []
+        self._held: list[object] = []  # memory that side streams may still use
 
     @torch.no_grad()
     def launch(self, broadcasts: Iterable[FlatBroadcast], at_once: Set[int]) -> None:
@@ -139,7 +147,7 @@ class Arrivals:
     ) -> tuple[Tensor, Event]:
         """Fills a flat buffer and sends it. Returns it, with an event after the send."""
         root = self._slots[0]
-        self._held.append(broadcast.buffers)
+        self._held += [broadcast.buffers, [source.untyped_storage() for source in broadcast.sources]]
         with streams_set({root: filling}):
             flat = broadcast.read()
         read = Arrival(filling)
@@ -153,7 +161,11 @@ class Arrivals:
         return flat, Event(sides[root])
 
     def expect(self, expected: Expected, slot: int, positions: int) -> None:
-        """Fills ``expected`` for a replica. ``positions`` counts all those of a plan, also of what is shared."""
+        """Fills ``expected`` for a replica.
+
+        ``positions``: the number of positions in the plan: its tensors, what is shared, and ``None``. Negative
+        positions count from the end.
+        """
         device = self._slots[slot]
         shares_source = device == self._slots[0] and (slot == 0 or not self._isolated)
         arrivals = self._read if shares_source else self._arrived[device]
@@ -176,28 +188,31 @@ _open = threading.local()
 
 
 class LateCopies:
-    """The sets of late copies that one call makes. ``stages.Call`` has one."""
+    """The sets of late copies that one call makes. ``stages.Call`` has one.
 
-    def __init__(self) -> None:
+    Args:
+        allowed: false if all copies have to be ordered on the computing streams.
+    """
+
+    def __init__(self, allowed: bool) -> None:
+        self._allowed = allowed
         self._begun: list[Arrivals] = []
-        self._is_open = False
-        self._outer: LateCopies | None = None
 
-    def begin(self) -> None:
-        """From here on `arrivals_for` lets copies be late in this thread."""
-        self._outer, self._is_open = getattr(_open, "copies", None), True
-        _open.copies = self
-
-    def stop(self) -> None:
-        """From here on it does not."""
-        if self._is_open:
-            _open.copies, self._outer, self._is_open = self._outer, None, False
+    @contextmanager
+    def may_begin(self) -> Iterator[None]:
+        """Inside the block `arrivals_for` lets copies be late in this thread, if that is allowed."""
+        outer = getattr(_open, "copies", None)
+        try:
+            _open.copies = self if self._allowed else None
+            yield
+        finally:
+            _open.copies = outer
 
     def end(self) -> None:
         """Makes the computing streams wait for all copies of the call."""
-        self.stop()
         while self._begun:
-            self._begun.pop().end()
+            self._begun[-1].end()
+            self._begun.pop()  # after the wait: if that fails, the memory is held as long as this object
 
     def add(self, arrivals: Arrivals) -> None:
         """Notes a set of copies that this call makes."""
@@ -207,7 +222,7 @@ class LateCopies:
 def arrivals_for(slots: Sequence[torch.device]) -> Arrivals | None:
     """The late copies for new replicas on ``slots``; ``None`` if copies have to be ordered on the computing streams."""
     call: LateCopies | None = getattr(_open, "copies", None)
-    if call is None or _torch.is_compiler_in_use():
+    if call is None or says_no(VARIABLE) or _torch.is_compiler_in_use():
         return None
     accelerators = current_streams(slots)
     if not (len(accelerators) > 1 or (accelerators and len(slots) > 1 and are_slots_isolated())):

@@ -1,8 +1,9 @@
 """Side streams on which gradients travel while backward still computes.
 
 A sum waits for the slowest slot. On the computing streams it would stop every device until then, once for each bucket.
-On side streams only the users of the sum wait. ``autograd.bucket_nodes`` flattens gradients on the streams that compute
-them, and adds on side streams. This room knows neither buckets nor routes. These events order the streams:
+Of the computing streams only the root's waits, and only when the sum is used. ``autograd.bucket_nodes`` flattens
+gradients on the streams that compute them, and adds on side streams. This room knows neither buckets nor routes. These
+events order the streams:
 
 - When a slot has a bucket's gradients, its thread of the engine records an event on the stream that made them
   (`Made`). A side stream waits for this event, not for what the slot has launched since.

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from dataparallel import DataParallel, prefetch, scatter, whole
 from dataparallel.comm.buckets import is_dense
-from dataparallel.streams.ahead import SentTensor, can_be_sent
+from dataparallel.streams.ahead import HostReads, SentTensor, can_be_sent
 from echo import left_behind
 
 pytestmark = pytest.mark.devices("sim", "cuda")
@@ -250,3 +250,25 @@ def test_a_batch_that_was_sent_ahead_is_not_sent_again(slots: list, used: list[t
     for x in prefetch(pinned(), model):
         assert torch.equal(model(x).cpu(), x * 2)
     assert len(used) == 4 * len({*slots})
+
+
+class Waited:
+    """In place of an event."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.is_waited = fails, False
+
+    def synchronize(self) -> None:
+        self.is_waited = True
+        if self.fails:
+            raise RuntimeError("the device is gone")
+
+
+def test_a_failed_wait_for_one_copy_leaves_no_other_copy_out() -> None:
+    events = [Waited(False), Waited(True), Waited(False), Waited(True)]
+    reads = HostReads()
+    reads.note([torch.ones(1)], events[:2])
+    reads.note([torch.ones(1)], events[2:])
+    with pytest.raises(RuntimeError, match="gone"):
+        reads.wait()
+    assert all(event.is_waited for event in events)

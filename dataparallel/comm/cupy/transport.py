@@ -147,7 +147,8 @@ def _copy_bucket(
     if later is None:
         read_and_write()
     else:
-        later(FlatBroadcast(bucket.indices, read_and_write, lambda flat: None, buffers))
+        sources = [tensors[i] for i in bucket.indices]
+        later(FlatBroadcast(bucket.indices, read_and_write, lambda flat: None, buffers, sources))
     return left
 
 
