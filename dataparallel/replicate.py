@@ -63,7 +63,7 @@ def replicate(
     with collector_paused():
         plan = ModulePlan.of(network)
         is_at_root = all(tensor.device == slots[0] for tensor in plan.tensors)
-        arrivals = arrivals_for(slots) if is_at_root else None
+        arrivals = arrivals_for(slots, plan.tensors) if is_at_root else None
         copies = copy_tensors(plan, slots, record, cap_bytes, arrivals)
         if not record and not detach and not torch.is_inference_mode_enabled():
             _make_leaves(plan, copies)

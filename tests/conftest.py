@@ -31,6 +31,7 @@ import pytest
 import torch
 
 from dataparallel import DataParallel, ownership
+from dataparallel.streams import arrivals
 from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
@@ -142,6 +143,12 @@ def nothing_freed_too_early(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.config.getoption("--devices") == "sim":
         settle()
+
+
+@pytest.fixture(autouse=True)
+def small_models_are_like_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their parameters may be late too, so that all tests look for what a late copy could break."""
+    monkeypatch.setattr(arrivals, "LATE_FROM_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)

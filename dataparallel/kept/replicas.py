@@ -221,7 +221,7 @@ class KeptReplicas:
             self._plan = ModulePlan.of(network)
             self._snapshot = TreeSnapshot(self._plan) if self._plan.is_plain else None
         plan = self._plan
-        arrivals = arrivals_for(slots)
+        arrivals = arrivals_for(slots, plan.tensors)
         copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
         if self._snapshot is None:
             self._plan = None

@@ -184,6 +184,10 @@ class Arrivals:
             self._held.clear()
 
 
+LATE_FROM_BYTES = 16 * 2**20
+"""Copies of a smaller model are on all devices within a fraction of a millisecond. That is about what the host needs
+for the look-ups of one forward, each of which costs it about a microsecond more if copies may be late."""
+
 _open = threading.local()
 
 
@@ -219,10 +223,15 @@ class LateCopies:
         self._begun.append(arrivals)
 
 
-def arrivals_for(slots: Sequence[torch.device]) -> Arrivals | None:
-    """The late copies for new replicas on ``slots``; ``None`` if copies have to be ordered on the computing streams."""
+def arrivals_for(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> Arrivals | None:
+    """The late copies for new replicas on ``slots``; ``None`` if copies have to be ordered on the computing streams.
+
+    ``tensors``: those of which each replica gets copies.
+    """
     call: LateCopies | None = getattr(_open, "copies", None)
-    if call is None or says_no(VARIABLE) or _torch.is_compiler_in_use():
+    if call is None or sum([tensor.numel() * tensor.itemsize for tensor in tensors]) < LATE_FROM_BYTES:
+        return None
+    if says_no(VARIABLE) or _torch.is_compiler_in_use():
         return None
     accelerators = current_streams(slots)
     if not (len(accelerators) > 1 or (accelerators and len(slots) > 1 and are_slots_isolated())):

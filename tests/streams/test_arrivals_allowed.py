@@ -17,6 +17,7 @@ from dataparallel.comm.buckets import plan_buckets
 from dataparallel.composable import replicate
 from dataparallel.modules.registry import ParameterRegistry
 from dataparallel.stages import Call
+from dataparallel.streams import arrivals as room
 from dataparallel.streams.arrivals import Arrivals, arrivals_for
 from dataparallel.testing.pytest import settle
 
@@ -179,7 +180,7 @@ class Kept:
 
 
 def may_be_late() -> bool:
-    return arrivals_for(SLOTS) is not None
+    return arrivals_for(SLOTS, []) is not None
 
 
 def test_only_the_stage_replicate_begins_late_copies() -> None:
@@ -215,7 +216,7 @@ def test_a_failed_wait_for_copies_releases_the_replicas_all_the_same(monkeypatch
         patch.setattr(Arrivals, "end", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError), Call(SLOTS, kept, False) as call:  # noqa: PT012
             with call.replicates():
-                arrivals = arrivals_for(SLOTS)
+                arrivals = arrivals_for(SLOTS, [])
             call.uses([nn.Identity()])
     assert kept.told == ["forget_last_call"]
     ended = []
@@ -292,3 +293,15 @@ def test_lookups_are_late_where_nothing_is_in_the_way(x: Tensor) -> None:
 
     in_single_buckets(Looked().to(SLOTS[0]))(x)
     assert found == {ParameterRegistry}
+
+
+def test_a_small_model_is_not_late(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its look-ups would take longer than its copies."""
+    model = Half().to(SLOTS[0])
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
+    late = []
+    monkeypatch.setattr(room.LateCopies, "add", lambda self, arrivals: late.append(arrivals))
+    for least in (nbytes + 1, nbytes):
+        monkeypatch.setattr(room, "LATE_FROM_BYTES", least)
+        DataParallel(model, SLOTS)(x)
+        assert len(late) == (1 if least == nbytes else 0)
