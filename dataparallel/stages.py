@@ -98,6 +98,7 @@ class Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        _torch.is_compiler_in_use()  # it remembers what forward has compiled
         failed = True
         try:
             self._copies.end()  # first: what follows frees memory

@@ -258,23 +258,32 @@ def test_no_other_room_spells_a_private_name_of_torch() -> None:
     assert found == []
 
 
-COMPILED_BEFORE = """
+COMPILED = """
+import sys
+
 import torch
 from torch import nn
 
 from dataparallel import DataParallel, _torch
 
-call = DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
+class Compiles(nn.Linear):
+    def forward(self, x):
+        if sys.argv[1] == "inside":
+            torch.compile(lambda x: x + 1, backend="eager")(x)
+        return super().forward(x)
+
+
+call = DataParallel(Compiles(2, 2), ["cpu", "cpu"])
 x = torch.ones(4, 2)
-call(x)
-assert not _torch.is_compiler_in_use()
-torch.compile(lambda x: x + 1, backend="eager")(x)
+if sys.argv[1] == "before":
+    torch.compile(lambda x: x + 1, backend="eager")(x)
 call(x)
 torch._dynamo.reset()
 print(_torch.is_compiler_in_use())
 """
 
 
-def test_the_compiler_stays_in_use_when_torch_forgets_what_was_compiled() -> None:
-    """A call has passed between. Functions that were compiled before stay compiled."""
-    assert run_script(COMPILED_BEFORE).split() == ["True"]
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_the_compiler_stays_in_use_when_torch_forgets_what_was_compiled(when: str) -> None:
+    """A call has seen it. Functions that were compiled before stay compiled."""
+    assert run_script(COMPILED, when).split() == ["True"]

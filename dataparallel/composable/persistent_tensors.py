@@ -183,11 +183,12 @@ class PersistentCopies:
         )
 
     def still_fit(self, plan: ModulePlan, slots: list[torch.device]) -> bool:
-        """True if copies that were made now would differ from these in value only."""
+        """True if copies that were made now would differ from these in value only, and be waited for alike."""
         return (
             slots == self.slots
             and self.are_of(plan)
             and _kinds(plan.tensors) == self._kinds
+            and plan.read_directly == self.plan.read_directly
             and current_streams(slots) == self._streams
             and settings.current() == self._settings
         )

@@ -267,6 +267,28 @@ def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: str, kin
             call(x)
 
 
+@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+def test_an_attribute_may_begin_to_refer_to_a_parameter(form: str, x: Tensor) -> None:
+    class Reads(Half):
+        held: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.held is not None:
+                x = x + self.held[0].detach()
+            return self.last(super().forward(x))
+
+    model = Reads().to(SLOTS[0])
+    if form == "DataParallel":
+        call: nn.Module = in_single_buckets(model)
+    else:
+        call = replicate(model, devices=SLOTS, bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    for _ in range(3):
+        call(x).sum().backward()
+    model.held = [model.last.bias]
+    for _ in range(3):
+        call(x).sum().backward()
+
+
 @pytest.mark.parametrize(("value", "expected"), [("0", dict), ("off", dict), ("1", ParameterRegistry)])
 def test_a_variable_turns_late_copies_off(
     value: str, expected: type, x: Tensor, monkeypatch: pytest.MonkeyPatch
