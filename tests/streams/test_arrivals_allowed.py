@@ -23,7 +23,11 @@ from dataparallel.testing.pytest import settle
 pytestmark = pytest.mark.devices("sim")
 
 WIDTH = 8
-SLOTS = [torch.device("sim", index) for index in range(3)]
+
+
+def slots() -> list[torch.device]:
+    """Three slots. A function, because there is no such device where this file is collected for CPU slots."""
+    return [torch.device("sim", index) for index in range(3)]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +44,7 @@ def all_is_done_afterwards() -> Iterator[None]:
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.ones(6, WIDTH, device=SLOTS[0])
+    return torch.ones(6, WIDTH, device=slots()[0])
 
 
 class Half(nn.Module):
@@ -56,7 +60,7 @@ class Half(nn.Module):
 
 def in_single_buckets(model: nn.Module, cls: type[DataParallel] = DataParallel, **options: Any) -> DataParallel:
     """A wrapper in which each parameter is a bucket."""
-    return cls(model, SLOTS, bucket_cap_mb=1e-9, **options)
+    return cls(model, slots(), bucket_cap_mb=1e-9, **options)
 
 
 def halve(model: nn.Module) -> None:
@@ -90,7 +94,7 @@ class StepsInside(DataParallel):
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
         outputs = super().parallel_apply(replicas, inputs, kwargs)
-        sum(output.sum().to(SLOTS[0]) for output in outputs).backward()
+        sum(output.sum().to(slots()[0]) for output in outputs).backward()
         torch.optim.SGD(self.module.parameters(), lr=0.1).step()
         return [output.detach() for output in outputs]
 
@@ -102,7 +106,7 @@ HALVING = [HalvesBeforeGather, HalvesAfterParallelApply, HalvesAfterReplicate]
     ("cls", "grad"), [*((cls, grad) for cls in HALVING for grad in (True, False)), (StepsInside, True)]
 )
 def test_a_stage_of_a_subclass_may_write_to_the_source(grad: bool, cls: type[DataParallel], x: Tensor) -> None:
-    call = in_single_buckets(Half().to(SLOTS[0]), cls)
+    call = in_single_buckets(Half().to(slots()[0]), cls)
     for parameter in call.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(3):
@@ -112,7 +116,7 @@ def test_a_stage_of_a_subclass_may_write_to_the_source(grad: bool, cls: type[Dat
 
 @pytest.mark.parametrize("name", ["replicate", "parallel_apply", "gather"])
 def test_a_stage_of_one_wrapper_may_write_to_the_source(name: str, x: Tensor) -> None:
-    model = Half().to(SLOTS[0])
+    model = Half().to(slots()[0])
     call = in_single_buckets(model)
     own = getattr(call, name)
 
@@ -128,7 +132,7 @@ def test_a_stage_of_one_wrapper_may_write_to_the_source(name: str, x: Tensor) ->
 
 
 def test_the_stage_of_a_module_changed_in_place_may_write_to_the_source(x: Tensor) -> None:
-    model = replicate(Half().to(SLOTS[0]), devices=SLOTS, bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    model = replicate(Half().to(slots()[0]), devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
     state = replicate.state(model)
     own = state.replicate
 
@@ -153,12 +157,12 @@ def test_a_forward_on_a_single_slot_may_replicate_and_write(x: Tensor) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
-                replicas = dp.replicate(self.inner, SLOTS, bucket_cap_mb=1e-9)
-                outputs = dp.parallel_apply(replicas, dp.scatter(x, SLOTS), devices=SLOTS)
+                replicas = dp.replicate(self.inner, slots(), bucket_cap_mb=1e-9)
+                outputs = dp.parallel_apply(replicas, dp.scatter(x, slots()), devices=slots())
                 halve(self.inner)
-                return dp.gather(outputs, SLOTS[0])
+                return dp.gather(outputs, slots()[0])
 
-    call = DataParallel(Outer().to(SLOTS[0]), SLOTS[:1])
+    call = DataParallel(Outer().to(slots()[0]), slots()[:1])
     for _ in range(3):
         call(x)
 
@@ -179,12 +183,12 @@ class Kept:
 
 
 def may_be_late() -> bool:
-    return arrivals_for(SLOTS) is not None
+    return arrivals_for(slots()) is not None
 
 
 def test_only_the_stage_replicate_begins_late_copies() -> None:
     found = []
-    with Call(SLOTS, Kept(), False) as call:
+    with Call(slots(), Kept(), False) as call:
         found.append(may_be_late())
         with call.replicates():
             found.append(may_be_late())
@@ -195,15 +199,15 @@ def test_only_the_stage_replicate_begins_late_copies() -> None:
 @pytest.mark.parametrize("refused", [{"serial": True}, {"serial": False, "may_use_source": True}])
 def test_a_call_inside_the_stage_allows_no_more_than_its_own(refused: dict) -> None:
     found = []
-    with Call(SLOTS, Kept(), False) as outer, outer.replicates():
-        with Call(SLOTS, Kept(), **refused) as inner, inner.replicates():
+    with Call(slots(), Kept(), False) as outer, outer.replicates():
+        with Call(slots(), Kept(), **refused) as inner, inner.replicates():
             found.append(may_be_late())
         found.append(may_be_late())
     assert found == [False, True]
 
 
 def test_after_an_interrupt_nothing_may_be_late() -> None:
-    with pytest.raises(KeyboardInterrupt), Call(SLOTS, Kept(), False) as call, call.replicates():
+    with pytest.raises(KeyboardInterrupt), Call(slots(), Kept(), False) as call, call.replicates():
         raise KeyboardInterrupt
     assert not may_be_late()
 
@@ -213,9 +217,9 @@ def test_a_failed_wait_for_copies_releases_the_replicas_all_the_same(monkeypatch
     kept = Kept()
     with monkeypatch.context() as patch:
         patch.setattr(Arrivals, "end", lambda self: 1 / 0)
-        with pytest.raises(ZeroDivisionError), Call(SLOTS, kept, False) as call:  # noqa: PT012
+        with pytest.raises(ZeroDivisionError), Call(slots(), kept, False) as call:  # noqa: PT012
             with call.replicates():
-                arrivals = arrivals_for(SLOTS)
+                arrivals = arrivals_for(slots())
             call.uses([nn.Identity()])
     assert kept.told == ["forget_last_call"]
     ended = []
@@ -226,13 +230,13 @@ def test_a_failed_wait_for_copies_releases_the_replicas_all_the_same(monkeypatch
 
 def test_a_source_may_get_other_memory_while_its_copies_travel() -> None:
     """What gets the former memory next must not meet the copy that reads it."""
-    source = torch.ones(WIDTH, WIDTH, device=SLOTS[0])
-    copies = [torch.empty(WIDTH * WIDTH, device=device) for device in SLOTS[1:]]
-    arrivals = Arrivals(SLOTS)
+    source = torch.ones(WIDTH, WIDTH, device=slots()[0])
+    copies = [torch.empty(WIDTH * WIDTH, device=device) for device in slots()[1:]]
+    arrivals = Arrivals(slots())
     (planned,), _ = plan_buckets([source], 1)
     arrivals.launch([broadcast_into(copies, planned, [source])], set())
-    source.data = torch.empty(WIDTH, WIDTH, device=SLOTS[0])
-    torch.zeros(WIDTH, WIDTH, device=SLOTS[0])
+    source.data = torch.empty(WIDTH, WIDTH, device=slots()[0])
+    torch.zeros(WIDTH, WIDTH, device=slots()[0])
     arrivals.end()
     assert [copy.sum().item() for copy in copies] == [WIDTH * WIDTH] * 2
 
@@ -251,7 +255,7 @@ def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: str, kin
             writes_to_slot_0(self, "other")
             return super().forward(x)
 
-    model = Shares().to(SLOTS[0])
+    model = Shares().to(slots()[0])
     other = model.last.weight.data[1:]
     if kind == "buffer":
         model.register_buffer("other", other)
@@ -260,7 +264,7 @@ def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: str, kin
     if form == "DataParallel":
         call: nn.Module = in_single_buckets(model)
     else:
-        call = replicate(model, devices=SLOTS, bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+        call = replicate(model, devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
     for _ in range(3):
         with torch.no_grad():
             call(x)
@@ -276,11 +280,11 @@ def test_an_attribute_may_begin_to_refer_to_a_parameter(form: str, x: Tensor) ->
                 x = x + self.held[0].detach()
             return self.last(super().forward(x))
 
-    model = Reads().to(SLOTS[0])
+    model = Reads().to(slots()[0])
     if form == "DataParallel":
         call: nn.Module = in_single_buckets(model)
     else:
-        call = replicate(model, devices=SLOTS, bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+        call = replicate(model, devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
     for _ in range(3):
         call(x).sum().backward()
     model.held = [model.last.bias]
@@ -300,7 +304,7 @@ def test_a_variable_turns_late_copies_off(
             found.add(type(self.last._parameters))
             return super().forward(x)
 
-    in_single_buckets(Looked().to(SLOTS[0]))(x)
+    in_single_buckets(Looked().to(slots()[0]))(x)
     assert found == {expected}
 
 
@@ -312,5 +316,5 @@ def test_lookups_are_late_where_nothing_is_in_the_way(x: Tensor) -> None:
             found.add(type(self.last._parameters))
             return super().forward(x)
 
-    in_single_buckets(Looked().to(SLOTS[0]))(x)
+    in_single_buckets(Looked().to(slots()[0]))(x)
     assert found == {ParameterRegistry}
