@@ -26,8 +26,8 @@ pytestmark = pytest.mark.devices("sim")
 WIDTH = 8
 
 
-def slots_of_three() -> list[torch.device]:
-    """Made when a test runs: without simulated devices torch does not know the type."""
+def slots() -> list[torch.device]:
+    """Three slots. A function, because there is no such device where this file is collected for CPU slots."""
     return [torch.device("sim", index) for index in range(3)]
 
 
@@ -45,7 +45,7 @@ def all_is_done_afterwards() -> Iterator[None]:
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.ones(6, WIDTH, device=slots_of_three()[0])
+    return torch.ones(6, WIDTH, device=slots()[0])
 
 
 class Half(nn.Module):
@@ -61,7 +61,7 @@ class Half(nn.Module):
 
 def in_single_buckets(model: nn.Module, cls: type[DataParallel] = DataParallel, **options: Any) -> DataParallel:
     """A wrapper in which each parameter is a bucket."""
-    return cls(model, slots_of_three(), bucket_cap_mb=1e-9, **options)
+    return cls(model, slots(), bucket_cap_mb=1e-9, **options)
 
 
 def halve(model: nn.Module) -> None:
@@ -95,7 +95,7 @@ class StepsInside(DataParallel):
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
         outputs = super().parallel_apply(replicas, inputs, kwargs)
-        sum(output.sum().to(slots_of_three()[0]) for output in outputs).backward()
+        sum(output.sum().to(slots()[0]) for output in outputs).backward()
         torch.optim.SGD(self.module.parameters(), lr=0.1).step()
         return [output.detach() for output in outputs]
 
@@ -107,7 +107,7 @@ HALVING = [HalvesBeforeGather, HalvesAfterParallelApply, HalvesAfterReplicate]
     ("cls", "grad"), [*((cls, grad) for cls in HALVING for grad in (True, False)), (StepsInside, True)]
 )
 def test_a_stage_of_a_subclass_may_write_to_the_source(grad: bool, cls: type[DataParallel], x: Tensor) -> None:
-    call = in_single_buckets(Half().to(slots_of_three()[0]), cls)
+    call = in_single_buckets(Half().to(slots()[0]), cls)
     for parameter in call.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(3):
@@ -117,7 +117,7 @@ def test_a_stage_of_a_subclass_may_write_to_the_source(grad: bool, cls: type[Dat
 
 @pytest.mark.parametrize("name", ["replicate", "parallel_apply", "gather"])
 def test_a_stage_of_one_wrapper_may_write_to_the_source(name: str, x: Tensor) -> None:
-    model = Half().to(slots_of_three()[0])
+    model = Half().to(slots()[0])
     call = in_single_buckets(model)
     own = getattr(call, name)
 
@@ -133,9 +133,7 @@ def test_a_stage_of_one_wrapper_may_write_to_the_source(name: str, x: Tensor) ->
 
 
 def test_the_stage_of_a_module_changed_in_place_may_write_to_the_source(x: Tensor) -> None:
-    model = replicate(
-        Half().to(slots_of_three()[0]), devices=slots_of_three(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9
-    )
+    model = replicate(Half().to(slots()[0]), devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
     state = replicate.state(model)
     own = state.replicate
 
@@ -160,12 +158,12 @@ def test_a_forward_on_a_single_slot_may_replicate_and_write(x: Tensor) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
-                replicas = dp.replicate(self.inner, slots_of_three(), bucket_cap_mb=1e-9)
-                outputs = dp.parallel_apply(replicas, dp.scatter(x, slots_of_three()), devices=slots_of_three())
+                replicas = dp.replicate(self.inner, slots(), bucket_cap_mb=1e-9)
+                outputs = dp.parallel_apply(replicas, dp.scatter(x, slots()), devices=slots())
                 halve(self.inner)
-                return dp.gather(outputs, slots_of_three()[0])
+                return dp.gather(outputs, slots()[0])
 
-    call = DataParallel(Outer().to(slots_of_three()[0]), slots_of_three()[:1])
+    call = DataParallel(Outer().to(slots()[0]), slots()[:1])
     for _ in range(3):
         call(x)
 
@@ -186,12 +184,12 @@ class Kept:
 
 
 def may_be_late() -> bool:
-    return arrivals_for(slots_of_three(), []) is not None
+    return arrivals_for(slots(), []) is not None
 
 
 def test_only_the_stage_replicate_begins_late_copies() -> None:
     found = []
-    with Call(slots_of_three(), Kept(), False) as call:
+    with Call(slots(), Kept(), False) as call:
         found.append(may_be_late())
         with call.replicates():
             found.append(may_be_late())
@@ -202,15 +200,15 @@ def test_only_the_stage_replicate_begins_late_copies() -> None:
 @pytest.mark.parametrize("refused", [{"serial": True}, {"serial": False, "may_use_source": True}])
 def test_a_call_inside_the_stage_allows_no_more_than_its_own(refused: dict) -> None:
     found = []
-    with Call(slots_of_three(), Kept(), False) as outer, outer.replicates():
-        with Call(slots_of_three(), Kept(), **refused) as inner, inner.replicates():
+    with Call(slots(), Kept(), False) as outer, outer.replicates():
+        with Call(slots(), Kept(), **refused) as inner, inner.replicates():
             found.append(may_be_late())
         found.append(may_be_late())
     assert found == [False, True]
 
 
 def test_after_an_interrupt_nothing_may_be_late() -> None:
-    with pytest.raises(KeyboardInterrupt), Call(slots_of_three(), Kept(), False) as call, call.replicates():
+    with pytest.raises(KeyboardInterrupt), Call(slots(), Kept(), False) as call, call.replicates():
         raise KeyboardInterrupt
     assert not may_be_late()
 
@@ -220,9 +218,9 @@ def test_a_failed_wait_for_copies_releases_the_replicas_all_the_same(monkeypatch
     kept = Kept()
     with monkeypatch.context() as patch:
         patch.setattr(Arrivals, "end", lambda self: 1 / 0)
-        with pytest.raises(ZeroDivisionError), Call(slots_of_three(), kept, False) as call:  # noqa: PT012
+        with pytest.raises(ZeroDivisionError), Call(slots(), kept, False) as call:  # noqa: PT012
             with call.replicates():
-                arrivals = arrivals_for(slots_of_three(), [])
+                arrivals = arrivals_for(slots(), [])
             call.uses([nn.Identity()])
     assert kept.told == ["forget_last_call"]
     ended = []
@@ -233,13 +231,13 @@ def test_a_failed_wait_for_copies_releases_the_replicas_all_the_same(monkeypatch
 
 def test_a_source_may_get_other_memory_while_its_copies_travel() -> None:
     """What gets the former memory next must not meet the copy that reads it."""
-    source = torch.ones(WIDTH, WIDTH, device=slots_of_three()[0])
-    copies = [torch.empty(WIDTH * WIDTH, device=device) for device in slots_of_three()[1:]]
-    arrivals = Arrivals(slots_of_three())
+    source = torch.ones(WIDTH, WIDTH, device=slots()[0])
+    copies = [torch.empty(WIDTH * WIDTH, device=device) for device in slots()[1:]]
+    arrivals = Arrivals(slots())
     (planned,), _ = plan_buckets([source], 1)
     arrivals.launch([broadcast_into(copies, planned, [source])], set())
-    source.data = torch.empty(WIDTH, WIDTH, device=slots_of_three()[0])
-    torch.zeros(WIDTH, WIDTH, device=slots_of_three()[0])
+    source.data = torch.empty(WIDTH, WIDTH, device=slots()[0])
+    torch.zeros(WIDTH, WIDTH, device=slots()[0])
     arrivals.end()
     assert [copy.sum().item() for copy in copies] == [WIDTH * WIDTH] * 2
 
@@ -258,7 +256,7 @@ def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: str, kin
             writes_to_slot_0(self, "other")
             return super().forward(x)
 
-    model = Shares().to(slots_of_three()[0])
+    model = Shares().to(slots()[0])
     other = model.last.weight.data[1:]
     if kind == "buffer":
         model.register_buffer("other", other)
@@ -267,7 +265,7 @@ def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: str, kin
     if form == "DataParallel":
         call: nn.Module = in_single_buckets(model)
     else:
-        call = replicate(model, devices=slots_of_three(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+        call = replicate(model, devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
     for _ in range(3):
         with torch.no_grad():
             call(x)
@@ -283,11 +281,11 @@ def test_an_attribute_may_begin_to_refer_to_a_parameter(form: str, x: Tensor) ->
                 x = x + self.held[0].detach()
             return self.last(super().forward(x))
 
-    model = Reads().to(slots_of_three()[0])
+    model = Reads().to(slots()[0])
     if form == "DataParallel":
         call: nn.Module = in_single_buckets(model)
     else:
-        call = replicate(model, devices=slots_of_three(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+        call = replicate(model, devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
     for _ in range(3):
         call(x).sum().backward()
     model.held = [model.last.bias]
@@ -307,7 +305,7 @@ def test_a_variable_turns_late_copies_off(
             found.add(type(self.last._parameters))
             return super().forward(x)
 
-    in_single_buckets(Looked().to(slots_of_three()[0]))(x)
+    in_single_buckets(Looked().to(slots()[0]))(x)
     assert found == {expected}
 
 
@@ -319,17 +317,17 @@ def test_lookups_are_late_where_nothing_is_in_the_way(x: Tensor) -> None:
             found.add(type(self.last._parameters))
             return super().forward(x)
 
-    in_single_buckets(Looked().to(slots_of_three()[0]))(x)
+    in_single_buckets(Looked().to(slots()[0]))(x)
     assert found == {ParameterRegistry}
 
 
 def test_a_small_model_is_not_late(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its look-ups would take longer than its copies."""
-    model = Half().to(slots_of_three()[0])
+    model = Half().to(slots()[0])
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
-    late = []
+    late: list[Arrivals] = []
     monkeypatch.setattr(room.LateCopies, "add", lambda self, arrivals: late.append(arrivals))
     for least in (nbytes + 1, nbytes):
         monkeypatch.setattr(room, "LATE_FROM_BYTES", least)
-        DataParallel(model, slots_of_three())(x)
+        DataParallel(model, slots())(x)
         assert len(late) == (1 if least == nbytes else 0)
