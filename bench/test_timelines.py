@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,12 @@ from places import first_lines
 from published import PUBLISHED, PUBLISHED_SHAPES
 from real_shapes import GPT_768, REAL_SHAPES, RealShape
 from reporting import Report
+from timelines import REPLICATE
 from timelines_report import CAPTION, PUBLISHED_CAPTION, Row, beside_published
 
 SCRIPT = Path(__file__).with_name("timelines.py")
-COUNTS, SHORT_COUNTS = (1, 2, 4, 8), (2,)
+COUNTS, SHORT_COUNTS = (2, 4, 8), (8,)
+SHORT_WAYS = (REPLICATE,)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +52,10 @@ def published(reports: list[Report]) -> Report:
     return reports[-1]
 
 
-def predicted(shape: RealShape, counts: Sequence[int], folder: Path) -> list[Row]:
+@cache
+def predicted(shape: RealShape, counts: tuple[int, ...], folder: Path, *ways: str) -> list[Row]:
     """What the script predicts, in a process of its own. Skips the test where devices cannot be simulated."""
-    command = [sys.executable, str(SCRIPT), shape.name, ",".join(map(str, counts)), str(folder)]
+    command = [sys.executable, str(SCRIPT), shape.name, ",".join(map(str, counts)), str(folder), *ways]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -64,8 +68,8 @@ def predicted(shape: RealShape, counts: Sequence[int], folder: Path) -> list[Row
 def test_predictions(shape: RealShape, benchmark: BenchmarkFixture, report: Report, folder: Path, short: bool) -> None:
     if short and shape is not GPT_768:
         pytest.skip("short")
-    counts = SHORT_COUNTS if short else COUNTS
-    report.rows += benchmark.pedantic(predicted, (shape, counts, folder), rounds=1)
+    asked = (shape, SHORT_COUNTS, folder, *SHORT_WAYS) if short else (shape, COUNTS, folder)
+    report.rows += benchmark.pedantic(predicted, asked, rounds=1)
 
 
 @pytest.mark.parametrize("shape", PUBLISHED_SHAPES, ids=lambda shape: shape.name)
@@ -75,6 +79,5 @@ def test_beside_published_figures(
     if short:
         pytest.skip("short")
     own = [figure for figure in PUBLISHED if figure.shape == shape]
-    counts = sorted({figure.devices for figure in own})
-    rows = benchmark.pedantic(predicted, (shape, counts, folder), rounds=1)
+    rows = benchmark.pedantic(predicted, (shape, COUNTS, folder), rounds=1)
     published.rows += beside_published(own, rows)
