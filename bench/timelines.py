@@ -256,6 +256,18 @@ def machines_of(shape: RealShape) -> list[Machine]:
     return [machine for machine in PRESETS if machine.name in published] or list(MACHINES)
 
 
+def is_shown(shape: RealShape, machine: Machine, count: int, counts: Sequence[int]) -> bool:
+    """Whether so many devices of a machine are predicted: all ``counts`` on 8 x A100, elsewhere the largest.
+
+    Counts with published figures always are.
+    """
+    if count > machine.devices:
+        return False
+    if any((figure.shape, figure.machine, figure.devices) == (shape, machine.name, count) for figure in PUBLISHED):
+        return True
+    return machine == A100 or count == max(other for other in counts if other <= machine.devices)
+
+
 def main(model: str, counts: str, folder: str, *ways: str) -> None:
     try:
         devices = simulate(DEVICES, compute=False)
@@ -266,22 +278,26 @@ def main(model: str, counts: str, folder: str, *ways: str) -> None:
     alone = recorded(ALONE, shape, devices[:1])
     found: list[Prediction] = []
     by_way: dict[tuple[str, int], Recorded] = {}
+    numbers = [int(count) for count in counts.split(",")]
     for all_to_all in (True, False):
-        cases = asked(shape, [int(count) for count in counts.split(",")], ways or WAYS, all_to_all)
         own = [machine for machine in machines_of(shape) if (machine in LINKED_ALL_TO_ALL) == all_to_all]
+        cases = [
+            (way, count)
+            for way, count in asked(shape, numbers, ways or WAYS, all_to_all)
+            if any(is_shown(shape, machine, count, numbers) for machine in own)
+        ]
         with linked(all_to_all):
             # torch has no routes, and on two devices all routes are the same.
-            by_way = {
-                (way, count): by_way[way, count]
-                if (way, count) in by_way and (way == TORCH or count <= 2)
-                else recorded(way, shape, devices[:count])
+            by_way |= {
+                (way, count): recorded(way, shape, devices[:count])
                 for way, count in cases
-                if any(count <= machine.devices for machine in own)
+                if not ((way, count) in by_way and (way == TORCH or count <= 2))
             }
-        found += predictions(model, alone, by_way, own)
-        way_of_picture = by_way.get(PICTURE[1:])
-        if model == PICTURE[0] and all_to_all and way_of_picture is not None:
-            schedule(way_of_picture.one, A100).plot(Path(folder) / "step.png")
+        for machine in own:
+            shown = {case: by_way[case] for case in cases if is_shown(shape, machine, case[1], numbers)}
+            found += predictions(model, alone, shown, [machine])
+        if model == PICTURE[0] and all_to_all and PICTURE[1:] in by_way:
+            schedule(by_way[PICTURE[1:]].one, A100).plot(Path(folder) / "step.png")
     print(json.dumps({"predictions": [asdict(prediction) for prediction in found]}))
 
 
