@@ -22,9 +22,9 @@ PUBLISHED_SHAPES = [RESNET50, RESNET50_112, RESNET50_256, GPT2_LONG]
 PYTORCH, DGX_1, DGX_A100, TRANSFORMERS = "pytorch", "DGX-1", "DGX A100", "transformers"
 SOURCES = {
     PYTORCH: "pytorch, benchmarks/distributed/ddp/README.md: pytorch 1.4.0a0, CUDA 10.0, DGX machines with V100",
-    DGX_1: "NVIDIA DeepLearningExamples, ResNet50 v1.5 for PyTorch, README: 8 x V100 16 GB, FP32, container 21.03",
-    DGX_A100: "NVIDIA DeepLearningExamples, ResNet50 v1.5 for PyTorch, README: 8 x A100 80 GB, TF32, container 21.03",
-    TRANSFORMERS: 'transformers, documentation, "Efficient Training on Multiple GPUs": 200 steps with AdamW, '
+    DGX_1: "NVIDIA DeepLearningExamples, ResNet50 v1.5 for PyTorch, README: 8 x V100 16 GB, without mixed precision",
+    DGX_A100: "NVIDIA DeepLearningExamples, ResNet50 v1.5 for PyTorch, README: 8 x A100 80 GB, without mixed precision",
+    TRANSFORMERS: 'transformers, documentation, "Efficient Training on Multiple GPUs": 200 steps, '
     "pytorch 1.8, CUDA 11.0, transformers 4.3.0",
 }
 
@@ -52,8 +52,8 @@ PUBLISHED = [
     # The batches are those of configs.yml in the same repository.
     Published(RESNET50_112, "8 x V100", 1, ONE, 1e3 * 112 / 367, DGX_1),
     Published(RESNET50_112, "8 x V100", 8, DDP, 1e3 * 8 * 112 / 2855, DGX_1),
-    Published(RESNET50_256, "8 x A100", 1, ONE, 1e3 * 256 / 938, DGX_A100),
-    Published(RESNET50_256, "8 x A100", 8, DDP, 1e3 * 8 * 256 / 7248, DGX_A100),
+    Published(RESNET50_256, "8 x A100 80 GB", 1, ONE, 1e3 * 256 / 938, DGX_A100),
+    Published(RESNET50_256, "8 x A100 80 GB", 8, DDP, 1e3 * 8 * 256 / 7248, DGX_A100),
     Published(GPT2_LONG, "2 x TITAN RTX, NVLink", 2, DP, 1e3 * 110.5948 / 200, TRANSFORMERS),
     Published(GPT2_LONG, "2 x TITAN RTX, NVLink", 2, DDP, 1e3 * 101.9003 / 200, TRANSFORMERS),
     Published(GPT2_LONG, "2 x TITAN RTX, PCIe", 2, DDP, 1e3 * 131.4367 / 200, TRANSFORMERS),

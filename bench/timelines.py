@@ -1,11 +1,14 @@
 """Predicted steps of models of real size: a script for one model, and how a prediction is made of recordings.
 
-``python timelines.py MODEL COUNTS FOLDER`` simulates devices that skip kernels, and records training steps of the model
-(a name of `SHAPES`) on each of COUNTS devices (``1,2,4,8``) by each of `WAYS`, or `COMPARED_WAYS` for a model that is
-only there for its published figures. It schedules them on all machines of ``presets`` that have enough devices, and
-prints what it predicts as JSON. A picture of one step goes to FOLDER. A step is forward, backward and the step of SGD.
-Its inputs and targets come from pinned memory of the host. Nothing here measures how long anything takes, except for
-Python between two launches.
+``python timelines.py MODEL COUNTS FOLDER [WAY ...]`` simulates devices that skip kernels, and records training steps of
+the model (a name of `SHAPES`) on each of COUNTS devices (``2,4,8``) by each WAY (default: `WAYS`); for a model that is
+only there for its published figures, what these need. It schedules them on machines of ``presets``, and prints what it
+predicts as JSON. A picture of one step goes to FOLDER. A step is forward, backward and the step of SGD. Its inputs and
+targets come from pinned memory of the host. Nothing here measures how long anything takes, except for Python between
+two launches.
+
+The library chooses routes by the links between devices. So what it does with more than two devices is recorded twice:
+as if they were linked all-to-all, and as if they shared links. Each machine gets the recording of its own kind.
 
 What is recorded is what the library does after its beginning. The first steps are left out, because the first backward
 learns the order of buckets. All replicas run at a time, because otherwise the library would measure how many should
@@ -18,7 +21,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -27,11 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
+from dataparallel.comm import links, select
 from dataparallel.composable import replicate
 from dataparallel.testing import SimulationUnavailable, simulate
 from dataparallel.testing.simulated.timeline import Machine, Recording, Schedule, schedule
-from dataparallel.testing.simulated.timeline.presets import A100, PRESETS
-from published import PUBLISHED_SHAPES
+from dataparallel.testing.simulated.timeline.presets import A100, H100, LINKED_ALL_TO_ALL, PRESETS, RTX_3090, V100
+from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES
 from real_shapes import GPT_768, REAL_SHAPES, RealShape
 from torch_pipeline import StandIns
 
@@ -43,8 +47,10 @@ WRAPPER = "DataParallel"
 PREFETCH = "DataParallel, prefetch"
 REPLICATE = "composable.replicate"
 WAYS = (TORCH, WRAPPER, PREFETCH, REPLICATE)
-COMPARED_WAYS = (TORCH, REPLICATE)
-"""Those that stand beside published figures."""
+PREDICTED_BY = {ONE: ALONE, DDP: REPLICATE, DP: TORCH}
+"""What stands beside published figures."""
+MACHINES = (V100, A100, H100, RTX_3090)
+"""The machines of the models without published figures."""
 SHAPES = {shape.name: shape for shape in (*REAL_SHAPES, *PUBLISHED_SHAPES)}
 
 HOST_BOUND = 1.1
@@ -114,10 +120,9 @@ class Prediction:
         return self.step > HOST_BOUND * self.free_host
 
 
-def second_step(recorded: Recorded, machine: Machine) -> tuple[float, float]:
-    """Milliseconds that a second step adds, and the part of them for which it waits for communication."""
-    one, two = schedule(recorded.one, machine), schedule(recorded.two, machine)
-    return 1e3 * (two.time - one.time), 1e3 * (two.exposed_communication - one.exposed_communication)
+def second_step(recorded: Recorded, machine: Machine) -> float:
+    """Milliseconds that a second step adds."""
+    return 1e3 * (schedule(recorded.two, machine).time - schedule(recorded.one, machine).time)
 
 
 def without_communication(planned: Schedule) -> float:
@@ -128,19 +133,19 @@ def without_communication(planned: Schedule) -> float:
 def predict(model: str, way: str, devices: int, recorded: Recorded, alone: Recorded, machine: Machine) -> Prediction:
     """What ``way`` takes on ``machine``, beside the module ``alone`` on one of its devices."""
     free = machine.with_free_host()
-    step, exposed = second_step(recorded, machine)
+    one, two = schedule(recorded.one, machine), schedule(recorded.two, machine)
     factor = alone.cost_of_launches(machine) / alone.python_seconds()
     return Prediction(
         model=model,
         machine=machine.name,
         way=way,
         devices=devices,
-        step=step,
-        from_idle=1e3 * schedule(recorded.one, machine).time,
-        free_host=second_step(recorded, free)[0],
+        step=1e3 * (two.time - one.time),
+        from_idle=1e3 * one.time,
+        free_host=second_step(recorded, free),
         bound=without_communication(schedule(alone.one, free)),
-        alone=second_step(alone, machine)[0],
-        exposed=exposed,
+        alone=second_step(alone, machine),
+        exposed=1e3 * (two.exposed_communication - one.exposed_communication),
         launches=len(recorded.one.launches),
         copies=sum(launch.copy is not None for launch in recorded.one.launches),
         python=1e3 * factor * recorded.python_seconds(),
@@ -214,7 +219,56 @@ def predictions(
     ]
 
 
-def main(model: str, counts: str, folder: str) -> None:
+@contextmanager
+def linked(all_to_all: bool) -> Iterator[None]:
+    """Inside, the library takes the simulated devices for such that are linked all-to-all, or for such that are not."""
+    before = torch.sim.links_are_all_to_all
+    torch.sim.links_are_all_to_all = all_to_all
+    try:
+        _forget_links()
+        yield
+    finally:
+        torch.sim.links_are_all_to_all = before
+        _forget_links()
+
+
+def _forget_links() -> None:
+    links.forget()
+    select.forget()
+
+
+def asked(shape: RealShape, counts: Sequence[int], ways: Sequence[str], all_to_all: bool) -> list[tuple[str, int]]:
+    """The ways with their numbers of devices that are recorded for a model.
+
+    Recordings take long, so prefetching is there for the largest number of devices only, and machines that share links
+    have torch and `REPLICATE` only.
+    """
+    if shape in REAL_SHAPES:
+        others = [way for way in ways if all_to_all or way in (TORCH, REPLICATE)]
+        return [(way, count) for count in counts for way in others if way != PREFETCH or count == max(counts)]
+    figures = [figure for figure in PUBLISHED if figure.shape == shape and figure.way != ONE]
+    return sorted({(PREDICTED_BY[figure.way], figure.devices) for figure in figures})
+
+
+def machines_of(shape: RealShape) -> list[Machine]:
+    """Those that a model is predicted on."""
+    published = {figure.machine for figure in PUBLISHED if figure.shape == shape and shape not in REAL_SHAPES}
+    return [machine for machine in PRESETS if machine.name in published] or list(MACHINES)
+
+
+def is_shown(shape: RealShape, machine: Machine, count: int, counts: Sequence[int]) -> bool:
+    """Whether so many devices of a machine are predicted: all ``counts`` on 8 x A100, elsewhere the largest.
+
+    Counts with published figures always are.
+    """
+    if count > machine.devices:
+        return False
+    if any((figure.shape, figure.machine, figure.devices) == (shape, machine.name, count) for figure in PUBLISHED):
+        return True
+    return machine == A100 or count == max(other for other in counts if other <= machine.devices)
+
+
+def main(model: str, counts: str, folder: str, *ways: str) -> None:
     try:
         devices = simulate(DEVICES, compute=False)
     except SimulationUnavailable as error:
@@ -222,14 +276,28 @@ def main(model: str, counts: str, folder: str) -> None:
         return
     shape = SHAPES[model]
     alone = recorded(ALONE, shape, devices[:1])
-    ways = WAYS if shape in REAL_SHAPES else COMPARED_WAYS
-    by_way = {
-        (way, count): recorded(way, shape, devices[:count]) for count in map(int, counts.split(",")) for way in ways
-    }
-    way_of_picture = by_way.get(PICTURE[1:])
-    if model == PICTURE[0] and way_of_picture is not None:
-        schedule(way_of_picture.one, A100).plot(Path(folder) / "step.png")
-    found = predictions(model, alone, by_way, PRESETS)
+    found: list[Prediction] = []
+    by_way: dict[tuple[str, int], Recorded] = {}
+    numbers = [int(count) for count in counts.split(",")]
+    for all_to_all in (True, False):
+        own = [machine for machine in machines_of(shape) if (machine in LINKED_ALL_TO_ALL) == all_to_all]
+        cases = [
+            (way, count)
+            for way, count in asked(shape, numbers, ways or WAYS, all_to_all)
+            if any(is_shown(shape, machine, count, numbers) for machine in own)
+        ]
+        with linked(all_to_all):
+            # torch has no routes, and on two devices all routes are the same.
+            by_way |= {
+                (way, count): recorded(way, shape, devices[:count])
+                for way, count in cases
+                if not ((way, count) in by_way and (way == TORCH or count <= 2))
+            }
+        for machine in own:
+            shown = {case: by_way[case] for case in cases if is_shown(shape, machine, case[1], numbers)}
+            found += predictions(model, alone, shown, [machine])
+        if model == PICTURE[0] and all_to_all and PICTURE[1:] in by_way:
+            schedule(by_way[PICTURE[1:]].one, A100).plot(Path(folder) / "step.png")
     print(json.dumps({"predictions": [asdict(prediction) for prediction in found]}))
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from published import DDP, DP, ONE, SOURCES, Published
-from timelines import ALONE, HOST_BOUND, REPLICATE, TORCH, Prediction
+from published import ONE, SOURCES, Published
+from timelines import HOST_BOUND, PREDICTED_BY, TORCH, Prediction
 
 CAPTION = f"""\
 Predictions: nothing here was measured on such devices. A training step was recorded on simulated devices that skip
@@ -35,24 +35,28 @@ launches, copies
     Operators in a step, and those of them that copy between devices, or between a device and the host.
 Python, ms
     CPU time of Python's threads between the launches of a step, measured, and scaled by the factor that makes it fit
-    the machine's host for the module alone. It includes what the simulator takes for each operator, so the library's
-    own Python weighs less in it than it would on real devices.
+    the machine's host for the module alone. Of the simulator's work it includes only how operators are dispatched, and
+    operators that are no launch.
 bound by
     "host" if the step takes more than {HOST_BOUND:g} times as long as with a free host; otherwise "devices".
 
-{TORCH} is torch's pipeline with plain copies, which is what it does without NCCL. Where torch was built with NCCL, its
-broadcast and its sum take less time than here."""
+The library chooses routes by the links. The rows of A100 and H100 presume that NVML can be read (the package
+nvidia-ml-py); otherwise links count as shared, and steps on these machines take longer than here. Threads of a backward
+pass that run nodes written in Python hold the interpreter lock in reality. Here they hold none, so the time of the host
+in backward is predicted too low.
+
+{TORCH} is torch's pipeline with plain copies, which is what it does without NCCL.
+Where torch was built with NCCL, its broadcast and its sum take less time than here."""
 
 PUBLISHED_CAPTION = f"""\
 Published times of a training step beside predictions for the same model, batch and machine. What differs: DDP is one
 process for each device, whose host costs nothing to the others, and sums with NCCL; its prediction is that of
-composable.replicate, one process. Published steps read data from files and use other optimizers and versions of torch.
-Convolutions are predicted at one share of the peak for all shapes. The prediction for one device tells how good the
-shares are, and the ratio to one device how good the rest is. The sources:
+composable.replicate, one process. Predicted steps end with SGD. Published steps may have another optimizer and read
+their data from files, and ran on other versions of torch. Convolutions are predicted at one share of the peak for all
+shapes. The prediction for one device tells how good the shares are, and the ratio to one device how good the rest is.
+The sources:
 
 {chr(10).join(f"{name}{chr(10)}    {source}" for name, source in SOURCES.items())}"""
-
-PREDICTED_BY = {ONE: ALONE, DDP: REPLICATE, DP: TORCH}
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Answers:
 
     @cached_property
     def communication(self) -> float:
-        """Seconds in which any link is busy."""
+        """Seconds in which at least one copy between two places runs."""
         return occupied.time_of_copies(self.solution)
 
     @cached_property

@@ -39,7 +39,7 @@ def _copy(launch: Launch, machine: Machine) -> float:
             f"launch {launch.index} ({launch.op}) copies from {launch.copy[0]} to {launch.copy[1]}; {machine.name} has "
             f"devices 0 to {machine.devices - 1}, and -1 is the host"
         )
-    # `item` writes no tensor: it sends what it reads.
+    # `item` writes no tensor of a device: what it reads is what it sends to the host.
     return path.latency + (launch.bytes_written or launch.bytes_read) / path.bandwidth
 
 

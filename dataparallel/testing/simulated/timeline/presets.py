@@ -1,4 +1,4 @@
-"""Published machines, and where each figure is from: 8 x V100, 8 x A100, 8 x H100, 4 x RTX 3090, 2 x TITAN RTX.
+"""Published machines and their sources: 8 x V100, 8 x A100 (40 and 80 GB), 8 x H100, 4 x RTX 3090, 2 x TITAN RTX.
 
 Peaks are the vendor's, dense (without sparsity). Real kernels and copies reach a share of them. The shares are stated
 here once, with what was measured and where. Where nothing was found, the text says that a figure is assumed. The shares
@@ -6,7 +6,8 @@ decide the absolute times of a prediction more than anything else, so change the
 ``A100.with_(memory_bandwidth=1.4e12)``. This module computes nothing; ``schedule`` takes its machines.
 
 float32 means TF32 on the tensor cores where the device has them (``torch.set_float32_matmul_precision("high")``;
-convolutions use it by default), otherwise the CUDA cores. A dtype that the vendor gives no peak for is missing.
+convolutions use it by default), otherwise the CUDA cores. Only floating-point dtypes are here; V100 and TITAN RTX have
+no bfloat16.
 
 Measured by other people, with the test ``p2pBandwidthLatencyTest`` of the CUDA samples:
 
@@ -27,7 +28,7 @@ from itertools import permutations
 from dataparallel.testing.simulated.timeline.machine import Host, Machine, Path, Wiring
 from dataparallel.testing.simulated.timeline.wiring import mesh, switch, through_host, tree
 
-__all__ = ["A100", "H100", "PRESETS", "RTX_3090", "TITAN_RTX", "TITAN_RTX_PCIE", "V100"]
+__all__ = ["A100", "A100_80", "H100", "LINKED_ALL_TO_ALL", "PRESETS", "RTX_3090", "TITAN_RTX", "TITAN_RTX_PCIE", "V100"]
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 
@@ -121,6 +122,9 @@ A100 = Machine(
 )
 """A DGX A100 or HGX A100 with 40 GB devices: any pair at a time at full bandwidth."""
 
+A100_80 = A100.with_(name="8 x A100 80 GB", memory_bandwidth=1600 * GIGA)  # measured (nccl-tests 100)
+"""The same with 80 GB devices, whose memory is faster."""
+
 H100 = Machine(
     name="8 x H100",
     devices=8,
@@ -186,4 +190,8 @@ TITAN_RTX = TITAN_RTX_PCIE.with_(
 )
 """Two cards with their bridge, which transformers' documentation compares ``DataParallel`` and DDP on."""
 
-PRESETS = (V100, A100, H100, RTX_3090, TITAN_RTX, TITAN_RTX_PCIE)
+PRESETS = (V100, A100, A100_80, H100, RTX_3090, TITAN_RTX, TITAN_RTX_PCIE)
+
+LINKED_ALL_TO_ALL = (A100, A100_80, H100, TITAN_RTX)
+"""Those whose devices all have NVLink to each other, which the library chooses routes by: ``comm.links`` asks NVML. A
+recording for the other machines is one with ``torch.sim.links_are_all_to_all = False``."""

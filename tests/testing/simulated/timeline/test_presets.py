@@ -9,7 +9,9 @@ import pytest
 from dataparallel.testing.simulated.timeline import HOST, Machine, Path
 from dataparallel.testing.simulated.timeline.presets import (
     A100,
+    A100_80,
     H100,
+    LINKED_ALL_TO_ALL,
     PRESETS,
     RTX_3090,
     TITAN_RTX,
@@ -21,6 +23,7 @@ from dataparallel.testing.simulated.timeline.presets import (
 PEAKS = {
     V100.name: (8, 15.7, 900, 50),
     A100.name: (8, 156, 1555, 300),
+    A100_80.name: (8, 156, 2039, 300),
     H100.name: (8, 494.5, 3350, 450),
     RTX_3090.name: (4, 35.6, 936, 31.5),
     TITAN_RTX.name: (2, 16.3, 672, 50),
@@ -87,6 +90,15 @@ class TestEachMachine:
         assert all(path.bandwidth < machine.memory_bandwidth for path in machine.wiring.paths.values())
 
 
+@each_machine
+def test_all_to_all_are_machines_whose_pairs_have_links_without_the_host(machine: Machine) -> None:
+    """Two devices send to two others at the same time, and no copy between devices uses a link of the host."""
+    paths = machine.wiring.paths
+    of_the_host = {link for ends, path in paths.items() if HOST in ends for link in path.links}
+    apart = all(not of_the_host & {*path.links} for path in between_devices(machine).values())
+    assert (machine in LINKED_ALL_TO_ALL) == apart
+
+
 class TestV100:
     """The hybrid cube mesh of a DGX-1."""
 
@@ -115,7 +127,7 @@ class TestV100:
         assert not {*path.links} & {*V100.wiring.paths[2, 7].links}
 
 
-@pytest.mark.parametrize("machine", [A100, H100], ids=lambda machine: machine.name)
+@pytest.mark.parametrize("machine", [A100, A100_80, H100], ids=lambda machine: machine.name)
 def test_behind_a_switch_all_pairs_are_alike(machine: Machine) -> None:
     assert len({(path.bandwidth, path.latency) for path in between_devices(machine).values()}) == 1
     paths = machine.wiring.paths

@@ -13,6 +13,7 @@ from dataparallel.testing.simulated.timeline import HOST, Launch, StreamName
 from like_the_cpu import DEVICE as ONE
 from like_the_cpu import OTHER as TWO
 from nets import Net
+from processes import run_script
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -243,6 +244,23 @@ def test_launches_up_to_the_limit_are_recorded():
         for _ in range(3):
             x.add_(1)
     assert len(timeline.recording.launches) == 3
+
+
+def test_more_launches_than_the_limit_raise_where_python_leaves_out_assertions():
+    script = """
+import torch
+from dataparallel.testing import simulate
+
+(device,) = simulate(1)
+assert False, "-O leaves this out"
+try:
+    with torch.sim.timeline(limit=1):
+        torch.ones(2, device=device)
+        torch.ones(2, device=device)
+except RuntimeError as error:
+    print(error)
+"""
+    assert "more than 1 launches" in run_script(script, PYTHONOPTIMIZE="1")
 
 
 def test_more_launches_than_the_limit_raise():

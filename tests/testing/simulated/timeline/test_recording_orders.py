@@ -8,6 +8,7 @@ import torch
 from at_once import in_threads
 from like_the_cpu import DEVICE as ONE
 from like_the_cpu import OTHER as TWO
+from processes import run_script
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -402,6 +403,66 @@ def test_a_fork_leaves_the_recording_of_its_parent():
         assert os.waitpid(child, 0)[1] == 0
         torch.ones(2, device=ONE)
     assert len(timeline.recording.launches) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.parametrize("opened_by", ["the thread that forks", "another thread"])
+def test_a_child_that_is_forked_inside_a_block_begins_anew(opened_by):
+    script = """
+import os, sys, threading
+import torch
+from dataparallel.testing import simulate
+
+(device,) = simulate(1)
+
+def record_in_child():
+    torch.ones(2, device=device)
+    with torch.sim.timeline() as own:
+        torch.ones(2, device=device)
+    assert len(own.recording.launches) == 1, own.recording.launches
+    assert own._process == os.getpid()
+
+def fork():
+    child = os.fork()
+    if child == 0:
+        return True
+    assert os.waitpid(child, 0)[1] == 0
+    return False
+
+if sys.argv[1] == "another thread":
+    entered, done = threading.Event(), threading.Event()
+    def other():
+        with torch.sim.timeline():
+            entered.set()
+            done.wait()
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    if fork():
+        record_in_child()
+        os._exit(0)
+    done.set()
+    thread.join()
+else:
+    with torch.sim.timeline(limit=1) as timeline:
+        torch.ones(2, device=device)
+        is_child = fork()
+        if is_child:
+            record_in_child()
+            torch.ones(2, device=device)
+    if is_child:  # the block of the parent was left without an error, although there were more launches than the limit
+        with torch.sim.timeline():
+            pass
+        try:
+            timeline.recording
+        except RuntimeError as error:
+            assert "forked child" in str(error), error
+            os._exit(0)
+        os._exit(1)
+    assert len(timeline.recording.launches) == 1
+print("both are done", flush=True)
+"""
+    assert run_script(script, opened_by) == "both are done\n"
 
 
 def test_many_threads_record_at_once():
