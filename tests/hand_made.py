@@ -9,10 +9,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dataparallel.testing.simulated.timeline import HOST, Host, Launch, Machine, Recording, StreamName, Wiring
+from dataparallel.testing.simulated.timeline import (
+    HOST,
+    Host,
+    Launch,
+    Machine,
+    Recording,
+    Schedule,
+    StreamName,
+    Wiring,
+    schedule,
+)
 from dataparallel.testing.simulated.timeline.wiring import switch
 
-__all__ = ["Program", "machine", "wired"]
+__all__ = ["Program", "machine", "run", "times", "wired"]
 
 
 def wired(devices: int, capacity: int = 1) -> Wiring:
@@ -86,3 +96,14 @@ class Program:
 
     def recording(self) -> Recording:
         return Recording(tuple(self.streams), tuple(self.launches))
+
+
+def run(program: Program, on: Machine | None = None) -> Schedule:
+    recording = program.recording()
+    devices = [stream.device for stream in recording.streams]
+    devices += [place for launch in recording.launches for place in launch.copy or ()]
+    return schedule(recording, on or machine(1 + max(devices, default=0)))
+
+
+def times(result: Schedule) -> list[tuple[float, float]]:
+    return [*zip(result.start, result.end, strict=True)]

@@ -1,5 +1,7 @@
 """The parameters and buffers of persistent replicas: made once, given the source's values at every forward.
 
+This file makes them and decides whether a call can use them again. ``persistent_values`` gives them their values.
+
 Replicas for training can be kept in three ways:
 
 - Parameters that are leaves, with hooks on the accumulation of their gradients. Then ``torch.autograd.grad`` finds no
@@ -10,11 +12,6 @@ Replicas for training can be kept in three ways:
 - Kept outputs of one broadcast and its nodes (``autograd.bucket_nodes``), as in this file. Every recorded graph has
   these nodes, so all of autograd works as with new ones, and a forward costs one copy for each bucket and device.
 
-Autograd does not notice that values are written. If the source has not changed, the values are the same, and a graph
-that still waits for its backward stays valid. If the version of a source's tensor has changed since the last forward,
-graphs that used its former value are no longer valid: the versions of its copies are changed too, and the backward of
-such a graph raises the error that torch raises on one device. Writes through ``.data`` change no version.
-
 Values travel on side streams (``streams.arrivals``) while one thread makes all calls. Calls of several threads share
 the copies, and one of them may read them while another one refreshes them: then values travel on the computing streams.
 A thread that runs only the backward is not seen: it should not run beside another thread's forward.
@@ -22,7 +19,6 @@ A thread that runs only the backward is not seen: it should not run beside anoth
 
 from __future__ import annotations
 
-import heapq
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,14 +28,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dataparallel import _torch, comm
+from dataparallel import comm
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.comm import settings
-from dataparallel.comm.buckets import Bucket, fill_buckets, flatten, plan_buckets, unflatten
+from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.copies import alias
 from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.composable.gradient_sums import GradientSums, PersistentToSlots, WaitingBucket
 from dataparallel.composable.persistent_memory import MemoryOfCopies
+from dataparallel.composable.persistent_values import CurrentValues
 from dataparallel.modules.build import make_parameters
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.replica_parameter import ReplicaParameter
@@ -100,7 +97,7 @@ class PersistentTensors:
                 self.copies = self._make(plan, arrivals)
             else:
                 self.sums.drop_void()
-                self.copies.refresh(arrivals)
+                self.copies.values.refresh(arrivals)
             return self.copies.by_slot[: len(slots)]
 
     def end_call(self) -> None:
@@ -152,6 +149,7 @@ class PersistentCopies:
         recorded: positions in the plan of tensors that need gradients.
         buckets: the same positions, in buckets.
         gradient_order: positions in ``buckets`` in the order in which their gradients arrived, while that is not known.
+        values: gives the copies the source's values at each forward.
         memory: the memory of the copies.
     """
 
@@ -166,12 +164,7 @@ class PersistentCopies:
         self._streams = current_streams(slots)
         self._settings = settings.current()
         self._parameters = set(plan.parameters)
-        # What each forward sends: flat buckets, single tensors, sparse tensors; with the memory that receives it.
-        self._flat: list[tuple[Bucket, list[Tensor]]] = []
-        self._at_once = plan.read_directly.union(i for i in self.recorded if i not in self._parameters)
-        self._singles: list[tuple[int, list[Tensor]]] = []
-        self._sparse: list[tuple[int, bool]] = []  # true: each slot has its own copy
-        self._versions: list[int] = []
+        self.values = CurrentValues(plan, slots, self.by_slot, self._settings.isolated)
 
     def are_of(self, plan: ModulePlan) -> bool:
         """True if ``plan`` has the same tensors and the same of them need gradients."""
@@ -201,7 +194,10 @@ class PersistentCopies:
         sums: GradientSums,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """Fills `by_slot`; ``order`` is that of the gradients, if it is known. ``arrivals``: as for `refresh`."""
+        """Fills `by_slot`; ``order`` is that of the gradients, if it is known.
+
+        ``arrivals``: as for `CurrentValues.refresh`.
+        """
         tensors = self.plan.tensors
         self.buckets = fill_buckets(tensors, order or self.recorded[::-1], first_bytes, cap_bytes)
         late: list[FlatBroadcast] = []
@@ -222,12 +218,12 @@ class PersistentCopies:
                 for i, tensor in zip(indices, on_slot, strict=True):
                     self.by_slot[slot][i] = tensor if own else alias(tensor, slot)
             if self._broadcast_buffers or not own:
-                self._send_at_each_forward(indices, cap_bytes, own)
+                self.values.send_at_each_forward(indices, cap_bytes, own)
         if arrivals is not None:
-            self._launch(late, arrivals)
+            self.values.launch(late, arrivals)
         for on_slot in self.by_slot:
             make_parameters(self.plan, on_slot, ReplicaParameter)
-        self._versions = _versions(tensors)
+        self.values.note_versions()
         # Slot 0's buffers are the source's. Buffers that are not sent keep what forward writes to them.
         not_sent = {*buffers} if not self._broadcast_buffers else ()
         self.memory = MemoryOfCopies(
@@ -282,83 +278,8 @@ class PersistentCopies:
         for on_slot, of_slot in zip(self.by_slot, outputs, strict=True):
             for i, output in zip(group, of_slot, strict=True):
                 on_slot[i] = output
-        self._send_at_each_forward(group, 2**62, False)
+        self.values.send_at_each_forward(group, 2**62, False)
         return token
-
-    def _send_at_each_forward(self, indices: list[int], cap_bytes: int, own: bool) -> None:
-        """Has `refresh` fill the memory of copies that were just made, as one buffer if it is in one piece."""
-        sparse = [i for i in indices if self.plan.tensors[i].layout not in (torch.strided, torch.jagged)]
-        self._sparse += [(i, own) for i in sparse]
-        indices = [i for i in indices if i not in sparse]
-        slots = self._slots_with_memory(self.plan.tensors[indices[0]].device, own) if indices else []
-        if not slots:
-            return
-        buckets, singles = plan_buckets([self.plan.tensors[i] for i in indices], cap_bytes)
-        alone = [indices[k] for k in singles]
-        for planned in buckets:
-            members = [indices[k] for k in planned.indices]
-            bucket = Bucket.of(list(zip(members, planned.layouts, strict=True)))
-            flat = [_flat_buffer_of(self.by_slot[slot][members[0]]) for slot in slots]
-            if all(_are_parts(self.by_slot[slot], bucket, buffer) for slot, buffer in zip(slots, flat, strict=True)):
-                self._flat.append((bucket, flat))
-            else:  # made by a transport with another order
-                alone += members
-        for i in alone:
-            self._singles.append((i, [self.by_slot[slot][i].data for slot in slots]))
-
-    def _slots_with_memory(self, source: torch.device, own: bool) -> list[int]:
-        """One slot for each copy that has its own memory. Tensors come from the device ``source``."""
-        own = own or self._settings.isolated
-        found: dict[Any, int] = {}
-        for slot, device in enumerate(self.slots):
-            if slot > 0 and (own or device != source):
-                found.setdefault(slot if own else device, slot)
-        return list(found.values())
-
-    @torch.no_grad()
-    def refresh(self, arrivals: Arrivals | None = None) -> None:
-        """Gives the copies current values. ``arrivals``: parameters may still be on their way when this returns."""
-        tensors = self.plan.tensors
-        late = []
-        for bucket, copies in self._flat:
-            if arrivals is None or self._are_buffers(bucket.indices):
-                comm.broadcast(flatten(bucket, tensors), out=copies)
-            else:
-                late.append(comm.broadcast_into(copies, bucket, tensors))
-        if arrivals is not None:
-            self._launch(late, arrivals)
-        for i, copies in self._singles:
-            for copy in copies:
-                copy.copy_(tensors[i])
-        for i, own in self._sparse:
-            self._replace_sparse(i, own)
-        versions = _versions(tensors)
-        if versions != self._versions:
-            changed = [i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new]
-            # Slot 0's copies share the source's versions.
-            torch.autograd.graph.increment_version([on_slot[i] for on_slot in self.by_slot[1:] for i in changed])
-            self._versions = versions
-
-    def _are_buffers(self, indices: Sequence[int]) -> bool:
-        """True for a bucket of buffers that need no gradient."""
-        return indices[0] not in self._parameters and not self.plan.tensors[indices[0]].requires_grad
-
-    def _launch(self, late: Sequence[FlatBroadcast], arrivals: Arrivals) -> None:
-        """Launches the broadcasts of parameters in the order of use."""
-        # Buckets with gradients were made in reverse order of their gradients, which is about the order of use.
-        # Constant parameters have no gradients and go where they are registered.
-        recorded = [broadcast for broadcast in late if self.plan.tensors[broadcast.indices[0]].requires_grad]
-        constant = [broadcast for broadcast in late if not self.plan.tensors[broadcast.indices[0]].requires_grad]
-        merged = heapq.merge(recorded, constant, key=lambda broadcast: min(broadcast.indices))
-        arrivals.launch(merged, self._at_once)
-
-    def _replace_sparse(self, i: int, own: bool) -> None:
-        """Gives copies of a sparse tensor its current values, in new memory: a write may replace its indices."""
-        source = self.plan.tensors[i]
-        sent = comm.broadcast_coalesced([source], self.slots, own_storage=own)
-        for on_slot, (values,) in zip(self.by_slot, sent, strict=True):
-            if on_slot[i] is not source:
-                on_slot[i].data = values
 
 
 _KIND = attrgetter("shape", "dtype", "device")
@@ -378,25 +299,3 @@ def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
 
 def _has_strides(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    try:
-        return [*map(_torch.version_of, tensors)]
-    except RuntimeError:  # tensors made in inference mode have no version
-        return [0 if tensor.is_inference() else _torch.version_of(tensor) for tensor in tensors]
-
-
-def _flat_buffer_of(part: Tensor) -> Tensor:
-    """The flat buffer that ``part`` is a part of, with its own version counter."""
-    storage = part.untyped_storage()
-    flat = torch.empty(0, dtype=part.dtype, device=part.device)
-    return flat.set_(storage, 0, (storage.nbytes() // part.itemsize,), (1,))
-
-
-def _are_parts(tensors: Sequence[Tensor], bucket: Bucket, flat: Tensor) -> bool:
-    """True if ``flat`` consists of the bucket's tensors, in the bucket's order."""
-    if flat.numel() != sum(layout.numel for layout in bucket.layouts):
-        return False
-    parts = unflatten(bucket, flat)
-    return all(part.data_ptr() == tensors[i].data_ptr() for i, part in zip(bucket.indices, parts, strict=True))

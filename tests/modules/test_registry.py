@@ -1,6 +1,6 @@
 """The registry of a replica's parameters waits once for each stream, and only for its own parameters.
 
-``tests/streams/test_arrivals.py`` shows by clocks that every way to a parameter waits.
+``tests/streams/test_arrivals_lookups.py`` shows by clocks that every way to a parameter waits.
 """
 
 import pytest

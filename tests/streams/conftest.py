@@ -1,10 +1,13 @@
-"""Streams of the caller's, for the tests of this folder."""
+"""Streams of the caller's, and wrappers with small buckets, for the tests of this folder."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import nn
 
+from dataparallel import DataParallel
+from dataparallel.composable import replicate
 from dataparallel.testing.pytest import settle
 
 
@@ -28,3 +31,21 @@ def side_streams(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
             torch.accelerator.synchronize(device)
             torch.accelerator.set_stream(stream)
         torch.accelerator.set_device_index(here)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests may have compiled something in this process. Nothing here is compiled."""
+    monkeypatch.setattr("dataparallel._torch.is_compiler_in_use", lambda: False)
+
+
+@pytest.fixture(params=["DataParallel", "replicate"])
+def form(request: pytest.FixtureRequest) -> Callable[..., nn.Module]:
+    """A function that wraps a module so that each parameter is a bucket."""
+
+    def wrap(model: nn.Module, slots: list) -> nn.Module:
+        if request.param == "DataParallel":
+            return DataParallel(model, slots, bucket_cap_mb=1e-9, workers=len(slots))
+        return replicate(model, devices=slots, bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+
+    return wrap

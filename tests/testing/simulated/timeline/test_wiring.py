@@ -1,4 +1,4 @@
-"""Links and paths of common machines. `test_schedule` has what copies do on them."""
+"""Links and paths of common machines. `test_schedule_copies` has what copies do on them."""
 
 import pytest
 
