@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -90,10 +90,8 @@ def steps_of_a_rank(module: nn.Module, rank: int, file: str) -> dict[str, Step]:
     return {"ddp": step(nn.parallel.DistributedDataParallel(module), tokens, targets)}
 
 
-def main(threads: str, rank: str | None = None, file: str = "") -> None:
-    torch.set_num_threads(int(threads))  # before anything that runs a backward
-    module = model()
-    steps = steps_of_one_process(module) if rank is None else steps_of_a_rank(module, int(rank), file)
+def obey(steps: Mapping[str, Step], save: Callable[[str], None]) -> None:
+    """Carries out the commands on stdin, until it is closed. ``save`` gets the path of a file."""
     gc.collect()
     gc.freeze()  # so that collections need not visit what torch has imported
     print(DONE, flush=True)
@@ -102,10 +100,17 @@ def main(threads: str, rank: str | None = None, file: str = "") -> None:
         if command == COLLECT:
             gc.collect()
         elif command.startswith(SAVE):
-            torch.save([parameter.grad for parameter in module.parameters()], command.removeprefix(SAVE))
+            save(command.removeprefix(SAVE))
         else:
             steps[command]()
         print(DONE, flush=True)
+
+
+def main(threads: str, rank: str | None = None, file: str = "") -> None:
+    torch.set_num_threads(int(threads))  # before anything that runs a backward
+    module = model()
+    steps = steps_of_one_process(module) if rank is None else steps_of_a_rank(module, int(rank), file)
+    obey(steps, lambda path: torch.save([parameter.grad for parameter in module.parameters()], path))
     if rank is not None:
         dist.destroy_process_group()
 

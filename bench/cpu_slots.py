@@ -1,7 +1,7 @@
 """Processes that make training steps: starts them, tells them what to do, and finds how much memory they hold.
 
-`contender` is the script that they run. This module times and judges nothing. That is done by `test_cpu_slots.py`,
-`test_forms.py` and their reports.
+`contender` or `sharded_contender` is the script that they run. This module times and judges nothing. That is done by
+`test_cpu_slots.py`, `test_forms.py`, `test_sharded_speed.py` and their reports.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +33,16 @@ class Contender:
     """One or more processes that make a step together. A context manager, which ends them.
 
     The processes take seconds to be ready; the first command waits for them. ``arguments`` has the arguments of
-    `contender` for each process. What the processes write to stderr goes to files in ``folder``.
+    ``script`` for each process, and ``variables`` are added to their environment. What the processes write to stderr
+    goes to files in ``folder``.
 
     Raises:
         RuntimeError: a process has ended instead of answering. The message has what it wrote.
     """
 
-    def __init__(self, name: str, arguments: Sequence[Sequence[str]], folder: Path) -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[Sequence[str]], folder: Path, script: Path = SCRIPT, **variables: str
+    ) -> None:
         self._name = name
         self._errors = [folder / f"{name} {number}.txt" for number in range(len(arguments))]
         self._folder = folder
@@ -49,8 +53,8 @@ class Contender:
                 with errors.open("w") as file:
                     self._processes.append(
                         subprocess.Popen(
-                            [sys.executable, str(SCRIPT), *own],
-                            env=environment(),
+                            [sys.executable, str(script), *own],
+                            env=environment(**variables),
                             stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE,
                             stderr=file,
@@ -112,6 +116,12 @@ class Contender:
             for gradient, expected in zip(other, found[0], strict=True):
                 torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
         return found[0]
+
+    def saved(self) -> Any:
+        """What the first process saves when all of them are told to, together."""
+        path = self._folder / f"{self._name}.pt"
+        self.tell(f"{SAVE}{path}")
+        return torch.load(path)
 
     def memory(self) -> int | None:
         """Bytes, see `memory_of`."""

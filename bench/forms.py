@@ -1,4 +1,7 @@
-"""One model in each of the library's forms and in torch's wrapper: training steps to be timed, and their check."""
+"""One model in each of the library's forms and in torch's wrapper: training steps to be timed, and their check.
+
+`Forms` is enough for whoever compares no sharded models.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from beside_torch import BesideTorch
 from dataparallel.composable import replicate
 from gradients import assert_same_gradients, take_gradients
 from shapes import Shape
+from sharded_blocks import full_gradients, sharded
 from stages import mean_square
 
 
@@ -39,3 +43,34 @@ class Forms(BesideTorch):
         wanted, found = outputs
         torch.testing.assert_close(found.detach(), wanted.detach())
         assert_same_gradients(gradients[1], gradients[0])
+
+
+class ShardedForms(Forms):
+    """`Forms` with two copies that `fully_shard` has changed; one of them keeps its weights until backward."""
+
+    def __init__(self, shape: Shape, devices: Sequence[torch.device], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(shape, devices, dtype)
+        self.sharded = sharded(copy.deepcopy(self.module), self.devices)
+        self.not_resharded = sharded(copy.deepcopy(self.module), self.devices, reshard_after_forward=False)
+
+    def train_sharded(self) -> None:
+        mean_square(self.sharded(self.batch)).backward()
+        self.sharded.zero_grad()
+
+    def train_not_resharded(self) -> None:
+        mean_square(self.not_resharded(self.batch)).backward()
+        self.not_resharded.zero_grad()
+
+    def check_sharded(self) -> None:
+        """Raises `AssertionError` unless outputs and gradients of both are those of the wrapper."""
+        self.module.zero_grad()
+        wanted = self.ours(self.batch)
+        mean_square(wanted).backward()
+        gradients = take_gradients(self.module)
+        for module in (self.sharded, self.not_resharded):
+            module.zero_grad()
+            found = module(self.batch)
+            mean_square(found).backward()
+            torch.testing.assert_close(found.detach(), wanted.detach())
+            assert_same_gradients(full_gradients(module), gradients)
+            module.zero_grad()

@@ -16,14 +16,17 @@ CAPTION = """\
 A training step (forward, loss and backward) by composable.replicate and by others. replicate and the other are median
 milliseconds, or mebibytes. ratio is the median of the quotient over the rounds, with its bootstrap 95 % interval. For
 memory it is that of proportional set sizes, measured once. bar is what the ratio should be; reached says "not decided"
-where the bar lies in the interval. "in a row" are the same chunks one after the other on one device. What replicate
-saves is the making of replicas: on CPU cores, where operators take most of the time, that is a smaller part than
-beside fast devices. Simulated devices are no accelerators: all of them compute on the CPU's cores. Their clocks were
-off."""
+where the bar lies in the interval. "in a row" are the same chunks one after the other on one device. fully_shard has a
+unit for each block and one for the rest; with reshard_after_forward=False it keeps gathered weights until backward,
+which is data parallelism with a sharded optimizer. What replicate saves is the making of replicas: on CPU cores, where
+operators take most of the time, that is a smaller part than beside fast devices. Simulated devices are no accelerators:
+all of them compute on the CPU's cores. Their clocks were off."""
 
 BESIDE_TORCH = "nn.DataParallel/replicate"
 BESIDE_WRAPPER = "DataParallel/replicate"
 OVER_IN_A_ROW = "replicate/in a row"
+BESIDE_SHARDED = "fully_shard/replicate"
+BESIDE_NOT_RESHARDED = "fully_shard, reshard_after_forward=False/replicate"
 BESIDE_DDP = "DDP/replicate"
 MEMORY_OVER_DDP = "memory replicate/DDP"
 

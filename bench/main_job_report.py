@@ -1,4 +1,4 @@
-"""The one table and the one picture of the main job: the same work by each way to do it.
+"""The tables and the picture of the main job: the same work by each way to do it, and what memory it takes.
 
 Does not know how the times were taken, and measures nothing itself.
 """
@@ -20,6 +20,7 @@ ONE_DEVICE = "one device"
 TORCH = "torch.nn.DataParallel"
 WRAPPER = "DataParallel"
 REPLICATE = "composable.replicate"
+SHARDED = "composable.fully_shard"
 WAYS = (ONE_DEVICE, TORCH, WRAPPER, REPLICATE)
 
 CAPTION = """\
@@ -40,6 +41,18 @@ DataParallel, composable.replicate
 times as fast as torch
     The time of torch.nn.DataParallel divided by that of this library's DataParallel, turn by turn: the median, and in
     brackets where it lies with a confidence of 95 %."""
+
+MEMORY_CAPTION = """\
+How much memory of each device a training with AdamW takes, in MiB, on the device that has most: less is better. The
+simulator counts every byte. The model is a GPT of 8 blocks, 256 wide, and each device has 2 samples of 64 tokens.
+
+between steps
+    Parameters and the state of AdamW.
+at most
+    The peak during a step: gradients and activations come on top.
+
+composable.fully_shard spreads parameters, gradients and the state of AdamW over the devices, and gathers each block
+when it is needed."""
 
 ON_SIMULATED = (
     "The {} devices are simulated. They compute on the CPU cores of this machine, so no way can be faster than *one "
@@ -98,6 +111,25 @@ class Row:
         """The milliseconds of those ways that can do it."""
         found = zip(WAYS, (self.one_device_ms, self.torch_ms, self.data_parallel_ms, self.replicate_ms), strict=True)
         return {way: milliseconds for way, milliseconds in found if milliseconds is not None}
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of the device that has most, by one way to train on so many devices."""
+
+    way: str
+    devices: int
+    idle: int
+    peak: int
+
+    def cells(self) -> dict[str, str]:
+        """The row of the table."""
+        return {
+            "way": self.way,
+            "devices": str(self.devices),
+            "between steps": f"{self.idle / 2**20:.1f}",
+            "at most": f"{self.peak / 2**20:.1f}",
+        }
 
 
 def rounded(milliseconds: float | None) -> str:

@@ -59,7 +59,7 @@ def find_places() -> Places:
     if accelerators:
         return Places(accelerators, [], "this machine has accelerators")
     cpu = [torch.device("cpu")]
-    _keep_freed_memory()
+    keep_freed_memory()
     try:
         return Places(cpu, simulate(SIMULATED))
     except SimulationUnavailable as error:
@@ -77,7 +77,7 @@ def slots_on(devices: Sequence[torch.device], count: int) -> list[torch.device]:
     return [devices[slot % len(devices)] for slot in range(count)]
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Tells the C library, where it can be told, to keep freed memory, as the allocators of accelerators do.
 
     Otherwise it gives large blocks back to the system, and the next ones come page by page, which takes longer than

@@ -1,7 +1,8 @@
-"""A training step by ``composable.replicate`` beside the wrapper, ``torch.nn.DataParallel``, single steps and DDP.
+"""A training step by ``composable.replicate`` beside other forms, ``torch.nn.DataParallel``, single steps and DDP.
 
-On 8 devices, where all take turns, and on two CPU slots in processes of their own (see `test_cpu_slots`). The tests
-assert that all do the same work. The bars of the report say what its ratios should be; they fail no test.
+On 8 devices, where all take turns, and on two CPU slots in processes of their own (see `test_cpu_slots`). A second
+table has the memory of 8 simulated devices, and the bytes that they exchange in a step. The tests assert that all do
+the same work. The bars of the report say what its ratios should be; they fail no test.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from beside_torch import SETTLE, SHORT_SETTLE
 from contender import SLOTS
 from cpu_slots import Contender
-from forms import Forms
+from forms import ShardedForms
 from forms_report import (
     BAR_DEVICES,
     BARS,
     BESIDE_DDP,
+    BESIDE_NOT_RESHARDED,
+    BESIDE_SHARDED,
     BESIDE_TORCH,
     BESIDE_WRAPPER,
     CAPTION,
@@ -33,6 +36,9 @@ from pairs import PAIRS, Comparison, alternate, load, take_turns
 from places import Places
 from reporting import Report
 from shapes import NARROW_GPT, RESNET, WIDE_GPT, Shape
+from sharded_memory import DEFAULT, NOT_RESHARDED, REPLICATE, WRAPPER, measure, parts_of, work_of
+from sharded_memory_report import CAPTION as MEMORY_CAPTION
+from sharded_memory_report import row
 from simulator import simulator_notes
 
 STEPS_BEFORE_MEMORY, SHORT_STEPS_BEFORE_MEMORY = 10, 1
@@ -44,6 +50,12 @@ def report(reports: list[Report], places: Places) -> Report:
     return reports[-1]
 
 
+@pytest.fixture(scope="module")
+def memory_report(reports: list[Report], places: Places) -> Report:
+    reports.append(Report("forms_memory", MEMORY_CAPTION, notes=simulator_notes(places)))
+    return reports[-1]
+
+
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL support")
 @pytest.mark.parametrize("shape", [RESNET, NARROW_GPT, WIDE_GPT], ids=lambda shape: shape.name)
 def test_on_devices(shape: Shape, benchmark: BenchmarkFixture, places: Places, report: Report, short: bool) -> None:
@@ -51,26 +63,49 @@ def test_on_devices(shape: Shape, benchmark: BenchmarkFixture, places: Places, r
     if short and shape is not NARROW_GPT:
         pytest.skip("short")
     devices = places.apart_or_skip(BAR_DEVICES, report)[:BAR_DEVICES]
-    forms = Forms(shape, devices)
-    calls = [forms.train_replicated, forms.train, forms.torch_train, forms.train_in_a_row]
+    forms = ShardedForms(shape, devices)
+    beside = {
+        BESIDE_WRAPPER: forms.train,
+        BESIDE_TORCH: forms.torch_train,
+        OVER_IN_A_ROW: forms.train_in_a_row,
+        BESIDE_SHARDED: forms.train_sharded,
+        BESIDE_NOT_RESHARDED: forms.train_not_resharded,
+    }
 
     def compare() -> tuple[list[list[float]], tuple[float, float]]:
         before = load()
         with forms.stand_ins.installed():
             for _ in range(SHORT_SETTLE if short else SETTLE):
-                forms.train_replicated()
-                forms.train()
+                for settling in (forms.train_replicated, forms.train, forms.train_sharded, forms.train_not_resharded):
+                    settling()
+            calls = [forms.train_replicated, *beside.values()]
             return take_turns(calls, 2 * PAIRS, short=short), (before, load())
 
     forms.check_replicated()
+    forms.check_sharded()
     with places.clocks_off():
         (ours, *others), loads = benchmark.pedantic(compare, rounds=1)
     forms.check_replicated()
+    forms.check_sharded()
     if benchmark.enabled:
-        for quotient, theirs in zip((BESIDE_WRAPPER, BESIDE_TORCH, OVER_IN_A_ROW), others, strict=True):
+        for quotient, theirs in zip(beside, others, strict=True):
             bar = BARS.get((quotient, shape.name))
             comparison = Comparison(ours, theirs, *loads)
             report.rows.append(timed(shape.name, f"{len(devices)} devices", quotient, comparison, bar))
+
+
+@pytest.mark.parametrize("shape", [RESNET, NARROW_GPT, WIDE_GPT], ids=lambda shape: shape.name)
+def test_memory_and_bytes(shape: Shape, places: Places, memory_report: Report, short: bool) -> None:
+    """Of a step with AdamW, by each form. Its losses have to be those of one device."""
+    if short and shape is not NARROW_GPT:
+        pytest.skip("short")
+    if not places.simulated:
+        pytest.skip(f"only simulated devices count bytes: {places.why_not_simulated}")
+    devices = places.simulated[:BAR_DEVICES]
+    work = work_of(shape)
+    parts = parts_of(work, devices[0])
+    for way in (WRAPPER, REPLICATE, DEFAULT, NOT_RESHARDED):
+        memory_report.rows.append(row(shape.name, way, len(devices), parts, measure(work, way, devices)))
 
 
 def test_on_cpu_slots(benchmark: BenchmarkFixture, report: Report, tmp_path: Path, short: bool) -> None:

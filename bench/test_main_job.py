@@ -1,8 +1,8 @@
 """The main job: train on handwritten digits, and show what this library costs beside one device and beside torch.
 
 It takes about two minutes on two cores. It runs on up to 4 of the machine's accelerators where there are several,
-otherwise on 4 simulated devices, and without these on 4 CPU slots, where ``torch.nn.DataParallel`` cannot run. Results
-are asserted, times never.
+otherwise on 4 simulated devices, and without these on 4 CPU slots, where ``torch.nn.DataParallel`` cannot run. A
+second table has the memory that a training takes. Results are asserted, times never.
 """
 
 from __future__ import annotations
@@ -13,10 +13,24 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import sharded_memory
 from digits import BATCH_SIZE, ResidualNet, TrainingRun, largest_difference, load, train
 from forms import Forms
 from gradients import assert_same_gradients, gradients_of
-from main_job_report import CAPTION, ONE_DEVICE, REPLICATE, TORCH, WRAPPER, Turns, plot, summarise, where
+from main_job_report import (
+    CAPTION,
+    MEMORY_CAPTION,
+    ONE_DEVICE,
+    REPLICATE,
+    SHARDED,
+    TORCH,
+    WRAPPER,
+    MemoryRow,
+    Turns,
+    plot,
+    summarise,
+    where,
+)
 from pairs import PAIRS, SHORT_PAIRS, Call, take_turns
 from places import Places, slots_on
 from progress import Progress
@@ -188,3 +202,21 @@ def check(forms: Forms) -> None:
                 forms.check_replicated()
             else:
                 forms.check_inference()
+
+
+def test_memory_of_a_sharded_model(reports: list[Report], places: Places) -> None:
+    """Beside replicas and one device. Losses are those of one device."""
+    if len(places.simulated) < SLOTS:
+        pytest.skip(f"only simulated devices count bytes: {places.why_not_simulated}")
+    ways = {
+        ONE_DEVICE: (sharded_memory.ONE_DEVICE, 1),
+        REPLICATE: (sharded_memory.REPLICATE, SLOTS),
+        SHARDED: (sharded_memory.DEFAULT, SLOTS),
+    }
+    rows = []
+    for name, (way, count) in ways.items():
+        usage = sharded_memory.measure(sharded_memory.WIDE_GPT, way, places.simulated[:count], steps=1)
+        rows.append(MemoryRow(name, count, usage.idle, usage.peak))
+    reports.append(Report("main_job_memory", MEMORY_CAPTION, rows=rows))
+    alone, _, sharded = rows
+    assert sharded.idle < alone.idle / (SLOTS - 1)

@@ -21,12 +21,12 @@ from places import first_lines
 from published import PUBLISHED, PUBLISHED_SHAPES
 from real_shapes import GPT_768, REAL_SHAPES, RealShape
 from reporting import Report
-from timelines import REPLICATE
-from timelines_report import CAPTION, PUBLISHED_CAPTION, Row, beside_published
+from timelines import REPLICATE, SHARDED
+from timelines_report import CAPTION, PUBLISHED_CAPTION, Row, beside_published, judged
 
 SCRIPT = Path(__file__).with_name("timelines.py")
 COUNTS, SHORT_COUNTS = (2, 4, 8), (8,)
-SHORT_WAYS = (REPLICATE,)
+SHORT_WAYS = (REPLICATE, SHARDED)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,9 @@ def test_predictions(
 ) -> None:
     if short and shape is not GPT_768:
         pytest.skip("short")
-    report.rows += predicted(shape)
+    rows = predicted(shape)
+    report.rows += rows
+    report.notes += judged(rows)
 
 
 @pytest.mark.parametrize("shape", PUBLISHED_SHAPES, ids=lambda shape: shape.name)

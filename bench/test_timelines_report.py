@@ -8,13 +8,13 @@ from dataclasses import fields, replace
 import pytest
 
 from dataparallel.testing.simulated.timeline import HOST, Host, Launch, Machine, Recording, StreamName
-from dataparallel.testing.simulated.timeline.presets import PRESETS
+from dataparallel.testing.simulated.timeline.presets import A100, PRESETS
 from dataparallel.testing.simulated.timeline.wiring import switch
 from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES, SOURCES, Published
-from real_shapes import RESNET50
+from real_shapes import GPT2_SMALL, RESNET50
 from reporting import table
-from timelines import ALONE, REPLICATE, TORCH, Recorded, predict, predictions
-from timelines_report import PREDICTED_BY, PublishedRow, Row, beside_published
+from timelines import ALONE, REPLICATE, SHARDED, TORCH, Recorded, predict, predictions
+from timelines_report import PREDICTED_BY, PublishedRow, Row, beside_published, judged
 
 MEGA = 1e6
 
@@ -91,6 +91,7 @@ class TestPrediction:
         assert found.exposed == pytest.approx(8 - 5)
         assert found.efficiency == pytest.approx(5 / 8)
         assert (found.launches, found.copies) == (6, 3)
+        assert found.received == pytest.approx(3)  # by device 0; inputs come from the host
 
     def test_of_a_slow_host(self) -> None:
         found = predict("model", REPLICATE, 2, BOTH, ALONE_STEP, SLOW_HOST)
@@ -151,6 +152,20 @@ class TestRows:
     def test_a_table_and_a_csv_file_can_be_made(self, rows: list[Row]) -> None:
         assert "composable.replicate" in table([row.cells() for row in rows])
         assert all(getattr(row, column.name) is not None for row in rows for column in fields(row))
+
+    def test_received_bytes_stand_beside_an_all_reduce(self, rows: list[Row]) -> None:
+        alone, *_, two = rows
+        assert alone.of_all_reduce is None
+        gradients = 4 * RESNET50.parameters / MEGA
+        assert replace(two, devices=2, received=gradients).of_all_reduce == pytest.approx(1)
+        assert replace(two, devices=4, received=gradients).of_all_reduce == pytest.approx(2 / 3)
+
+    def test_the_exposed_part_of_a_sharded_step_is_judged(self, rows: list[Row]) -> None:
+        sharded = replace(rows[0], way=SHARDED, model=GPT2_SMALL.name, machine=A100.name, step=100.0, exposed=10.0)
+        (within,) = judged([*rows, sharded])
+        (beyond,) = judged([replace(sharded, exposed=10.1)])
+        assert within.endswith("for 10.0% of the step; at most 10%: yes.")
+        assert beyond.endswith(": no.")
 
     def test_ddp_stands_beside_replicate(self, rows: list[Row]) -> None:
         figures = [

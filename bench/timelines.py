@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -33,10 +34,11 @@ from dataparallel import DataParallel, prefetch
 from dataparallel.comm import links, select
 from dataparallel.composable import replicate
 from dataparallel.testing import SimulationUnavailable, simulate
-from dataparallel.testing.simulated.timeline import Machine, Recording, Schedule, schedule
+from dataparallel.testing.simulated.timeline import HOST, Machine, Recording, Schedule, schedule
 from dataparallel.testing.simulated.timeline.presets import A100, H100, LINKED_ALL_TO_ALL, PRESETS, RTX_3090, V100
 from published import DDP, DP, ONE, PUBLISHED, PUBLISHED_SHAPES
 from real_shapes import GPT_768, REAL_SHAPES, RealShape
+from sharded_blocks import sharded, state_of
 from torch_pipeline import StandIns
 
 DEVICES = 8
@@ -46,7 +48,9 @@ TORCH = "torch.nn.DataParallel"
 WRAPPER = "DataParallel"
 PREFETCH = "DataParallel, prefetch"
 REPLICATE = "composable.replicate"
-WAYS = (TORCH, WRAPPER, PREFETCH, REPLICATE)
+SHARDED = "composable.fully_shard"
+NOT_RESHARDED = "fully_shard, reshard_after_forward=False"
+WAYS = (TORCH, WRAPPER, PREFETCH, REPLICATE, SHARDED, NOT_RESHARDED)
 PREDICTED_BY = {ONE: ALONE, DDP: REPLICATE, DP: TORCH}
 """What stands beside published figures."""
 MACHINES = (V100, A100, H100, RTX_3090)
@@ -91,6 +95,7 @@ class Prediction:
         exposed: by how much `step` is longer than if copies took no time.
         launches: in a step, copies included.
         copies: between two devices, or a device and the host.
+        received: megabytes that a device gets from others in a step, on the device that gets most.
         python: Python's time for a step, as recorded, times `factor`.
         factor: with it, the recorded time of the module alone is what the machine's host takes for its launches.
     """
@@ -107,6 +112,7 @@ class Prediction:
     exposed: float
     launches: int
     copies: int
+    received: float
     python: float
     factor: float
 
@@ -130,6 +136,17 @@ def without_communication(planned: Schedule) -> float:
     return 1e3 * (planned.time - planned.exposed_communication)
 
 
+def received_bytes(recording: Recording) -> int:
+    """What the device that gets most gets from other devices, without the host."""
+    received: Counter[int] = Counter()
+    for launch in recording.launches:
+        if launch.copy is not None:
+            origin, target = launch.copy
+            if origin != target and HOST not in launch.copy:
+                received[target] += launch.bytes_written
+    return max(received.values(), default=0)
+
+
 def predict(model: str, way: str, devices: int, recorded: Recorded, alone: Recorded, machine: Machine) -> Prediction:
     """What ``way`` takes on ``machine``, beside the module ``alone`` on one of its devices."""
     free = machine.with_free_host()
@@ -148,6 +165,7 @@ def predict(model: str, way: str, devices: int, recorded: Recorded, alone: Recor
         exposed=1e3 * (two.exposed_communication - one.exposed_communication),
         launches=len(recorded.one.launches),
         copies=sum(launch.copy is not None for launch in recorded.one.launches),
+        received=received_bytes(recorded.one) / 1e6,
         python=1e3 * factor * recorded.python_seconds(),
         factor=factor,
     )
@@ -159,8 +177,8 @@ class Steps:
     def __init__(self, way: str, shape: RealShape, devices: Sequence[torch.device]) -> None:
         self._way, self._devices = way, list(devices)
         module = shape.model(self._devices[0])
-        self._optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         self._network = self._made(module)
+        self._optimizer = torch.optim.SGD(module.parameters(), lr=0.1)  # of the sharded parameters, where they are
         batches = [shape.batch(len(self._devices), pinned=True) for _ in range(2)]
         loader: Iterator[Batch] = itertools.cycle(batches)
         if way == PREFETCH:
@@ -176,6 +194,10 @@ class Steps:
         if self._way == REPLICATE:
             network = replicate(module, devices=self._devices)
             replicate.state(network)._permits._wait_for_each_other.add(len(self._devices))
+            return network
+        if self._way in (SHARDED, NOT_RESHARDED):
+            network = sharded(module, self._devices, reshard_after_forward=None if self._way == SHARDED else False)
+            state_of(network)._permits._wait_for_each_other.add(len(self._devices))
             return network
         return module
 
@@ -240,12 +262,13 @@ def _forget_links() -> None:
 def asked(shape: RealShape, counts: Sequence[int], ways: Sequence[str], all_to_all: bool) -> list[tuple[str, int]]:
     """The ways with their numbers of devices that are recorded for a model.
 
-    Recordings take long, so prefetching is there for the largest number of devices only, and machines that share links
-    have torch and `REPLICATE` only.
+    Recordings take long, so prefetching and sharding are there for the largest number of devices only, and machines
+    that share links have torch and `REPLICATE` only.
     """
     if shape in REAL_SHAPES:
         others = [way for way in ways if all_to_all or way in (TORCH, REPLICATE)]
-        return [(way, count) for count in counts for way in others if way != PREFETCH or count == max(counts)]
+        rare = (PREFETCH, SHARDED, NOT_RESHARDED)
+        return [(way, count) for count in counts for way in others if way not in rare or count == max(counts)]
     figures = [figure for figure in PUBLISHED if figure.shape == shape and figure.way != ONE]
     return sorted({(PREDICTED_BY[figure.way], figure.devices) for figure in figures})
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dataparallel.testing.simulated.timeline.presets import A100
 from published import ONE, SOURCES, Published
-from timelines import HOST_BOUND, PREDICTED_BY, TORCH, Prediction
+from real_shapes import GPT2_SMALL
+from timelines import HOST_BOUND, PREDICTED_BY, SHAPES, SHARDED, TORCH, Prediction
 
 CAPTION = f"""\
 Predictions: nothing here was measured on such devices. A training step was recorded on simulated devices that skip
@@ -33,6 +35,9 @@ exposed
     The part of the step that it is longer than if copies took no time.
 launches, copies
     Operators in a step, and those of them that copy between devices, or between a device and the host.
+received, of all-reduce
+    Megabytes that a device gets from others in a step, on the device that gets most; and the same divided by what an
+    all-reduce of the gradients brings to each device, which is 2 (N - 1) / N of their size.
 Python, ms
     CPU time of Python's threads between the launches of a step, measured, and scaled by the factor that makes it fit
     the machine's host for the module alone. Of the simulator's work it includes only how operators are dispatched, and
@@ -63,6 +68,13 @@ The sources:
 class Row(Prediction):
     """A prediction as a row."""
 
+    @property
+    def of_all_reduce(self) -> float | None:
+        """What is received over what an all-reduce of the gradients, in float32, would bring to each device."""
+        if self.devices == 1:
+            return None
+        return 1e6 * self.received / (2 * (self.devices - 1) / self.devices * 4 * SHAPES[self.model].parameters)
+
     def cells(self) -> dict[str, str]:
         """The row of the table."""
         return {
@@ -79,6 +91,8 @@ class Row(Prediction):
             "exposed": f"{100 * self.exposed / self.step:.1f} %",
             "launches": f"{self.launches:,}",
             "copies": f"{self.copies:,}",
+            "received, MB": f"{self.received:,.0f}",
+            "of all-reduce": "" if self.of_all_reduce is None else f"{self.of_all_reduce:.2f}",
             "Python, ms": f"{self.python:.1f}",
             "bound by": "host" if self.is_host_bound else "devices",
         }
@@ -115,6 +129,20 @@ class PublishedRow:
             "predicted/\npublished": f"{self.predicted_milliseconds / self.published_milliseconds:.2f}",
             "source": self.source,
         }
+
+
+EXPOSED_BAR = 0.1
+
+
+def judged(predictions: Iterable[Prediction]) -> list[str]:
+    """A sentence about each step whose exposed part has a bar: that of GPT-2 small by `fully_shard` on 8 x A100."""
+    return [
+        f"{found.way}, {found.model}, {found.devices} devices of {found.machine}: gathers and sums are exposed for "
+        f"{found.exposed / found.step:.1%} of the step; at most {EXPOSED_BAR:.0%}: "
+        f"{'yes' if found.exposed <= EXPOSED_BAR * found.step else 'no'}."
+        for found in predictions
+        if (found.way, found.model, found.machine) == (SHARDED, GPT2_SMALL.name, A100.name)
+    ]
 
 
 def beside_published(figures: Iterable[Published], predictions: Iterable[Prediction]) -> list[PublishedRow]:

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-__all__ = ["HOOK_FLAGS", "HOOK_TABLES", "NAMES", "OWN_HOOK_TABLES", "REGISTRIES", "TRIED", "PrivateName"]
+__all__ = ["HOOK_FLAGS", "HOOK_TABLES", "NAMES", "OWN_HOOK_TABLES", "REGISTRIES", "TRIED", "OpOverload", "PrivateName"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -124,6 +124,13 @@ current_stream_at: Callable[[int], torch.Stream] = _private(
     "each lookup takes a microsecond longer",
 )
 
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+else:
+    OpOverload = _private("torch._ops.OpOverload", "say of what type operators are")
+
 # ---- tensors and storages --------------------------------------------------------------------------------------------
 
 version_of: Callable[[Tensor], int] = _attribute(
@@ -136,10 +143,29 @@ storage_address: Callable[[Any], int] = _attribute("torch.UntypedStorage._cdata"
 storage_use_count: Callable[[int], int] = _private(
     "torch._C._storage_Use_Count", "count the holders of the storage at an address"
 )
+base_of: Callable[[Tensor], Tensor | None] = _attribute("torch.Tensor._base", "see of which tensor one is a view")
 hooks_of: Callable[[Tensor], Any] = _attribute("torch.Tensor._backward_hooks", "see hooks on a tensor")
 hooks_after_accumulation_of: Callable[[Tensor], Any] = _attribute(
     "torch.Tensor._post_accumulate_grad_hooks", "see hooks on a parameter"
 )
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] | Literal[False] = _private(
+    "torch._C._autograd._unsafe_set_version_counter",
+    "have autograd refuse parameters without memory that it saved",
+    False,
+    "a backward that reads a sharded parameter before it is gathered may crash instead of raising",
+)
+make_wrapper_subclass: Callable[..., Any] = _private(
+    "torch.Tensor._make_wrapper_subclass", "make a tensor whose parts lie on several devices"
+)
+refuse_data_pointers: Callable[[Tensor], object] = _private(
+    "torch._C._set_throw_on_mutable_data_ptr",
+    "raise, instead of crashing, where C++ code wants the memory of a sharded tensor",
+    lambda tensor: None,
+    "C++ code that asks a sharded tensor for its memory, such as to_dlpack, gets a null pointer",
+)
+to_copy = _private("torch.ops.aten._to_copy.default", "take tensors whose parts lie on several devices to others")
+pin_memory = _private("torch.ops.aten._pin_memory.default", "pin tensors whose parts have been taken to the CPU")
+local_scalar_dense = _private("torch.ops.aten._local_scalar_dense.default", "read the item of such a tensor")
 _indices = _private("torch.Tensor._indices", "reach the memory of a sparse tensor that is not coalesced")
 _values = _private("torch.Tensor._values", "reach the memory of a sparse tensor that is not coalesced")
 flatten_dense_tensors: Callable[[list[Tensor]], Tensor] = _private(
@@ -150,6 +176,19 @@ flatten_dense_tensors: Callable[[list[Tensor]], Tensor] = _private(
 )
 foreach_add: Callable[..., Sequence[Tensor]] = _private("torch._foreach_add", "add lists of tensors")
 foreach_add_: Callable[..., None] = _private("torch._foreach_add_", "add a list of tensors to another one in place")
+_get_schema = _private("torch._C._get_schema", "read which arguments an operator has, and which it writes to")
+foreach_norm = _private("torch.ops.aten._foreach_norm.Scalar", "clip gradients whose parts lie on several devices")
+foreach_max = _private("torch.ops.aten._foreach_max.default", "find maxima of parts that lie on several devices")
+unscale = _private(
+    "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default",
+    "scale gradients whose parts lie on several devices",
+)
+foreach_types_of_optimizers: list[type] = _private(
+    "torch.optim.optimizer._foreach_supported_types", "have optimizers call one operator for all sharded parameters"
+)
+foreach_types_of_clipping: list[type] = _private(
+    "torch.utils._foreach_utils._foreach_supported_types", "clip all sharded gradients by one operator"
+)
 _DispatchKeySet = _private("torch._C.DispatchKeySet", "name the dispatch key that tracks views")
 _DispatchKey = _private("torch._C.DispatchKey", "name the dispatch key that tracks views")
 _ExcludeDispatchKeyGuard = _private(
@@ -160,6 +199,12 @@ _ExcludeDispatchKeyGuard = _private(
 def sparse_memory(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Indices and values of a sparse COO tensor, coalesced or not."""
     return _indices(tensor), _values(tensor)
+
+
+def schema_of(operator: OpOverload) -> Any:
+    """The schema of an operator: its arguments, and which of them it writes to."""
+    name, _, overload = operator.name().partition(".")
+    return _get_schema(name, overload)
 
 
 def without_view_tracking() -> AbstractContextManager[Any]:

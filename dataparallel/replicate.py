@@ -27,7 +27,16 @@ from dataparallel.streams.arrivals import Arrivals, Expected, arrivals_for
 from dataparallel.streams.current import current_streams
 from dataparallel.streams.gradients import GradientStreams
 
-__all__ = ["BUCKET_CAP_MB", "build_replicas", "cap_in_bytes", "copy_tensors", "of_part", "replicate"]
+__all__ = [
+    "BUCKET_CAP_MB",
+    "build_replicas",
+    "cap_in_bytes",
+    "copy_buffers",
+    "copy_constants",
+    "copy_tensors",
+    "of_part",
+    "replicate",
+]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -105,18 +114,8 @@ def copy_tensors(
         for on_slot, outputs in zip(copies, sent, strict=True):
             for i, output in zip(recorded, outputs, strict=True):
                 on_slot[i] = output
-    for indices, own in ((constant, False), (buffers, True)):
-        sent = comm.broadcast_coalesced(
-            [plan.tensors[i] for i in indices],
-            slots,
-            cap_bytes,
-            own_storage=own,
-            later=None if own else of_part(indices, later),
-        )
-        for slot, tensors in enumerate(sent):
-            for i, tensor in zip(indices, tensors, strict=True):
-                # Each replica has its own tensor for a parameter, even if no graph records it.
-                copies[slot][i] = tensor if own else alias(tensor, slot)
+    copy_constants(copies, plan, constant, slots, cap_bytes, later)
+    copy_buffers(copies, plan, buffers, slots, cap_bytes)
     cloned = [i for i in recorded if i not in parameters]
     if arrivals is not None:
         # Modules are used in about the order in which they are registered.
@@ -125,6 +124,42 @@ def copy_tensors(
         for i in cloned:
             on_slot[i] = on_slot[i].clone()
     return copies
+
+
+def copy_constants(
+    copies: Sequence[list[Tensor]],
+    plan: ModulePlan,
+    indices: Sequence[int],
+    slots: Sequence[torch.device],
+    cap_bytes: int,
+    later: Later | None,
+) -> None:
+    """Puts parameters that no graph records, at ``indices`` of the plan, into each slot's list in ``copies``.
+
+    ``later``: see `comm.broadcast_coalesced`. Its positions are those in the plan.
+    """
+    sent = comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, cap_bytes, later=of_part(indices, later))
+    for slot, tensors in enumerate(sent):
+        for i, tensor in zip(indices, tensors, strict=True):
+            # Each replica has its own tensor for a parameter, even if no graph records it.
+            copies[slot][i] = alias(tensor, slot)
+
+
+def copy_buffers(
+    copies: Sequence[list[Tensor]],
+    plan: ModulePlan,
+    indices: Sequence[int],
+    slots: Sequence[torch.device],
+    cap_bytes: int,
+) -> None:
+    """Puts buffers, at ``indices`` of the plan, into each slot's list in ``copies``.
+
+    Slot 0 has the source's memory, every other slot its own.
+    """
+    sent = comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, cap_bytes, own_storage=True)
+    for on_slot, tensors in zip(copies, sent, strict=True):
+        for i, tensor in zip(indices, tensors, strict=True):
+            on_slot[i] = tensor
 
 
 def cap_in_bytes(bucket_cap_mb: float) -> int:
@@ -141,9 +176,9 @@ def _broadcast_in_buckets(
 
     Buckets are filled from the last tensor to the first, because gradients of the last layers come first. The first
     bucket is small, so that sums start early. DistributedDataParallel does the same (Li et al., "PyTorch Distributed:
-    Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step and
-    shrink again at the end, because no computation is left to overlap with the sum of the last one, and a forward
-    waits for the parameters in it.
+    Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step and shrink again at
+    the end, because no computation is left to overlap with the sum of the last one, and a forward waits for the
+    parameters in it.
 
     ``later``: see `comm.broadcast_coalesced`.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -53,6 +53,9 @@ class Call:
         may_use_source: true if code of the user runs between the stages, which may write to the source or step an
             optimizer. Then no copies are late either, because only lookups in replicas wait for those.
 
+    Attributes:
+        reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
+
     Raises:
         RuntimeError: several replicas cannot run here: see ``threads.settings.REFUSED``.
     """
@@ -68,26 +71,25 @@ class Call:
             refuse_what_cannot_be_shared()
         self._kept = kept
         self._breaker: CycleBreaker | None = None
-        # Asked in every call, also where nothing may be late: `torch._dynamo.reset` may come before the next one.
+        # Asked in every call, also where nothing may be late: before the next call, torch may be told to forget what it
+        # has compiled.
         is_compiler_in_use = _torch.is_compiler_in_use()
         self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
-        self._reads = HostReads()
+        self.reads = HostReads()
 
     @contextmanager
     def scatters(self) -> Iterator[None]:
-        """Around the stage ``scatter``: `reads_of_this_scatter` gives it the reads that end with this call."""
+        """Around a stage ``scatter`` that does not know the call: `reads_of_this_scatter` finds the call's reads."""
         before = getattr(_scattering, "reads", None)
-        _scattering.reads = self._reads
+        _scattering.reads = self.reads
         try:
             yield
         finally:
             _scattering.reads = before
 
-    @contextmanager
-    def replicates(self) -> Iterator[None]:
+    def replicates(self) -> AbstractContextManager[None]:
         """Around the stage ``replicate``, whose copies of parameters may be late. It is the only one."""
-        with self._copies.may_begin():
-            yield
+        return self._copies.may_begin()
 
     def uses(self, replicas: R) -> R:
         """Notes the replicas of this call, and returns them."""
@@ -107,7 +109,7 @@ class Call:
             try:
                 self._release_replicas(failed)
             finally:
-                self._reads.wait()
+                self.reads.wait()
 
     def _release_replicas(self, failed: bool) -> None:
         if self._breaker is None:  # there are no replicas

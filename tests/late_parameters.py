@@ -1,4 +1,4 @@
-"""What tests of parameters that travel while replicas compute share: slots, a model, and ways past its look-ups."""
+"""What tests of parameters that travel while replicas compute share: slots, a model, and ways past its lookups."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

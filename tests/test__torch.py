@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel import _torch
+from dataparallel.composable import fully_shard
 from processes import run_script
 
 PACKAGE = Path(_torch.__file__).parent
@@ -98,6 +99,19 @@ def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: 
         assert room.is_profiler_enabled() is False
     elif name.path == "torch._C._accelerator_getStream":
         assert room.current_stream_at is torch.accelerator.current_stream
+    elif name.path == "torch._C._set_throw_on_mutable_data_ptr":
+        tensor = torch.ones(1)
+        assert room.refuse_data_pointers(tensor) is None
+        assert tensor.apply_(lambda value: value + 1).item() == 2
+    elif name.path == "torch._C._autograd._unsafe_set_version_counter":
+        monkeypatch.setattr(_torch, "set_versions", room.set_versions)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        x = torch.rand(4, 3)
+        expected = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+        for module in (model[0], model):
+            fully_shard(module, devices=["cpu", "cpu"])
+        model(x).square().sum().backward()
+        torch.testing.assert_close([parameter.grad.full_tensor() for parameter in model.parameters()], [*expected])
     elif name.path == "torch._dynamo.eval_frame.cached_backends":
         monkeypatch.setattr(room, "is_compiler_loaded", lambda: True)
         assert room.is_compiler_in_use()

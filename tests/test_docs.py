@@ -2,11 +2,13 @@
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import dataparallel
 import dataparallel.composable
+import dataparallel.sharded
 import dataparallel.testing
 from dataparallel.threads import settings
 from test_floors import ROOMS
@@ -15,18 +17,19 @@ pytestmark = pytest.mark.devices("cpu")  # they read files: once is enough
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PACKAGES = (dataparallel, dataparallel.composable, dataparallel.testing)
+PACKAGES = (dataparallel, dataparallel.composable, dataparallel.sharded, dataparallel.testing)
 
 reference = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.rst")))
 
 
 def documented() -> set[str]:
-    return set(re.findall(r"^\.\. auto\w+:: (.+)$", reference, re.M))
+    return set(re.findall(r"^\.\. (?:auto\w+|class):: ([\w.]+)", reference, re.M))
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_public_names_are_in_the_reference(package):
-    public = {f"{package.__name__}.{name}" for name in package.__all__ if not name.startswith("_")}
+    named = [name for name in package.__all__ if not isinstance(getattr(package, name), ModuleType)]
+    public = {f"{package.__name__}.{name}" for name in named if not name.startswith("_")}
     assert public - documented() == set()
 
 

@@ -27,7 +27,9 @@ A block whose first line names a file, such as ``# test_training.py``, is not ru
 writes all such blocks of a page into one folder and runs pytest there.
 """
 
+import copy
 import textwrap
+from functools import partial
 
 import pytest
 import torch
@@ -35,6 +37,8 @@ from torch import nn
 
 import dataparallel
 from dataparallel import DataParallel
+from dataparallel.composable import fully_shard
+from dataparallel.sharded import ShardedTensor
 from documents import DOCS, README, blocks_of, pages, parse, run, run_page
 
 every_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(README.parent).as_posix())
@@ -65,7 +69,14 @@ def test_the_complete_example_of_the_readme_learns(request, tmp_path, monkeypatc
 class TestFragmentsOfTheReadme:
     """Blocks that use names which the reader has to bring."""
 
-    FRAGMENTS = ("model = DataParallel(model)", "whole(mask)", "set_requires_gradient_sync", "prefetch(", "frozen()")
+    FRAGMENTS = (
+        "model = DataParallel(model)",
+        "whole(mask)",
+        "fully_shard(block)",
+        "set_requires_gradient_sync",
+        "prefetch(",
+        "frozen()",
+    )
 
     def test_each_is_run_below(self):
         skipped = [block.text for block in blocks_of(README) if block.skip]
@@ -101,6 +112,30 @@ class TestFragmentsOfTheReadme:
         with pytest.raises(ValueError, match="20"):
             wrapped(x, mask=mask)
         torch.testing.assert_close(self.run("whole(mask)", model=wrapped, x=x, mask=mask)["output"], x * mask)
+
+    def test_a_model_that_fits_on_no_device(self, slots, root):
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.blocks = nn.ModuleList(nn.Linear(20, 20) for _ in range(2))
+                self.last = nn.Linear(20, 1)
+
+            def forward(self, x):
+                for block in self.blocks:
+                    x = block(x).tanh()
+                return self.last(x)
+
+        torch.manual_seed(0)
+        one = Model().double().to(root)
+        x = torch.randn(64, 20, dtype=torch.float64, device=root)
+        model = copy.deepcopy(one)
+        names = self.run("fully_shard(block)", model=model, fully_shard=partial(fully_shard, devices=slots))
+        for each, optimizer in ((model, names["optimizer"]), (one, torch.optim.AdamW(one.parameters()))):
+            each(x).square().mean().backward()
+            optimizer.step()
+        for parameter, expected in zip(model.parameters(), one.parameters(), strict=True):
+            assert isinstance(parameter, ShardedTensor)
+            torch.testing.assert_close(parameter.full_tensor(root), expected.detach())
 
     def test_gradients_that_wait(self, model, batches, root):
         y = torch.randn(64, 1, dtype=torch.float64, device=root)

@@ -20,6 +20,8 @@ FLOORS = """
     prefetch           a loader whose batches are on the devices before the call
     composable         forms without a wrapper
     data_parallel      the wrapper
+    units              parameters that are gathered and freed together
+    sharded            tensors whose parts lie on several devices
     stages             what surrounds the four stages of a call
     kept               replicas and tensors that later calls use again
     scatter_gather     nested structures in, nested structures out

@@ -33,12 +33,12 @@ from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
 __all__ = [
     "Choice",
-    "FlatBroadcast",
     "add_flat",
     "broadcast",
     "broadcast_coalesced",
     "broadcast_into",
     "choose_transport",
+    "copy_each",
     "gather",
     "near_equal_sizes",
     "reduce_add",
@@ -127,6 +127,19 @@ def broadcast_coalesced(
 
 
 @torch.no_grad()
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each of ``sources`` into the tensor of ``targets`` at its position, one after the other.
+
+    They have the same shapes, and one dtype. All targets are on one device. A copy runs on the current streams of both
+    its devices.
+    """
+    places = _places([targets[0].device], [source.device for source in sources])
+    transport = transport_for("gather", places, sources)
+    for target, source in zip(targets, sources, strict=True):
+        transport.copy(target, source)
+
+
+@torch.no_grad()
 def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) -> Tensor:
     """The sum of the tensors, added in the order given, on ``destination`` (default: the first tensor's device).
 
@@ -147,8 +160,6 @@ def reduce_add_coalesced(
     inputs: Sequence[Sequence[Tensor]],
     destination: DeviceLike | None = None,
     buffer_size: int = DEFAULT_CAP_BYTES,
-    *,
-    travelling: Travelling | None = None,
 ) -> tuple[Tensor, ...]:
     """For each position the sum over slots, added in slot order, on ``destination`` (default: the first device).
 
@@ -156,8 +167,6 @@ def reduce_add_coalesced(
         inputs: one list of tensors for each slot, all of one length.
         destination: a device.
         buffer_size: size in bytes of the flat buffers in which dense tensors travel; above 0.
-        travelling: opens the context in which flat buffers are copied and added, to make other streams current there.
-            Its argument is every buffer that is used there. Kernels use no flat buffers, and run outside.
 
     Raises:
         ValueError: no slot, lists of different lengths, shapes or dtypes that differ within one position.
@@ -179,8 +188,7 @@ def reduce_add_coalesced(
     target = inputs[0][0].device if destination is None else resolve(destination)
     places = _places([target], [tensors[0].device for tensors in inputs])
     transport = transport_for("reduce_add", places, inputs[0], buffer_size)
-    isolated = are_slots_isolated()
-    return tuple(transport.reduce_add_coalesced(inputs, target, buffer_size, travelling=travelling, isolated=isolated))
+    return tuple(transport.reduce_add_coalesced(inputs, target, buffer_size, isolated=are_slots_isolated()))
 
 
 def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> bool:
@@ -198,7 +206,8 @@ def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -
 def add_flat(flats: Sequence[Tensor], destination: torch.device, *, travelling: Travelling | None = None) -> Tensor:
     """The sum of flat buffers of one size and dtype, in the order given. It may overwrite the buffers.
 
-    ``travelling``: see `reduce_add_coalesced`.
+    ``travelling`` opens the context in which the buffers are copied and added, to make other streams current there. Its
+    argument is every buffer that is used there. The cupy transport does not call it: its launch orders the streams.
     """
     transport = transport_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
     return transport.add_flat(flats, destination, travelling=travelling, isolated=are_slots_isolated())

@@ -23,18 +23,13 @@ from contextlib import contextmanager
 import torch
 
 from dataparallel.devices import current_device_set
-from dataparallel.streams.current import current_streams
+from dataparallel.streams.current import current_streams, kept_stream
 
 __all__ = ["TwoStreams", "two_streams"]
 
-_second_streams: dict[torch.device, torch.Stream] = {}
-
 
 def _second_stream(device: torch.device) -> torch.Stream:
-    """There is one for each device in the process."""
-    if device not in _second_streams:
-        _second_streams.setdefault(device, torch.Stream(device))
-    return _second_streams[device]
+    return kept_stream(device, "second of two")
 
 
 class TwoStreams:

@@ -57,8 +57,8 @@ _FOLLOWING = 8
 """Buckets that follow another one, in a model of some hundred megabytes."""
 
 _HIDDEN = 8
-"""How much less a second counts in which other sums and the backward pass go on, than one that a device or the host is
-busy with a sum."""
+"""The time of a sum is divided by this number when routes are compared, because the backward pass and other sums go on
+meanwhile. The time until the next sum may follow counts in full, or that of the host's launches if it is longer."""
 
 _LARGE = 25 * 2**20
 """Bytes. A bucket of more is one tensor, most often an embedding, whose gradient comes last: its sum is not hidden."""

@@ -234,7 +234,6 @@ class Transport(ABC):
         destination: torch.device,
         buffer_size: int = sys.maxsize,
         *,
-        travelling: Travelling | None = None,
         isolated: bool = False,
     ) -> list[Tensor]:
         """For each position the sum over slots, in slot order. Dense tensors travel in flat buckets."""
@@ -247,18 +246,13 @@ class Transport(ABC):
         for index in set(range(len(first))).difference(flat_ones):
             results[index] = self._sum_singly([tensors[index] for tensors in inputs], destination, isolated)
         for bucket in buckets:
-            totals = self._sum_bucket(bucket, inputs, destination, travelling, isolated)
+            totals = self._sum_bucket(bucket, inputs, destination, isolated)
             for index, total in zip(bucket.indices, totals, strict=True):
                 results[index] = total
         return results
 
     def _sum_bucket(
-        self,
-        bucket: Bucket,
-        inputs: Sequence[Sequence[Tensor]],
-        destination: torch.device,
-        travelling: Travelling | None,
-        isolated: bool,
+        self, bucket: Bucket, inputs: Sequence[Sequence[Tensor]], destination: torch.device, isolated: bool
     ) -> list[Tensor]:
         dtype = inputs[0][bucket.indices[0]].dtype
         is_there = [tensors[bucket.indices[0]].device == destination for tensors in inputs]
@@ -271,7 +265,7 @@ class Transport(ABC):
             return list(totals)
         # A generator: a star flattens the next slot's tensors when it has added the buffer before.
         flats = (flatten(bucket, tensors) for tensors in inputs)
-        return unflatten(bucket, self.add_flat(flats, destination, travelling=travelling, isolated=isolated))
+        return unflatten(bucket, self.add_flat(flats, destination, isolated=isolated))
 
     def add_flat(
         self,

@@ -1,8 +1,42 @@
-"""The library's second form, without a wrapper: `replicate` changes a module in place, so that it runs on all slots.
+"""The library's forms without a wrapper: `replicate` and `fully_shard` change a module in place.
 
-This file has the public names and nothing else. Importing it touches no device.
+Afterwards the module runs on all slots. With `replicate` each slot has all parameters, with `fully_shard` each device
+owns a part of them. This file has the public names and nothing else. Importing it touches no device. The names of
+`fully_shard` are imported when they are first asked for: placements take torch most of a second to import.
 """
 
-from dataparallel.composable.replicate import ReplicatedModule, register_forward_method, replicate
+from __future__ import annotations
 
-__all__ = ["ReplicatedModule", "register_forward_method", "replicate"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dataparallel.composable.on_slots import register_forward_method
+from dataparallel.composable.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from dataparallel.composable.replicate import ReplicatedModule, replicate
+
+if TYPE_CHECKING:
+    from dataparallel.composable.fully_shard_form import FullyShardedModule, fully_shard
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FullyShardedModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ReplicatedModule",
+    "fully_shard",
+    "register_forward_method",
+    "replicate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("FullyShardedModule", "fully_shard"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Not a file `fully_shard`: importing that would set the package's attribute of this name to the file.
+    found = getattr(importlib.import_module("dataparallel.composable.fully_shard_form"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -28,11 +28,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dataparallel import comm
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import fill_buckets
-from dataparallel.comm.copies import alias
 from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.composable.gradient_sums import GradientSums, PersistentToSlots, WaitingBucket
 from dataparallel.composable.persistent_memory import MemoryOfCopies
@@ -40,7 +38,7 @@ from dataparallel.composable.persistent_values import CurrentValues
 from dataparallel.modules.build import make_parameters
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.replica_parameter import ReplicaParameter
-from dataparallel.replicate import of_part
+from dataparallel.replicate import copy_buffers, copy_constants, of_part
 from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import current_streams
 from dataparallel.streams.gradients import GradientStreams
@@ -206,19 +204,11 @@ class PersistentCopies:
         recorded = {*self.recorded}
         constant = [i for i in self.plan.parameters if i not in recorded]
         buffers = [i for i in range(len(tensors)) if i not in recorded and i not in self._parameters]
-        for indices, own in ((constant, False), (buffers, True)):
-            sent = comm.broadcast_coalesced(
-                [tensors[i] for i in indices],
-                self.slots,
-                cap_bytes,
-                own_storage=own,
-                later=None if own else of_part(indices, later),
-            )
-            for slot, on_slot in enumerate(sent):
-                for i, tensor in zip(indices, on_slot, strict=True):
-                    self.by_slot[slot][i] = tensor if own else alias(tensor, slot)
-            if self._broadcast_buffers or not own:
-                self.values.send_at_each_forward(indices, cap_bytes, own)
+        copy_constants(self.by_slot, self.plan, constant, self.slots, cap_bytes, later)
+        self.values.send_at_each_forward(constant, cap_bytes, False)
+        copy_buffers(self.by_slot, self.plan, buffers, self.slots, cap_bytes)
+        if self._broadcast_buffers:
+            self.values.send_at_each_forward(buffers, cap_bytes, True)
         if arrivals is not None:
             self.values.launch(late, arrivals)
         for on_slot in self.by_slot:

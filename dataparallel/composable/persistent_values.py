@@ -144,7 +144,7 @@ def _flat_buffer_of(part: Tensor) -> Tensor:
 
 def _are_parts(tensors: Sequence[Tensor], bucket: Bucket, flat: Tensor) -> bool:
     """True if ``flat`` consists of the bucket's tensors, in the bucket's order."""
-    if flat.numel() != sum(layout.numel for layout in bucket.layouts):
+    if flat.numel() != bucket.numel:
         return False
     parts = unflatten(bucket, flat)
     return all(part.data_ptr() == tensors[i].data_ptr() for i, part in zip(bucket.indices, parts, strict=True))

@@ -1,108 +1,32 @@
 """``replicate(module)``: the module itself runs on all slots, without a wrapper around it.
 
 The class of the module becomes a subclass whose ``forward`` scatters inputs, runs replicas and gathers outputs. Callers
-of the module and hooks on it see one call on the whole batch. This file has the part that a user touches: arguments,
-the class, methods that run on replicas. ``composable.replicate_state`` has the four stages of a call, and
-``composable.contract`` has the rules of all forms.
+of the module and hooks on it see one call on the whole batch. This file has the part that a user touches: arguments and
+the class. ``composable.replicate_state`` has the four stages of a call, ``composable.on_slots`` has methods that run on
+replicas, and ``composable.contract`` has the rules of all forms.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType, MethodType
-from typing import Any, cast
 
 import torch
-import torch.fx
 from torch import Tensor, nn
 
-from dataparallel.composable.contract import Form, ManagedModule, held_by, original_class
-from dataparallel.composable.replicate_state import Method, ReplicateState
+from dataparallel.composable.contract import Form, ManagedModule
+from dataparallel.composable.on_slots import OnSlots, state_of
+from dataparallel.composable.replicate_state import ReplicateState
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
-from dataparallel.modules.signatures import StandIns
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes
 
-__all__ = ["ReplicatedModule", "register_forward_method", "replicate"]
-
-
-class _OnSlots:
-    """A method that runs on the slots: a function on the class, bound on a module, with the signature of the original.
-
-    Python finds a data descriptor before an attribute of the instance. So ``m.forward = f`` stores ``f`` in the
-    instance's ``__dict__``, where the replicas find it, and the call is still split.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._functions = StandIns(self._around)
-
-    def __get__(self, module: Any, cls: type) -> Any:
-        if module is None:
-            if not issubclass(cls, nn.Module):
-                return self  # the class is no module's
-            original = original_class(cls)
-            if isinstance(inspect.getattr_static(original, self._name), FunctionType):
-                return self._functions.of(getattr(original, self._name))
-            return getattr(original, self._name)  # for example a static method, which takes no module
-        held = held_by(module, self._name)
-        if self._name not in _state_of(module).methods:
-            return held
-        if torch.compiler.is_compiling():  # the compiler needs no signature
-            return functools.partial(self._call, module, held)
-        if isinstance(held, MethodType) and held.__self__ is module:
-            return MethodType(self._functions.of(held.__func__), module)
-
-        # A lambda on the instance, a partial, a method of another object: all are called without the module.
-        @functools.wraps(held)
-        def on_slots(*args: Any, **kwargs: Any) -> Any:
-            # The user may have stored this function, or a wrapper around it, on the module. Then replicas hold it too,
-            # and there `module` and `held` are the replica's.
-            return self._call(module, held, *args, **kwargs)
-
-        return on_slots
-
-    def __set__(self, module: Any, value: Any) -> None:
-        vars(module)[self._name] = value
-
-    def __delete__(self, module: Any) -> None:
-        if self._name not in vars(module):
-            raise AttributeError(self._name)
-        del vars(module)[self._name]
-
-    def _around(self, method: Any) -> FunctionType:
-        def on_slots(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return self._call(module, functools.partial(method, module), *args, **kwargs)
-
-        functools.update_wrapper(on_slots, method)
-        return cast(FunctionType, on_slots)
-
-    def _call(self, module: Any, held: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Splits the call, except in a replica and while ``torch.fx`` traces a graph: there it runs ``held``."""
-        state = replicate.state(module)
-        if state is None or self._name not in state.methods or _is_traced(args, kwargs):
-            return held(*args, **kwargs)
-        return state.run(Method(self._name, held), args, kwargs)
-
-
-def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if ``torch.fx`` records the call; then there is no tensor to split."""
-    return any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values()))
-
-
-def _state_of(module: Any) -> ReplicateState:
-    state = replicate.state(module)
-    if state is None:
-        raise RuntimeError(f"this {type(module).__name__} was not made by `replicate`, but copied from one that was")
-    return state
+__all__ = ["ReplicatedModule", "replicate"]
 
 
 class ReplicatedModule(ManagedModule):
     """The class that `replicate` adds to the class of a module."""
 
-    forward = _OnSlots("forward")
+    forward = OnSlots("forward")
 
     def set_requires_gradient_sync(self, flag: bool) -> None:
         """With ``True`` each later ``backward()`` sums gradients into the module's parameters, as at the beginning.
@@ -113,39 +37,17 @@ class ReplicatedModule(ManagedModule):
         or backward. It does not notice a backward that does not lead through it, for example one of a loss on its
         parameters alone. Let no such backward come between.
         """
-        _state_of(self).tensors.sums.are_on = flag
+        state_of(self).tensors.sums.are_on = flag
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside the block each ``backward()`` leaves gradients on the slots: see `set_requires_gradient_sync`."""
-        sums = _state_of(self).tensors.sums
+        sums = state_of(self).tensors.sums
         before, sums.are_on = sums.are_on, False
         try:
             yield
         finally:
             sums.are_on = before
-
-
-def register_forward_method(module: nn.Module, name: str) -> None:
-    """Makes the method ``name`` run as ``forward`` does: scatters its arguments, gathers what replicas return.
-
-    Raises:
-        TypeError: ``module`` is not replicated, or its attribute of this name cannot be called.
-        AttributeError: ``module`` has no attribute of this name.
-    """
-    if not isinstance(module, ReplicatedModule):
-        raise TypeError(f"this {type(module).__name__} is not replicated; call replicate(module) before")
-    own = original_class(type(module)).__name__
-    try:
-        held = held_by(module, name)
-    except AttributeError:
-        raise AttributeError(f"a {own} has no method {name!r}") from None
-    if not callable(held):
-        raise TypeError(f"{name!r} of this {own} is no method")
-    cls = type(module)
-    if name != "forward" and name not in vars(cls):
-        setattr(cls, name, _OnSlots(name))
-    _state_of(module).methods.add(name)
 
 
 def _prepare(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel._torch import HOOK_TABLES
 from dataparallel.composable.contract import KEY
+from dataparallel.composable.on_slots import Method
 from dataparallel.composable.persistent_tensors import PersistentTensors
 from dataparallel.devices import DeviceLike, resolve, resolve_output
 from dataparallel.kept.replicas import KeptReplicas
@@ -26,18 +27,11 @@ from dataparallel.modules.plan import TWIN_INFO, TwinInfo, instance_slots
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.profiling import stage
 from dataparallel.scatter_gather import gather, scatter_arguments
-from dataparallel.stages import Call, reads_of_this_scatter, run_alone
+from dataparallel.stages import Call, run_alone
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
 
-__all__ = ["Method", "ReplicateState"]
-
-
-class Method(NamedTuple):
-    """A method that runs on the slots: each replica runs its own of this ``name``, a single slot the module's."""
-
-    name: str
-    of_module: Callable[..., Any]
+__all__ = ["ReplicateState"]
 
 
 class ReplicateState:
@@ -119,8 +113,8 @@ class ReplicateState:
         kwargs: Any,
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
-        with stage("scatter"), call.scatters(), reads_of_this_scatter() as reads:
-            inputs, kwargs = scatter_arguments(inputs, kwargs, slots, self.dim, None, reads)
+        with stage("scatter"):
+            inputs, kwargs = scatter_arguments(inputs, kwargs, slots, self.dim, None, call.reads)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dataparallel import ownership
 from dataparallel._torch import HOOK_TABLES
-from dataparallel.modules.build import bare_module, empty_hook_flags, own_attributes, parameter_registry
+from dataparallel.modules.build import bare_module, empty_hook_flags, own_attributes, parameter_registry, tell_units
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.streams.arrivals import Arrivals, Expected
 
@@ -127,6 +127,7 @@ class Shell:
                 self._with_children.append(own_children)
             # Past `Module.__setattr__`, which would look for parameters in it.
             object.__setattr__(module, "__dict__", own)
+        tell_units(self._modules)
 
 
 class _AttributeSnapshot:

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
-from dataparallel.modules.plan import MADE_FOR_ATTRIBUTES, NONE_POSITION, TWIN_INFO, ModuleEntry, ModulePlan, dotted
+from dataparallel.modules.plan import (
+    MADE_FOR_ATTRIBUTES,
+    NONE_POSITION,
+    TWIN_INFO,
+    UNIT_ON_SLOT,
+    ModuleEntry,
+    ModulePlan,
+    dotted,
+    original_class,
+)
 from dataparallel.modules.references import Rebinding
 from dataparallel.modules.registry import ParameterRegistry
 from dataparallel.replica_parameter import ReplicaParameter
@@ -31,6 +40,7 @@ __all__ = [
     "make_parameters",
     "own_attributes",
     "parameter_registry",
+    "tell_units",
 ]
 
 
@@ -75,7 +85,16 @@ def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool, expecte
                     setattr(module, name, getattr(entry.module, name))
     if plan.has_references:
         _rebind_attributes(plan, modules, tensors)
+    tell_units(modules)
     return modules[0]
+
+
+def tell_units(modules: list[nn.Module]) -> None:
+    """Tells the units of a replica where the registries of its modules are; see `UNIT_ON_SLOT`."""
+    for module in modules:
+        unit = vars(module).get(UNIT_ON_SLOT)
+        if unit is not None:
+            unit.made(modules)
 
 
 def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) -> None:
@@ -112,12 +131,14 @@ def bare_module(cls: type[nn.Module]) -> nn.Module:
     try:
         return object.__new__(cls)  # `cls.__new__` may require arguments
     except TypeError:  # the class is also a built-in type
-        return cls.__new__(cls)
+        return original_class(cls).__new__(cls)  # `__new__` of a form's class makes instances of the original class
 
 
 def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     """The copy that the class's ``_replicate_for_data_parallel`` makes of the source."""
-    replica: nn.Module = entry.module._replicate_for_data_parallel()
+    replica: nn.Module = _without_form(entry)._replicate_for_data_parallel()
+    if type(replica) is original_class(entry.cls) is not entry.cls:
+        object.__setattr__(replica, "__class__", entry.cls)
     own = vars(replica)
     # Attributes that its rule leaves out are added, except methods of a ScriptModule, which are bound to the source.
     left_out = entry.attributes.keys() - own.keys()
@@ -126,6 +147,19 @@ def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     )
     own.pop(MADE_FOR_ATTRIBUTES, None)
     return replica
+
+
+def _without_form(entry: ModuleEntry) -> nn.Module:
+    """The source, or an object with its attributes and its original class if a form has changed that."""
+    original = original_class(entry.cls)
+    if original is entry.cls:
+        return entry.module
+    twin = bare_module(original)
+    object.__setattr__(twin, "__dict__", entry.attributes.copy())
+    for name in entry.slots:
+        if hasattr(entry.module, name):
+            setattr(twin, name, getattr(entry.module, name))
+    return twin
 
 
 def empty_hook_flags() -> dict[str, Any]:
@@ -141,6 +175,8 @@ def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any
     """
     attributes = entry.attributes
     own["_is_replica"] = True
+    if UNIT_ON_SLOT in own:
+        own[UNIT_ON_SLOT] = own[UNIT_ON_SLOT].for_replica()
     own.pop(TWIN_INFO, None)
     for name in REGISTRIES:
         own[name] = {}

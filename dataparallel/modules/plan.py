@@ -21,13 +21,16 @@ from dataparallel.comm.buckets import PLAIN_TYPES
 from dataparallel.modules.references import ATOMIC, behind_proxy, compiled_over, reached
 
 __all__ = [
+    "ORIGINAL_CLASS",
     "REFUSAL",
     "TWIN_INFO",
+    "UNIT_ON_SLOT",
     "ModuleEntry",
     "ModulePlan",
     "TwinInfo",
     "dotted",
     "instance_slots",
+    "original_class",
 ]
 
 TABLES = frozenset({dict, OrderedDict, list, tuple, set})
@@ -45,6 +48,16 @@ TWIN_INFO = "_dataparallel_twin_info"
 REFUSAL = "_dataparallel_refusal"
 """Method of modules that cannot be replicated. It takes the name in the tree and returns the error message."""
 
+ORIGINAL_CLASS = "_dataparallel_original_class"
+"""Attribute of a class that a composable form made: the class that the module had before."""
+
+UNIT_ON_SLOT = "_dataparallel_unit_on_slot"
+"""Attribute of a replica's module: the object that gathers the parameters of its unit on the slot of the replica.
+
+In a plan it is what makes that object: ``for_replica()``. Once the replica's modules have their registries, the object
+is told where these are: ``made(modules)``, in the order of the plan.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class TwinInfo:
@@ -54,11 +67,13 @@ class TwinInfo:
         source_id: the id of that module. In replicas, references to it become references to the replica.
         ignored_modules: modules below the root that all replicas share with the source.
         ignored_parameters: ids of parameters that all replicas share with the source.
+        allowed: modules of this class may be in the tree, although they refuse replicas that others make of them.
     """
 
     source_id: int
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_parameters: frozenset[int] = frozenset()
+    allowed: type | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +141,7 @@ class ModulePlan:
         twin: TwinInfo = vars(network).get(TWIN_INFO) or TwinInfo(id(network))
         ignored = twin.ignored_modules
         entries = [ModuleEntry(module, name) for name, module in network.named_modules(memo={*ignored})]
-        _check_replicatable(entries)
+        _check_replicatable(entries, twin.allowed)
         position = {id(entry.module): i for i, entry in enumerate(entries)}
         plan = cls(entries, [], [], twin.source_id, twin.ignored_parameters)
         position.update((id(module), plan._share(module)) for module in ignored)
@@ -188,7 +203,8 @@ class ModulePlan:
         for entry in self.entries:
             cls = entry.cls
             if cls not in rules:
-                has_own_rule = cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
+                rule = original_class(cls)._replicate_for_data_parallel
+                has_own_rule = rule is not nn.Module._replicate_for_data_parallel
                 rules[cls] = instance_slots(cls), has_own_rule
             entry.slots, entry.has_own_rule = rules[cls]
             if entry.has_own_rule or entry.is_script:
@@ -218,8 +234,10 @@ class ModulePlan:
         first: dict[int, int] = {}
         parameters = set(self.parameters)
         for i, tensor in enumerate(self.tensors):
-            if tensor.layout is not torch.strided or tensor.is_nested:
+            if tensor.layout is not torch.strided or tensor.is_nested or hasattr(tensor, "__tensor_flatten__"):
                 continue
+            if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "__tensor_flatten__"):
+                continue  # it stands for other tensors, and has no memory of its own
             address = tensor.untyped_storage().data_ptr()
             if address and (other := first.setdefault(address, i)) != i:
                 self.read_directly |= parameters & {i, other}
@@ -237,13 +255,19 @@ def instance_slots(cls: type) -> tuple[str, ...]:
     return tuple(names)
 
 
+def original_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module of the class ``cls`` would have without a form."""
+    found: type[nn.Module] = getattr(cls, ORIGINAL_CLASS, cls)
+    return found
+
+
 def dotted(module_name: str, key: str) -> str:
     """The full name of the attribute ``key`` of the module called ``module_name`` (``""``: the root)."""
     return f"{module_name}.{key}" if module_name else key
 
 
-def _check_replicatable(entries: list[ModuleEntry]) -> None:
-    """Raises ``RuntimeError`` if replicas of the tree would not be copies.
+def _check_replicatable(entries: list[ModuleEntry], allowed: type | None) -> None:
+    """Raises ``RuntimeError`` if replicas of the tree would not be copies. ``allowed``: see `TwinInfo`.
 
     TorchScript keeps the code of a Python module inside a ScriptModule, and compiled code holds the source's weights.
     """
@@ -251,7 +275,7 @@ def _check_replicatable(entries: list[ModuleEntry]) -> None:
     for entry in entries:
         module = entry.module
         refusal = getattr(entry.cls, REFUSAL, None)
-        if refusal is not None:
+        if refusal is not None and not (allowed is not None and issubclass(entry.cls, allowed)):
             raise RuntimeError(refusal(module, entry.name))
         if entry.is_script:
             for name, child in module.named_modules():

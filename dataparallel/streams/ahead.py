@@ -41,7 +41,7 @@ from dataparallel.comm.copies import alias
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
-from dataparallel.streams.current import Event, current_streams, streams_set
+from dataparallel.streams.current import Event, current_streams, kept_stream, streams_set
 
 __all__ = ["HostReads", "Sender", "SentBatch", "SentTensor", "can_be_sent", "copied_at_once", "take_sent_chunks"]
 
@@ -51,9 +51,6 @@ _waiting: dict[int, list[SentTensor]] = {}
 `SentTensor` keeps that tensor alive, so its id is not reused. Each entry is a list, because a loader may give one
 tensor in several batches.
 """
-
-_side_streams: dict[torch.device, torch.Stream] = {}
-"""One for each device in the process, because each has a pool of memory of its own."""
 
 
 def can_be_sent(tensor: Tensor) -> bool:
@@ -282,9 +279,8 @@ def copied_at_once(
 
 
 def _side_stream(device: torch.device) -> torch.Stream:
-    if device not in _side_streams:
-        _side_streams.setdefault(device, torch.Stream(device))
-    return _side_streams[device]
+    """One for the whole process, because each stream has a pool of memory of its own."""
+    return kept_stream(device, "inputs")
 
 
 @cache

@@ -4,16 +4,17 @@ A forward needs the first layer's parameters first. So buckets are sent in the o
 device, and a lookup of a parameter makes the current stream wait for the parameter's bucket only
 (``modules.registry``). `arrivals_for` says if a call's copies may be late: only if they are launched inside
 `LateCopies.may_begin`, which is the stage ``replicate`` of a ``stages.Call``, and only on two or more accelerators or
-isolated slots. `LateCopies.end`, at the end of the call, waits for them. Those who make replicas' tensors
-(``replicate``, ``kept.tensors``, ``composable.persistent_tensors``) bring the copies.
+isolated slots. Copies of a model below 16 MiB (`LATE_FROM_BYTES`) are never late. `LateCopies.end`, at the end of the
+call, waits for them. Those who make replicas' tensors (``replicate``, ``kept.tensors``,
+``composable.persistent_tensors``) bring the copies.
 
 These events order the streams:
 
 - The side streams wait for the computing streams before they read a source or write a copy. The memory of copies
   belongs to the computing streams, and earlier work there may still use it.
-- The root fills flat buffers on a stream of its own (`filling_stream`), so that it fills one while it sends another. A
-  flat buffer belongs to this stream. It is held until this stream waits for the send, which is when the next but one is
-  filled, so that there are at most two.
+- The root fills flat buffers on a stream of its own (`filling_stream`), so that it fills one while it sends another.
+  The buffers are memory of this stream, so each is held until this stream waits for its send. There are at most two:
+  before the root fills a third one, the stream waits for the send of the first, which is then freed, and so on.
 - On each device an event follows each bucket. A stream waits for it before it uses a parameter of the bucket. On the
   root, where replicas share the source's memory, the event follows the read of the source: a forward may write to it.
 - When the call ends, also if it fails, the computing streams wait for the side streams. Everything later on them comes
@@ -40,12 +41,10 @@ from dataparallel import _torch
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.environment import says_no
-from dataparallel.streams.current import Event, current_streams, streams_set
+from dataparallel.streams.current import Event, current_streams, kept_stream, streams_set
+from dataparallel.streams.isolated import run_apart
 
 __all__ = ["Arrival", "Arrivals", "Expected", "LateCopies", "arrivals_for", "parameter_stream"]
-
-_side_streams: dict[torch.device, torch.Stream] = {}
-_filling_streams: dict[torch.device, torch.Stream] = {}
 
 VARIABLE = "DATAPARALLEL_LATE_COPIES"
 
@@ -54,17 +53,13 @@ _FLATS_HELD = 2
 
 
 def parameter_stream(device: torch.device) -> torch.Stream:
-    """The stream of an accelerator on which parameters travel. There is one for each device in the process."""
-    if device not in _side_streams:
-        _side_streams.setdefault(device, torch.Stream(device))
-    return _side_streams[device]
+    """The stream of an accelerator on which parameters travel."""
+    return kept_stream(device, "parameters")
 
 
 def filling_stream(device: torch.device) -> torch.Stream:
-    """The stream of an accelerator on which the root fills flat buffers. There is one for each device."""
-    if device not in _filling_streams:
-        _filling_streams.setdefault(device, torch.Stream(device))
-    return _filling_streams[device]
+    """The stream of an accelerator on which it fills flat buffers if it is the root."""
+    return kept_stream(device, "flat buffers")
 
 
 class Arrival:
@@ -186,7 +181,7 @@ class Arrivals:
 
 LATE_FROM_BYTES = 16 * 2**20
 """Copies of a smaller model are on all devices within a fraction of a millisecond. That is about what the host needs
-for the look-ups of one forward, each of which costs it about a microsecond more if copies may be late."""
+for the lookups of one forward, each of which costs it about a microsecond more if copies may be late."""
 
 _open = threading.local()
 
@@ -233,8 +228,7 @@ def arrivals_for(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> Ar
         return None
     if says_no(VARIABLE) or _torch.is_compiler_in_use():
         return None
-    accelerators = current_streams(slots)
-    if not (len(accelerators) > 1 or (accelerators and len(slots) > 1 and are_slots_isolated())):
+    if not run_apart(slots):
         return None
     arrivals = Arrivals(slots)
     call.add(arrivals)

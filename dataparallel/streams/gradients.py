@@ -37,31 +37,27 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm.settings import are_slots_isolated
-from dataparallel.streams.current import Event, make_current
+from dataparallel.streams.current import Event, kept_stream, make_current
+from dataparallel.streams.isolated import run_apart
 from dataparallel.streams.nodes import memory_of
 
 __all__ = ["GradientStreams", "Made", "side_stream"]
 
 _BUCKETS_HELD = 2
-"""How many buckets' buffers are held: one bucket is being summed while the next one travels."""
+"""How many buckets have their flat buffers held. When one more bucket has been launched, the computing streams wait for
+the oldest bucket's sum, except on the root, and its buffers are freed."""
 
 _TURNS = 4
 """How many side streams each device has. A sum ends at the root, so on one stream the next one would begin there only
 when it has ended, although most links are free by then."""
 
-_side_streams: dict[tuple[torch.device, int], torch.Stream] = {}
-
 
 def side_stream(device: torch.device, bucket: int = 0) -> torch.Stream:
     """The stream of an accelerator on which a bucket's gradients travel; ``bucket`` is its number, from 0 on.
 
-    Buckets take turns on a few streams, which are the same in the whole process.
+    Buckets take turns on a few streams.
     """
-    key = device, bucket % _TURNS
-    if key not in _side_streams:
-        _side_streams.setdefault(key, torch.Stream(device))
-    return _side_streams[key]
+    return kept_stream(device, "gradients", bucket % _TURNS)
 
 
 class Made:
@@ -104,8 +100,7 @@ class GradientStreams:
         cls, slots: Sequence[torch.device], computing: dict[torch.device, torch.Stream]
     ) -> GradientStreams | None:
         """The streams for a forward on ``slots``; ``None`` where gradients stay on the stream that computes them."""
-        leave = len(computing) > 1 or (computing and len(slots) > 1 and are_slots_isolated())
-        return cls(computing) if leave else None
+        return cls(computing) if run_apart(slots) else None
 
     def of_bucket(self, number: int) -> GradientStreams:
         """The same streams, with the side streams of this bucket."""
@@ -178,7 +173,7 @@ class _End:
 
 
 class _Pass:
-    """The buffers that one backward holds. Its buckets travel one after the other, in the root's thread."""
+    """The buffers that one backward holds. Its buckets are launched one after the other, in the root's thread."""
 
     def __init__(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         self._computing = computing

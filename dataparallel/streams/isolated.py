@@ -33,9 +33,15 @@ from dataparallel.devices import CPU
 from dataparallel.streams.current import Event
 from dataparallel.streams.nodes import memory_of
 
-__all__ = ["IsolatedStream", "isolated_streams"]
+__all__ = ["IsolatedStream", "isolated_streams", "run_apart"]
 
 _made: dict[torch.device, list[torch.Stream]] = {}
+
+
+def run_apart(slots: Sequence[torch.device]) -> bool:
+    """True if slots compute on several streams: on several accelerators, or isolated on one."""
+    accelerators = {*slots} - {CPU}
+    return len(accelerators) > 1 or (len(accelerators) == 1 and len(slots) > 1 and are_slots_isolated())
 
 
 def isolated_streams(slots: Sequence[torch.device]) -> dict[int, IsolatedStream]:

@@ -253,7 +253,9 @@ class TestRefusedAtApplication:
 
 
 def test_the_room_exports_its_names_and_the_package_does_not():
-    assert set(dataparallel.composable.__all__) == {"replicate", "ReplicatedModule", "register_forward_method"}
+    policies = {"MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"}
+    forms = {"replicate", "ReplicatedModule", "fully_shard", "FullyShardedModule", "register_forward_method"}
+    assert set(dataparallel.composable.__all__) == forms | policies
     assert dataparallel.replicate is not replicate
     names = ["devices", "ignored_params", "output_device", "dim", "bucket_cap_mb"]
     names += ["first_bucket_mb", "broadcast_buffers"]

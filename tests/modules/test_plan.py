@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dataparallel import replicate
-from dataparallel.modules.plan import NONE_POSITION, REFUSAL, TWIN_INFO, ModulePlan, TwinInfo
+from dataparallel.modules.build import build_replica
+from dataparallel.modules.plan import NONE_POSITION, ORIGINAL_CLASS, REFUSAL, TWIN_INFO, ModulePlan, TwinInfo
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
@@ -270,3 +272,60 @@ class TestATwinOfAnotherModule:
         assert all(held[plan.entries[i].parameters["weight"]] is root[2].weight for i in (1, 2))
         assert not plan.has_references
         assert plan.is_plain
+
+
+class Managed:
+    """The first base of classes that a form made. It refuses what others do with its modules."""
+
+    def _dataparallel_refusal(self, path: str) -> str:
+        return f"cannot replicate {path!r}"
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise RuntimeError("cannot replicate")
+
+
+def managed(module: nn.Module) -> nn.Module:
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (Managed, cls), {ORIGINAL_CLASS: cls})
+    return module
+
+
+class TestModulesOfAForm:
+    """A form's modules are in the replicas that this form makes, and in no others."""
+
+    def twin(self, allowed: type | None) -> nn.Module:
+        root = nn.Sequential(nn.Linear(2, 2), managed(nn.Linear(2, 2)))
+        vars(root)[TWIN_INFO] = TwinInfo(id(root), allowed=allowed)
+        return root
+
+    @pytest.mark.parametrize("allowed", [None, nn.LSTM])
+    def test_are_refused_elsewhere(self, allowed: type | None) -> None:
+        with pytest.raises(RuntimeError, match=r"^cannot replicate '1'"):
+            ModulePlan.of(self.twin(allowed))
+
+    def test_keep_their_class(self) -> None:
+        root = self.twin(Managed)
+        plan = ModulePlan.of(root)
+        assert plan.is_plain
+        replica = build_replica(plan, [torch.ones_like(tensor) for tensor in plan.tensors], False)
+        assert type(replica[1]) is type(root[1])
+        assert replica[1](torch.ones(1, 2)).tolist() == [[3, 3]]
+
+    def test_follow_the_rule_of_their_original_class(self) -> None:
+        root = nn.Sequential(managed(nn.LSTM(2, 2)))
+        vars(root)[TWIN_INFO] = TwinInfo(id(root), allowed=Managed)
+        plan = ModulePlan.of(root)
+        assert plan.entries[1].has_own_rule
+        tensors = [torch.ones_like(tensor) for tensor in plan.tensors]
+        replica = build_replica(plan, tensors, False)
+        assert type(replica[0]) is type(root[0])
+        assert [id(weight) for weight in replica[0]._flat_weights] == [id(tensor) for tensor in tensors]
+        assert replica[0]._flat_weights is not root[0]._flat_weights
+
+
+def test_a_tensor_that_stands_for_others_shares_no_memory() -> None:
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
+    plan = ModulePlan.of(layer)
+    assert plan.tensors[0] is layer.weight
+    assert plan.read_directly == set()

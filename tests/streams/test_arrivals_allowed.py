@@ -322,7 +322,7 @@ def test_lookups_are_late_where_nothing_is_in_the_way(x: Tensor) -> None:
 
 
 def test_a_small_model_is_not_late(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its look-ups would take longer than its copies."""
+    """Its lookups would take longer than its copies."""
     model = Half().to(slots()[0])
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
     late: list[Arrivals] = []

@@ -83,7 +83,7 @@ def test_a_replica_that_calls_a_wrapper_keeps_its_stream_to_itself(slots: list, 
 
 
 def build(root: torch.device) -> nn.Module:
-    """The first layer looks no parameter up: a look-up waits for the copies, and so for the caller."""
+    """The first layer looks no parameter up: a lookup waits for the copies, and so for the caller."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Tanh(), nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double().to(root)
 

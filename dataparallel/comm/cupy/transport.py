@@ -92,10 +92,9 @@ class Kernels(Transport):
         destination: torch.device,
         buffer_size: int = sys.maxsize,
         *,
-        travelling: Travelling | None = None,
         isolated: bool = False,
     ) -> list[Tensor]:
-        """One launch for each dtype, whatever the ``buffer_size``, outside of ``travelling``."""
+        """One launch for each dtype, whatever the ``buffer_size``."""
         first = inputs[0]
         results = list(first)
         flat_ones = travel_flat_on_every_slot(inputs) if len(inputs) > 1 else []
@@ -228,7 +227,7 @@ def _lies_as(tensor: Tensor, layout: Layout) -> bool:
 
 def _flat_buffer(bucket: Bucket, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new flat buffer for the bucket's tensors."""
-    return torch.empty(sum([layout.numel for layout in bucket.layouts]), dtype=dtype, device=device)
+    return torch.empty(bucket.numel, dtype=dtype, device=device)
 
 
 def _addresses(buffer: Tensor, nbytes: Sequence[int]) -> list[int]:

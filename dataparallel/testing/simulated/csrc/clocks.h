@@ -46,7 +46,7 @@ void set_stack_reader(std::string (*reader)());
 // The reader returns the number of the backward that the calling thread works for, or -1.
 void set_backward_reader(int (*reader)());
 
-// A launch that has been recorded. False if the clocks were off.
+// A launch that the clocks know. False if they were off.
 struct Ticket {
   Access access;
   uint64_t entry = 0; // its number in the recorder, or 0
@@ -69,6 +69,10 @@ Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> to
 void done(const Ticket& ticket, Work&& work);
 // Records that the launch itself has allocated and written the block.
 void wrote(const Ticket& ticket, Tracked& block, size_t bytes);
+
+// Records up to `limit` launches, with their Python stacks if `stacks` is true.
+void start_recording(size_t limit, bool stacks);
+Recorded stop_recording();
 
 // Freed memory returns to the stream that it was allocated on, and that stream may reuse it at once. If an access by
 // another stream is not known to be complete at that time, the next write to the memory is a hazard.
@@ -94,10 +98,6 @@ void host_waits_for_device(c10::DeviceIndex device);
 void check();
 
 std::shared_ptr<Knowledge> knowledge();
-// Records up to `limit` launches, with their Python stacks if `stacks` is true.
-void start_recording(size_t limit, bool stacks);
-Recorded stop_recording();
-
 // A copy of the calling thread's knowledge. Later waits do not change it.
 std::shared_ptr<Knowledge> snapshot();
 // `learn` adds `from` to the calling thread's knowledge; `tell` adds the calling thread's knowledge to `to`.

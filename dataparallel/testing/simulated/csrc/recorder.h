@@ -1,8 +1,9 @@
 // Records launches for a timeline, and what each of them waits for. clocks.cpp calls it with its mutex held.
 //
 // A launch is recorded when it is issued, so the order of the entries is that of the launches on each stream and of each
-// thread. It is done when its operator is: an entry that is never done was no launch after all. Python leaves it out and
-// passes what it waited for to the next launch of its stream and thread.
+// thread. It is done when its operator is. An entry that is never done does not count as a launch: its operator failed,
+// or it began before the recording or ended after it. Python leaves it out and passes what it waited for to the next
+// launch of its stream and thread.
 #pragma once
 
 #include <c10/core/Stream.h>

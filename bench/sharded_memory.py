@@ -1,0 +1,323 @@
+"""How much memory of each device a training takes, and how much is to be expected: bytes from the simulator's counters.
+
+A step is forward, backward and AdamW. Nothing is timed here. `Parts` has what a model consists of, and `Way` the way to
+train it with a formula for its peak. `sharded_memory_report.py` makes the table.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel
+from dataparallel.composable import replicate
+from real_shapes import WithLoss
+from shapes import GPT, VOCABULARY, Shape
+from sharded_blocks import blocks_of, sharded
+from stages import mean_square
+
+SAMPLES_PER_DEVICE = 2
+LENGTH = 64
+WIDTH, BLOCKS, HEADS = 256, 8, 4
+STEPS_BEFORE, STEPS = 2, 3
+"""In the first steps AdamW makes its state, and the library learns in which order units are used."""
+RATE = 1e-4
+STATES = 3
+"""Of a parameter, between two steps of AdamW: itself and two averages."""
+AGREEMENT = 1e-3
+"""Relative, of losses. AdamW makes steps of the same size for gradients that are rounding errors as for others."""
+
+
+class MeanSquare(nn.Module):
+    """The mean square of the outputs of ``model``, as a tensor of one element, so that only numbers are gathered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mean_square(self.model(x)).unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model that contains its loss, and inputs for so many samples."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[Tensor, ...]]
+
+
+def gpt() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return WithLoss(GPT(WIDTH, BLOCKS, HEADS, LENGTH))
+
+
+def text(samples: int) -> tuple[Tensor, ...]:
+    tokens = torch.randint(VOCABULARY, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+WIDE_GPT = Work(f"GPT of {BLOCKS} blocks, width {WIDTH}", gpt, text)
+
+
+def work_of(shape: Shape) -> Work:
+    return Work(shape.name, lambda: MeanSquare(shape.model()), lambda samples: (shape.batch(samples),))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes of a model: parameters, those of the largest unit and of the root, buffers, and what a share activates."""
+
+    parameters: int
+    unit: int
+    root: int
+    buffers: int
+    activations: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes of the device that has most, without the batch.
+
+    Attributes:
+        idle: between two steps, gradients set to None.
+        forward, backward, optimizer: the largest amount during that part of a step.
+        received: from other devices in a step, without inputs.
+    """
+
+    idle: int
+    forward: int
+    backward: int
+    optimizer: int
+    received: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward, self.backward, self.optimizer)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train. ``peak`` is the formula for the largest amount on a device; `None` where there is none.
+
+    It takes the parts and the number of devices. ``accumulates``: a step has two batches, the first of them without
+    sums of gradients.
+    """
+
+    name: str
+    make: Callable[[nn.Module, Sequence[torch.device]], nn.Module]
+    idle: Callable[[Parts, int], int]
+    peak: Callable[[Parts, int], int]
+    accumulates: bool = False
+    fits: Callable[[int], bool] = lambda devices: True
+
+
+def kept_whole(parts: Parts, devices: int) -> int:
+    return STATES * parts.parameters + parts.buffers
+
+
+def kept_in_shards(parts: Parts, devices: int) -> int:
+    return STATES * parts.parameters // devices + parts.buffers
+
+
+def with_gradients(parts: Parts, devices: int, more: int) -> int:
+    """The peak of a step: shards and their gradients, buffers, activations, and ``more``.
+
+    Or that of the optimizer, whose foreach operators have a temporary list as large as the gradients.
+    """
+    shard = parts.parameters // devices
+    return parts.buffers + max((STATES + 1) * shard + parts.activations + more, (STATES + 2) * shard)
+
+
+ONE_DEVICE = Way("one device", lambda module, devices: module, kept_whole, lambda parts, _: with_gradients(parts, 1, 0))
+WRAPPER = Way(
+    "DataParallel",
+    lambda module, devices: DataParallel(module, devices),
+    kept_whole,
+    lambda parts, _: with_gradients(parts, 1, 0),
+)
+REPLICATE = Way(
+    "replicate",
+    lambda module, devices: replicate(module, devices=devices),
+    kept_whole,
+    lambda parts, _: with_gradients(parts, 1, 0),
+)
+DEFAULT = Way(
+    "fully_shard",
+    sharded,
+    kept_in_shards,
+    lambda parts, n: with_gradients(parts, n, parts.root + 2 * parts.unit + 2 * parts.unit),
+)
+NO_PREFETCH = Way(
+    "no prefetch",
+    lambda module, devices: sharded(module, devices, prefetch=False),
+    kept_in_shards,
+    lambda parts, n: with_gradients(parts, n, parts.root + parts.unit + 2 * parts.unit + parts.unit // n),
+)
+NOT_RESHARDED = Way(
+    "reshard_after_forward=False",
+    lambda module, devices: sharded(module, devices, reshard_after_forward=False),
+    kept_in_shards,
+    lambda parts, n: with_gradients(parts, n, parts.parameters + 2 * parts.unit),
+)
+IN_TWOS = Way(
+    "reshard_after_forward=2",
+    lambda module, devices: sharded(module, devices, reshard_after_forward=2),
+    kept_in_shards,
+    lambda parts, n: with_gradients(
+        parts, n, parts.root + (parts.parameters - parts.root) // 2 + 2 * parts.unit + 2 * parts.unit
+    ),
+    fits=lambda devices: devices > 2 and devices % 2 == 0,
+)
+ACCUMULATED = Way(
+    "no_sync, then a sum",
+    sharded,
+    kept_in_shards,
+    lambda parts, n: with_gradients(
+        parts, n, parts.root + 2 * parts.unit + parts.parameters + 2 * parts.unit + 3 * parts.unit // n
+    ),
+    accumulates=True,
+)
+WAYS = (ONE_DEVICE, REPLICATE, DEFAULT, NO_PREFETCH, NOT_RESHARDED, IN_TWOS, ACCUMULATED)
+SHARDED_WAYS = (DEFAULT, NO_PREFETCH, NOT_RESHARDED, IN_TWOS, ACCUMULATED)
+
+
+class Training:
+    """Steps of a way on devices. ``losses`` has that of each step."""
+
+    def __init__(self, work: Work, way: Way, devices: Sequence[torch.device]) -> None:
+        self.losses: list[float] = []
+        self._accumulates = way.accumulates
+        self._batch = batch_on(work, devices)
+        self._network: Any = way.make(work.model().to(devices[0]), devices)
+        self._optimizer = torch.optim.AdamW(self._network.parameters(), lr=RATE)
+
+    def run(self, after: Callable[[str], None] = lambda part: None) -> None:
+        """One step, which says ``after`` each of its parts. Parts of an accumulated step come twice."""
+        batches = 2 if self._accumulates else 1
+        total = 0.0
+        for number in range(batches):
+            last = number == batches - 1
+            with nullcontext() if last else self._network.no_sync():
+                loss = self._network(*self._batch).mean() / batches
+                after("forward")
+                loss.backward()
+                after("backward")
+            total += loss.item()
+            del loss
+        self._optimizer.step()
+        after("optimizer")
+        self._optimizer.zero_grad()
+        self.losses.append(total)
+
+
+def batch_on(work: Work, devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
+    return tuple(tensor.to(devices[0]) for tensor in work.batch(SAMPLES_PER_DEVICE * len(devices)))
+
+
+def measure(work: Work, way: Way, devices: Sequence[torch.device], steps: int = STEPS) -> Usage:
+    """The largest usage of some steps. Raises `AssertionError` unless losses are those of one device.
+
+    Whatever else the process holds on the devices must stay as it is meanwhile.
+    """
+    wait_for(devices)
+    inputs = batch_on(work, devices)
+    batch = sum(tensor.nbytes for tensor in inputs)
+    before = [torch.sim.memory_allocated(device) for device in devices]
+    training = Training(work, way, devices)
+    before[0] += batch  # the training has its own copy
+    for _ in range(STEPS_BEFORE):
+        training.run()
+    most: dict[str, int] = {}
+
+    def keep_largest(part: str) -> None:
+        wait_for(devices)
+        peaks = [torch.sim.max_memory_allocated(device) - held for device, held in zip(devices, before, strict=True)]
+        most[part] = max(most.get(part, 0), *peaks)
+        reset_peaks(devices)
+
+    received = idle = 0
+    for _ in range(steps):
+        wait_for(devices)
+        now = [torch.sim.memory_allocated(device) - held for device, held in zip(devices, before, strict=True)]
+        idle = max(idle, *now)
+        reset_peaks(devices)
+        with torch.sim.counted() as counts:
+            training.run(keep_largest)
+            wait_for(devices)
+        share = (1 + way.accumulates) * batch // len(devices)
+        received = max(received, *(counts.received(device) - share * (device != devices[0]) for device in devices))
+    losses = training.losses
+    del training
+    assert_losses_of_one_device(work, devices, losses)
+    return Usage(idle, most["forward"], most["backward"], most["optimizer"], received)
+
+
+def assert_losses_of_one_device(work: Work, devices: Sequence[torch.device], losses: Sequence[float]) -> None:
+    """Raises `AssertionError` unless one device has these losses: the mean over the chunks of the batch in each step.
+
+    The chunks are those of the devices, because BatchNorm sees only a chunk.
+    """
+    model = work.model().to(devices[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    chunks = list(zip(*(tensor.chunk(len(devices)) for tensor in batch_on(work, devices)), strict=True))
+    expected = []
+    for _ in losses:
+        total = 0.0
+        for chunk in chunks:
+            loss = model(*chunk).mean() / len(chunks)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(total)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=AGREEMENT, atol=0)
+
+
+def parts_of(work: Work, device: torch.device) -> Parts:
+    """The parts of a model. What a share activates is measured.
+
+    It is the peak of a forward and backward of the module alone that drops each gradient as soon as it is there.
+    """
+    model = work.model().to(device)
+    size = bytes_of(model)
+    units = [bytes_of(block) for block in blocks_of(model)]
+    inputs = tuple(tensor.to(device) for tensor in work.batch(SAMPLES_PER_DEVICE))
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+    wait_for([device])
+    before = torch.sim.memory_allocated(device)
+    reset_peaks([device])
+    model(*inputs).mean().backward()
+    activations = torch.sim.max_memory_allocated(device) - before
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    return Parts(size, max(units), size - sum(units), buffers, activations)
+
+
+def bytes_of(module: nn.Module) -> int:
+    """Of all parameters, tied ones once."""
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def wait_for(devices: Sequence[torch.device]) -> None:
+    """Until the devices are idle and garbage is gone."""
+    gc.collect()
+    for device in devices:
+        torch.sim.synchronize(device)
+
+
+def reset_peaks(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        torch.sim.reset_peak_memory_stats(device)

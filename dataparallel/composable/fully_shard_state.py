@@ -1,0 +1,257 @@
+"""The state that `fully_shard` keeps for one unit, and how a call of the outermost module runs on the slots.
+
+A call arrives in `FullyShardState.run` and goes through the four stages. The replicas are made from a twin of the
+module, as those of `replicate` are. Their modules have the same classes, which let the units of the tree (``units``)
+gather parameters around each call. Only ``composable.fully_shard_form`` makes states.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import _torch
+from dataparallel._torch import HOOK_TABLES
+from dataparallel.composable.contract import KEY, ManagedModule
+from dataparallel.composable.on_slots import Method
+from dataparallel.composable.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from dataparallel.composable.unit_tensors import UnitTensors
+from dataparallel.devices import DeviceLike, resolve, resolve_output
+from dataparallel.kept.replicas import KeptReplicas
+from dataparallel.modules.build import bare_module
+from dataparallel.modules.plan import TWIN_INFO, TwinInfo, instance_slots
+from dataparallel.parallel_apply import run_replicas
+from dataparallel.profiling import stage
+from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes
+from dataparallel.scatter_gather import gather, scatter_arguments
+from dataparallel.sharded.distribute import distribute_tensor
+from dataparallel.sharded.placements import Shard
+from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.stages import Call
+from dataparallel.structures import arguments_of_one
+from dataparallel.threads.permits import PermitChooser
+from dataparallel.units.tree import Tree
+from dataparallel.units.unit import Precision, Unit
+
+__all__ = ["FullyShardState"]
+
+
+class FullyShardState:
+    """The state of the modules of one unit. It refers to them weakly.
+
+    Args:
+        modules: of the unit; calls of other modules below them that have no unit of their own need this one's.
+        parameters: of the unit, which `shard` replaces.
+        slots: the devices; none if there is no accelerator.
+        placements: for each parameter how it is cut.
+        reshard_after_forward, is_reshard_automatic: as for `Unit`; automatic means that the user gave ``None``.
+        ignored_parameters: those that all replicas share.
+
+    Attributes:
+        unit: the unit, once `shard` has been called.
+        methods: names of methods that run on replicas.
+    """
+
+    unit: Unit
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[nn.Parameter],
+        slots: Sequence[torch.device],
+        *,
+        placements: Sequence[Shard],
+        reshard_after_forward: bool | int,
+        is_reshard_automatic: bool,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        ignored_parameters: Sequence[Tensor],
+        output_device: DeviceLike | None,
+        dim: int,
+    ) -> None:
+        self.slots, self.output_device, self.dim = list(slots), output_device, dim
+        self.methods = {"forward"}
+        self._modules = [weakref.ref(module) for module in modules]
+        self._parameters, self._placements = list(parameters), list(placements)
+        self._ids = {id(parameter) for parameter in parameters}
+        self._reshard, self._is_automatic = reshard_after_forward, is_reshard_automatic
+        self._precision = Precision(
+            mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype, mp_policy.cast_forward_inputs
+        )
+        self._offload = offload_policy
+        self._ignored = tuple(ignored_parameters)  # else other objects could get their ids
+        self._permits = PermitChooser()
+        self._tree: Tree | None = None
+        self._twin: nn.Module | None = None
+        self._twin_info: TwinInfo | None = None
+
+    def manages(self, parameter: Tensor) -> bool:
+        """True if it is a parameter of the unit."""
+        return id(parameter) in self._ids
+
+    # ---- the parameters become sharded -------------------------------------------------------------------------------
+
+    def shard(self) -> None:
+        """Replaces the unit's parameters by sharded ones, in all modules, and moves buffers to the first slot."""
+        modules = [self._module(i) for i in range(len(self._modules))]
+        is_offloaded = isinstance(self._offload, CPUOffloadPolicy)
+        sharded = [
+            _sharded(parameter, self.slots, placement, is_offloaded)
+            for parameter, placement in zip(self._parameters, self._placements, strict=True)
+        ]
+        name = " and ".join(type(module).__name__ for module in modules)
+        unit = Unit(
+            name,
+            sharded,
+            self.slots,
+            self._precision,
+            is_offloaded=is_offloaded,
+            pin=isinstance(self._offload, CPUOffloadPolicy) and self._offload.pin_memory,
+        )
+        unit.reshard_after_forward, unit.is_reshard_automatic = self._reshard, self._is_automatic
+        unit.number_of_modules = len(modules)
+        position = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        for module in {id(m): m for top in modules for m in top.modules()}.values():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in position:
+                    unit.places.append((module._parameters, key, position[id(parameter)]))
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != "meta":
+                    module._buffers[key] = buffer.to(self.slots[0])
+        unit.register_sharded()
+        self.unit = unit
+        self._ids = {id(parameter) for parameter in sharded}
+        self._parameters = []  # frees the plain ones
+
+    # ---- a call ------------------------------------------------------------------------------------------------------
+
+    def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of ``method`` for the whole batch, on the output device.
+
+        Raises:
+            RuntimeError: parameters have no memory or a buffer is not on the first slot; a replica cannot be made or
+                run here.
+            ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
+            Exception: a replica raised it.
+        """
+        if not self.slots:
+            inputs, kwargs = arguments_of_one(inputs, kwargs)
+            return method.of_module(*inputs, **kwargs)
+        run = _run_not_traced if _torch.is_compiler_loaded() else FullyShardState._run
+        return run(self, method, inputs, kwargs)
+
+    def _run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The checks before the four stages, and the context around them."""
+        slots = [resolve(device) for device in self.slots]
+        output_device = resolve_output(self.output_device, slots)
+        tree = self._updated_tree()
+        with Call(slots, self._kept, may_use_source=True) as call:
+            return self._stages(call, tree, slots, output_device, method, inputs, kwargs)
+
+    def _stages(
+        self,
+        call: Call,
+        tree: Tree,
+        slots: list[torch.device],
+        output_device: torch.device,
+        method: Method,
+        inputs: Any,
+        kwargs: Any,
+    ) -> Any:
+        """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
+        with stage("scatter"), call.scatters():
+            inputs, kwargs = scatter_arguments(inputs, kwargs, slots, self.dim, None, call.reads)
+        if not inputs and not kwargs:  # a call without arguments
+            inputs, kwargs = ((),), ({},)
+        slots = slots[: len(inputs)]
+        with tree.calling(len(slots)) as forward:
+            with stage("replicate"):
+                replicas = call.uses(self._kept.replicas(self._updated_twin(method.name), slots, _CAP_BYTES))
+                self._tensors.bind(replicas, forward)
+            with stage("parallel_apply"):
+                outputs = run_replicas(replicas, inputs, kwargs, slots, chooser=self._permits, method=method.name)
+        with stage("gather"):
+            return gather(outputs, output_device, self.dim)
+
+    # ---- the tree of which the module is the root --------------------------------------------------------------------
+
+    def _module(self, number: int) -> nn.Module:
+        module = self._modules[number]()
+        if module is None:
+            raise RuntimeError("the module of this state is gone")
+        return module
+
+    @property
+    def _source(self) -> nn.Module:
+        return self._module(0)
+
+    def _states_below(self) -> Iterator[tuple[str, FullyShardState]]:
+        """The states of the tree with the paths of their modules, this one first."""
+        seen: set[int] = set()
+        for path, module in self._source.named_modules():
+            form_and_state = vars(module).get(KEY)
+            if form_and_state is not None and id(form_and_state[1]) not in seen:
+                seen.add(id(form_and_state[1]))
+                yield path, form_and_state[1]
+
+    def _updated_tree(self) -> Tree:
+        """The tree, with units that have seen what has happened to their parameters since the last call."""
+        states = [*self._states_below()]
+        units = [state.unit for _, state in states]
+        if self._tree is None or self._tree.units != units:
+            self._tree = self._made_tree(states)
+        for unit in units:
+            if unit.is_reshard_automatic:
+                unit.reshard_after_forward = unit is not self.unit
+        self._tree.prepare()
+        return self._tree
+
+    def _made_tree(self, states: Sequence[tuple[str, FullyShardState]]) -> Tree:
+        source, units = self._source, [state.unit for _, state in states]
+        for path, state in states:
+            state.unit.name = path or state.unit.name
+        ignored = [parameter for _, state in states for parameter in state._ignored]
+        self._twin = bare_module(type(source))
+        self._twin_info = TwinInfo(id(source), ignored_parameters=frozenset(map(id, ignored)), allowed=ManagedModule)
+        self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in HOOK_TABLES}
+        self._tensors = UnitTensors(units, [[*map(state._module, range(len(state._modules)))] for _, state in states])
+        self._kept = KeptReplicas(self._tensors)
+        return Tree(units, self.slots)
+
+    def _updated_twin(self, method: str) -> nn.Module:
+        """The twin with the current attributes of the module.
+
+        For ``forward`` it has no hooks: the module's hooks run around the call on the whole batch. Another method may
+        call the replica itself, and then they run in the replica.
+        """
+        source, twin = self._source, self._twin
+        assert twin is not None
+        hooks = self._no_hooks if method == "forward" else {}
+        # Past `Module.__setattr__`, which would look for parameters in it.
+        object.__setattr__(twin, "__dict__", {**vars(source), **hooks, TWIN_INFO: self._twin_info})
+        for name in instance_slots(type(twin)):
+            if hasattr(source, name):
+                setattr(twin, name, getattr(source, name))
+        return twin
+
+
+_CAP_BYTES = cap_in_bytes(BUCKET_CAP_MB)
+
+_run_not_traced = _torch.not_traced(FullyShardState._run)
+
+
+def _sharded(
+    parameter: nn.Parameter, slots: Sequence[torch.device], placement: Shard, is_offloaded: bool
+) -> ShardedTensor:
+    """The parameter, sharded over the slots; its shards are in host memory if it is offloaded."""
+    places = [torch.device("cpu")] * len(slots) if is_offloaded else slots
+    made = distribute_tensor(parameter.detach(), places, placement)
+    sharded = ShardedTensor(made.shards, made.placement, made.shape, devices=slots)
+    found: Any = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    found.__dict__.update(vars(parameter))
+    return found

@@ -1,0 +1,84 @@
+"""Remembers parameters that a form has replaced by others, as long as somebody else holds them.
+
+`fully_shard` replaces a module's parameters by sharded ones. An optimizer that was made before holds the old ones and
+would change nothing that the module uses: its first step raises. A module outside that was tied to an old parameter is
+tied no more: ``composable.contract`` refuses to apply a form to it. Only weak references are kept, so this keeps no
+memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["check_optimizer", "remember", "replacement_of", "where"]
+
+_lock = threading.Lock()
+_replaced: Any = WeakIdKeyDictionary()
+"""For each replaced parameter that is still there: its name, the form that has replaced it, and by what."""
+
+_hook: Any = None
+
+
+def remember(parameters: Iterable[tuple[str, Tensor, Tensor]], owner: str, form: str) -> None:
+    """Remembers replaced parameters.
+
+    Args:
+        parameters: their names, themselves, and the new ones.
+        owner: the module that they were in, for messages.
+        form: the name of the form.
+    """
+    global _hook
+    with _lock:
+        if _hook is None:
+            _hook = register_optimizer_step_pre_hook(_check)
+        for name, parameter, new in parameters:
+            _replaced[parameter] = f"{name!r} of a {owner}", form, weakref.ref(new)
+
+
+def where(parameter: Tensor) -> tuple[str, str] | None:
+    """The place where the parameter was before it was replaced, in words, and the form that has replaced it.
+
+    ``None``: it was not replaced.
+    """
+    found = _replaced.get(parameter) if _replaced else None
+    return None if found is None else found[:2]
+
+
+def replacement_of(parameter: Tensor) -> Tensor | None:
+    """The parameter that has replaced this one. ``None``: it was not replaced, or the new one is gone."""
+    found = _replaced.get(parameter) if _replaced else None
+    new: Tensor | None = None if found is None else found[2]()
+    return new
+
+
+def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs before each step of every optimizer."""
+    check_optimizer(optimizer)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Checks that an optimizer holds no replaced parameter.
+
+    Raises:
+        RuntimeError: it holds one; the message names it.
+    """
+    if not _replaced:  # nobody holds one
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found = where(parameter)
+            if found is not None:
+                name, form = found
+                raise RuntimeError(
+                    f"this {type(optimizer).__name__} holds {name} as it was before `{form}`, which replaced it by a "
+                    "sharded parameter: a step would change nothing that the module uses. Make the optimizer after "
+                    f"{form}, with the parameters that the module has then"
+                )

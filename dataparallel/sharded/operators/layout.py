@@ -1,0 +1,143 @@
+"""Arguments of an operator, taken apart into one argument for each owner, and results put together again.
+
+An operator's layout is that of its leading argument: the first sharded tensor with the most dimensions. Other sharded
+tensors lie in the same way. Plain tensors are sliced or copied to where the parts are. All other files of this room
+call this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel import comm
+from dataparallel._torch import OpOverload
+from dataparallel.sharded.operators import refusal
+from dataparallel.sharded.placements import Replicate, rows_of_parts
+from dataparallel.sharded.tensor import ShardedTensor
+
+__all__ = ["check_alike", "leading", "on_each", "parts_of", "places", "sharded_in", "single_value", "whole"]
+
+
+def sharded_in(values: Iterable[Any]) -> Iterator[ShardedTensor]:
+    """The sharded tensors among the values and in lists there."""
+    for value in values:
+        if isinstance(value, ShardedTensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from sharded_in(value)
+
+
+def leading(values: Iterable[Any]) -> ShardedTensor:
+    """The first sharded tensor of the most dimensions. There is one."""
+    return max((value for value in values if isinstance(value, ShardedTensor)), key=Tensor.dim)
+
+
+def places(tensor: ShardedTensor) -> list[torch.device]:
+    """Where the parts are now."""
+    return [shard.device for shard in tensor._shards]
+
+
+def check_alike(func: OpOverload, tensor: ShardedTensor, lead: ShardedTensor) -> None:
+    """Raises unless both are divided in the same way.
+
+    Raises:
+        ValueError: owners or placements differ.
+        TypeError: shapes differ.
+    """
+    if tensor._devices is not lead._devices and tensor._devices != lead._devices:
+        raise ValueError(
+            f"{func} got sharded tensors with different owners, {_names(lead._devices)} and {_names(tensor._devices)}; "
+            "distribute them over the same devices"
+        )
+    if tensor.shape != lead.shape:
+        raise refusal(func, f" of different shapes, {tuple(lead.shape)} and {tuple(tensor.shape)}")
+    if tensor._placement is not lead._placement and tensor._placement != lead._placement:
+        raise ValueError(
+            f"{func} got sharded tensors with different placements, {lead._placement} and {tensor._placement}; "
+            "distribute them in the same way"
+        )
+
+
+def _names(devices: Sequence[torch.device]) -> str:
+    return "[" + ", ".join(map(str, devices)) + "]"
+
+
+def single_value(tensor: ShardedTensor) -> Tensor:
+    """The one element of a sharded 0-dim tensor, as a plain tensor on the first owner."""
+    return tensor._shards[0]
+
+
+def parts_of(func: OpOverload, value: Any, lead: ShardedTensor) -> Sequence[Any]:
+    """For each owner its argument: what corresponds to its part of ``lead``.
+
+    Raises:
+        ValueError: a sharded tensor with other owners or another placement.
+        TypeError: a tensor that does not broadcast to the shape of ``lead``.
+    """
+    if isinstance(value, ShardedTensor):
+        if value is lead:
+            return lead._shards
+        if value.dim() == 0 and lead.dim() > 0:
+            return on_each(single_value(value), lead)
+        check_alike(func, value, lead)
+        return value._shards
+    if isinstance(value, Tensor):
+        return _plain_parts(func, value, lead)
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        raise refusal(func, " in lists")
+    return [value] * len(lead._shards)
+
+
+def _plain_parts(func: OpOverload, tensor: Tensor, lead: ShardedTensor) -> Sequence[Tensor]:
+    if tensor.layout is not torch.strided:
+        raise refusal(func, f" with a tensor of layout {tensor.layout}")
+    if tensor.dim() == 0:
+        return on_each(tensor, lead)
+    shape = lead.shape
+    if tensor.dim() > len(shape) or any(
+        a not in (1, b) for a, b in zip(reversed(tensor.shape), reversed(shape), strict=False)
+    ):
+        raise refusal(func, f" of shape {tuple(shape)} with a plain tensor of shape {tuple(tensor.shape)}")
+    if isinstance(lead._placement, Replicate):
+        return on_each(tensor, lead)
+    dim = lead._placement.dim - (len(shape) - tensor.dim())
+    # One row for all rows is copied as it is.
+    if dim < 0 or tensor.shape[dim] != shape[lead._placement.dim]:
+        return on_each(tensor, lead)
+    rows = rows_of_parts(tensor.shape[dim], len(lead._shards))
+    devices = places(lead)
+    if all(device == tensor.device for device in devices) or tensor.is_meta or devices[0].type == "meta":
+        return [part.to(device) for part, device in zip(tensor.detach().split(rows, dim), devices, strict=True)]
+    return comm.scatter(tensor.detach(), devices, rows, dim)
+
+
+def on_each(tensor: Tensor, lead: ShardedTensor) -> Sequence[Tensor]:
+    """The plain tensor on the device of each part. Owners on one device may share the copy, so it is only read."""
+    devices = places(lead)
+    if all(device == tensor.device for device in devices):
+        return [tensor] * len(devices)
+    if tensor.is_meta or any(device.type == "meta" for device in devices):
+        return [tensor.to(device) for device in devices]
+    return comm.broadcast(tensor.detach(), devices)
+
+
+def whole(func: OpOverload, results: Sequence[Tensor], lead: ShardedTensor) -> ShardedTensor:
+    """The sharded tensor with these parts, divided as ``lead`` is. A 0-dim one's other parts are added, empty.
+
+    Raises:
+        TypeError: parts have other shapes than those of ``lead``.
+    """
+    shards = lead._shards
+    if len(results) < len(shards):  # 0-dim: the operator ran on the first part only
+        first = results[0]
+        results = [first, *[first.new_empty(part.shape, device=part.device) for part in shards[1:]]]
+    elif lead.dim() == 0 and any(result.dtype != results[0].dtype for result in results):
+        raise refusal(func, " with 0-dim tensors of several dtypes in lists")
+    for result, shard in zip(results, shards, strict=True):
+        if result.shape != shard.shape:
+            raise refusal(func, f": a part of shape {tuple(shard.shape)} became {tuple(result.shape)}")
+    return ShardedTensor(results, lead._placement, lead.shape, lead._devices)

@@ -1,0 +1,116 @@
+"""Pointwise operators: one call for each owner, on its part.
+
+They are all operators with ``torch.Tag.pointwise`` and a few that lack the tag. In-place operators, and those with
+``out=``, write to the parts of a sharded tensor and return that tensor. Sharded tensors have the same owners, placement
+and shape. Plain tensors that broadcast to that shape are sliced as the parts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel import _torch
+from dataparallel._torch import OpOverload
+from dataparallel.sharded.operators import Operator, refusal, register, register_rule
+from dataparallel.sharded.operators.layout import leading, parts_of, whole
+from dataparallel.sharded.placements import Replicate
+from dataparallel.sharded.tensor import ShardedTensor
+
+__all__ = ["pointwise"]
+
+WITHOUT_TAG = frozenset(
+    [
+        "__ilshift__",
+        "__irshift__",
+        "elu_backward",
+        "fill",
+        "fill_",
+        "hardshrink_backward",
+        "hardsigmoid_backward",
+        "hardswish",
+        "hardswish_",
+        "hardswish_backward",
+        "hardtanh_backward",
+        "leaky_relu_backward",
+        "masked_fill",
+        "masked_fill_",
+        "mish_backward",
+        "rsub",
+        "softplus_backward",
+        "softshrink_backward",
+        "zero_",
+    ]
+)
+"""Names of pointwise operators that lack the tag in some release of torch."""
+
+OF_PYTHON = frozenset(
+    ["__ilshift__", "__irshift__", "add_", "bitwise_and_", "bitwise_left_shift_", "bitwise_or_", "bitwise_right_shift_",
+     "bitwise_xor_", "div_", "floor_divide_", "mul_", "pow_", "remainder_", "sub_"]
+)  # fmt: skip
+"""Names of the operators behind ``+=``, ``-=`` and so on."""
+
+
+@register_rule
+def _rule(func: OpOverload) -> Operator | None:
+    is_pointwise = torch.Tag.pointwise in func.tags or func.overloadpacket.__name__ in WITHOUT_TAG
+    return pointwise if is_pointwise and torch.Tag.nondeterministic_seeded not in func.tags else None
+
+
+@cache
+def _written(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Which arguments the operator writes to: positions, and names of those that are only given by name."""
+    written = [
+        (place, argument)
+        for place, argument in enumerate(_torch.schema_of(func).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return (
+        tuple(place for place, argument in written if not argument.kwarg_only),
+        tuple(argument.name for _, argument in written if argument.kwarg_only),
+    )
+
+
+@register(torch.ops.aten.zero_.default)
+def zero_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Counts that the tensor was set to zero: gradients that wait to be added to it are void then."""
+    result = pointwise(func, args, kwargs)
+    result._zeroed += 1
+    return result
+
+
+def pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator on each part. A 0-dim tensor has one part.
+
+    Raises:
+        RuntimeError: it is one of `OF_PYTHON` and writes to a plain tensor.
+        TypeError, ValueError: as ``layout.parts_of``, and if it writes to any other tensor that it cannot write to.
+    """
+    lead = leading([*args, *kwargs.values()])
+    positions, names = _written(func)
+    targets = [*(args[i] for i in positions), *(kwargs[name] for name in names)]
+    for target in targets:
+        if not isinstance(target, ShardedTensor):
+            error = refusal(func, " if it writes to a plain tensor")
+            # Of plain += sharded torch makes a TypeError into NotImplemented. Python would then compute
+            # plain = plain + sharded: the name would be bound to another tensor, and nothing written.
+            raise RuntimeError(*error.args) if func.overloadpacket.__name__ in OF_PYTHON else error
+        if target.shape != lead.shape:
+            raise refusal(func, f" if it writes a result of shape {tuple(lead.shape)} to {tuple(target.shape)}")
+    columns: list[Sequence[Any]] = [parts_of(func, value, lead) for value in args]
+    named = {name: parts_of(func, value, lead) for name, value in kwargs.items()}
+    owners = len(lead._shards)
+    calls = 1 if lead.dim() == 0 and not isinstance(lead._placement, Replicate) else owners
+    results = [
+        func(*[column[i] for column in columns], **{name: column[i] for name, column in named.items()})
+        for i in range(calls)
+    ]
+    if targets:
+        return targets[0] if len(targets) == 1 else tuple(targets)
+    if isinstance(results[0], Tensor):
+        return whole(func, results, lead)
+    return tuple(whole(func, parts, lead) for parts in zip(*results, strict=True))

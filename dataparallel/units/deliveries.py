@@ -1,0 +1,135 @@
+"""What slots bring when a unit's gradients are added, and what all units of a tree share in one pass of backward.
+
+``units.gradients`` makes deliveries, ``units.sums`` adds them, and ``units.passes`` ends the pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dataparallel import _torch
+from dataparallel.sharded.placements import Shard
+from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.streams.current import Event
+from dataparallel.units.layout import Layout
+from dataparallel.units.lines import wait_for
+from dataparallel.units.owned import OwnedShards
+
+__all__ = ["Delivery", "Group", "OfUnit", "SumsOfPass", "added_in"]
+
+Group: TypeAlias = "tuple[list[int], Layout, torch.dtype]"
+"""Parameters of one dtype that need gradients: their positions in the unit, their layout, the dtype."""
+
+
+class OfUnit(Protocol):
+    """What gradients have to know of their unit."""
+
+    name: str
+    parameters: list[ShardedTensor]
+    indices: list[list[int]]
+    owned: list[OwnedShards]
+    shapes: list[torch.Size]
+    cuts: list[Shard]
+    requires_gradient_sync: bool
+    gradient_divide_factor: float
+    is_offloaded: bool
+
+    def dtype_of_sums(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients travel."""
+
+    def to_host(self, part: Tensor) -> Tensor:
+        """A copy in host memory, complete after an event on the current stream."""
+
+
+@dataclass
+class Delivery:
+    """What one slot brings for one unit.
+
+    Attributes:
+        matrices: for each dtype the gradients in the layout of the gathered matrix.
+        sums: for each dtype memory on the slot's device in which its part is added up; it begins as the slot's own row.
+        parts: the same in the dtype of the parameters, which may be the same memory.
+        present: which of the parameters that need gradients have one.
+        made: after the writes to all of this, on the slot's computing stream. ``None`` on the CPU.
+    """
+
+    matrices: list[Tensor]
+    sums: list[Tensor]
+    parts: list[Tensor]
+    present: list[bool]
+    made: Event | None
+
+
+@dataclass
+class SumsOfPass:
+    """What all units of a tree share in one pass of backward.
+
+    Attributes:
+        slots: how many replicas take part.
+        computing: the computing stream of each accelerator.
+        in_flight: for each slot the deliveries whose sums have been launched, with events after they were read.
+        added: for each owner an event after its last sum.
+        waiting: what is added to gradients on the host when these events have passed.
+        summed: the parameters that have got gradients.
+        added_to: gradients of earlier passes that the sums are added to: others may drop them meanwhile.
+        latest: after the reads of the sums that were launched last.
+    """
+
+    slots: int
+    computing: Mapping[torch.device, torch.Stream]
+    in_flight: dict[int, list[tuple[Delivery, list[Event]]]] = field(default_factory=dict)
+    added: dict[int, Event] = field(default_factory=dict)
+    waiting: list[Callable[[], object]] = field(default_factory=list)
+    summed: dict[int, ShardedTensor] = field(default_factory=dict)
+    latest: Event | None = None
+    added_to: list[Tensor] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def hold(self, slot: int, delivery: Delivery, events: list[Event]) -> None:
+        """Keeps a delivery until `release`, which waits for the events."""
+        with self._lock:
+            self.in_flight.setdefault(slot, []).append((delivery, events))
+
+    def release(self, slot: int) -> None:
+        """Makes the slot's computing stream wait for the sums that read its deliveries, and drops these."""
+        with self._lock:
+            deliveries = self.in_flight.pop(slot, [])
+        for delivery, events in deliveries:
+            device = (delivery.matrices or delivery.sums)[0].device
+            if device in self.computing:
+                wait_for(events, [self.computing[device]])
+
+    def drop(self) -> None:
+        """Drops everything, in order with what reads it. The pass has failed."""
+        wait_for(self.added.values(), self.computing.values())
+        self.in_flight.clear()
+        self.waiting.clear()
+        self.added_to.clear()
+
+    def end(self) -> None:
+        """Orders all computing streams after all sums, and finishes gradients on the host."""
+        wait_for(self.added.values(), self.computing.values())
+        for slot in [*self.in_flight]:
+            self.release(slot)
+        self.added_to.clear()
+        if self.waiting:
+            for event in self.added.values():
+                event.synchronize()
+            for finish in self.waiting:
+                finish()
+        # Hooks may use the gradients on the computing streams, which wait for the sums now.
+        for parameter in self.summed.values():
+            for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:
+                hook(parameter)
+
+
+def added_in(summed: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the sum: sums of 16-bit numbers are made in 32 bits."""
+    wide = torch.promote_types(summed, dtype)
+    return torch.float32 if wide.itemsize < 4 and wide.is_floating_point else wide

@@ -1,0 +1,198 @@
+"""The gradients of one unit: each slot delivers its own, and when all have, each owner adds its part of them.
+
+A slot copies its gradients into a matrix with a row for each owner (`Delivery`). When all slots of the pass have
+delivered, `UnitSums` adds them up. A parameter without a gradient on every slot has none.
+
+A unit may be reached several times in one pass: a slot's first delivery belongs with the first ones of other slots, its
+second with their second, and so on. What a slot still misses at the end of the pass counts as zero
+(`UnitGradients.end`). While gradients are not synchronised, a slot's deliveries are added on the slot and stay there
+(`_held`).
+
+The matrix belongs to the computing stream of its device. Before the slot's next delivery of any unit that stream waits
+for the sums that read the last one (`SumsOfPass.release`), so two matrices are in memory at most. At the end of the
+pass all computing streams wait for all sums.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.streams.current import Event, current_streams, streams_joined
+from dataparallel.units.deliveries import Delivery, Group, OfUnit, SumsOfPass, added_in
+from dataparallel.units.layout import Layout
+from dataparallel.units.lines import Lines
+from dataparallel.units.no_room import named_if_no_room
+from dataparallel.units.sums import UnitSums
+
+__all__ = ["UnitGradients"]
+
+
+class UnitGradients:
+    """The gradients of one unit, for any thread.
+
+    Args:
+        unit: the unit; its parameters, dtypes and settings.
+        recorded: positions of the parameters that need gradients.
+        lines: the streams of the tree.
+    """
+
+    def __init__(self, unit: OfUnit, recorded: Sequence[int], lines: Lines) -> None:
+        self._unit, self._lines = unit, lines
+        self._lock = threading.Lock()
+        # While a slot's gradients are packed, with those that it holds: on the CPU passes of several threads deliver.
+        self._packing = [threading.Lock() for _ in lines.slots]
+        needs = set(recorded)
+        self.recorded = list(recorded)
+        self._order = {parameter: at for at, parameter in enumerate(recorded)}
+        # For each dtype its parameters that need gradients, and their layout.
+        self._groups: list[Group] = []
+        for indices, owned in zip(unit.indices, unit.owned, strict=True):
+            kept = [i for i in indices if i in needs]
+            if kept:
+                layout = Layout([unit.shapes[i] for i in kept], [unit.cuts[i] for i in kept], len(lines.slots))
+                self._groups.append((kept, layout, owned.dtype))
+        self._sums = UnitSums(unit, self._groups, self._order, lines)
+        self._rounds: list[dict[int, Delivery]] = []
+        self._delivered: dict[int, int] = {}
+        self._held: dict[int, Delivery] = {}
+        self._new: set[int] = set()  # slots whose held gradients are of this pass alone
+        self._former: dict[int, _FormerGrad] = {}
+
+    @property
+    def full_bytes(self) -> int:
+        """The size of one slot's gradients."""
+        return self._sums.full_bytes
+
+    def deliver(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
+        """Takes the gradients of one slot, in the order of ``recorded``, and adds up if it was the last to deliver.
+
+        The current stream has the gradients: that of the graph, which may be older than the pass. The pass's computing
+        stream takes them, so everything that is made here belongs to it. Returns true if they have been added up, false
+        if they wait for other slots, and ``None`` if they stay on the slot.
+        """
+        device = self._lines.slots[slot]
+        joined = streams_joined({device: sums.computing[device]} if device in sums.computing else {})
+        with self._packing[slot], joined:
+            return self._take(slot, grads, sums)
+
+    def _take(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
+        """`deliver` on the computing stream of the pass."""
+        sums.release(slot)
+        is_new = slot not in self._held or slot in self._new
+        with named_if_no_room("gradients", self._unit.name, self._lines.slots[slot], self.full_bytes):
+            delivery = self._packed(slot, grads)
+        with self._lock:
+            if not self._unit.requires_gradient_sync:
+                self._held[slot] = delivery  # with what was there
+                if is_new:
+                    self._new.add(slot)
+                return None
+            self._held.pop(slot, None)
+            number = self._delivered.get(slot, 0)
+            self._delivered[slot] = number + 1
+            while len(self._rounds) <= number:
+                self._rounds.append({})
+            self._rounds[number][slot] = delivery
+            if len(self._rounds[number]) == sums.slots:
+                # Under the lock: later rounds of this unit are added after this one.
+                found, self._rounds[number] = self._rounds[number], {}
+                self._sums.add_up(found, sums)
+                return True
+            return False
+
+    def end(self, sums: SumsOfPass | None) -> None:
+        """Adds up what waits, in the order of the slots.
+
+        With ``None`` the pass has failed, and what waits for other slots is dropped, and what it has left on the slots.
+        Gradients that earlier passes left there stay, with what has been added to them.
+        """
+        with self._lock:
+            new, self._new = self._new, set()
+            rounds, self._rounds, self._delivered = self._rounds, [], {}
+            if sums is None:
+                for slot in new:
+                    self._held.pop(slot, None)
+                self._note_held()
+                return
+            if self._unit.requires_gradient_sync and self._held:
+                held, self._held = self._held, {}
+                rounds.append(held)
+            for found in rounds:
+                if found:
+                    self._sums.add_up(found, sums)
+            self._former = {}
+            self._note_held()
+
+    @property
+    def are_held(self) -> bool:
+        """True if gradients wait on the slots for the next sum."""
+        return bool(self._held)
+
+    def drop_void(self) -> None:
+        """Drops gradients that are held on the slots if the user has thrown away those that they would be added to.
+
+        ``.grad`` says so: it is ``None``, another tensor, or has been set to zero since they were held.
+        """
+        with self._lock:
+            void = [i for i, former in self._former.items() if former.is_void(self._unit.parameters[i].grad)]
+            for i in void:
+                del self._former[i]
+                for delivery in self._held.values():
+                    delivery.present[self._order[i]] = False
+                    for (kept, layout, _), matrix in zip(self._groups, delivery.matrices, strict=True):
+                        if i in kept:
+                            place = layout.places[kept.index(i)]
+                            matrix[:, place.start : place.start + place.numel].zero_()
+            self._held = {slot: held for slot, held in self._held.items() if any(held.present)}
+
+    def _note_held(self) -> None:
+        """Notes to which ``.grad`` the held gradients belong. Where there is none it becomes zeros."""
+        for held in self._held.values():
+            for i in self.recorded:
+                if held.present[self._order[i]]:
+                    parameter = self._unit.parameters[i]
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    grad = parameter.grad
+                    assert grad is not None
+                    self._former[i] = _FormerGrad(grad)
+
+    def _packed(self, slot: int, grads: Sequence[Tensor | None]) -> Delivery:
+        """The slot's delivery, with what is held on it."""
+        device = self._lines.slots[slot]
+        held = self._held.get(slot)
+        matrices: list[Tensor] = []
+        sums: list[Tensor] = []
+        parts: list[Tensor] = []
+        for at, (kept, layout, dtype) in enumerate(self._groups):
+            summed = self._unit.dtype_of_sums(dtype)
+            matrix = torch.empty(layout.owners, layout.numel, dtype=summed, device=device)
+            layout.copy_in([grads[self._order[i]] for i in kept], matrix)
+            if held is not None:
+                matrix.add_(held.matrices[at])
+            matrices.append(matrix)
+            if self._unit.requires_gradient_sync:
+                sums.append(matrix[slot].to(added_in(summed, dtype), copy=True))
+                parts.append(sums[-1] if sums[-1].dtype == dtype else torch.empty_like(sums[-1], dtype=dtype))
+        present = [grad is not None for grad in grads]
+        if held is not None:
+            present = [a or b for a, b in zip(present, held.present, strict=True)]
+        stream = current_streams([device]).get(device)
+        return Delivery(matrices, sums, parts, present, None if stream is None else Event(stream))
+
+
+class _FormerGrad:
+    """A parameter's ``.grad`` as it was when gradients were held for it."""
+
+    def __init__(self, grad: ShardedTensor) -> None:
+        self._grad, self._zeroed = weakref.ref(grad), grad._zeroed
+
+    def is_void(self, grad: ShardedTensor | None) -> bool:
+        """True if the parameter's ``.grad`` is another one now, or ``zero_`` was called on it."""
+        return grad is None or self._grad() is not grad or grad._zeroed != self._zeroed

@@ -1,0 +1,162 @@
+"""Where the parameters of a unit lie in its flat buffers. Arithmetic only: no memory, no device.
+
+An owner's *flat shard* holds its part of each parameter, one after the other. All owners' flat shards have the same
+size: a part counts with ``ceil(rows / owners)`` rows, also where the owner has fewer. So the flat shards of all owners,
+one after the other, are a matrix with a row for each owner, the *gathered* matrix. A parameter is a range of its
+columns. The *full* buffer of a slot holds the parameters themselves, each contiguous: its range of columns, copied out.
+The layout of per-parameter sharding follows FSDP2 (``torch.distributed.fsdp.fully_shard``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dataparallel.sharded.placements import Shard, part_shapes
+
+__all__ = ["Layout", "Place"]
+
+_ALIGNED_TO = 8
+"""Elements. A part begins at a multiple, so that kernels can read 16 bytes at a time also in 16-bit types."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One parameter's range of columns.
+
+    Attributes:
+        shape: of the whole parameter.
+        dim: along which it is cut.
+        part_shapes: for each owner, without padding.
+        start, numel: the first column, and how many there are: the elements of a part with padding.
+        padding: columns after it that belong to no parameter.
+    """
+
+    shape: torch.Size
+    dim: int
+    part_shapes: tuple[torch.Size, ...]
+    start: int
+    numel: int
+    padding: int
+
+    @property
+    def is_even(self) -> bool:
+        """True if all owners have parts of one size, which fill their columns."""
+        return all(part.numel() == self.numel for part in self.part_shapes)
+
+
+class Layout:
+    """The layout of parameters of one dtype for a number of owners.
+
+    Args:
+        shapes, placements: of the parameters.
+        owners: how many.
+        full_offsets: where each parameter begins in a full buffer, if that was laid out for a multiple of ``owners``.
+
+    Attributes:
+        places: one for each parameter.
+        numel: columns of the gathered matrix, which are the elements of a flat shard.
+        owners: its rows.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        placements: Sequence[Shard],
+        owners: int,
+        full_offsets: Sequence[int] | None = None,
+    ) -> None:
+        self.owners, self.numel = owners, 0
+        self.places: list[Place] = []
+        for shape, placement in zip(shapes, placements, strict=True):
+            parts = part_shapes(shape, placement, owners)
+            numel = parts[0].numel()
+            padding = -numel % _ALIGNED_TO
+            self.places.append(Place(shape, placement.dim, tuple(parts), self.numel, numel, padding))
+            self.numel += numel + padding
+        self._views = [
+            [(place.part_shapes[owner], _contiguous(place.part_shapes[owner]), place.start) for place in self.places]
+            for owner in range(owners)
+        ]
+        self._full_offsets = [owners * p.start for p in self.places] if full_offsets is None else [*full_offsets]
+
+    def parts_of(self, flat: Tensor, owner: int) -> list[Tensor]:
+        """The owner's part of each parameter, as views of its flat shard."""
+        offset = flat.storage_offset()
+        # One operator for each: backward asks for a view of every gradient at every owner.
+        return [flat.as_strided(size, stride, offset + start) for size, stride, start in self._views[owner]]
+
+    def pack(self, flat: Tensor, parts: Sequence[Tensor], owner: int) -> None:
+        """Copies the owner's part of each parameter into its flat shard."""
+        for view, part in zip(self.parts_of(flat, owner), parts, strict=True):
+            view.copy_(part)
+
+    def full_offsets(self) -> list[int]:
+        """Where each parameter begins in a full buffer, which has ``owners * numel`` elements."""
+        return self._full_offsets
+
+    def copy_out(self, gathered: Tensor, full: Tensor) -> None:
+        """Copies the gathered matrix into the full buffer of a slot."""
+        targets, sizes = [], []
+        for place, start in zip(self.places, self._full_offsets, strict=True):
+            for size in (place.numel, place.padding):
+                if size:
+                    targets.append(full[start : start + self.owners * size].view(self.owners, size))
+                    sizes.append(size)
+                    start += self.owners * size
+        torch.split_with_sizes_copy(gathered, sizes, dim=1, out=targets)
+        for place, start in zip(self.places, self._full_offsets, strict=True):
+            if place.dim:
+                self._join_parts(place, full, start)
+
+    def _join_parts(self, place: Place, full: Tensor, start: int) -> None:
+        """Makes a parameter that is cut along another dimension than 0 contiguous: its parts lie one after another."""
+        numel = prod(place.shape)
+        region = full[start : start + numel]
+        parts = region.clone().view(self.owners, *place.part_shapes[0])
+        torch.cat([*parts], place.dim, out=region.view(place.shape))
+
+    def copy_in(self, grads: Sequence[Tensor | None], gathered: Tensor) -> None:
+        """Copies gradients of whole parameters into the gathered matrix, and zeros where there is none."""
+        if all(grad is not None and place.is_even for grad, place in zip(grads, self.places, strict=True)):
+            columns = []
+            for grad, place in zip(grads, self.places, strict=True):
+                assert grad is not None
+                columns.append(self._rows_of(grad, place))
+                if place.padding:
+                    columns.append(gathered.new_zeros(self.owners, place.padding, dtype=grad.dtype))
+            torch.cat(columns, 1, out=gathered)
+            return
+        for grad, place in zip(grads, self.places, strict=True):
+            if place.padding:
+                gathered[:, place.start + place.numel : place.start + place.numel + place.padding].zero_()
+            columns_of = gathered[:, place.start : place.start + place.numel]
+            if grad is None:
+                columns_of.zero_()
+                continue
+            if place.is_even:
+                columns_of.copy_(self._rows_of(grad, place))
+                continue
+            flat, done = grad.reshape(-1), 0
+            whole = sum(part.numel() == place.numel for part in place.part_shapes)
+            if whole:
+                done = whole * place.numel
+                columns_of[:whole].copy_(flat[:done].view(whole, place.numel))
+            columns_of[whole:].zero_()
+            if done < flat.numel():
+                columns_of[whole, : flat.numel() - done].copy_(flat[done:])
+
+    def _rows_of(self, grad: Tensor, place: Place) -> Tensor:
+        """A gradient with even parts as a matrix with a row for each owner."""
+        if place.dim:
+            grad = torch.stack(grad.chunk(self.owners, place.dim))
+        return grad.reshape(self.owners, place.numel)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))

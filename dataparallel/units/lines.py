@@ -1,0 +1,109 @@
+"""The streams on which shards and gradients travel, for one tree of units.
+
+Each slot computes on the stream that is current when it is called. The rest are kept for the whole process:
+
+- ``receiving[i]``, on slot i's device: pulls of slot i end there. Memory that it receives into belongs to it.
+- ``sending(i)``, on each owner's device: pulls of slot i begin there. It is a stream of its own for each slot, so a
+  slot that lags does not hold up the pulls of others.
+- ``summing[j]``, on owner j's device: gradients are added there. ``adding(j)``: on the other devices they leave for
+  owner j on a stream of its own, for the same reason.
+- ``meeting``, on the first slot's device, for each purpose: events of all devices become one event there (`meet`).
+
+A copy between devices orders the two streams that are current on its ends: the source's stream waits for the target's
+before it, and the target's for the source's after it. So an event on the receiving stream follows every pull before it.
+On the CPU there are no streams, and nothing here does anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+from dataparallel.devices import CPU, current_device_set
+from dataparallel.streams.current import Event, current_streams, kept_stream
+
+__all__ = ["GivenEvents", "Lines", "wait_for"]
+
+Purpose: TypeAlias = Literal["calls", "pulls", "deliveries", "sums"]
+"""Who waits for events that meet: a call for the caller, owners for pulls, sums for deliveries, others for sums."""
+
+
+class Lines:
+    """The streams of a tree on these slots, which are the owners too."""
+
+    def __init__(self, slots: Sequence[torch.device]) -> None:
+        self.slots = list(slots)
+        self.receiving = [_kept(device, "gathers", i) for i, device in enumerate(slots)]
+        self.summing = [_kept(device, "sums", i) for i, device in enumerate(slots)]
+        self.casting = {d: s for d in {*slots} if (s := _kept(d, "shards are cast", 0)) is not None}
+        self.meeting = {purpose: _kept(slots[0], f"{purpose} meet", 0) for purpose in get_args(Purpose)}
+        self._pulling = self._from_all("shards leave", self.receiving)
+        self._adding = self._from_all("gradients leave", self.summing)
+
+    def pulling(self, slot: int) -> Mapping[torch.device, torch.Stream]:
+        """The streams to be current while the slot pulls: sending ones on the owners, on its own device receiving."""
+        return self._pulling[slot]
+
+    def adding(self, owner: int, sources: Iterable[torch.device] | None = None) -> Mapping[torch.device, torch.Stream]:
+        """The streams to be current while the owner pulls gradients from these devices (default: all) and adds them."""
+        streams = self._adding[owner]
+        if sources is None:
+            return streams
+        return {device: streams[device] for device in {self.slots[owner], *sources} if device in streams}
+
+    def meet(self, purpose: Purpose, events: Iterable[Event]) -> Event | None:
+        """One event after all of these, and after earlier ones of the same purpose: to wait for it takes one call.
+
+        ``None`` on the CPU.
+        """
+        stream = self.meeting[purpose]
+        if stream is None:
+            return None
+        wait_for(events, [stream])
+        return Event(stream)
+
+    def now(self) -> dict[torch.device, Event]:
+        """An event on the current stream of each device."""
+        return {device: Event(stream) for device, stream in current_streams(self.slots).items()}
+
+    def _from_all(self, purpose: str, ends: Sequence[torch.Stream | None]) -> list[Mapping[torch.device, torch.Stream]]:
+        """For each slot the streams on which its copies begin on each device, and on its own device end."""
+        found: list[Mapping[torch.device, torch.Stream]] = []
+        for slot, (device, own) in enumerate(zip(self.slots, ends, strict=True)):
+            streams = {d: s for d in {*self.slots} if (s := _kept(d, purpose, slot)) is not None}
+            if own is not None:
+                streams[device] = own  # one stream of a device can be current
+            found.append(streams)
+        return found
+
+
+class GivenEvents(Event):
+    """Events that a user has recorded. All of them have to pass."""
+
+    def __init__(self, events: Iterable[torch.Event]) -> None:
+        self._events = [*events]
+
+    def make_wait(self, stream: torch.Stream) -> None:
+        """Makes ``stream`` wait for the events."""
+        with current_device_set(stream.device):
+            for event in self._events:
+                stream.wait_event(event)
+
+    def synchronize(self) -> None:
+        """Makes the host wait for the events."""
+        for event in self._events:
+            event.synchronize()
+
+
+def wait_for(events: Iterable[Event], streams: Iterable[torch.Stream]) -> None:
+    """Makes each stream wait for each event."""
+    streams = [*streams]
+    for event in events:
+        for stream in streams:
+            event.make_wait(stream)
+
+
+def _kept(device: torch.device, purpose: str, number: int) -> torch.Stream | None:
+    return None if device == CPU else kept_stream(device, purpose, number)

@@ -1,0 +1,415 @@
+"""The parameters of one unit on one slot: gathered before they are used, freed after it.
+
+The parameters are the same tensors for the whole life of the unit. Their memory comes and goes: while the unit is
+sharded, the storage that they share has no bytes. So tensors that autograd saved in forward have their values again
+once the unit is gathered in backward. To read them while there are no bytes crashes the process. Therefore a replica's
+registries hold the sharded parameters except while the unit runs there (``units.calls``).
+
+A gather has two steps. `start` lets the slot pull all pieces into a matrix, on side streams, and may come early. `full`
+makes the computing stream wait for that, copies parameters out, and drops the matrix. Memory is freed to the stream it
+belongs to: the full buffer to the computing stream, which alone uses it, and the matrix to the receiving stream after
+an event at the end of the copy out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dataparallel import _torch, comm
+from dataparallel.replica_parameter import ReplicaParameter
+from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.streams.current import Event, current_streams, streams_set
+from dataparallel.units.layout import Layout
+from dataparallel.units.lines import Lines, wait_for
+from dataparallel.units.no_room import no_room_for
+from dataparallel.units.owned import OwnedShards, Source
+from dataparallel.units.pieces import Pieces
+from dataparallel.units.precision import Precision
+
+__all__ = ["OfUnit", "Registers", "UnitOnSlot"]
+
+
+class OfUnit(Protocol):
+    """What a slot has to know of its unit."""
+
+    name: str
+    precision: Precision
+    parameters: list[ShardedTensor]
+    indices: list[list[int]]
+    owned: list[OwnedShards]
+    pieces: Pieces
+    recorded: list[int]
+    number_of_modules: int
+    reshard_after_forward: bool | int
+    reshard_after_backward: bool
+    is_reshard_automatic: bool
+
+    @property
+    def full_bytes(self) -> int:
+        """The size of the full parameters."""
+
+    def dtype_on_slots(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which slots compute."""
+
+    def versions(self) -> list[int]:
+        """They grow with every change in place."""
+
+    def sources(self) -> list[Source]:
+        """What slots pull from."""
+
+    def refuse_overwritten(self, slot: int) -> None:
+        """Raises if other code has written to the full parameters on the slot."""
+
+
+class Registers(Protocol):
+    """The places in one replica where the unit's parameters are registered."""
+
+    def register(self, parameters: Sequence[Tensor]) -> None:
+        """Registers these, in the order of the unit's."""
+
+
+class _Full:
+    """The parameters of one dtype: a full buffer with their values, or without bytes."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self._buffer = torch.empty(layout.owners * layout.numel, dtype=dtype, device=device)
+        self._storage = self._buffer.untyped_storage()
+        self._bytes = self._storage.nbytes()
+        self.tensors: list[Tensor] = []
+        for place, offset in zip(layout.places, layout.full_offsets(), strict=True):
+            tensor = torch.empty(0, dtype=dtype, device=device)
+            stride = torch.empty(place.shape, device="meta").stride()
+            self.tensors.append(tensor.set_(self._storage, offset, place.shape, stride))
+        self._versions: tuple[int, ...] = ()
+        self.gathered: Tensor | None = None
+        self._gathered_as = layout
+        self.free()
+
+    def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout | None = None) -> None:
+        """Copies the pieces into a new matrix, beginning with piece ``first``: so slots pull from distinct owners.
+
+        ``layout``: of the pieces; default the owners'.
+        """
+        self._gathered_as = layout or self.layout
+        made = self._buffer.new_empty(self._gathered_as.owners, self._gathered_as.numel)
+        order = [(first + i) % len(pieces) for i in range(len(pieces))]
+        comm.copy_each([made[i] for i in order], [pieces[i] for i in order])
+        self.gathered = made
+
+    def fill(self) -> Tensor:
+        """Copies the parameters out of the matrix, and returns that."""
+        assert self.gathered is not None
+        self._storage.resize_(self._bytes)
+        if self._versions and _torch.set_versions:
+            _torch.set_versions(tuple(self.tensors), self._versions)
+        self._gathered_as.copy_out(self.gathered, self._buffer)
+        gathered, self.gathered = self.gathered, None
+        return gathered
+
+    def free(self) -> None:
+        if self._storage.nbytes():
+            self._storage.resize_(0)
+            # So autograd raises if a backward reads a saved parameter that has no bytes, which would crash the process.
+            if _torch.set_versions:
+                self._versions = tuple(map(_torch.version_of, self.tensors))
+                torch.autograd.graph.increment_version(self.tensors)
+
+
+class UnitOnSlot:
+    """One unit on one slot. Any thread may use it.
+
+    Args:
+        unit: the unit.
+        slot, device: the number of the slot, and its device.
+        lines: the streams of the tree.
+
+    Attributes:
+        parameters: in the order of the unit's, without a graph. ``units.node`` makes those outputs that need gradients.
+        is_full: true while the parameters have their values.
+    """
+
+    def __init__(self, unit: OfUnit, slot: int, device: torch.device, lines: Lines) -> None:
+        self.unit, self.slot, self.device = unit, slot, device
+        self._lines = lines
+        self._lock = threading.RLock()
+        with torch.inference_mode(False), torch.no_grad():
+            self._groups = [_Full(group.layout, unit.dtype_on_slots(group.dtype), device) for group in unit.owned]
+        self.parameters: list[Tensor] = [torch.empty(0)] * len(unit.parameters)
+        for indices, full in zip(unit.indices, self._groups, strict=True):
+            for i, tensor in zip(indices, full.tensors, strict=True):
+                tensor.__class__ = ReplicaParameter
+                self.parameters[i] = tensor
+        self.is_full = False
+        self.last_pull: Event | None = None
+        self._pulled: Event | None = None  # after the pulls that have been started
+        self._stream: torch.Stream | None = None  # the computing stream that used the parameters last
+        self._filled_on: torch.Stream | None = None  # the one that their memory belongs to
+        self._versions: list[int] = []  # of the values that are here or on their way
+        self._full_versions: list[int] = []  # of the full parameters; our own writes do not move them
+        self._overwritten: int | None = None
+        self._shown_in: set[Registers] = set()
+        self._users = 0  # calls of the unit's modules that run
+        self._open: set[object] = set()  # calls whose backward has begun and not ended
+        self._has_all_gradients = False
+        self._is_in_backward = False
+        self._is_kept = False
+        self._have_run: set[int] = set()  # of the unit's modules, in this forward
+
+    @property
+    def is_started(self) -> bool:
+        """True if values are here or on their way."""
+        return self.is_full or self._pulled is not None or any(full.gathered is not None for full in self._groups)
+
+    # ---- gathering and freeing ---------------------------------------------------------------------------------------
+
+    def start(self, ready: Mapping[torch.device, Event]) -> None:
+        """Starts a gather, unless values are here or on their way.
+
+        In backward the slot gathers from its group where that has kept the parameters in pieces, and else from the
+        owners.
+
+        ``ready``: for each device an event after which shards there may be read.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for the matrix; the message names unit and device.
+        """
+        with self._lock:
+            if self.is_started:
+                return
+            self._versions = self.unit.versions()
+            own = self._lines.receiving[self.slot]
+            with torch.no_grad(), _OutOfMemory(self):
+                if not (_torch.current_graph_task_id() != -1 and self._pull_from_group(own)):
+                    self._pull_from_owners(own, ready)
+                if own is not None and self._groups:
+                    self.last_pull = self._pulled = Event(own)
+
+    def _pull_from_owners(self, own: torch.Stream | None, ready: Mapping[torch.device, Event]) -> None:
+        streams = self._lines.pulling(self.slot)
+        if own is not None:  # copies to this stream begin after it, so the streams on which they leave need not wait
+            wait_for({*ready.values()}, [own])
+        for full, source in zip(self._groups, self.unit.sources(), strict=True):
+            pieces, made = source.pieces(ready)
+            try:
+                for device, event in made.items():
+                    event.make_wait(streams[device])
+                with streams_set(streams):
+                    full.pull(pieces, self.slot)
+            finally:
+                source.done([] if own is None else [Event(own)])
+
+    def _pull_from_group(self, own: torch.Stream | None) -> bool:
+        """Pulls the pieces of the slot's group. Returns false if they are not all there."""
+        pieces = self.unit.pieces.borrow(self.slot)
+        if pieces is None:
+            return False
+        streams = self._lines.pulling(self.slot)
+        try:
+            for member, piece in zip(pieces[0].group, pieces, strict=True):
+                if piece.made is not None:
+                    piece.made.make_wait(streams[self._lines.slots[member]])
+            with streams_set(streams):
+                for at, full in enumerate(self._groups):
+                    flats = [piece.flats[at] for piece in pieces]
+                    full.pull(flats, self.slot % len(pieces), pieces[0].layouts[at])
+        finally:
+            self.unit.pieces.give_back(self.slot, pieces, None if own is None else Event(own))
+        return True
+
+    def make_full(self, ready: Mapping[torch.device, Event]) -> None:
+        """Makes the parameters full. The computing stream is current, and waits for the gather."""
+        with self._lock:
+            self.start(ready)
+            computing = current_streams([self.device])
+            self._order_computing_streams()
+            if self.is_full:
+                return
+            own = self._lines.receiving[self.slot]
+            with torch.no_grad(), _OutOfMemory(self):
+                if self._pulled is not None:
+                    wait_for([self._pulled], computing.values())
+                for full in self._groups:
+                    gathered = full.fill()
+                    if own is not None:
+                        wait_for([Event(stream) for stream in computing.values()], [own])
+                    del gathered
+            self._pulled, self._filled_on = None, self._stream
+            self.is_full = True
+            if not self._full_versions:
+                self._full_versions = self._versions_of_full()
+
+    def use(self, ready: Mapping[torch.device, Event], registers: Registers) -> None:
+        """Makes the parameters full, and keeps them so until `end_use`."""
+        with self._lock:
+            self.make_full(ready)
+            self.show_in(registers)
+            self._users += 1
+
+    def show_in(self, registers: Registers) -> None:
+        """Registers the full parameters in a replica, until they are freed. They are full now."""
+        with self._lock:
+            self._shown_in.add(registers)
+            registers.register(self.parameters)
+
+    def end_use(self) -> None:
+        """A call of one of the unit's modules has ended."""
+        with self._lock:
+            self._users -= 1
+
+    def free(self) -> None:
+        """Frees the parameters, and a gather that has been started, unless a call uses them."""
+        with self._lock:
+            if self._users:
+                return
+            self._note_overwritten()
+            if self.is_full and self._stream is not None and self._stream != self._filled_on:
+                wait_for([Event(self._stream)], [self._filled_on] if self._filled_on is not None else [])
+            for full in self._groups:
+                full.gathered = None  # memory of the receiving stream, which alone has used it
+                full.free()
+            self._pulled = None
+            self.is_full = False
+            for registers in self._shown_in:
+                registers.register(self.unit.parameters)
+            self._shown_in.clear()
+
+    def free_if_changed(self) -> None:
+        """Frees values that the sharded parameters do not have any more."""
+        with self._lock:
+            if self.is_started and self._versions != self.unit.versions():
+                self.free()
+
+    def take_overwritten(self) -> int | None:
+        """The position of a parameter that other code has written to while it was full, once.
+
+        The parameters are freed, because slots differ now.
+        """
+        with self._lock:
+            self._note_overwritten()
+            found, self._overwritten = self._overwritten, None
+            if found is not None:
+                self.free()
+            return found
+
+    def _note_overwritten(self) -> None:
+        if self.is_full and (now := self._versions_of_full()) != self._full_versions:
+            changed = [a != b for a, b in zip(now, self._full_versions, strict=True)]
+            self._overwritten, self._full_versions = changed.index(True), now
+
+    def _versions_of_full(self) -> list[int]:
+        return [_torch.version_of(parameter) for parameter in self.parameters]
+
+    # ---- when to free ------------------------------------------------------------------------------------------------
+
+    def module_ended(self, number: int, has_backward: bool, is_announced: bool = True) -> None:
+        """One of the unit's modules has run.
+
+        ``has_backward``: a graph may lead to it. ``is_announced``: the gradient of an output says when its backward
+        begins. If none does, the parameters stay for it.
+        """
+        with self._lock:
+            self._have_run.add(number)
+            if len(self._have_run) < self.unit.number_of_modules:
+                return
+            self._have_run.clear()
+            if is_announced or not has_backward:
+                self._free_after_forward(has_backward)
+
+    def forward_ended(self, has_failed: bool) -> None:
+        """The forward of the whole tree has ended."""
+        with self._lock:
+            was_incomplete = bool(self._have_run)
+            self._have_run.clear()
+            if self._is_in_backward:  # the forward is a recomputation
+                return
+            if has_failed or not self.is_full:
+                self.free()  # started ahead in vain
+            elif was_incomplete:
+                self._free_after_forward(has_backward=True)
+
+    def _free_after_forward(self, has_backward: bool) -> None:
+        unit = self.unit
+        keeps = unit.reshard_after_forward is False and (has_backward or not unit.is_reshard_automatic)
+        if not keeps and not self._is_in_backward:
+            size = unit.reshard_after_forward
+            if has_backward and not isinstance(size, bool) and self.is_full and not self._users:
+                stream = self._stream
+                with _OutOfMemory(self), torch.no_grad(), streams_set({} if stream is None else {self.device: stream}):
+                    unit.pieces.keep(self.slot, size, self.parameters, self._versions, stream)
+            self.free()
+
+    def backward_began(self, call: object | None) -> None:
+        """A call's backward begins. ``call`` is given if it will end with `backward_ended`."""
+        with self._lock:
+            self._has_all_gradients, self._is_in_backward = False, True
+            if call is not None:
+                self._open.add(call)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """True if the backward of a call has begun and not ended."""
+        return self._is_in_backward
+
+    def backward_ended(self, call: object) -> None:
+        """All inputs of a call have their gradients."""
+        with self._lock:
+            self._open.discard(call)
+            self._free_after_backward()
+
+    def received(self) -> None:
+        """All parameters have their gradients."""
+        with self._lock:
+            self._has_all_gradients = True
+            self._free_after_backward()
+
+    def _free_after_backward(self) -> None:
+        # A recorded pass is followed by one through its graph, whose nodes read the parameters.
+        if self._is_kept or torch.is_grad_enabled():
+            return
+        is_done = not self._open and (self._has_all_gradients or not self.unit.recorded)
+        if is_done:
+            self._is_in_backward = False
+            if self.unit.reshard_after_backward:
+                self.free()
+
+    def pass_ended(self, has_failed: bool, was_recorded: bool) -> None:
+        """A pass of backward has ended. If it was recorded, a pass through its own graph may follow."""
+        with self._lock:
+            self._open.clear()
+            self._is_in_backward = False
+            self._is_kept = was_recorded and not has_failed
+            if self._is_kept:
+                return
+            if has_failed or self.unit.reshard_after_backward:
+                self.free()
+
+    def _order_computing_streams(self) -> None:
+        """Orders uses of the parameters on another computing stream after those on the last one."""
+        now = current_streams([self.device]).get(self.device)
+        if self._stream is not None and now is not None and now != self._stream:
+            Event(self._stream).make_wait(now)
+        self._stream = now
+
+
+class _OutOfMemory:
+    """Around an allocation: an error for lack of memory names the unit and the device."""
+
+    def __init__(self, on_slot: UnitOnSlot) -> None:
+        self._on_slot = on_slot
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            on_slot = self._on_slot
+            on_slot.free()
+            raise no_room_for(
+                "parameters", on_slot.unit.name, on_slot.device, on_slot.unit.full_bytes, error
+            ) from error

@@ -1,0 +1,176 @@
+"""One pass of backward through a tree of units: when it begins, when it ends, and what happens if it fails.
+
+The hooks of ``units.calls`` begin a pass in the first node that they see. The engine calls `_End` when the pass ends,
+or drops it without a call if the pass fails; then what waits is dropped and every unit is freed. A pass that the engine
+starts inside another one, for a reentrant checkpoint, belongs to that. So do passes of several threads at a time: their
+gradients are added up together, and it lasts until all of them have ended.
+
+Slots may not run far ahead of each other: gradients of a fast slot would pile up until the slowest has delivered its
+own. A slot that has delivered more than another one stops before its next unit (`BackwardPass.wait_for_others`). The
+slot that has delivered least never stops. It may be done, though, or need what the thread of a slot that waits is to
+compute. So a slot that has seen no other move for `_PATIENCE` seconds waits no more until the slot behind has delivered
+something: waiting saves memory and is not needed for correct results.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from dataparallel import _torch
+from dataparallel.devices import CPU
+from dataparallel.units.deliveries import SumsOfPass
+from dataparallel.units.unit import Unit
+
+__all__ = ["BackwardPass"]
+
+_PATIENCE = 0.25
+"""Seconds. A slot moves when the backward of a unit begins there and when its gradients are there."""
+
+_MAY_WAIT_BYTES = 2**20
+"""So many bytes of gradients a slot may have delivered more than another before it stops."""
+
+
+class BackwardPass:
+    """One pass.
+
+    Args:
+        units: of the tree.
+        slots: the devices of the replicas that take part.
+        computing: the computing stream of each accelerator.
+        before_last_sums: called before the sums of this pass are waited for. They are not if ``is_last_backward`` is
+            false for a unit.
+        when_ended: called at the end, with true if the pass has failed.
+
+    Attributes:
+        sums: what the sums of all units share.
+        is_recorded: true if a graph of this backward is recorded.
+        has_finished: somebody waits for the sums, or the pass has failed.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        slots: Sequence[torch.device],
+        computing: Mapping[torch.device, torch.Stream],
+        before_last_sums: Callable[[], None],
+        when_ended: Callable[[BackwardPass, bool], None],
+    ) -> None:
+        self._units, self._before_last_sums, self._when_ended = units, before_last_sums, when_ended
+        self.has_finished = False
+        self.sums = SumsOfPass(len(slots), computing)
+        self._have_own_threads = False
+        self.include(slots)
+        self.is_recorded = False
+        self._tasks: set[int] = set()
+        self._changed = threading.Condition()
+        self._delivered: defaultdict[int, int] = defaultdict(int)  # bytes of each slot
+        self._gave_up_at: dict[int, int] = {}  # what the slot behind had delivered when a slot gave up
+        self._movements = 0
+        self._is_over = False
+
+    def include(self, slots: Sequence[torch.device]) -> None:
+        """These slots take part, which are the first few of the tree."""
+        self.sums.slots = max(self.sums.slots, len(slots))
+        self._have_own_threads = len({*slots}) == len(slots) and CPU not in slots
+
+    def join(self, only_if_alone: bool = False) -> bool:
+        """Called in the backward of a node: the pass lasts until the engine's task that runs now has ended.
+
+        ``only_if_alone``: unless another task has joined. That is for a backward that came to parameters on a way past
+        the hooks. Returns false if the pass is over, and takes no more gradients.
+        """
+        number = _torch.current_graph_task_id()
+        with self._changed:
+            if self._is_over:
+                return False
+            if number in self._tasks or (only_if_alone and self._tasks):
+                return True
+            self._tasks.add(number)
+        _torch.queue_callback(_End(self, number))
+        return True
+
+    @property
+    def has_tasks(self) -> bool:
+        """True if a task of the engine that has joined the pass has not ended."""
+        return bool(self._tasks)
+
+    def has_current_task(self) -> bool:
+        """True if the engine's task that runs now has joined the pass."""
+        return _torch.current_graph_task_id() in self._tasks
+
+    def delivered(self, slot: int, number_of_bytes: int) -> None:
+        """A slot has delivered a unit's gradients, which may wait for those of other slots."""
+        with self._changed:
+            self._delivered[slot] += number_of_bytes
+            self._moved()
+
+    def wait_for_others(self, slot: int) -> None:
+        """Waits while another slot has delivered less, if each slot's backward has a thread of its own."""
+        if not self._have_own_threads:
+            return
+        with self._changed:
+            self._moved()
+            while self._is_ahead(slot) and self._gave_up_at.get(slot) != self._least() and not self._is_over:
+                before = self._movements
+                self._changed.wait(_PATIENCE)
+                if self._movements == before:
+                    self._gave_up_at[slot] = self._least()
+
+    def _is_ahead(self, slot: int) -> bool:
+        return self._delivered[slot] - self._least() > _MAY_WAIT_BYTES
+
+    def _least(self) -> int:
+        return min(self._delivered[slot] for slot in range(self.sums.slots))
+
+    def _moved(self) -> None:
+        self._movements += 1
+        self._changed.notify_all()
+
+    def end(self, number: int, has_failed: bool) -> None:
+        """Ends the pass if ``number`` is its last task, or if it has failed."""
+        with self._changed:
+            self._tasks.discard(number)
+            if self._is_over or (self._tasks and not has_failed):
+                return
+            self._is_over = True
+            self._changed.notify_all()
+        try:
+            if not has_failed:
+                for unit in self._units:
+                    unit.gradients.end(self.sums)
+                if all(unit.is_last_backward for unit in self._units):
+                    self._before_last_sums()
+                    self.sums.end()
+                    self.has_finished = True
+        except BaseException:
+            has_failed = True
+            raise
+        finally:
+            if has_failed:
+                for unit in self._units:
+                    unit.gradients.end(None)
+                self.sums.drop()
+                self.has_finished = True
+            self._when_ended(self, has_failed)
+
+
+class _End:
+    """Ends a task of a pass: the engine calls it, or drops it if the task fails."""
+
+    def __init__(self, of: BackwardPass, number: int) -> None:
+        self._pass: BackwardPass | None = of
+        self._number = number
+
+    def __call__(self) -> None:
+        ending, self._pass = self._pass, None
+        if ending is not None:
+            ending.end(self._number, has_failed=False)
+
+    def __del__(self) -> None:
+        ending, self._pass = self._pass, None
+        if ending is not None:
+            ending.end(self._number, has_failed=True)

@@ -1,0 +1,265 @@
+"""The units of one tree of modules, and its calls: which unit is gathered when.
+
+The outermost module that is called is the root of a tree. For each of its calls there is a `ForwardCall`, which lives
+as long as a graph leads to it. It knows the order in which units run on each slot. That order says what is gathered
+ahead: in forward the unit that came next in the last call, in backward the one before. Lists that the user has set on a
+unit replace both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dataparallel.streams.current import Event, current_streams
+from dataparallel.units.calls import TensorHooks, is_inside_backward
+from dataparallel.units.deliveries import SumsOfPass
+from dataparallel.units.lines import GivenEvents, wait_for
+from dataparallel.units.on_slot import UnitOnSlot
+from dataparallel.units.owned import LastCopies
+from dataparallel.units.passes import BackwardPass
+from dataparallel.units.unit import Unit
+
+__all__ = ["ForwardCall", "Tree"]
+
+
+class Tree:
+    """The units of one tree.
+
+    Args:
+        units: all of them, the root's first.
+        slots: devices.
+    """
+
+    def __init__(self, units: Sequence[Unit], slots: Sequence[torch.device]) -> None:
+        self.units, self.slots = list(units), list(slots)
+        self.next_unit: dict[Unit, Unit] = {}
+        self.unit_of = {id(unit): unit for unit in units}
+        self.last_call: ForwardCall | None = None
+        self._pass: BackwardPass | None = None
+        self._failed: list[BackwardPass] = []  # passes with tasks of the engine that have not ended
+        self._ending_thread: int | None = None
+        self._changed = threading.Condition()
+        self._copies = LastCopies()
+        self._unfinished: list[SumsOfPass] = []  # of passes that were not the last of a step
+
+    @contextmanager
+    def calling(self, number_of_slots: int) -> Iterator[ForwardCall]:
+        """Around a call of the root on the first few slots, once the units are up to date (`prepare`)."""
+        self._finish_sums()
+        call = ForwardCall(self, self.slots[:number_of_slots])
+        has_failed = True
+        try:
+            yield call
+            has_failed = False
+        finally:
+            call.end_forward(has_failed)
+            self._make_owners_wait(call.computing)
+
+    def prepare(self) -> None:
+        """Before a call: sees what has happened to the parameters since the last one.
+
+        Raises:
+            RuntimeError: the parameters of a unit have no memory.
+        """
+        for unit in self.units:
+            unit.refresh(self._wait_for_optimizer)
+            unit.gradients.drop_void()
+            for on_slot in unit.on_slots:
+                on_slot.free_if_changed()
+            unit.pieces.drop_if_changed()
+
+    def settle(self) -> None:
+        """Waits until the units are not in a backward. Inside a backward it does nothing.
+
+        A backward that fails raises at once, while other threads of the engine are still in nodes of it, which read
+        parameters. The pass ends when all have left.
+        """
+        if is_inside_backward() or self._ending_thread == threading.get_ident():
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._pass is None and self._ending_thread is None)
+
+    def _wait_for_optimizer(self) -> None:
+        """Shards are packed now, on the current streams."""
+        event = self.take_post_optim_event()
+        if event is not None:
+            wait_for([event], current_streams(self.slots).values())
+
+    def take_post_optim_event(self) -> GivenEvents | None:
+        """The events after the optimizer's step that the user has given for the next call, once."""
+        root = self.units[0]
+        given, root.post_optim_event = root.post_optim_event, None
+        if given is None:
+            return None
+        return GivenEvents([given] if isinstance(given, torch.Event) else given)
+
+    def _finish_sums(self) -> None:
+        """Waits for the sums of passes that were not the last of a step."""
+        while self._unfinished:
+            self._unfinished.pop(0).end()
+
+    def join_pass(self, call: ForwardCall) -> BackwardPass:
+        """The running pass of backward, begun now if there is none. It lasts at least until the engine's task ends."""
+        return self._joined_pass(call, only_if_alone=False)
+
+    def _joined_pass(self, call: ForwardCall, only_if_alone: bool) -> BackwardPass:
+        with self._changed:
+            if any(failed.has_current_task() for failed in self._failed):
+                raise RuntimeError(
+                    "this backward has lost gradients: it ran together with another one through the same modules, "
+                    "which has failed. Zero the gradients, and run it again"
+                )
+            while self._pass is None or not self._pass.join(only_if_alone):
+                if self._pass is None:
+                    self._pass = self._new_pass(call)
+                else:  # it ends in another thread
+                    self._changed.wait()
+            self._pass.include(call.slots)
+            return self._pass
+
+    def _new_pass(self, call: ForwardCall) -> BackwardPass:
+        for unit in self.units:
+            unit.renew_sources(len(call.slots))
+            unit.gradients.drop_void()
+            # Until the pass has ended, however that may be. Replicas have the full parameters.
+            unit.register_sharded()
+        return BackwardPass(self.units, call.slots, call.computing, self._finish_sums, self._pass_ended)
+
+    def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
+        """Takes all gradients of a unit on a slot, in the backward of their node."""
+        call = self.last_call
+        assert call is not None
+        running = self._joined_pass(call, only_if_alone=True)
+        if unit.gradients.deliver(slot, grads, running.sums) is not None:
+            running.delivered(slot, unit.gradients.full_bytes)
+
+    def _pass_ended(self, ended: BackwardPass, has_failed: bool) -> None:
+        with self._changed:
+            self._pass, self._ending_thread = None, threading.get_ident()
+            self._failed = [failed for failed in [*self._failed, ended] if failed.has_tasks]
+            if not ended.has_finished:
+                self._unfinished.append(ended.sums)
+        try:
+            for unit in self.units:
+                for on_slot in unit.on_slots:
+                    on_slot.pass_ended(has_failed, ended.is_recorded)
+                unit.pieces.drop()
+                unit.renew_sources()  # slots that have not pulled will not: drops the copies
+                unit.register_on_source()
+            self._make_owners_wait(ended.sums.computing)
+        finally:
+            with self._changed:
+                self._ending_thread = None
+                self._changed.notify_all()
+
+    def _make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
+        """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
+        copies = self._copies.take()
+        met = self.units[0].lines.meet("pulls", [event for unit in self.units for event in unit.take_pulls()])
+        wait_for([*copies, *([] if met is None else [met])], computing.values())
+        if any(unit.is_offloaded for unit in self.units):
+            for event in copies:
+                event.synchronize()
+
+
+class ForwardCall:
+    """One call of the root.
+
+    Attributes:
+        slots: the devices of its replicas.
+        computing: for each accelerator the stream that was current when the call began.
+        ready: for each accelerator an event after which shards may be read.
+    """
+
+    def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:
+        self._tree, self.slots = tree, list(slots)
+        tree.last_call = self
+        for unit in tree.units:
+            unit.renew_sources(len(slots))
+            unit.deliver, unit.settle, unit.copies = tree.deliver, tree.settle, tree._copies
+        self.computing = current_streams(tree.slots)
+        ready = tree.take_post_optim_event() or tree.units[0].lines.meet("calls", map(Event, self.computing.values()))
+        self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
+        self._versions: dict[Unit, list[int]] = {}
+        self._begun: list[list[Unit]] = [[] for _ in slots]
+        self._ended: list[list[Unit]] = [[] for _ in slots]
+        # Until the forward ends, so that a tensor between two units has one hook.
+        self._hooks: list[dict[int, TensorHooks]] = [{} for _ in slots]
+
+    def hooks_of(self, slot: int, tensor: Tensor) -> TensorHooks:
+        """The hooks of this tensor."""
+        found = self._hooks[slot].get(id(tensor))
+        if found is None or not found.is_of(tensor):
+            found = self._hooks[slot][id(tensor)] = TensorHooks(tensor)
+        return found
+
+    def began(self, on_slot: UnitOnSlot) -> None:
+        """A unit begins: gathers of those that come next are started."""
+        unit, begun = self._unit_of(on_slot), self._begun[on_slot.slot]
+        if not begun or begun[-1] is not unit:
+            begun.append(unit)
+        self._versions[unit] = unit.versions()
+        ahead = unit.forward_prefetch
+        if ahead is None:
+            following = self._tree.next_unit.get(unit)
+            ahead = [] if following is None else [following]
+        for other in ahead:
+            other.on_slots[on_slot.slot].start(self.ready)
+
+    def ended(self, on_slot: UnitOnSlot) -> int:
+        """A unit ends: its position in the order of ends."""
+        ended = self._ended[on_slot.slot]
+        ended.append(self._unit_of(on_slot))
+        return len(ended) - 1
+
+    def join_pass(self) -> BackwardPass:
+        """The pass of backward that runs now, begun if this is its first node in the tree."""
+        running = self._tree.join_pass(self)
+        running.is_recorded |= torch.is_grad_enabled()
+        return running
+
+    def backward_begins(self, on_slot: UnitOnSlot, position: int) -> None:
+        """The backward of a unit that ended at this position comes next. Starts those that come after it."""
+        unit = self._unit_of(on_slot)
+        unit.deliver = self._tree.deliver
+        running = self.join_pass()
+        running.wait_for_others(on_slot.slot)
+        if unit.unshard_in_backward:
+            on_slot.make_full(self.ready)
+        ahead = unit.backward_prefetch
+        if ahead is None:
+            ahead = self._ended[on_slot.slot][max(position - 1, 0) : position]
+        # Sums go first: the slot's next delivery waits for them, and links serve copies in the order of their launches.
+        latest, receiving = running.sums.latest, unit.lines.receiving[on_slot.slot]
+        for other in ahead:
+            # One whose parameters have changed is left to its own call, which refuses them: `ready` does not cover
+            # the change.
+            if not other.unshard_in_backward or other.versions() != self._versions.get(other):
+                continue
+            if not other.on_slots[on_slot.slot].is_started:
+                if latest is not None and receiving is not None:
+                    latest.make_wait(receiving)
+                other.on_slots[on_slot.slot].start(self.ready)
+
+    def end_forward(self, has_failed: bool) -> None:
+        """The forward has ended on all slots."""
+        self._hooks = [{} for _ in self.slots]
+        order = self._begun[0]
+        if not has_failed:
+            self._tree.next_unit = dict(reversed([*pairwise(order)]))
+        for unit in self._tree.units:
+            for on_slot in unit.on_slots:
+                on_slot.forward_ended(has_failed)
+            if has_failed:
+                unit.pieces.drop()
+            unit.renew_sources()  # slots that have not pulled will not: drops the copies
+            unit.register_on_source()
+
+    def _unit_of(self, on_slot: UnitOnSlot) -> Unit:
+        return self._tree.unit_of[id(on_slot.unit)]

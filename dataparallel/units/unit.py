@@ -1,0 +1,368 @@
+"""A unit: the parameters that one application of ``fully_shard`` gathers and frees together.
+
+It has their sharded tensors, what the slots have of them, and the settings that a user may change at any time. The form
+makes units; ``units.calls`` and ``units.passes`` run them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import _torch
+from dataparallel.comm.host import can_pin
+from dataparallel.devices import CPU
+from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.streams.current import Event, current_streams
+from dataparallel.units.gradients import UnitGradients
+from dataparallel.units.lines import Lines, wait_for
+from dataparallel.units.no_room import named_if_no_room
+from dataparallel.units.node import make_outputs
+from dataparallel.units.on_slot import UnitOnSlot
+from dataparallel.units.owned import LastCopies, OwnedShards, Source, cut_of
+from dataparallel.units.pieces import Pieces
+from dataparallel.units.precision import Precision
+
+__all__ = ["Precision", "Unit"]
+
+
+class Unit:
+    """One unit.
+
+    Args:
+        name: for messages.
+        parameters: sharded, over the slots.
+        slots: the devices, which are owners too.
+        precision: dtypes.
+        is_offloaded: shards and gradients lie in host memory.
+        pin: that memory is pinned.
+
+    Attributes:
+        reshard_after_forward: free the parameters after forward (``True``), keep them (``False``), or keep a part of
+            them on each slot, so that so many slots have the whole (a number).
+        reshard_after_backward: free the parameters after backward.
+        requires_gradient_sync: add gradients of all slots in backward; else they stay on the slots.
+        gradient_divide_factor: sums are divided by it.
+        forward_prefetch, backward_prefetch: units whose gathers start when this one begins; ``None``: the next one.
+        unshard_in_backward: gather before this unit's backward.
+        is_reshard_automatic: the user has not set ``reshard_after_forward``.
+        number_of_modules: that the unit was made from.
+        places: where the parameters are registered in the user's modules: registry, name, position.
+        deliver: takes a slot's gradients. The tree sets it.
+        settle: waits until no backward uses the unit. The tree sets it.
+        copies: the last copies of shards that slots have pulled from. The tree sets it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[ShardedTensor],
+        slots: Sequence[torch.device],
+        precision: Precision,
+        *,
+        is_offloaded: bool = False,
+        pin: bool = False,
+    ) -> None:
+        self.name, self.slots, self.precision = name, list(slots), precision
+        self.is_offloaded, self._pin = is_offloaded, pin
+        self.parameters = list(parameters)
+        self.reshard_after_forward: bool | int = True
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.gradient_divide_factor = 1.0
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self.unshard_in_backward = True
+        self.all_reduce_hook: Callable[[Tensor], None] | None = None
+        self.post_optim_event: torch.Event | Sequence[torch.Event] | None = None
+        self.is_last_backward = True
+        self.is_reshard_automatic = False
+        self.number_of_modules = 1
+        self.places: list[tuple[dict[str, Any], str, int]] = []
+        self.deliver: Callable[[Unit, int, Sequence[Tensor | None]], None] = _no_tree
+        self.settle: Callable[[], None] = lambda: None
+        self.copies = LastCopies()
+        self._lock = threading.Lock()
+        self._make_owned()
+
+    def _make_owned(self) -> None:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, parameter in enumerate(self.parameters):
+            by_dtype.setdefault(parameter.dtype, []).append(i)
+        self.indices = [*by_dtype.values()]
+        self.owned = [OwnedShards([self.parameters[i] for i in of], self.slots, self._pin) for of in self.indices]
+        self.shapes = [parameter.shape for parameter in self.parameters]
+        self.cuts = [cut_of(parameter) for parameter in self.parameters]
+        self._flags = self._present_flags()
+        self.recorded = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        self.lines = Lines(self.slots)
+        self.pieces = Pieces(self, len(self.slots), self._pieces_dropped)
+        self._shown_pieces: list[nn.Parameter] | None = None
+        self.gradients = UnitGradients(self, self.recorded, self.lines)
+        self.on_slots: list[UnitOnSlot] = []
+        self._receivers: list[_Receiver] = []
+        self._sources: list[Source] = []
+        self._pulls = len(self.slots)
+
+    def _present_flags(self) -> list[Any]:
+        return [(id(p), p.dtype, p.requires_grad) for p in self.parameters]
+
+    @property
+    def full_bytes(self) -> int:
+        """The size of the full parameters on one slot, with padding."""
+        return sum(
+            owned.layout.owners * owned.layout.numel * self.dtype_on_slots(owned.dtype).itemsize for owned in self.owned
+        )
+
+    def dtype_on_slots(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that the slots compute in, for parameters of ``dtype``."""
+        return self.precision.parameters or dtype if dtype.is_floating_point else dtype
+
+    def dtype_of_sums(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of parameters of ``dtype`` travel."""
+        return self.precision.sums or self.dtype_on_slots(dtype) if dtype.is_floating_point else dtype
+
+    def to_host(self, part: Tensor) -> Tensor:
+        """A copy in host memory, which is complete after an event on the current stream."""
+        if part.device == CPU:
+            return part
+        pinned = self._pin and can_pin(part.device.type)
+        host = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
+        return host.copy_(part, non_blocking=pinned)
+
+    def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:
+        """Before a call: sees what other code has done to the parameters since the last one.
+
+        ``before_packing``: called before shards are copied.
+
+        Raises:
+            RuntimeError: a parameter has no memory; or it is no sharded tensor any more; or it has changed while
+                gradients wait on the slots; or other code has written to a full one.
+        """
+        self.settle()
+        self.refuse_overwritten()
+        self._adopt_registered()
+        self.register_sharded()
+        if self._flags != self._present_flags():
+            self._refuse_to_lose_gradients()
+            self.free()
+            before_packing()
+            self._make_owned()
+        for owned in self.owned:
+            if owned.are_on_meta:
+                raise RuntimeError(
+                    f"the parameters of the unit {self.name!r} are on the meta device: give them memory with "
+                    "to_empty(device=...) and initialise or load them before the first call"
+                )
+            if owned.is_stale():
+                before_packing()
+                owned.pack()
+        if not self.on_slots:
+            on_slots, receivers = [], []
+            for slot, device in enumerate(self.slots):
+                with named_if_no_room("parameters", self.name, device, self.full_bytes):
+                    on_slot = UnitOnSlot(self, slot, device, self.lines)
+                if self.recorded:
+                    recorded = [on_slot.parameters[i] for i in self.recorded]
+                    receivers.append(_Receiver(self, on_slot))
+                    make_outputs(recorded, device, receivers[-1].receive)
+                on_slots.append(on_slot)
+            self.on_slots, self._receivers = on_slots, receivers
+
+    def _refuse_to_lose_gradients(self) -> None:
+        """Raises if gradients wait on the slots, which are in the layout of the former parameters."""
+        self.gradients.drop_void()
+        if self.gradients.are_held:
+            raise RuntimeError(
+                f"parameters of the unit {self.name!r} were replaced, or their dtype or requires_grad was changed, "
+                "while gradients wait on the slots for the next sum: undo that until a backward() outside of no_sync() "
+                "has added them, or drop them with zero_grad()"
+            )
+
+    def _adopt_registered(self) -> None:
+        """Takes parameters that other code has registered in the user's modules in place of the unit's own."""
+        shown: list[Sequence[Tensor]] = [self.parameters]
+        if self.on_slots:
+            shown.append(self.on_slots[0].parameters)
+        if self._shown_pieces is not None:
+            shown.append(self._shown_pieces)
+        adopted: dict[int, ShardedTensor] = {}
+        for registry, name, position in self.places:
+            found = registry.get(name)
+            if any(found is known[position] for known in shown) or position in adopted:
+                continue
+            own = self.parameters[position]
+            if not isinstance(found, ShardedTensor) or found.devices != own.devices or found.shape != own.shape:
+                raise RuntimeError(
+                    f"{name!r} in the unit {self.name!r} was replaced by {_described(found)}; fully_shard needs a "
+                    f"sharded parameter of shape {tuple(own.shape)} on {[*map(str, own.devices)]}. Load values with "
+                    "load_state_dict(assign=False), or pass distribute_tensor(tensor, devices)"
+                )
+            adopted[position] = found
+        for position, parameter in adopted.items():
+            self.parameters[position] = parameter
+
+    def refuse_overwritten(self, slot: int | None = None) -> None:
+        """Raises if other code has written to full parameters, on one slot or on any.
+
+        Raises:
+            RuntimeError: it has. What was written is dropped.
+        """
+        on_slots = self.on_slots if slot is None else [self.on_slots[slot]]
+        found = [at for on_slot in on_slots if (at := on_slot.take_overwritten()) is not None]
+        if found:
+            name = next(name for _, name, position in self.places if position == found[0])
+            raise RuntimeError(
+                f"{name!r} in the unit {self.name!r} was changed in place while it was full. The full parameter is a "
+                "copy, so the change would be lost. Change the sharded one, which the module has after reshard()"
+            )
+
+    def sources(self) -> list[Source]:
+        """What slots pull from now: for each dtype the same source for all slots of a round."""
+        with self._lock:
+            if not self._sources or self._sources[0].is_used_up:
+                self._sources = [
+                    Source(owned, self.dtype_on_slots(owned.dtype), self._pulls, self.lines.casting, self.copies)
+                    for owned in self.owned
+                ]
+            return self._sources
+
+    def versions(self) -> list[int]:
+        """A number for each parameter that grows with every change in place."""
+        return [_torch.version_of(parameter) for parameter in self.parameters]
+
+    def free(self) -> None:
+        """Frees what all slots have."""
+        for on_slot in self.on_slots:
+            on_slot.free()
+        self.pieces.drop()
+        self.renew_sources()
+
+    def renew_sources(self, pulls: int | None = None) -> None:
+        """Has values cast or sent again before ``pulls`` slots pull, by default all."""
+        with self._lock:
+            self._sources = []
+            self._pulls = len(self.slots) if pulls is None else pulls
+
+    def take_pulls(self) -> list[Event]:
+        """For each slot an event after its last pull, once."""
+        found = []
+        for on_slot in self.on_slots:
+            event, on_slot.last_pull = on_slot.last_pull, None
+            if event is not None:
+                found.append(event)
+        return found
+
+    def unshard(self, async_op: bool) -> _Unsharded:
+        """Starts a gather on all slots, and without ``async_op`` waits for it.
+
+        The user's modules have the full parameters of the first slot once it has been waited for.
+        """
+        self.refresh()
+        ready = {device: Event(stream) for device, stream in current_streams(self.slots).items()}
+        for on_slot in self.on_slots:
+            on_slot.free_if_changed()
+            on_slot.start(ready)
+        handle = _Unsharded(self, ready)
+        if not async_op:
+            handle.wait()
+        return handle
+
+    def reshard(self) -> None:
+        """Frees the full parameters on all slots. The user's modules have the sharded ones again.
+
+        Inside a backward, which frees them itself, it only does the latter.
+
+        Raises:
+            RuntimeError: other code has written to full ones; they are freed all the same.
+        """
+        if _torch.current_graph_task_id() != -1:
+            self.register_sharded()
+            return
+        self.settle()
+        self.free()
+        self.make_owners_wait()
+        self.register_on_source()
+        self.refuse_overwritten()
+
+    def make_owners_wait(self) -> None:
+        """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
+        copies = self.copies.last()
+        pulls = [on_slot.last_pull for on_slot in self.on_slots if on_slot.last_pull is not None]
+        wait_for([*copies, *pulls], current_streams(self.slots).values())
+        if self.is_offloaded:
+            for event in copies:
+                event.synchronize()
+
+    def register_on_source(self) -> None:
+        """Registers in the user's module what FSDP2 does.
+
+        That is the full parameters while the first slot has them, or the pieces while its group has them, or else the
+        sharded parameters.
+        """
+        is_full = bool(self.on_slots) and self.on_slots[0].is_full
+        self._shown_pieces = None if is_full else self.pieces.as_parameters()
+        self._register(self.on_slots[0].parameters if is_full else self._shown_pieces or self.parameters)
+
+    def _pieces_dropped(self) -> None:
+        """Pieces that the user's module shows would hold memory."""
+        if self._shown_pieces is not None:
+            self._shown_pieces = None
+            self.register_sharded()
+
+    def register_sharded(self) -> None:
+        """Registers the sharded parameters in the user's module."""
+        self._register(self.parameters)
+
+    def _register(self, parameters: Sequence[Tensor]) -> None:
+        for registry, name, position in self.places:
+            registry[name] = parameters[position]
+
+
+class _Unsharded:
+    """A gather that the user has started."""
+
+    def __init__(self, unit: Unit, ready: Mapping[torch.device, Event]) -> None:
+        self._unit, self._ready = unit, ready
+
+    def wait(self) -> None:
+        """Makes the current streams wait for the gather. The user's modules have the full parameters from now on."""
+        for on_slot in self._unit.on_slots:
+            on_slot.make_full(self._ready)
+        self._unit.make_owners_wait()
+        self._unit.register_on_source()
+
+
+class _Receiver:
+    """Takes gradients from the node of one slot."""
+
+    def __init__(self, unit: Unit, on_slot: UnitOnSlot) -> None:
+        self._unit, self._on_slot = unit, on_slot
+
+    def receive(self, grads: Sequence[Tensor | None]) -> None:
+        """Called in the node's backward.
+
+        Raises:
+            RuntimeError: the backward is recorded.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True reaches sharded parameters: a graph of their gradients would need them full. Take "
+                "gradients of inputs only: torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
+        self._unit.deliver(self._unit, self._on_slot.slot, grads)
+        self._on_slot.received()
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} on {value.device}"
+    return repr(value)
+
+
+def _no_tree(unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
+    raise RuntimeError(f"the unit {unit.name!r} belongs to no tree")

@@ -1,0 +1,242 @@
+"""What goes into units and comes out of them, and calls of units and their layers from outside."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.composable import register_forward_method
+from dataparallel.testing.cases import numbers, seeded
+from dataparallel.testing.steps import assert_equal, mean_square_loss
+from sharded_chains import PLAIN, Chain, Layer, assert_same_results, batch_on, chain, forward_backward, pair_on
+from sharded_steps import (
+    LOOPS,
+    Model,
+    assert_all_sharded,
+    assert_same,
+    assert_same_training,
+    batches_of,
+    gradients,
+    on_device,
+    sharded,
+    state,
+    train,
+    whole,
+)
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+several_loops = pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
+
+
+@pytest.fixture
+def x(slots: list) -> Tensor:
+    return batch_on(slots)
+
+
+@pytest.fixture
+def pair(slots: list) -> tuple[Any, Any]:
+    return pair_on(slots)
+
+
+class TestUnits:
+    """What goes into a unit and what comes out of it."""
+
+    @dataclass
+    class Pair:
+        left: Tensor
+        right: Tensor
+
+    OUTPUTS: ClassVar = {
+        "a tuple": (lambda y: (y, y.square()), lambda y: y[0] + y[1]),
+        "a dict": (lambda y: {"a": y, "b": {"c": [y.sin(), None, "text"]}}, lambda y: y["a"] * y["b"]["c"][0]),
+        "a dataclass": (lambda y: TestUnits.Pair(y, y.cos()), lambda y: y.left - y.right),
+        "views": (lambda y: y.chunk(2, dim=1), lambda y: torch.cat([y[1], y[0]], dim=1)),
+        "a view": (lambda y: y.t(), lambda y: y.t()),
+        "views, one unused": (lambda y: y.unbind(1), lambda y: torch.stack([y[0], *y[:5]], dim=1)),
+        "the input too": (lambda y: (y, y.detach()), lambda y: y[0] * y[1]),
+        "one without a graph": (lambda y: (y.detach(), y), lambda y: y[1] + y[0]),
+    }
+
+    @pytest.mark.parametrize("loop", LOOPS)
+    @pytest.mark.parametrize("kind", OUTPUTS)
+    def test_outputs_are_of_any_kind(self, kind, loop, slots):
+        after, before = self.OUTPUTS[kind]
+        model = chain(Layer, lambda: Layer(after), lambda: Layer(after, before), lambda: Layer(before=before))
+        assert_same_training(model, slots, loop=LOOPS[loop], steps=2)
+
+    def test_outputs_that_take_no_gradient_at_all(self, slots):
+        model = chain(Layer, lambda: Layer(torch.detach), Layer)
+        assert_same_training(model, slots)
+
+    @pytest.mark.parametrize("loop", LOOPS)
+    def test_the_first_operator_works_in_place(self, loop, slots):
+        model = chain(*[lambda: Layer(lambda y: y * 1.5, torch.relu_)] * 3)
+
+        def batch(size: int, seed: int):
+            (x,), _ = numbers(6)(size, seed)
+            return (x,), {}
+
+        assert_same_training(Model(model.build, batch), slots, loop=LOOPS[loop], steps=2)
+
+    def test_the_output_is_changed_in_place_by_the_caller(self, slots):
+        model = chain(*[lambda: Layer(lambda y: y * 1.5, lambda y: y.mul_(2).add_(1))] * 3)
+        assert_same_training(model, slots)
+
+    def test_keyword_arguments_and_no_tensor_arguments(self, slots):
+        class Named(Layer):
+            def forward(self, *, y: Tensor, factor: float = 1.0, none: None = None) -> Tensor:
+                return super().forward(y) * factor
+
+        class Table(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.rows = nn.Parameter(torch.randn(6))
+
+            def forward(self) -> Tensor:
+                return self.rows.exp()
+
+        class Caller(Chain):
+            def forward(self, x: Tensor) -> Tensor:
+                first, second, table = self.layers
+                return second(y=first(x), factor=2.0) * table()
+
+        assert_same_training(Model(seeded(lambda: Caller(Layer(), Named(), Table())), numbers(6)), slots)
+
+    def test_a_unit_below_a_unit_is_called_several_times_by_it(self, slots):
+        class Outer(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = Layer()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.inner(super().forward(self.inner(self.inner(x))))
+
+        class Deep(Chain):
+            def units(self) -> list[Any]:
+                return [layer.inner for layer in self.layers] + super().units()
+
+        assert_same_training(Model(seeded(lambda: Deep(Outer(), Outer(), Outer())), numbers(6)), slots)
+
+
+class Scoring:
+    """A model that is called by its method `score`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.model.score(x, sharp=2.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+class TestCallsFromOutside:
+    def test_a_layer_of_a_unit_says_what_to_do(self, slots, pair, x):
+        """Its weights are sharded, and nobody has gathered them."""
+        several, _ = pair
+        with pytest.raises(TypeError, match=r"full_tensor\(\)"):
+            several.layers[1].linear(x)
+        assert_all_sharded(several)
+        assert_same_results(pair, lambda model: forward_backward(model, x))
+
+    def test_an_unsharded_unit_is_a_module_of_one_device(self, slots, pair, x):
+        several, one = pair
+        handle = several.layers[1].unshard()
+        assert handle is None
+        with torch.no_grad():
+            found = whole(several.layers[1].linear(x))
+        assert_equal(found, whole(one.layers[1].linear(x)), "output", atol=1e-9)
+        several.layers[1].reshard()
+        assert_same_results(pair, lambda model: forward_backward(model, x))
+
+    def test_unshard_may_be_waited_for(self, slots, pair, x):
+        several, one = pair
+        handles = [layer.unshard(async_op=True) for layer in [*several.layers][1:]]
+        for handle in handles:
+            handle.wait()
+        with torch.no_grad():
+            found = whole(several.layers[2].linear(x))
+        assert_equal(found, whole(one.layers[2].linear(x)), "output", atol=1e-9)
+        for layer in [*several.layers][1:]:
+            layer.reshard()
+        assert_same_results(pair, lambda model: forward_backward(model, x))
+
+    def test_a_unit_alone_runs_on_the_slots(self, slots, pair, x):
+        assert_same_results(pair, lambda model: forward_backward(model.layers[1], x))
+        assert_same_results(pair, lambda model: forward_backward(model, x))
+
+    @several_loops
+    def test_a_registered_method_runs_on_the_slots(self, loop, slots, root):
+        class Scored(Chain):
+            def score(self, x: Tensor, *, sharp: float) -> dict[str, Tensor]:
+                output = self(x)
+                return {"output": output, "score": torch.sigmoid(sharp * self.layers[1](output)).sum(dim=1)}
+
+        def step(model, take, loss):
+            return LOOPS[loop](Scoring(model), take, lambda found: loss(found["score"]) + loss(found["output"]))
+
+        model = Model(seeded(lambda: Scored(Layer(), Layer(), Layer())), numbers(6))
+        assert_same_training(model, slots, loop=step, afterwards=lambda model: register_forward_method(model, "score"))
+
+    def test_copies_are_refused(self, slots, pair):
+        several, _ = pair
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with pytest.raises((TypeError, RuntimeError), match=r"full_state_dict|state_dict"):
+                attempt(several)
+
+
+class TestSeveralModels:
+    @pytest.mark.slots(3, long=[8])
+    def test_one_after_the_other_in_one_graph(self, slots, root):
+        """Like a generator and what judges it: each has its own optimizer, and one of them is frozen in turn."""
+
+        def run(wrap: Callable[[nn.Module], Any]) -> list[Any]:
+            makes, judges = (wrap(on_device(PLAIN.build, root)) for _ in range(2))
+            optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (makes, judges)]
+            found = []
+            for number in range(4):
+                (x,), _ = next(batches_of(PLAIN, slots, number))
+                judges.requires_grad_(number % 2 == 1)
+                loss = mean_square_loss(judges(makes(x) if number % 2 == 0 else makes(x).detach()))
+                loss.backward()
+                found.append([whole(loss), gradients(makes), gradients(judges)])
+                optimizers[number % 2].step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+            return [*found, state(makes), state(judges)]
+
+        assert_equal(run(lambda model: sharded(model, slots)), run(lambda model: model), "found", atol=1e-9)
+
+    @several_loops
+    def test_a_sharded_part_of_a_plain_model(self, loop, slots, root):
+        """Its optimizer has plain parameters and sharded ones."""
+
+        def build() -> nn.Module:
+            return nn.Sequential(nn.Linear(6, 6), PLAIN.build(), nn.Tanh(), nn.Linear(6, 2))
+
+        both = []
+        for is_sharded in (True, False):
+            model = on_device(seeded(build), root)
+            if is_sharded:
+                sharded(model[1], slots)
+                model.no_sync = model[1].no_sync
+            both.append(train(model, batches_of(PLAIN, slots), loop=LOOPS[loop]))
+        assert_same(*both)
+
+    @several_loops
+    def test_two_sharded_models_in_a_plain_one(self, loop, slots, root):
+        both = []
+        for is_sharded in (True, False):
+            model = on_device(seeded(lambda: nn.Sequential(PLAIN.build(), nn.Tanh(), PLAIN.build())), root)
+            if is_sharded:
+                for part in (model[0], model[2]):
+                    sharded(part, slots)
+            both.append(train(model, batches_of(PLAIN, slots), loop=LOOPS[loop]))
+        assert_same(*both)

@@ -1,0 +1,323 @@
+"""After a step that fails nothing is held, everything is sharded, and the next step is that of one device."""
+
+import itertools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from loops import wait_for_the_engine
+from torch import Tensor, nn
+
+from dataparallel.testing.cases import adamw, numbers, seeded
+from dataparallel.testing.steps import assert_equal, mean_square_loss
+from memory import allocated, live_objects
+from sharded_steps import assert_all_sharded, gradients, no_sync, on_device, sharded, whole
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+WIDTH = 16
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in a function's backward")
+
+
+def raises(gradient: Tensor) -> None:
+    raise ArithmeticError("in a backward hook")
+
+
+class Fragile(nn.Module):
+    """A residual layer that fails as it is told, on the slot whose chunk has a negative first number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.fails = [""]  # the same list on every slot
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + torch.tanh(self.linear(x))
+        fails = self.fails[0] if self.fails[0] and (x[:, -1] < -100).any() else ""
+        if fails == "forward":
+            raise ArithmeticError("in forward")
+        if fails == "backward":
+            return Raises.apply(y)
+        if fails == "hook":
+            y.register_hook(raises)
+        return y
+
+
+class Net(nn.Module):
+    """Four units. The last column of a batch goes through all layers: it says on which slot a layer fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Fragile() for _ in range(4))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def units(self) -> list[nn.Module]:
+        return [*self.layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x)) + x
+        for layer in self.layers:
+            y = layer(y)
+        return self.last(y.clamp(-10, 10))
+
+
+KINDS = ("forward", "hook", "backward", "optimizer")
+
+
+def batch(slots: list, seed: int, *, marked: int | None = None) -> Tensor:
+    """Three samples for each slot but the last, which has two. The chunk of slot ``marked`` says that it is to fail."""
+    (x,), _ = numbers(WIDTH)(3 * len(slots) - 1, seed)
+    if marked is not None:
+        x.chunk(len(slots))[marked][0, -1] = -1000.0
+    return x.to(slots[0])
+
+
+@contextmanager
+def little_memory(slot: Any, spare: int) -> Iterator[None]:
+    """A simulated device has ``spare`` bytes left."""
+    index = torch.device(slot).index
+    torch.sim.set_memory_capacity(torch.sim.memory_allocated(index) + spare, index)
+    try:
+        yield
+    finally:
+        torch.sim.set_memory_capacity(None, index)
+
+
+class Training:
+    """A sharded model and its twin on one device, and their optimizers, some steps old."""
+
+    def __init__(self, slots: list, **options: Any) -> None:
+        build = seeded(Net)
+        self.slots = slots
+        self.model = sharded(on_device(build, slots[0]), slots, **options)
+        self.twin = on_device(build, slots[0])
+        self.optimizers = {each: adamw(each.parameters()) for each in (self.model, self.twin)}
+        self.seed = itertools.count()
+        for _ in range(3):
+            self.step()
+
+    def step(self) -> None:
+        """A step of the sharded model."""
+        self._step(batch(self.slots, next(self.seed)))
+        self.optimizers[self.model].zero_grad()
+
+    def compare(self) -> None:
+        """A step of both, from the sharded model's values. The gradients are the same."""
+        with torch.no_grad():
+            for ours, theirs in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+                theirs.copy_(whole(ours))
+        x = batch(self.slots, next(self.seed))
+        for each in (self.model, self.twin):
+            self._run(each, x)
+        assert_equal(gradients(self.model), gradients(self.twin), "gradients", atol=1e-9)
+        self.optimizers[self.model].step()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+
+    def fail(self, kind: str, layer: int, slot: int, *, quietly: bool = False) -> None:
+        """A step that fails, and what holds right after it."""
+        optimizer = self.optimizers[self.model]
+        if kind == "optimizer":
+            handle = optimizer.register_step_pre_hook(refuse)
+        else:
+            self.model.layers[layer].fails[0] = kind
+        with (
+            pytest.raises(ArithmeticError, match=r"in (forward|a function's backward|a backward hook|the optimizer)"),
+            no_sync(self.model) if quietly else nullcontext(),
+        ):
+            self._step(batch(self.slots, next(self.seed), marked=slot))
+        assert_all_sharded(self.model)
+        if kind == "optimizer":
+            handle.remove()
+        self.model.layers[layer].fails[0] = ""
+        optimizer.zero_grad()
+
+    def run_out_of_memory(self, slot: int, spare: int) -> bool:
+        """A step while the slot's device has little memory, and whether it was too little."""
+        optimizer = self.optimizers[self.model]
+        try:
+            with little_memory(self.slots[slot], spare):
+                self._run(self.model, batch(self.slots, next(self.seed)))
+        except torch.OutOfMemoryError:
+            is_enough = False
+        else:
+            is_enough = True
+        assert_all_sharded(self.model)
+        optimizer.zero_grad()
+        return not is_enough
+
+    def _step(self, x: Tensor) -> None:
+        self._run(self.model, x)
+        self.optimizers[self.model].step()
+
+    @staticmethod
+    def _run(model: nn.Module, x: Tensor) -> None:
+        mean_square_loss(model(x)).backward()
+
+
+def refuse(*_: Any) -> None:
+    raise ArithmeticError("in the optimizer")
+
+
+@pytest.fixture(params=["default", "no reshard", "no prefetch"])
+def make_training(request: pytest.FixtureRequest) -> Callable[[list], Training]:
+    def make(slots: list) -> Training:
+        training = Training(slots, **({"reshard_after_forward": False} if request.param == "no reshard" else {}))
+        for module in (training.model, *training.model.units()) if request.param == "no prefetch" else ():
+            module.set_modules_to_forward_prefetch([])
+            module.set_modules_to_backward_prefetch([])
+        training.step()
+        return training
+
+    return make
+
+
+@pytest.mark.slots(4, long=[2, 8])
+@pytest.mark.parametrize("layer", [0, 2, 3])
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_after_an_error_is_that_of_one_device(kind, which, layer, slots, make_training):
+    training = make_training(slots)
+    idle = allocated(slots)
+    for quietly in (False, True):
+        training.fail(kind, layer, 0 if which == "first" else len(slots) - 1, quietly=quietly)
+        wait_for_the_engine(slots)
+        if not (quietly and kind == "optimizer"):  # the gradients that wait are dropped by the next call
+            assert allocated(slots, idle) == idle
+        training.compare()
+    assert allocated(slots, idle) == idle
+
+
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("kind", ["hook", "backward"])
+def test_the_step_may_follow_a_failed_backward_at_once(kind, slots, make_training):
+    """What is still on its way belongs to the pass that failed, and changes nothing in the next."""
+    training = make_training(slots)
+    for attempt in range(10):
+        training.fail(kind, attempt % 4, attempt % 3)
+        training.compare()
+
+
+@pytest.mark.slots(3)
+def test_each_slot_may_fail(slots, make_training):
+    training = make_training(slots)
+    layer = training.model.layers[1]
+    layer.fails[0] = "forward"
+    x = batch(slots, 0)
+    for chunk in x.chunk(3):
+        chunk[0, -1] = -1000.0
+    with pytest.raises(ArithmeticError, match="in forward"):
+        training.model(x)
+    layer.fails[0] = ""
+    training.compare()
+
+
+@pytest.mark.slots(3)
+def test_a_forward_that_fails_leaves_an_earlier_one_its_backward(slots, make_training):
+    training = make_training(slots)
+    with torch.no_grad():
+        for ours, theirs in zip(training.model.parameters(), training.twin.parameters(), strict=True):
+            theirs.copy_(whole(ours))
+    x = batch(slots, 100)
+    losses = [mean_square_loss(each(x)) for each in (training.model, training.twin)]
+    training.model.layers[2].fails[0] = "forward"
+    with pytest.raises(ArithmeticError):
+        training.model(batch(slots, 101, marked=1))
+    for loss in losses:
+        loss.backward()
+    assert_equal(gradients(training.model), gradients(training.twin), "gradients", atol=1e-9)
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.not_isolated("the slots' devices have memories of their own")
+class TestOutOfMemory:
+    @pytest.mark.slots(4, long=[2, 8])
+    @pytest.mark.parametrize("which", [0, 1, -1])
+    def test_the_next_step_is_right(self, which, slots, make_training):
+        """Whatever did not find memory: a gather, an activation, a gradient, a sum."""
+        training = make_training(slots)
+        idle = allocated(slots)
+        slot = which % len(slots)
+        failed = [training.run_out_of_memory(slot, spare) for spare in (0, 1000, 3000, 6000, 9000, 12000, 20000)]
+        wait_for_the_engine(slots)
+        assert failed[:2] == [True, True]
+        assert allocated(slots, idle) == idle
+        training.compare()
+        assert allocated(slots, idle) == idle
+
+    @pytest.mark.slots(4)
+    def test_the_error_names_the_unit_and_the_device(self, slots):
+        """A gather of the first layer needs more than there is."""
+        model = on_device(seeded(Net), slots[0])
+        sharded(model, slots)
+        with pytest.raises(torch.OutOfMemoryError) as caught, little_memory(slots[2], 64):
+            model(batch(slots, 0))
+        text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert re.search(rf"{slots[2]}\b|device {slots[2].index}\b", text)
+        assert re.search(r"unit.*(Net|Fragile|layers\.\d)", text)
+        assert_equal(model(batch(slots, 0)), on_device(seeded(Net), slots[0])(batch(slots, 0)), "outputs", atol=1e-9)
+
+    @pytest.mark.slots(4)
+    @pytest.mark.parametrize("quietly", [True, False])
+    def test_more_memory_is_all_that_it_takes(self, quietly, slots):
+        """The batch that found too little finds enough when the device has it again."""
+        training = Training(slots)
+        x = batch(slots, 50)
+        with torch.no_grad():
+            for ours, theirs in zip(training.model.parameters(), training.twin.parameters(), strict=True):
+                theirs.copy_(whole(ours))
+        with (
+            pytest.raises(torch.OutOfMemoryError),
+            little_memory(slots[1], 500),
+            no_sync(training.model) if quietly else nullcontext(),
+        ):
+            mean_square_loss(training.model(x)).backward()
+        training.optimizers[training.model].zero_grad()
+        for each in (training.model, training.twin):
+            mean_square_loss(each(x)).backward()
+        assert_equal(gradients(training.model), gradients(training.twin), "gradients", atol=1e-9)
+
+
+@pytest.mark.slots(4)
+@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.watchdog(1200)])])
+def test_an_error_in_every_tenth_step_leaves_nothing(steps, slots):
+    """Bytes on each device, threads and objects are where they were."""
+    training = Training(slots)
+    has_capacity = torch.device(slots[0]).type == "sim" and len({*map(str, slots)}) == len(slots)
+    failures = itertools.cycle(itertools.product((*KINDS, "memory") if has_capacity else KINDS, range(len(slots))))
+
+    def run(count: int) -> None:
+        for number in range(count):
+            if number % 10 == 9:
+                kind, slot = next(failures)
+                if kind == "memory":
+                    assert training.run_out_of_memory(slot, 2000)
+                else:
+                    training.fail(kind, number // 10 % 4, slot, quietly=number // 10 % 3 == 2)
+                training.compare()
+            else:
+                training.step()
+        wait_for_the_engine(slots)
+
+    run(220 if steps == 1000 else 40)
+    idle, threads, objects = allocated(slots), threading.active_count(), live_objects()
+    run(steps)
+    assert allocated(slots, idle) == idle
+    assert threading.active_count() <= threads
+    assert live_objects() <= objects + 20

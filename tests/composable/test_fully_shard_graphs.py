@@ -1,0 +1,267 @@
+"""Checkpoints and backwards of a sharded model are those of one device, in float64 to 1e-9."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dataparallel.sharded import ShardedTensor
+from dataparallel.testing.cases import numbers, seeded
+from dataparallel.testing.steps import mean_square_loss
+from sharded_chains import PLAIN, Chain, Layer, assert_same_results, batch_on, chain, forward_backward, pair_on
+from sharded_steps import (
+    LOOPS,
+    Model,
+    assert_all_sharded,
+    assert_same_training,
+    gradients,
+    on_device,
+    sharded,
+)
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+both_kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+
+
+several_loops = pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
+
+
+@pytest.fixture
+def x(slots: list) -> Tensor:
+    return batch_on(slots)
+
+
+@pytest.fixture
+def pair(slots: list) -> tuple[Any, Any]:
+    return pair_on(slots)
+
+
+class Recomputed:
+    """A model that a checkpoint is around when it is called."""
+
+    def __init__(self, model: nn.Module, use_reentrant: bool) -> None:
+        self.model, self.use_reentrant = model, use_reentrant
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.model, *args, use_reentrant=self.use_reentrant, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+class TestCheckpoints:
+    @pytest.mark.slots(3, long=[2, 8])
+    @several_loops
+    @both_kinds
+    def test_around_the_whole_model(self, use_reentrant, loop, slots, root):
+        def step(model, take, loss):
+            return LOOPS[loop](Recomputed(model, use_reentrant), take, loss)
+
+        # A reentrant checkpoint wants an input that takes a gradient.
+        def batch(size: int, seed: int):
+            (x,), _ = numbers(6)(size, seed)
+            return (x.requires_grad_(),), {}
+
+        assert_same_training(Model(PLAIN.build, batch), slots, loop=step)
+
+    @several_loops
+    @both_kinds
+    def test_around_several_units_at_once(self, use_reentrant, loop, slots):
+        class Around(Chain):
+            def forward(self, x: Tensor) -> Tensor:
+                first, *others, last = self.layers
+
+                def middle(y: Tensor) -> Tensor:
+                    for layer in others:
+                        y = layer(y)
+                    return y
+
+                return last(checkpoint(middle, first(x), use_reentrant=use_reentrant))
+
+        model = Model(seeded(lambda: Around(*(Layer() for _ in range(5)))), numbers(6))
+        assert_same_training(model, slots, loop=LOOPS[loop])
+
+    @several_loops
+    @both_kinds
+    def test_in_each_other(self, use_reentrant, loop, slots):
+        """A unit inside a checkpoint has a checkpoint of its own."""
+
+        class Inside(Layer):
+            def forward(self, x: Tensor) -> Tensor:
+                return x + checkpoint(super().forward, x, use_reentrant=use_reentrant)
+
+        class Around(Chain):
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.layers[0](x)
+                for layer in [*self.layers][1:]:
+                    x = checkpoint(layer, x, use_reentrant=use_reentrant)
+                return x
+
+        model = Model(seeded(lambda: Around(Layer(), Inside(), Inside())), numbers(6))
+        assert_same_training(model, slots, loop=LOOPS[loop])
+
+    def test_of_a_unit_that_is_used_twice(self, slots):
+        class Around(Chain):
+            def forward(self, x: Tensor) -> Tensor:
+                first, second, third = self.layers
+                x = checkpoint(second, first(x), use_reentrant=False)
+                return third(checkpoint(second, x, use_reentrant=False))
+
+        assert_same_training(Model(seeded(lambda: Around(Layer(), Layer(), Layer())), numbers(6)), slots)
+
+
+class TestBackward:
+    def test_twice_through_one_graph(self, slots, pair, x):
+        def use(model):
+            loss = mean_square_loss(model(x))
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+        assert_same_results(pair, use)
+
+    def test_twice_through_a_freed_graph_raises_torchs_error(self, slots, pair, x):
+        for model in pair:
+            loss = mean_square_loss(model(x))
+            loss.backward()
+            with pytest.raises(RuntimeError, match="second time"):
+                loss.backward()
+            model.zero_grad()
+        assert_same_results(pair, lambda model: forward_backward(model, x))
+
+    @pytest.mark.parametrize("change", ["step", "step, foreach", "one weight", "load_state_dict"])
+    @pytest.mark.parametrize("reshard_after_forward", [True, False])
+    def test_weights_that_changed_since_the_forward(self, change, reshard_after_forward, slots, root, x):
+        pair = (
+            sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=reshard_after_forward),
+            on_device(PLAIN.build, root),
+        )
+        for model in pair:
+            forward_backward(model, x)
+            # On one simulated device torch does not see what its foreach operators write.
+            foreach = change == "step, foreach" and model is pair[0]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+            saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            loss = mean_square_loss(model(x.clone().requires_grad_()))
+            if change.startswith("step"):
+                optimizer.step()
+            elif change == "one weight":
+                if model is pair[0]:
+                    model.layers[1].reshard()  # else the full weight may be there, which is a copy
+                with torch.no_grad():
+                    model.layers[1].linear.weight.mul_(2)
+            else:
+                model.load_state_dict(saved)
+            with pytest.raises(RuntimeError, match=r"modified|changed"):
+                loss.backward()
+            model.zero_grad()
+        assert_same_results(pair, lambda model: forward_backward(model, x))
+
+    @pytest.mark.parametrize("name", ["weight", "bias"])
+    @pytest.mark.parametrize("then", ["backward", "call", "backward of another call", "reshard", "unshard", "to"])
+    def test_full_weights_are_copies_and_a_change_of_them_raises(self, then, name, slots, root, x):
+        """The change would be lost. Backward reads the weight and not the bias."""
+        pair = (
+            sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=False),
+            on_device(PLAIN.build, root),
+        )
+        several = pair[0]
+        other = mean_square_loss(several(x.cos())) if then == "backward of another call" else None
+        loss = mean_square_loss(several(x))
+        full = getattr(several.layers[1].linear, name)
+        assert not isinstance(full, ShardedTensor)
+        with torch.no_grad():
+            full.mul_(2)
+        steps = {
+            "backward": loss.backward,
+            "call": lambda: several(x),
+            "backward of another call": other and other.backward,
+            "reshard": several.layers[1].reshard,
+            "unshard": several.layers[1].unshard,
+            "to": several.float,
+        }
+        with pytest.raises(RuntimeError, match=rf"'{name}' in the unit 'layers\.1' was changed in place"):
+            steps[then]()
+        several.zero_grad()
+        assert_same_results(pair, lambda model: forward_backward(model, x))
+
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_gradients_are_zeroed_between_forward_and_backward(self, set_to_none, slots, root, x):
+        """Full parameters are registered then, and the gradients are those of the sharded ones."""
+        pair = (
+            sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=False),
+            on_device(PLAIN.build, root),
+        )
+
+        def use(model):
+            forward_backward(model, x)
+            loss = mean_square_loss(model(x.cos()))
+            assert model is not pair[0] or not isinstance(model.layers[0].linear.weight, ShardedTensor)
+            model.zero_grad(set_to_none=set_to_none)
+            loss.backward()
+
+        assert_same_results(pair, use)
+
+    def test_states_are_sharded_between_forward_and_backward(self, slots, root, x):
+        """They stay what they are when backward frees the full parameters."""
+        pair = (
+            sharded(on_device(PLAIN.build, root), slots, reshard_after_forward=False),
+            on_device(PLAIN.build, root),
+        )
+
+        def use(model):
+            loss = mean_square_loss(model(x))
+            saved = model.state_dict()
+            assert model is not pair[0] or all(isinstance(value, ShardedTensor) for value in saved.values())
+            loss.backward()
+            assert_all_sharded(pair[0])
+            return saved
+
+        assert_same_results(pair, use)
+
+    def test_a_unit_that_changes_its_weights_in_forward_raises(self, slots, root, x):
+        class Normalised(Layer):
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.no_grad():
+                    self.linear.weight.div_(self.linear.weight.norm())
+                return super().forward(x)
+
+        several = sharded(on_device(chain(Layer, Normalised).build, root), slots)
+        with pytest.raises(RuntimeError, match=r"'weight' in the unit 'layers\.1' was changed in place"):
+            several(x)
+        assert_all_sharded(several)
+
+    def test_gradients_are_added_to_those_that_are_there(self, slots, pair, x):
+        def use(model):
+            forward_backward(model, x)
+            first = gradients(model)
+            forward_backward(model, x.cos())
+            return first
+
+        assert_same_results(pair, use)
+
+    def test_zeroed_gradients_stay_the_same_tensors(self, slots, pair, x):
+        def use(model):
+            forward_backward(model, x)
+            before = [parameter.grad for parameter in model.parameters()]
+            model.zero_grad(set_to_none=False)
+            forward_backward(model, x.cos())
+            assert all(parameter.grad is held for parameter, held in zip(model.parameters(), before, strict=True))
+
+        assert_same_results(pair, use)
+
+    def test_a_sharded_parameter_is_not_in_the_graph(self, slots, pair, x):
+        """Gradients of parameters come from ``backward()``."""
+        several, _ = pair
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(mean_square_loss(several(x)), [*several.parameters()])
+        assert_same_results(pair, lambda model: forward_backward(model, x))
+
+    def test_a_graph_of_the_gradients_of_parameters_is_refused(self, slots, pair, x):
+        several, _ = pair
+        with pytest.raises(RuntimeError, match="create_graph"):
+            mean_square_loss(several(x)).backward(create_graph=True)
+        several.zero_grad()
+        assert_same_results(pair, lambda model: forward_backward(model, x))

@@ -1,0 +1,315 @@
+"""Where a sharded model's values come from and go to: meta, state dicts, other dtypes, another number of devices."""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.sharded import ShardedTensor
+from dataparallel.testing.cases import Batch, adamw
+from dataparallel.testing.steps import assert_equal
+from sharded_models import GPT, Apart
+from sharded_steps import (
+    LOOPS,
+    MODELS,
+    Model,
+    Trained,
+    assert_all_sharded,
+    assert_same,
+    batches_of,
+    gradients,
+    on_device,
+    sharded,
+    state,
+    train,
+    whole,
+)
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+MODEL = MODELS["gpt"]
+UNTIED = MODELS["gpt, units of several kinds"]
+EIGHT = 8
+
+
+def on_meta(kind: type[GPT] = GPT) -> GPT:
+    with torch.device("meta"):
+        return kind().double()
+
+
+def blank(model: Model, root: torch.device) -> nn.Module:
+    """The model with zeros, to be loaded."""
+    made = on_device(model.build, root)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.zero_()
+    return made
+
+
+def initialise(model: nn.Module) -> None:
+    """As user code does after `to_empty`."""
+    torch.manual_seed(3)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def assert_trains_as(several: nn.Module, one: nn.Module, slots: list) -> None:
+    assert_all_sharded(several)
+    ours, theirs = (train(model, batches_of(MODEL, slots), steps=3) for model in (several, one))
+    assert_same(ours, theirs)
+
+
+class TestMeta:
+    @pytest.mark.slots(3, long=[2, 8])
+    def test_parameters_are_drawn_as_on_one_device(self, slots, root):
+        several, one = sharded(on_meta(), slots), on_meta().to_empty(device=root)
+        one.head.weight = one.embedding.weight
+        for model in (several.to_empty(device=root.type), one):
+            initialise(model)
+        assert several.head.weight is several.embedding.weight
+        assert_equal(state(several), state(one), "drawn", atol=0)
+        assert_trains_as(several, one, slots)
+
+    @pytest.mark.slots(3, long=[2, 8])
+    def test_a_full_state_dict_is_loaded(self, slots, root):
+        several, one = sharded(on_meta(), slots).to_empty(device=root.type), on_device(MODEL.build, root)
+        several.load_state_dict(one.state_dict())
+        assert_trains_as(several, one, slots)
+
+    @pytest.mark.slots(3, long=[2, 8])
+    def test_sharded_values_are_assigned_without_to_empty(self, slots, root):
+        """As on one device, that unties weights: this model has none."""
+        several, one = sharded(on_meta(Apart), slots), on_device(UNTIED.build, root)
+        several.load_state_dict(sharded(on_device(UNTIED.build, root), slots).state_dict(), assign=True)
+        assert_trains_as(several, one, slots)
+
+    def test_load_full_state_dict_fills_them_too(self, slots, root):
+        one = on_device(MODEL.build, root)
+        several = sharded(on_meta(), slots).to_empty(device=root.type)
+        fully_shard.load_full_state_dict(several, one.state_dict())
+        assert_trains_as(several, one, slots)
+
+    def test_a_call_before_they_have_values_says_so(self, slots, root):
+        several = sharded(on_meta(), slots)
+        (tokens,), _ = next(batches_of(MODEL, slots))
+        with pytest.raises(RuntimeError, match=r"to_empty|meta"):
+            several(tokens)
+
+    def test_no_device_has_the_whole_model(self, slots, root):
+        several = sharded(on_meta(), slots).to_empty(device=root.type)
+        for name, parameter in several.named_parameters():
+            devices = [torch.device(slot) for slot in slots]
+            assert [shard.device for shard in parameter.shards] == devices, name
+            assert sum(shard.numel() for shard in parameter.shards) == parameter.numel(), name
+
+
+class TestStateDicts:
+    def test_the_keys_are_those_of_one_device(self, slots, root):
+        several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
+        assert [*several.state_dict()] == [*one.state_dict()]
+        assert [*fully_shard.full_state_dict(several)] == [*one.state_dict()]
+        assert all(isinstance(value, ShardedTensor) for value in several.state_dict().values())
+
+    @pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}], ids=["default", "CPU offload"])
+    def test_a_full_one_is_what_one_device_saves(self, options, slots, root):
+        """No tensor of it is sharded, so it can be loaded where nobody knows this library."""
+        several, one = sharded(on_device(MODEL.build, root), slots, **options), on_device(MODEL.build, root)
+        optimizers = [adamw(model.parameters()) for model in (several, one)]
+        for model, optimizer in zip((several, one), optimizers, strict=True):
+            train(model, batches_of(MODEL, slots), optimizer, 2)
+        of_model, of_optimizer = fully_shard.full_state_dict(several, optimizers[0])
+        assert {*map(type, of_model.values())} == {Tensor}
+        assert_equal(whole(dict(of_model)), whole(dict(one.state_dict())), "model", atol=1e-9)
+        assert_equal(whole(of_optimizer["state"]), whole(optimizers[1].state_dict()["state"]), "optimizer", atol=1e-9)
+        assert of_optimizer["param_groups"] == optimizers[1].state_dict()["param_groups"]
+        for entries in of_optimizer["state"].values():
+            assert {*map(type, entries.values())} == {Tensor}
+
+    @pytest.mark.parametrize("assign", [False, True])
+    @pytest.mark.parametrize("map_location", [None, "cpu"])
+    def test_a_sharded_one_goes_through_a_file(self, map_location, assign, slots, root):
+        """Training goes on as if it had not been interrupted."""
+        model = UNTIED if assign else MODEL
+        several, one = sharded(on_device(model.build, root), slots), on_device(model.build, root)
+        batches = [batches_of(model, slots) for _ in range(2)]
+        optimizer, of_one = adamw(several.parameters()), adamw(one.parameters())
+        train(several, batches[0], optimizer, 2)
+        train(one, batches[1], of_one, 2)
+        file = io.BytesIO()
+        torch.save({"model": several.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True, map_location=map_location)
+        again = sharded(blank(model, root), slots)
+        if assign and map_location == "cpu":
+            # What is assigned stays where it is, and a unit's shards are on its slots.
+            saved["model"] = {name: value.to(root.type) for name, value in saved["model"].items()}
+        again.load_state_dict(saved["model"], assign=assign)
+        optimizer = adamw(again.parameters())
+        optimizer.load_state_dict(saved["optimizer"])
+        assert_all_sharded(again)
+        assert_same(train(again, batches[0], optimizer, 3), train(one, batches[1], of_one, 3))
+
+    @pytest.mark.parametrize("when", ["before the first call", "later"])
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_weights_are_replaced(self, assign, when, slots, root):
+        """A call after the load computes with the new weights."""
+        model = UNTIED if assign else MODEL
+        several, one = sharded(on_device(model.build, root), slots), on_device(model.build, root)
+        if when == "later":
+            for each in (several, one):
+                train(each, batches_of(model, slots), steps=1)
+        changed = sharded(on_device(model.build, root), slots)
+        with torch.no_grad():
+            for parameter in changed.parameters():
+                parameter.copy_(parameter.cos())
+        several.load_state_dict(changed.state_dict(), assign=assign)
+        one.load_state_dict(whole(changed.state_dict()))
+        assert_trains_as(several, one, slots)
+
+    def test_a_wrong_one_changes_nothing(self, slots, root):
+        several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
+        values = {**one.state_dict(), "position": torch.zeros(3, 3)}
+        with pytest.raises((RuntimeError, ValueError), match="position"):
+            fully_shard.load_full_state_dict(several, values)
+        del values["position"]
+        with pytest.raises((RuntimeError, ValueError, KeyError), match="position"):
+            fully_shard.load_full_state_dict(several, values)
+        assert_trains_as(several, one, slots)
+
+
+class TestConversions:
+    @pytest.mark.parametrize("when", ["before the first call", "later"])
+    def test_to_another_dtype(self, when, slots, root):
+        """From single precision to double, where the comparison is exact."""
+
+        def single() -> nn.Module:
+            return MODEL.build().float()
+
+        several, one = sharded(on_device(single, root), slots), on_device(single, root)
+        if when == "later":
+            (tokens,), _ = next(batches_of(MODEL, slots))
+            with torch.no_grad():
+                several(tokens)
+        for model in (several, one):
+            before = [*model.parameters()]
+            model.double()
+            assert [*map(id, model.parameters())] == [*map(id, before)]
+        assert several.head.weight is several.embedding.weight
+        assert_trains_as(several, one, slots)
+
+    def test_an_optimizer_made_before_goes_on_after_a_change_of_dtype(self, slots, root):
+        """It holds the parameters that the model has, as on one device."""
+        several, one = (on_device(lambda: MODEL.build().float(), root) for _ in range(2))
+        sharded(several, slots)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (several, one)]
+        for model in (several, one):
+            model.double()
+        ours, theirs = (
+            train(model, batches_of(MODEL, slots), optimizer, 3)
+            for model, optimizer in zip((several, one), optimizers, strict=True)
+        )
+        assert_same(ours, theirs)
+
+    def test_to_the_cpu_and_back(self, slots, root):
+        several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
+        train(several, batches_of(MODEL, slots), steps=1)
+        train(one, batches_of(MODEL, slots), steps=1)
+        several.cpu()
+        assert all(shard.device.type == "cpu" for parameter in several.parameters() for shard in parameter.shards)
+        several.to(root.type)
+        assert_trains_as(several, one, slots)
+
+
+class Run:
+    """A training that moves from devices to devices, all the time with the same batches as on one device."""
+
+    def __init__(self, slots: list, make_optimizer: Any = adamw) -> None:
+        self.make_optimizer = make_optimizer
+        self.slots = slots
+        self.following: Iterator[Batch] = batches_of(MODEL, slots)
+        self.model: Any = None
+
+    def use(self, slots: list | None, **options: Any) -> None:
+        """Goes on with a sharded model on these slots, or with a plain one on the first of the run's slots."""
+        saved = None if self.model is None else self.saved()
+        self.model = on_device(MODEL.build, self.slots[0]) if saved is None else blank(MODEL, self.slots[0])
+        if slots is not None:
+            sharded(self.model, slots, **options)
+        self.is_sharded = slots is not None
+        self.optimizer = self.make_optimizer(self.model.parameters())
+        if saved is None:
+            return
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        of_model, of_optimizer = torch.load(file, weights_only=True)
+        if self.is_sharded:
+            fully_shard.load_full_state_dict(self.model, (of_model, of_optimizer), self.optimizer)
+        else:
+            self.model.load_state_dict(of_model)
+            self.optimizer.load_state_dict(of_optimizer)
+
+    def saved(self) -> tuple[Any, Any]:
+        if self.is_sharded:
+            return fully_shard.full_state_dict(self.model, self.optimizer)
+        return self.model.state_dict(), self.optimizer.state_dict()
+
+    def train(self, steps: int, loop: str = "one_backward") -> Trained:
+        return train(self.model, self.following, self.optimizer, steps, loop=LOOPS[loop])
+
+
+OPTIMIZERS = {
+    "AdamW": adamw,
+    "AdamW, amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adadelta": lambda parameters: torch.optim.Adadelta(parameters, lr=0.1),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, momentum=0.9, centered=True, eps=1e-4),
+}
+
+
+class TestAnotherNumberOfDevices:
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    def test_eight_then_two_then_none_then_three(self, optimizer, make_slots):
+        """Training goes on as if it had not been interrupted."""
+        slots = make_slots(EIGHT)
+        moving, still = (Run(slots, OPTIMIZERS[optimizer]) for _ in range(2))
+        still.use(None)
+        for where in (slots, slots[:2], None, slots[:3]):
+            moving.use(where)
+            assert_same(moving.train(2), still.train(2))
+
+    @pytest.mark.parametrize("options", [{"offload_policy": CPUOffloadPolicy()}, {"reshard_after_forward": False}])
+    def test_with_other_options(self, options, make_slots):
+        slots = make_slots(4)
+        moving, still = (Run(slots) for _ in range(2))
+        still.use(None)
+        for where, chosen in ((None, {}), (slots, options), (slots[:2], {}), (slots[:3], options), (None, {})):
+            moving.use(where, **chosen)
+            assert_same(moving.train(2, "the_last_summed"), still.train(2, "the_last_summed"))
+
+    def test_a_saved_one_is_not_changed_by_further_training(self, slots, root):
+        run = Run(slots)
+        run.use(slots)
+        run.train(1)
+        saved = run.saved()
+        before = whole(saved)
+        run.train(2)
+        assert_equal(whole(saved), before, "saved", atol=0)
+
+    def test_saving_changes_nothing(self, slots, root):
+        both = [Run(slots), Run(slots)]
+        for run in both:
+            run.use(slots)
+        results = []
+        for run in both:
+            run.train(1)
+            if run is both[0]:
+                run.saved()
+                assert all(gradient is None for gradient in gradients(run.model).values())
+            results.append(run.train(2))
+        assert_same(*results, atol=0)

@@ -1,0 +1,177 @@
+"""Random nestings of units train as on one device, and the clocks see each memory used only while it has its values.
+
+A tree of modules is drawn, and which of them are units, how often each is called, what is recomputed, which parameters
+are frozen, what is kept after forward and what is gathered ahead. On simulated devices a read before its gather, or a
+free before the last use, is an error of the clocks: at once, or at the end of the example.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, note, settings
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dataparallel.composable import CPUOffloadPolicy, FullyShardedModule, MixedPrecisionPolicy, fully_shard
+from dataparallel.testing.cases import numbers, seeded
+from dataparallel.testing.pytest import settle
+from sharded_steps import LOOPS, Model, assert_all_sharded, assert_same, batches_of, on_device, train
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+WIDTH = 4
+MOST_NODES = 9
+PHASES = [phase for phase in Phase if phase != Phase.explain]  # which would trace each line of a failing example
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module of the tree.
+
+    Attributes:
+        is_unit: it is sharded by itself. The root always is.
+        is_frozen: its own parameters need no gradient.
+        reshard: ``reshard_after_forward``.
+        calls: how often its parent calls it.
+        recomputed: ``use_reentrant`` of a checkpoint around its calls, or ``None`` without one.
+        works_in_place: its first operator changes its input.
+        ahead: ``None``, or which units are gathered ahead of it: numbers that count the units of the tree round and
+            round; in forward and in backward.
+        below: its children.
+    """
+
+    is_unit: bool
+    is_frozen: bool
+    reshard: bool | None
+    calls: int
+    recomputed: bool | None
+    works_in_place: bool
+    ahead: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    below: tuple["Part", ...] = ()
+
+
+class Tree(nn.Module):
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(not part.is_frozen)
+        self.below = nn.ModuleList(Tree(child) for child in part.below)
+        self.part = part
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(not part.is_frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.part.works_in_place:
+            x = x.mul_(0.5)
+        x = 0.5 * torch.tanh(self.linear(x))  # a product with a number needs no values for its backward
+        for child in self.below:
+            for _ in range(child.part.calls):
+                if child.part.recomputed is None:
+                    x = child(x)
+                else:
+                    x = checkpoint(child, x, use_reentrant=child.part.recomputed)
+        return self.last(x) + 0.5 * x
+
+
+_ahead = st.none() | st.lists(st.integers(0, 8), max_size=3).map(tuple)
+
+
+def parts(below: st.SearchStrategy[tuple[Part, ...]]) -> st.SearchStrategy[Part]:
+    return st.builds(
+        Part,
+        is_unit=st.booleans(),
+        is_frozen=st.sampled_from([False, False, False, True]),
+        reshard=st.sampled_from([None, True, False]),
+        calls=st.sampled_from([1, 1, 1, 2, 0]),
+        recomputed=st.sampled_from([None, None, True, False]),
+        works_in_place=st.booleans(),
+        ahead=st.tuples(_ahead, _ahead),
+        below=below,
+    )
+
+
+def count(part: Part) -> int:
+    return 1 + sum(map(count, part.below))
+
+
+roots = st.recursive(
+    parts(st.just(())), lambda inner: parts(st.lists(inner, max_size=3).map(tuple)), max_leaves=5
+).filter(lambda part: 2 <= count(part) <= MOST_NODES)
+
+
+def shard(model: Tree, slots: list[Any], policies: dict[str, Any]) -> Any:
+    """Applies `fully_shard` to the units, children first, and sets what is gathered ahead."""
+
+    def below_first(module: Tree) -> Iterator[Tree]:
+        for child in module.below:
+            yield from below_first(child)
+        yield module
+
+    for module in below_first(model):
+        if module.part.is_unit or module is model:
+            fully_shard(module, devices=slots, reshard_after_forward=module.part.reshard, **policies)
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FullyShardedModule)]
+    for unit in units:
+        for ahead, change in zip(
+            unit.part.ahead, [unit.set_modules_to_forward_prefetch, unit.set_modules_to_backward_prefetch], strict=True
+        ):
+            if ahead is not None:
+                change([units[number % len(units)] for number in ahead])
+    return model
+
+
+def without_changes_of_checkpoints_inputs(part: Part) -> Part:
+    """The same where no checkpoint's function changes its own input: torch could not recompute that on any device."""
+    return replace(
+        part,
+        works_in_place=part.works_in_place and part.recomputed is None,
+        below=tuple(map(without_changes_of_checkpoints_inputs, part.below)),
+    )
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "cast": {"mp_policy": MixedPrecisionPolicy(torch.float32, torch.float64)},
+}
+
+
+def trains_as_on_one_device(part: Part, slots: list[Any], loop: str, policy: str) -> None:
+    part = replace(without_changes_of_checkpoints_inputs(part), works_in_place=False)
+    note(f"{part} on {len(slots)} slots, {loop}, {policy}")
+
+    def batch(size: int, seed: int) -> Any:
+        (x,), _ = numbers(WIDTH)(size, seed)
+        return (x.requires_grad_(),), {}  # so there is a backward if all is frozen, and for reentrant checkpoints
+
+    model = Model(seeded(Tree, part), batch)
+    root = torch.device(slots[0])
+    several, one = shard(on_device(model.build, root), slots, POLICIES[policy]), on_device(model.build, root)
+    options: dict[str, Any] = {"steps": 2, "loop": LOOPS[loop]}
+    ours = train(several, batches_of(model, slots), **options)
+    assert_all_sharded(several)
+    assert_same(ours, train(one, batches_of(model, slots), **options), atol=1e-2 if policy == "cast" else 1e-9)
+    if root.type == "sim":
+        settle()
+
+
+loops = st.sampled_from(
+    ["one_backward", "one_backward", "the_last_summed", "last_forward_first", "first_forward_first"]
+)
+
+policies = st.sampled_from(["plain", "plain", *POLICIES])
+
+
+@given(roots, st.sampled_from([2, 3, 4]), loops, policies)
+@settings(phases=PHASES, suppress_health_check=[*HealthCheck])
+def test_random_nestings(make_slots, part, count, loop, policy):
+    trains_as_on_one_device(part, make_slots(count), loop, policy)
+
+
+@pytest.mark.long
+@given(roots, st.sampled_from([2, 3, 4, 8]), loops, policies)
+@settings(max_examples=200, phases=PHASES, suppress_health_check=[*HealthCheck])
+def test_two_hundred_random_nestings(make_slots, part, count, loop, policy):
+    trains_as_on_one_device(part, make_slots(count), loop, policy)

@@ -1,0 +1,272 @@
+"""Frozen, tied, shared and unused parameters of a sharded model, in float64 to 1e-9."""
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dataparallel.composable import fully_shard
+from dataparallel.sharded import ShardedTensor
+from dataparallel.testing.cases import numbers, seeded, sgd
+from dataparallel.testing.steps import assert_equal, mean_square_loss
+from sharded_chains import PLAIN, Chain, Layer, assert_same_results, batch_on, chain, pair_on
+from sharded_models import GPT, Awkward
+from sharded_steps import (
+    LOOPS,
+    MODELS,
+    Model,
+    assert_same,
+    assert_same_training,
+    batches_of,
+    gradients,
+    on_device,
+    sharded,
+    train,
+    whole,
+)
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+several_loops = pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
+
+
+@pytest.fixture
+def x(slots: list) -> Tensor:
+    return batch_on(slots)
+
+
+@pytest.fixture
+def pair(slots: list) -> tuple[Any, Any]:
+    return pair_on(slots)
+
+
+class TestParameters:
+    @pytest.mark.slots(3, long=[2, 8])
+    def test_requires_grad_changes_between_steps(self, slots, root):
+        def flip(model: nn.Module, number: int) -> None:
+            first, second, third = model.layers
+            first.requires_grad_(number % 3 != 1)
+            second.requires_grad_(number % 2 == 0)
+            third.linear.bias.requires_grad_(number % 4 < 2)
+
+        several, one = sharded(on_device(PLAIN.build, root), slots), on_device(PLAIN.build, root)
+        for model in (several, one):
+            model.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        for number in range(8):
+            both = []
+            for model in (several, one):
+                flip(model, number)
+                both.append(train(model, batches_of(PLAIN, slots, number), model.optimizer, 1))
+            assert_same(*both)
+
+    def test_nothing_takes_a_gradient_but_the_input(self, slots, pair, x):
+        def use(model):
+            model.requires_grad_(False)
+            leaf = x.clone().requires_grad_()
+            model(leaf).square().sum().backward()
+            return leaf.grad
+
+        assert_same_results(pair, use)
+
+    def test_tied_weights_stay_tied(self, slots, root):
+        model = sharded(on_device(MODELS["gpt"].build, root), slots)
+        assert model.head.weight is model.embedding.weight
+        train(model, batches_of(MODELS["gpt"], slots), steps=2)
+        assert model.head.weight is model.embedding.weight
+        assert len({*map(id, model.parameters())}) == len([*model.parameters()])
+
+    @several_loops
+    def test_tied_weights_in_a_unit_of_several_modules(self, loop, slots):
+        """The first module's forward begins the unit's use, and the last one's ends it."""
+
+        class Ends(GPT):
+            def units(self) -> list[Any]:
+                return [*self.blocks, [self.embedding, self.norm, self.head]]
+
+        assert_same_training(Model(seeded(Ends), MODELS["gpt"].batch), slots, loop=LOOPS[loop])
+
+    @several_loops
+    def test_a_layer_in_two_places_of_a_unit(self, loop, slots):
+        class Shared(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.again = self.linear
+                self.other = nn.Linear(6, 6)
+                self.other.bias = self.linear.bias
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.other(torch.tanh(self.again(super().forward(x))))
+
+        assert_same_training(chain(Shared, Shared, Layer), slots, loop=LOOPS[loop])
+
+    @pytest.mark.slots(3, long=[2, 8])
+    @several_loops
+    def test_gradients_are_none_where_one_device_has_none(self, loop, slots, root):
+        several, one = (on_device(MODELS["unused and repeated units"].build, root) for _ in range(2))
+        sharded(several, slots)
+        for model in (several, one):
+            (x,), _ = numbers(6)(2 * len(slots), 0)
+            x[:, 0] = -1.0  # no sample takes the branch
+            LOOPS[loop](model, lambda x=x: ((x.to(root),), {}), mean_square_loss)
+        found, expected = gradients(several), gradients(one)
+        assert_equal(found, expected, "gradients", atol=1e-9)
+        without = {name.split(".")[0] for name, gradient in found.items() if gradient is None}
+        assert without == {"unused", "sometimes", "frozen", "strange", "choice"}
+        assert found["choice.used.weight"] is not None
+        assert found["strange.scale"] is not None
+
+    @pytest.mark.slots(3, long=[8])
+    @pytest.mark.parametrize("users", ["the first", "the last", "all but the first"])
+    def test_a_unit_that_only_some_slots_use(self, users, slots, root):
+        using = {"the first": [0], "the last": [len(slots) - 1], "all but the first": range(1, len(slots))}[users]
+
+        def batch(size: int, seed: int):
+            (x,), _ = numbers(6)(2 * len(slots), seed)
+            x[:, 0] = -1.0
+            for slot in using:
+                x[2 * slot, 0] = 2.0
+            return (x,), {}
+
+        assert_same_training(Model(seeded(Awkward), batch), slots)
+
+    def test_complex_parameters(self, slots):
+        class Turn(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return (super().forward(x) * self.phase).real
+
+        assert_same_training(chain(Layer, Turn, Layer), slots, optimizer=sgd)
+
+    def test_a_unit_in_channels_last(self, slots):
+        def build() -> nn.Module:
+            layers = [nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 2, 1)]
+            return Chain(*layers).to(memory_format=torch.channels_last)
+
+        assert_same_training(Model(seeded(build), numbers(2, 6, 6)), slots)
+
+
+class TestReferences:
+    """Attributes of modules may lead to parameters: lists of weights, partials, closures of hooks."""
+
+    class Referring(nn.Module):
+        """``first`` and ``last`` are layers; attributes of ``first`` lead to its own weight or to that of ``last``."""
+
+        def __init__(self, own: bool) -> None:
+            super().__init__()
+            self.first, self.last = Layer(), Layer()
+            self.gain = nn.Parameter(torch.randn(6))
+            weight = (self.first if own else self.last).linear.weight
+            self.first.linear.forward = functools.partial(F.linear, weight=weight)
+            gain = self.gain
+            self.handle = self.last.register_forward_hook(lambda module, args, output: output * gain)
+
+        def units(self) -> list[nn.Module]:
+            return [self.first]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x))
+
+    @pytest.mark.parametrize("option", [True, False])
+    def test_they_lead_to_the_new_parameters(self, option, slots):
+        model = Model(seeded(self.Referring, True), numbers(6))
+        assert_same_training(model, slots, reshard_after_forward=option)
+
+    def test_the_old_ones_are_freed(self, slots, root):
+        class Plain(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.lstm = nn.LSTM(6, 6)
+                self.weights = [*self.lstm.parameters()]
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.lstm(x)[0]
+
+        model = Plain().to(root)
+        old = [weakref.ref(parameter) for parameter in model.parameters()]
+        fully_shard(model.lstm, devices=slots)
+        outer = fully_shard(nn.Sequential(model, nn.Linear(1, 1).to(root)), devices=slots)
+        gc.collect()
+        assert [reference() for reference in old] == [None] * len(old)
+        now = [*map(id, outer[0].lstm.parameters())]
+        assert [*map(id, model.lstm._flat_weights)] == [*map(id, model.weights)] == now
+
+    def test_handles_still_remove_their_hooks(self, slots, root):
+        model = on_device(seeded(self.Referring, True), root)
+        sharded(model, slots)
+        model.handle.remove()
+        assert not model.last._forward_hooks
+
+    def test_those_to_another_unit_raise(self, slots, root, x):
+        """The other unit need not be there. To read what is not there would crash the process."""
+        model = on_device(seeded(self.Referring, False), root)
+        model.units = lambda: [model.first, model.last]
+        sharded(model, slots)
+        with pytest.raises(TypeError, match=r"use full_tensor\(\)"):
+            model(x)
+        assert isinstance(model.last.linear.weight, ShardedTensor)
+
+    def test_those_to_a_unit_around_are_full(self, slots):
+        """The root is full while its children run."""
+        assert_same_training(Model(seeded(self.Referring, False), numbers(6)), slots)
+
+
+class TestChangesOfTheModel:
+    @pytest.fixture(params=[0, 1], ids=["before the first call", "after it"])
+    def replaced(self, request, slots, pair, x):
+        """The pair with a new layer in place of the first."""
+        for model in pair:
+            for _ in range(request.param):
+                mean_square_loss(model(x)).backward()
+                model.zero_grad()
+            model.layers[0] = on_device(seeded(lambda: Chain(Layer(), Layer()).layers[1]), slots[0])
+        return pair
+
+    def test_a_frozen_layer_replaces_one(self, replaced, x):
+        """The new layer computes, with parameters of its own that are not sharded."""
+        several, one = replaced
+        for model in replaced:
+            model.layers[0].requires_grad_(False)
+            mean_square_loss(model(x)).backward()
+        assert_equal(whole(several(x)), whole(one(x)), "output", atol=1e-9)
+        for found, expected in zip(several.layers[1:].parameters(), one.layers[1:].parameters(), strict=True):
+            assert_equal(whole(found.grad), whole(expected.grad), "gradient", atol=1e-9)
+
+    def test_a_layer_that_needs_gradients_is_refused(self, replaced, x):
+        """Nobody would sum them."""
+        several, one = replaced
+        with pytest.raises(RuntimeError, match=r"'layers.0.linear.weight' needs a gradient and is not sharded"):
+            several(x)
+        with torch.no_grad():
+            assert_equal(whole(several(x)), whole(one(x)), "output", atol=1e-9)
+
+    def test_frozen_while_gradients_wait(self, slots, pair, x):
+        several, one = pair
+        with several.no_sync():
+            mean_square_loss(several(x)).backward()
+        mean_square_loss(one(x)).backward()
+        weight = several.layers[1].linear.weight
+        weight.requires_grad_(False)
+        with pytest.raises(RuntimeError, match=r"'layers.1' were replaced, or .* while gradients wait on the slots"):
+            several(x)
+        weight.requires_grad_(True)
+        for model in pair:
+            mean_square_loss(model(x)).backward()
+        assert_equal(gradients(several), gradients(one), "gradients", atol=1e-9)
+
+    def test_frozen_after_the_gradients_that_wait_are_dropped(self, pair, x):
+        several, _ = pair
+        with several.no_sync():
+            mean_square_loss(several(x)).backward()
+        several.zero_grad()
+        several.layers[1].linear.weight.requires_grad_(False)
+        mean_square_loss(several(x)).backward()
+        assert several.layers[1].linear.weight.grad is None
+        assert several.layers[1].linear.bias.grad is not None

@@ -1,0 +1,353 @@
+"""A sharded model trains as on one device: each option, each loop and each model, in float64 to 1e-9."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from dataparallel.composable import (
+    CPUOffloadPolicy,
+    FullyShardedModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    replicate,
+)
+from dataparallel.sharded import Shard
+from dataparallel.testing import isolated_slots
+from dataparallel.testing.cases import adamw, numbers, seeded
+from dataparallel.testing.models import CASES
+from dataparallel.testing.steps import mean_square_loss
+from sharded_models import Scaled
+from sharded_steps import (
+    LOOPS,
+    MODELS,
+    Model,
+    assert_same,
+    assert_same_training,
+    batches_of,
+    on_device,
+    sharded,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+DIVISOR = 4.0
+
+
+def half(slots: int) -> bool | int:
+    """How many slots share the pieces of a unit after forward. Two or three slots have no smaller groups."""
+    return slots // 2 if slots % 2 == 0 and slots > 2 else True
+
+
+def managed(model: nn.Module) -> list[Any]:
+    """The modules that are sharded by themselves, in the order of their names."""
+    return [module for module in model.modules() if isinstance(module, FullyShardedModule)]
+
+
+def no_prefetch(model: nn.Module) -> None:
+    for module in managed(model):
+        module.set_modules_to_forward_prefetch([])
+        module.set_modules_to_backward_prefetch([])
+
+
+def prefetch_two(model: nn.Module) -> None:
+    modules = managed(model)
+    for place, module in enumerate(modules):
+        module.set_modules_to_forward_prefetch(modules[place + 1 : place + 3])
+        module.set_modules_to_backward_prefetch(modules[max(place - 2, 0) : place][::-1])
+
+
+def prefetch_the_wrong_way_round(model: nn.Module) -> None:
+    """What is not needed next is gathered first."""
+    modules = managed(model)
+    for place, module in enumerate(modules):
+        module.set_modules_to_forward_prefetch(modules[:place])
+        module.set_modules_to_backward_prefetch(modules[place + 1 :])
+
+
+def divide(model: Any) -> None:
+    for module in managed(model):
+        module.set_gradient_divide_factor(DIVISOR)
+
+
+def keep_after_forward(model: Any) -> None:
+    model.set_reshard_after_forward(False)
+
+
+def cut_along(dim: int, slots: list) -> dict[str, Any]:
+    """Parameters that divide evenly along a dimension are cut along it; there are such for 2, 4 and 8 slots."""
+
+    def place(parameter: Tensor) -> Shard | None:
+        exists = -parameter.dim() <= dim < parameter.dim()
+        return Shard(dim) if exists and parameter.shape[dim] % len(slots) == 0 else None
+
+    return {"shard_placement_fn": place}
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is passed to `fully_shard` for a list of slots, and what is set on the model afterwards."""
+
+    arguments: Callable[[list], dict[str, Any]] = lambda slots: {}
+    afterwards: Callable[[nn.Module], None] = lambda model: None
+    divisor: float = 1.0
+
+
+DOUBLE = MixedPrecisionPolicy(
+    param_dtype=torch.float64, reduce_dtype=torch.float64, output_dtype=torch.float64, cast_forward_inputs=False
+)
+
+OPTIONS = {
+    "none": Option(),
+    "reshard_after_forward": Option(lambda slots: {"reshard_after_forward": True}),
+    "no reshard_after_forward": Option(lambda slots: {"reshard_after_forward": False}),
+    "reshard_after_forward to some": Option(lambda slots: {"reshard_after_forward": half(len(slots))}),
+    "set_reshard_after_forward(False)": Option(afterwards=keep_after_forward),
+    "no prefetch": Option(afterwards=no_prefetch),
+    "prefetch two": Option(afterwards=prefetch_two),
+    "prefetch the wrong way round": Option(afterwards=prefetch_the_wrong_way_round),
+    "no prefetch, no reshard": Option(lambda slots: {"reshard_after_forward": False}, no_prefetch),
+    "default policies": Option(lambda slots: {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}),
+    "a policy of the same dtype": Option(lambda slots: {"mp_policy": DOUBLE}),
+    "CPU offload": Option(lambda slots: {"offload_policy": CPUOffloadPolicy()}),
+    "CPU offload to pageable memory": Option(lambda slots: {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "CPU offload, reshard to some": Option(
+        lambda slots: {"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": half(len(slots))}
+    ),
+    "shards of columns": Option(lambda slots: cut_along(1, slots)),
+    "shards of the last dimension": Option(lambda slots: cut_along(-1, slots)),
+    "output on the last slot": Option(lambda slots: {"output_device": slots[-1]}),
+    "output on the CPU": Option(lambda slots: {"output_device": "cpu"}),
+    "divided gradients": Option(afterwards=divide, divisor=DIVISOR),
+}
+
+
+def check(model: str, option: str, loop: str, slots: list) -> None:
+    chosen = OPTIONS[option]
+    assert_same_training(
+        MODELS[model],
+        slots,
+        loop=LOOPS[loop],
+        afterwards=chosen.afterwards,
+        loss_of_one=mean_square_loss if chosen.divisor == 1.0 else divided_loss,
+        **chosen.arguments(slots),
+    )
+
+
+def divided_loss(output: Tensor) -> Tensor:
+    return mean_square_loss(output) / DIVISOR
+
+
+every_model = pytest.mark.parametrize("model", MODELS)
+every_option = pytest.mark.parametrize("option", OPTIONS)
+every_loop = pytest.mark.parametrize("loop", LOOPS)
+
+
+class TestACoverOfTheMatrix:
+    @pytest.mark.slots(2, 3, 4, 8)
+    @every_model
+    def test_each_model(self, model, slots):
+        check(model, "none", "one_backward", slots)
+
+    @pytest.mark.slots(4)
+    @every_option
+    def test_each_option(self, option, slots):
+        check("gpt", option, "one_backward", slots)
+
+    @pytest.mark.slots(3)
+    @every_loop
+    def test_each_loop(self, loop, slots):
+        check("gpt, units of several kinds", "none", loop, slots)
+
+
+@pytest.mark.long
+class TestTheFullMatrix:
+    @pytest.mark.slots(2, 3, 4, 8)
+    @every_model
+    @every_option
+    def test_each_option_with_each_model(self, option, model, slots):
+        check(model, option, "one_backward", slots)
+
+    @pytest.mark.slots(2, 3, 4, 8)
+    @every_model
+    @every_loop
+    def test_each_loop_with_each_model(self, loop, model, slots):
+        check(model, "none", loop, slots)
+
+    @pytest.mark.slots(2, 3, 4, 8)
+    @every_option
+    @every_loop
+    def test_each_option_with_each_loop(self, option, loop, slots):
+        check("gpt, units of several kinds", option, loop, slots)
+
+
+class TestOtherSlots:
+    @every_model
+    def test_isolated_slots(self, model, root):
+        with isolated_slots():
+            check(model, "none", "one_backward", [root] * 3)
+
+    @every_loop
+    def test_isolated_slots_with_each_loop(self, loop, root):
+        with isolated_slots():
+            check("gpt", "none", loop, [root] * 4)
+
+    @every_model
+    def test_slots_on_one_device(self, model, root):
+        check(model, "none", "one_backward", [root] * 3)
+
+    @pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
+    def test_two_slots_on_each_of_two_devices(self, loop, make_slots):
+        slots = [make_slots(2)[place] for place in (0, 1, 0, 1)]
+        check("gpt", "none", loop, slots)
+
+    @every_model
+    def test_cpu_slots(self, model):
+        check(model, "none", "one_backward", ["cpu"] * 2)
+
+    def test_one_slot(self, root):
+        check("gpt", "none", "the_last_summed", [root])
+
+
+ZOO = [case for case in CASES if case.name not in ("scripted", "traced", "scripted_child", "sparse_embedding")]
+
+
+@pytest.mark.slots(3, long=[2, 8])
+@pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
+def test_a_whole_model_is_one_unit(case, slots):
+    """Every model of the zoo. Those with batch statistics are compared with `replicate`, which has each slot's too."""
+    model = Model(case.build, case.batch)
+    several, other = on_device(case.build, slots[0]), on_device(case.build, slots[0])
+    several.units = list
+    sharded(several, slots, dim=case.dim)
+    if case.by_chunks:
+        replicate(other, devices=slots, dim=case.dim)
+    ours = train(several, batches_of(model, slots), case.optimizer)
+    assert_same(ours, train(other, batches_of(model, slots), case.optimizer))
+
+
+@pytest.mark.slots(3, long=[2, 4, 8])
+@pytest.mark.parametrize("option", ["none", "no reshard_after_forward", "CPU offload"])
+def test_batch_statistics_are_those_of_replicate(option, slots):
+    """Each slot normalises its own chunk, and the model's running statistics are those of the first."""
+    model = Model(seeded(lambda: MODELS["resnet"].build().train()), MODELS["resnet"].batch)
+    several, other = on_device(model.build, slots[0]), on_device(model.build, slots[0])
+    assert several.training
+    sharded(several, slots, **OPTIONS[option].arguments(slots))
+    replicate(other, devices=slots)
+    ours, theirs = (train(each, batches_of(model, slots)) for each in (several, other))
+    assert_same(ours, theirs)
+
+
+@pytest.mark.slots(3, long=[2, 4, 8])
+@every_loop
+def test_ignored_parameters_stay_what_they_are(loop, slots):
+    assert_same_training(Model(seeded(Scaled), numbers(6)), slots, loop=LOOPS[loop], ignored=True)
+
+
+@pytest.mark.slots(3, long=[8])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD"])
+def test_each_optimizer(name, slots):
+    kind = getattr(torch.optim, name)
+    # Some gradients are zero but for their rounding. With Adagrad's own eps they move a weight by 1e-9.
+    more = {"eps": 1e-6} if name == "Adagrad" else {}
+    assert_same_training(MODELS["gpt"], slots, optimizer=lambda parameters: kind([*parameters], lr=1e-2, **more))
+
+
+@pytest.mark.slots(3)
+def test_the_batch_may_be_in_another_dimension(slots):
+    def batch(size: int, seed: int):
+        (x,), _ = numbers(5, 3)(size, seed)
+        return (x.transpose(0, 1).contiguous(),), {}
+
+    def build():
+        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        net.units = lambda: [net[0]]
+        return net
+
+    assert_same_training(Model(seeded(build), batch), slots, dim=1)
+
+
+@pytest.mark.slots(4)
+def test_a_unit_whose_backward_needs_no_weights_is_not_gathered_for_it(slots):
+    """An embedding's backward reads no weight."""
+
+    def afterwards(model):
+        model.embedding.set_unshard_in_backward(False)
+
+    assert_same_training(MODELS["gpt, units of several kinds"], slots, afterwards=afterwards)
+
+
+@pytest.mark.slots(3, long=[8])
+def test_gradients_are_clipped_as_on_one_device(slots):
+    class Clips(torch.optim.AdamW):
+        def step(self, closure=None):
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            norms.append(float(nn.utils.clip_grad_norm_(parameters, 1e-3)))
+            return super().step(closure)
+
+    norms: list[float] = []
+    assert_same_training(MODELS["gpt"], slots, optimizer=lambda parameters: Clips(parameters, lr=1e-2))
+    assert norms[:5] == pytest.approx(norms[5:], rel=0, abs=1e-9)
+    assert len(norms) == 10
+    assert min(norms) > 1e-3
+
+
+class TestAnyTreeOfUnits:
+    """Whatever is sharded by itself, however deep and together with whatever, the results are the same."""
+
+    class Tree(nn.Module):
+        """Children run one after the other, between two layers of its own. ``shards`` says if it is a unit."""
+
+        def __init__(self, shards: bool, children: list) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.inner = nn.ModuleList(TestAnyTreeOfUnits.Tree(*child) for child in children)
+            self.shards = shards
+
+        def units(self) -> list[nn.Module]:
+            below = itertools.chain.from_iterable(child.units() for child in self.inner)
+            return [*below, *(child for child in self.inner if child.shards)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.before(x))
+            for child in self.inner:
+                y = child(y)
+            return x + self.after(y)
+
+    trees = st.recursive(
+        st.tuples(st.booleans(), st.just([])),
+        lambda below: st.tuples(st.booleans(), st.lists(below, max_size=3)),
+        max_leaves=6,
+    )
+
+    def run(self, tree: tuple, option: str, loop: str, slots: list) -> None:
+        chosen = OPTIONS[option]
+        assert_same_training(
+            Model(seeded(self.Tree, *tree), numbers(4)),
+            slots,
+            loop=LOOPS[loop],
+            steps=2,
+            optimizer=adamw,
+            afterwards=chosen.afterwards,
+            loss_of_one=mean_square_loss if chosen.divisor == 1.0 else divided_loss,
+            **chosen.arguments(slots),
+        )
+
+    @given(trees, st.sampled_from(sorted(OPTIONS)), st.sampled_from(sorted(LOOPS)), st.sampled_from([2, 3, 4]))
+    @settings(max_examples=8)
+    def test_a_few(self, make_slots, tree, option, loop, count):
+        self.run(tree, option, loop, make_slots(count))
+
+    @pytest.mark.long
+    @given(trees, st.sampled_from(sorted(OPTIONS)), st.sampled_from(sorted(LOOPS)), st.sampled_from([2, 3, 4, 8]))
+    @settings(max_examples=150)
+    def test_many(self, make_slots, tree, option, loop, count):
+        self.run(tree, option, loop, make_slots(count))

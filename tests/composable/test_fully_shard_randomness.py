@@ -1,0 +1,83 @@
+"""Dropout and sums of a sharded model repeat from run to run, bit for bit, and checkpoints repeat their masks."""
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel.testing.cases import seeded
+from sharded_models import GPT
+from sharded_steps import (
+    LOOPS,
+    MODELS,
+    Trained,
+    assert_same,
+    batches_of,
+    on_device,
+    sharded,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+RUNS = 3
+
+
+def trained(build, slots: list, loop: str = "one_backward", **options) -> Trained:
+    model = sharded(on_device(build, slots[0]), slots, **options)
+    torch.manual_seed(7)
+    return train(model, batches_of(MODELS["gpt"], slots), loop=LOOPS[loop])
+
+
+def assert_same_bits(runs: list[Trained]) -> None:
+    first, *others = runs
+    for other in others:
+        assert_same(other, first, atol=0)
+
+
+@pytest.mark.slots(4, long=[2, 3, 8])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_gradients_repeat_from_run_to_run(reshard_after_forward, loop, slots):
+    build = MODELS["gpt"].build
+    assert_same_bits([trained(build, slots, loop, reshard_after_forward=reshard_after_forward) for _ in range(RUNS)])
+
+
+@pytest.mark.slots(4)
+def test_options_that_move_bytes_otherwise_change_no_bit(slots):
+    """The sums are the same, in the same order, whatever is kept after forward."""
+    build = MODELS["gpt"].build
+    assert_same_bits([trained(build, slots, reshard_after_forward=kept) for kept in (True, False, 2)])
+
+
+@pytest.mark.slots(4, long=[2, 8])
+@pytest.mark.parametrize("recomputed", ["nothing", "inside", "around"])
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_dropout_repeats_from_run_to_run(recomputed, use_reentrant, slots):
+    build = seeded(GPT, recomputed, use_reentrant, 0.5)
+    runs = [trained(build, slots) for _ in range(RUNS)]
+    assert_same_bits(runs)
+
+
+@pytest.mark.slots(4, long=[2, 8])
+@pytest.mark.parametrize("recomputed", ["inside", "around"])
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_checkpoints_recompute_with_the_same_masks(recomputed, use_reentrant, slots):
+    with_checkpoints = trained(seeded(GPT, recomputed, use_reentrant, 0.5), slots)
+    without = trained(seeded(GPT, "nothing", False, 0.5), slots)
+    assert_same(with_checkpoints, without)
+
+
+@pytest.mark.slots(4)
+def test_dropout_is_on(slots):
+    """Otherwise the tests above would compare nothing."""
+    with_dropout, without = (trained(seeded(GPT, "around", False, p), slots) for p in (0.5, 0.0))
+    with pytest.raises(AssertionError):
+        assert_same(with_dropout, without)
+
+
+def test_sharding_draws_no_random_number(slots, root):
+    model = on_device(MODELS["gpt"].build, root)
+    before = torch.get_rng_state()
+    sharded(model, slots)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert isinstance(model, nn.Module)

@@ -1,0 +1,210 @@
+"""Every operator that torch tests, on sharded tensors: is the result right, is the operator refused, or neither?
+
+The samples are those by which torch tests itself. What a plain tensor on the first device gives is right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sharding import full, sharded
+
+# That import chooses hypothesis settings of torch's own for the whole process, and forbids it to set flags of
+# torch.backends. Other tests need ours, and set flags.
+hypothesis.settings.load_profile("dataparallel")
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
+NO_VALUES = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+"""Operators whose results have no values to compare."""
+
+ROUND = frozenset({"bfloat16", "cfloat", "chalf", "float", "half"})
+"""Operators that round to fewer digits, so that gradients in float64 have fewer too."""
+
+READS_MEMORY = "its data is not allocated yet"
+"""torch's words where an operator reads the memory of an argument before anything is dispatched."""
+
+
+@dataclass
+class Outcomes:
+    """What has been found.
+
+    Attributes:
+        counts: of calls: "right", "refused" (an error that names ``full_tensor()``), "unreached" (torch reads the
+            memory of a tensor that has none before anything can be refused, and raises).
+        right: the operators that were right at least once.
+        refused: those that were refused at least once.
+        wrong: for each operator what else has happened.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    right: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+    wrong: dict[str, list[str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
+        both = len(self.right & self.refused)
+        return (
+            f"calls: {counts}; operators: right {len(self.right)}, refused {len(self.refused)} (depending on the "
+            f"arguments: {both}), wrong {len(self.wrong)}"
+        )
+
+
+def outcomes(
+    devices: Sequence[Any],
+    placement: Callable[[Tensor], Any],
+    *,
+    dtypes: Sequence[torch.dtype],
+    requires_grad: bool,
+    samples: int,
+    chosen: Callable[[str], bool] = lambda name: True,
+) -> Outcomes:
+    """Runs operators on samples as function, method, in place and as Python's operators.
+
+    The first tensor is sharded, then all but the first, then all.
+    """
+    found = Outcomes()
+    for op in op_db:
+        if not chosen(op.name):
+            continue
+        for dtype in dtypes:
+            if not op.supports_dtype(dtype, "cpu") or (requires_grad and not op.supports_autograd):
+                continue
+            for sample in _samples(op, dtype, requires_grad, samples):
+                arguments = _copied((sample.input, sample.args, sample.kwargs), torch.device(devices[0]))
+                for variant in _variants(op):
+                    if variant is not None:
+                        _try(found, op, variant, arguments, devices, placement)
+    return found
+
+
+def _variants(op: Any) -> Sequence[Callable[..., Any] | None]:
+    return op.op, op.method_variant, op.inplace_variant, op.operator_variant, op.inplace_operator_variant
+
+
+def _samples(op: Any, dtype: torch.dtype, requires_grad: bool, count: int) -> Iterator[Any]:
+    torch.manual_seed(0)
+    try:
+        given = op.sample_inputs("cpu", dtype, requires_grad=requires_grad)
+        for sample, _ in zip(given, range(count), strict=False):
+            yield sample
+    except (ImportError, RuntimeError, NotImplementedError):  # torch's own samples need what this machine lacks
+        return
+
+
+def _copied(arguments: Any, device: torch.device) -> Any:
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return device if isinstance(value, torch.device) else value
+        return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
+
+    return tree_map(copied, arguments)
+
+
+def _is_plain(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_conj() and not value.is_neg()
+
+
+def _try(
+    found: Outcomes,
+    op: Any,
+    variant: Callable[..., Any],
+    arguments: Any,
+    devices: Sequence[Any],
+    placement: Callable[[Tensor], Any],
+) -> None:
+    is_in_place = variant in (op.inplace_variant, op.inplace_operator_variant)
+    tensors = sum(isinstance(value, Tensor) for value in tree_leaves(arguments))
+    if not tensors:
+        return
+    if not all(_is_plain(value) for value in tree_leaves(arguments) if isinstance(value, Tensor)):
+        return
+    try:
+        expected = _result(variant, _copied(arguments, torch.device(devices[0])), is_in_place)
+    except Exception:  # not for plain tensors either
+        return
+    for chosen in [{0}, {*range(1, tensors)}, {*range(tensors)}] if tensors > 1 else [{0}]:
+        seen = -1
+
+        def divided(value: Any, chosen: set[int] = chosen) -> Any:
+            nonlocal seen
+            if not isinstance(value, Tensor):
+                return value
+            seen += 1
+            return sharded(value, devices, placement(value)) if seen in chosen else value
+
+        on_devices = _copied(arguments, torch.device(devices[0]))
+        try:
+            got = _result(variant, tree_map(divided, on_devices), is_in_place)
+            _compare(op.name, got, expected)
+        except Exception as error:
+            if _is_refusal(error):
+                found.counts["refused"] += 1
+                found.refused.add(op.name)
+            elif READS_MEMORY in str(error):
+                found.counts["unreached"] += 1
+            else:
+                found.wrong.setdefault(op.name, []).append(f"{type(error).__name__}: {error}")
+        else:
+            found.counts["right"] += 1
+            found.right.add(op.name)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Of ``plain += sharded`` a TypeError would not arrive."""
+    message = str(error)
+    if isinstance(error, TypeError):
+        return "full_tensor()" in message or "unsupported operand type" in message
+    return isinstance(error, RuntimeError) and "if it writes to a plain tensor; use full_tensor()" in message
+
+
+def _result(variant: Callable[..., Any], arguments: Any, is_in_place: bool) -> list[Any]:
+    """Results, the tensor that was written to, and the gradients of leaves."""
+    leaves = [value for value in tree_leaves(arguments) if isinstance(value, Tensor) and value.requires_grad]
+    if is_in_place and leaves:  # leaves cannot be written to
+        arguments = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, arguments)
+    first, others, named = arguments
+    for device in {value.device for value in tree_leaves(arguments) if isinstance(value, Tensor)}:
+        torch.manual_seed(0)
+        if device.type != "cpu":
+            torch.get_device_module(device).manual_seed_all(0)
+    result = variant(first, *others, **named)
+    if result is NotImplemented:
+        raise TypeError("unsupported operand type(s), as Python says then")
+    gradients: list[Any] = []
+    graphs = [value for value in tree_leaves(result) if isinstance(value, Tensor) and value.requires_grad]
+    if leaves and graphs:
+        loss = sum((value.abs() if value.is_complex() else value * value).sum() for value in graphs)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        gradients = [leaf.grad for leaf in leaves]
+    written = [first] if is_in_place and isinstance(first, Tensor) else []
+    return [result, result is first, written, gradients]
+
+
+def _compare(name: str, got: Any, expected: Any) -> None:
+    def whole(value: Any) -> Any:
+        return full(value, has_values=name not in NO_VALUES) if isinstance(value, Tensor) else value
+
+    gots, expecteds = [whole(value) for value in tree_leaves(got)], [whole(value) for value in tree_leaves(expected)]
+    assert len(gots) == len(expecteds), (len(gots), len(expecteds))
+    for one, other in zip(gots, expecteds, strict=True):
+        if isinstance(other, Tensor):
+            assert isinstance(one, Tensor), one
+            assert (one.shape, one.dtype) == (other.shape, other.dtype), (one.shape, one.dtype, other)
+            if name not in NO_VALUES:
+                # Vectorised and remaining elements of a part may differ in the last bits.
+                is_double = other.dtype in (torch.float64, torch.complex128) and name not in ROUND
+                tolerance = 1e-9 if is_double else 1e-5
+                torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+        else:
+            assert one == other or one is other, (one, other)

@@ -1,0 +1,59 @@
+"""Units without modules, for the tests of the runtime of units."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel.sharded import Shard, distribute_tensor
+from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.units.unit import Precision, Unit
+
+
+def values(count: int = 2, rows: int = 6, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Parameters with distinct values, on the CPU."""
+    return [torch.arange(2 * rows * i, 2 * rows * (i + 1)).to(dtype).view(rows, 2) for i in range(count)]
+
+
+def parameters(
+    of: Sequence[Tensor], slots: Sequence[Any], requires_grad: bool = True, is_offloaded: bool = False
+) -> list[ShardedTensor]:
+    """Sharded parameters with these values; their shards are in host memory if they are offloaded."""
+    found: list[Any] = []
+    for tensor in of:
+        made = distribute_tensor(tensor, ["cpu"] * len(slots) if is_offloaded else slots, Shard(0))
+        owned = ShardedTensor(made.shards, made.placement, made.shape, devices=[*map(torch.device, slots)])
+        found.append(nn.Parameter(owned, requires_grad=requires_grad))
+    return found
+
+
+def unit_of(
+    of: Sequence[Tensor],
+    slots: Sequence[Any],
+    precision: Precision | None = None,
+    *,
+    requires_grad: bool = True,
+    is_offloaded: bool = False,
+) -> Unit:
+    """A unit that is ready for a call. What is offloaded is pinned."""
+    made = Unit(
+        "made",
+        parameters(of, slots, requires_grad, is_offloaded),
+        [torch.device(slot) for slot in slots],
+        precision or Precision(),
+        is_offloaded=is_offloaded,
+        pin=is_offloaded,
+    )
+    made.refresh()
+    return made
+
+
+class Registry:
+    """In place of a replica: what is registered there."""
+
+    def __init__(self) -> None:
+        self.registered: list[Tensor] = []
+
+    def register(self, parameters: Sequence[Tensor]) -> None:
+        self.registered = [*parameters]

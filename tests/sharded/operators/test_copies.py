@@ -1,0 +1,374 @@
+"""Copies of sharded tensors: to devices, to dtypes, into each other and into plain tensors, alone and in modules."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+PLACEMENTS = [Shard(0), Shard(1), Replicate()]
+
+
+@pytest.fixture
+def whole() -> Tensor:
+    return torch.arange(21.0).reshape(7, 3)
+
+
+@pytest.fixture
+def sharded(whole: Tensor, slots: list) -> ShardedTensor:
+    return distribute_tensor(whole, slots)
+
+
+def same(tensor: Tensor, expected: Tensor) -> bool:
+    assert type(tensor) is ShardedTensor
+    full = tensor.full_tensor("cpu")
+    return full.dtype == expected.dtype and torch.equal(full, expected)
+
+
+def owners(slots: list) -> tuple[torch.device, ...]:
+    return tuple(torch.device(slot) for slot in slots)
+
+
+def places(tensor: ShardedTensor) -> tuple[torch.device, ...]:
+    assert tensor.device == tensor.shards[0].device
+    return tuple(shard.device for shard in tensor.shards)
+
+
+# Second objects, clones
+
+
+def test_detach_is_on_the_same_shards(sharded: ShardedTensor) -> None:
+    detached = sharded.requires_grad_().detach()
+    assert not detached.requires_grad
+    assert all(a is b for a, b in zip(detached.shards, sharded.shards, strict=True))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_clone_has_memory_of_its_own(placement: object, whole: Tensor, slots: list) -> None:
+    tensor = distribute_tensor(whole, slots, placement)
+    clone = tensor.clone()
+    for shard in tensor.shards:
+        shard.zero_()
+    assert same(clone, whole)
+    assert (clone.placement, clone.devices) == (placement, owners(slots))
+
+
+# To other dtypes and devices
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_to_another_dtype(placement: object, whole: Tensor, slots: list) -> None:
+    tensor = distribute_tensor(whole, slots, placement)
+    assert same(tensor.half(), whole.half())
+    assert same(tensor.to(torch.int64), whole.long())
+    assert same(tensor.type(torch.float64), whole.double())
+    assert tensor.to(torch.float32) is tensor
+    assert same(tensor.to(torch.float32, copy=True), whole)
+    assert places(tensor.half()) == tensor.half().devices == owners(slots)
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("back", ["sim", "first", "sim()"])
+def test_to_the_cpu_and_back_to_the_owners(
+    back: str, sharded: ShardedTensor, whole: Tensor, slots: list, root: torch.device
+) -> None:
+    there = sharded.cpu()
+    assert places(there) == (torch.device("cpu"),) * 3
+    assert there.devices == owners(slots)
+    assert same(there, whole)
+    assert there.full_tensor().device.type == "cpu"
+    again = there.sim() if back == "sim()" else there.to("sim" if back == "sim" else root)
+    assert places(again) == again.devices == owners(slots)
+    assert same(again, whole)
+    both = there.to(root, torch.float64)
+    assert places(both) == owners(slots)
+    assert same(both, whole.double())
+
+
+@pytest.mark.devices("sim")
+def test_back_to_the_owners_from_another_current_device(sharded: ShardedTensor, slots: list) -> None:
+    with torch.accelerator.device_index(5):
+        assert places(sharded.cpu().to("sim")) == owners(slots)
+
+
+@pytest.mark.devices("sim")
+def test_one_device_that_is_not_meant_for_all_is_refused(whole: Tensor) -> None:
+    sharded = distribute_tensor(whole, ["sim:0", "sim:1", "sim:2"])
+    for tensor in (sharded, sharded.cpu()):
+        with pytest.raises(ValueError, match=r"owners sim:0, sim:1, sim:2 cannot be moved to 'sim:4'.*full_tensor"):
+            tensor.to("sim:4")
+
+
+@pytest.mark.devices("sim")
+def test_cpu_owners_cannot_move_to_an_accelerator(whole: Tensor) -> None:
+    with pytest.raises(ValueError, match="owners cpu, cpu cannot be moved to 'sim:0'"):
+        distribute_tensor(whole, ["cpu", "cpu"]).to("sim:0")
+
+
+@pytest.mark.devices("sim")
+def test_owners_that_the_machine_lacks(sharded: ShardedTensor, whole: Tensor) -> None:
+    far = [torch.device("sim", index) for index in (0, 63)]
+    tensor = ShardedTensor(distribute_tensor(whole, ["cpu", "cpu"]).shards, Shard(0), whole.shape, far)
+    assert same(tensor, whole)
+    with pytest.raises(ValueError, match="'sim:63' does not exist"):
+        tensor.to("sim:0")
+
+
+def test_from_meta(sharded: ShardedTensor, root: torch.device, slots: list) -> None:
+    meta = sharded.to("meta")
+    assert meta.is_meta
+    assert meta.devices == owners(slots)
+    with pytest.raises(NotImplementedError, match="no data"):
+        meta.to(root)
+    empty = torch.empty_like(meta, device=root)
+    assert places(empty) == owners(slots)
+    assert [shard.shape for shard in empty.shards] == [shard.shape for shard in sharded.shards]
+
+
+def test_empty_like(sharded: ShardedTensor, slots: list) -> None:
+    empty = torch.empty_like(sharded, dtype=torch.int64)
+    assert empty.dtype == torch.int64
+    assert places(empty) == empty.devices == owners(slots)
+    assert places(torch.empty_like(sharded, device="cpu")) == (torch.device("cpu"),) * 3
+    assert torch.empty_like(sharded, device="cpu").devices == owners(slots)
+
+
+# copy_
+
+
+@given(st.data())
+def test_copies_between_tensors_that_are_divided_in_any_way(
+    make_slots: Callable[[int], list], data: st.DataObject
+) -> None:
+    shape = data.draw(st.lists(st.integers(0, 5), max_size=3))
+    placements = st.one_of(st.just(Replicate()), st.integers(0, max(len(shape) - 1, 0)).map(Shard))
+    dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64])
+    whole = torch.randint(0, 9, shape).to(data.draw(dtypes))
+    target = distribute_tensor(
+        torch.full(shape, -1, dtype=data.draw(dtypes)), make_slots(data.draw(st.integers(1, 4))), data.draw(placements)
+    )
+    if data.draw(st.booleans()):
+        source: Tensor = distribute_tensor(whole, make_slots(data.draw(st.integers(1, 4))), data.draw(placements))
+    else:
+        source = whole.to(data.draw(st.sampled_from(["cpu", *make_slots(3)])))
+    shards = target.shards
+    assert target.copy_(source, non_blocking=data.draw(st.booleans())) is target
+    assert target.shards is shards
+    if target.device.type != "cpu":
+        torch.accelerator.synchronize()
+    expected = whole.to(target.dtype)
+    assert torch.equal(target.full_tensor("cpu"), expected)
+    # Each owner of a replicated tensor has it.
+    assert all(
+        torch.equal(a.cpu(), b)
+        for a, b in zip(
+            shards, distribute_tensor(expected, ["cpu"] * len(shards), target.placement).shards, strict=True
+        )
+    )
+
+
+def test_plain_sources_are_expanded(sharded: ShardedTensor, root: torch.device) -> None:
+    sharded.copy_(torch.tensor([1.0, 2.0, 3.0], device=root))
+    assert same(sharded, torch.tensor([1.0, 2.0, 3.0]).expand(7, 3))
+    sharded.copy_(torch.tensor(4.0))
+    assert same(sharded, torch.full((7, 3), 4.0))
+
+
+def test_other_shapes_are_refused(sharded: ShardedTensor, whole: Tensor, slots: list) -> None:
+    for target in (sharded, sharded.to("meta")):
+        with pytest.raises(ValueError, match="the shapes differ"):
+            target.copy_(distribute_tensor(whole[:6], slots))
+        with pytest.raises(RuntimeError, match="must match"):
+            target.copy_(whole[:6])
+    assert same(sharded, whole)
+
+
+def test_into_a_plain_tensor(sharded: ShardedTensor, whole: Tensor, root: torch.device) -> None:
+    target = torch.zeros(7, 3, dtype=torch.float64, device=root)
+    assert target.copy_(sharded) is target
+    assert torch.equal(target.cpu(), whole.double())
+    with pytest.raises(RuntimeError):
+        target[:6].copy_(sharded)
+
+
+def test_into_meta_nothing_is_copied(sharded: ShardedTensor) -> None:
+    meta = sharded.to("meta")
+    assert meta.copy_(sharded) is meta
+
+
+def test_an_in_place_copy_counts_as_a_change(sharded: ShardedTensor, whole: Tensor) -> None:
+    before = sharded._version
+    sharded.copy_(whole)
+    assert sharded._version > before
+
+
+# The host
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_item(shape: tuple, placement: object, slots: list) -> None:
+    tensor = distribute_tensor(torch.full(shape, 3.5), slots, placement)
+    assert tensor.item() == float(tensor) == 3.5
+    assert bool(tensor)
+
+
+def test_several_elements_are_no_item(sharded: ShardedTensor) -> None:
+    with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
+        sharded.item()
+
+
+@pytest.mark.devices("sim")
+def test_pinned_memory(sharded: ShardedTensor, whole: Tensor, slots: list) -> None:
+    there = sharded.cpu()
+    assert not there.is_pinned()
+    pinned = there.pin_memory()
+    assert pinned.is_pinned()
+    assert pinned.devices == owners(slots)
+    assert same(pinned, whole)
+    assert distribute_tensor(torch.ones(1), slots).cpu().pin_memory().is_pinned()
+
+
+# Modules
+
+
+class Twins(nn.Module):
+    """Two parameters, of which one is tied."""
+
+    def __init__(self, whole: Tensor, slots: list) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(whole, slots))
+        self.scalar = nn.Parameter(distribute_tensor(torch.tensor(2.0), slots))
+        self.child = nn.Module()
+        self.child.weight = self.weight
+
+
+@pytest.fixture
+def module(whole: Tensor, slots: list) -> Twins:
+    return Twins(whole, slots)
+
+
+@pytest.fixture(params=[False, True], ids=["", "swap"])
+def swaps(request: pytest.FixtureRequest) -> Iterator[bool]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield request.param
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.usefixtures("swaps")
+def test_a_module_changes_its_dtype(module: Twins, whole: Tensor, slots: list) -> None:
+    weight = module.weight
+    weight.grad = distribute_tensor(whole * 2, slots)
+    optimizer = torch.optim.SGD(module.parameters())
+    module.double()
+    assert module.weight is module.child.weight is weight is optimizer.param_groups[0]["params"][0]
+    assert isinstance(weight, nn.Parameter)
+    assert weight.requires_grad
+    assert same(weight, whole.double())
+    assert same(weight.grad, whole.double() * 2)
+    assert weight.devices == weight.grad.devices == owners(slots)
+    assert module.scalar.dtype == torch.float64
+
+
+@pytest.mark.usefixtures("swaps")
+def test_a_module_goes_to_the_cpu_and_comes_back(module: Twins, whole: Tensor, slots: list, root: torch.device) -> None:
+    weight = module.weight
+    weight.grad = distribute_tensor(whole * 2, slots)
+    module.cpu()
+    assert places(weight) == places(weight.grad) == (torch.device("cpu"),) * 3
+    module.to(root)
+    assert module.weight is module.child.weight is weight
+    assert places(weight) == places(weight.grad) == weight.devices == weight.grad.devices == owners(slots)
+    assert same(weight, whole)
+    assert same(weight.grad, whole * 2)
+
+
+@pytest.mark.usefixtures("swaps")
+def test_a_module_on_meta_gets_memory(module: Twins, slots: list, root: torch.device) -> None:
+    weight = module.weight
+    module.to("meta")
+    assert weight.is_meta
+    module.to_empty(device=root)
+    assert module.weight is module.child.weight is weight
+    assert places(weight) == owners(slots)
+
+
+@pytest.mark.usefixtures("swaps")
+def test_a_module_loads_sharded_and_full_states(module: Twins, whole: Tensor, slots: list) -> None:
+    state = module.state_dict()
+    assert all(type(value) is ShardedTensor and not value.requires_grad for value in state.values())
+    weight = module.weight
+    shards = weight.shards
+    sharded = {name: value.clone().copy_(torch.tensor(7.0)) for name, value in state.items()}
+    module.load_state_dict(sharded)
+    assert same(weight, torch.full((7, 3), 7.0))
+    full = {"weight": whole + 1, "scalar": torch.tensor(5.0), "child.weight": whole + 1}
+    module.load_state_dict(full)
+    assert module.weight is module.child.weight is weight
+    assert same(weight, whole + 1)
+    assert module.scalar.item() == 5
+    assert weight.devices == owners(slots)
+    assert all(a is b for a, b in zip(weight.shards, shards, strict=True))
+    other = Twins(whole * 3, slots[:2]).state_dict()
+    module.load_state_dict(other)
+    assert same(weight, whole * 3)
+    assert weight.devices == owners(slots)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        module.load_state_dict(full | {"weight": whole[:6]})
+
+
+@pytest.mark.usefixtures("swaps")
+def test_a_module_is_assigned_a_sharded_state(module: Twins, whole: Tensor, slots: list) -> None:
+    state = Twins(whole + 1, slots).state_dict()
+    module.load_state_dict(state, assign=True)
+    assert isinstance(module.weight, nn.Parameter)
+    assert isinstance(module.weight, ShardedTensor)
+    assert module.weight.requires_grad
+    assert same(module.weight, whole + 1)
+    assert all(a is b for a, b in zip(module.weight.shards, state["weight"].shards, strict=True))
+
+
+@pytest.mark.parametrize("swaps", [True], indirect=True)
+@pytest.mark.usefixtures("swaps")
+def test_a_module_is_assigned_a_full_state(module: Twins, whole: Tensor, slots: list) -> None:
+    """Where tensors are swapped, torch asks the tensor; it divides what it is assigned."""
+    full = {"weight": whole + 1, "scalar": torch.tensor(5.0), "child.weight": whole + 1}
+    module.load_state_dict(full, assign=True)
+    assert isinstance(module.weight, ShardedTensor)
+    assert same(module.weight, whole + 1)
+    assert places(module.weight) == owners(slots)
+    assert module.scalar.item() == 5
+
+
+def test_a_state_is_loaded_into_a_plain_module(module: Twins, whole: Tensor, root: torch.device) -> None:
+    plain = nn.Module()
+    plain.weight = nn.Parameter(torch.zeros(7, 3, device=root))
+    plain.load_state_dict({"weight": module.state_dict()["weight"]})
+    assert type(plain.weight) is nn.Parameter
+    assert torch.equal(plain.weight.detach().cpu(), whole)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_complex_numbers_are_seen_as_pairs_on_the_same_memory(slots: list, placement: Shard | Replicate) -> None:
+    whole = torch.randn(7, 3, dtype=torch.complex64)
+    complex_numbers = distribute_tensor(whole, slots, placement)
+    pairs = torch.view_as_real(complex_numbers)
+    assert pairs.placement == placement
+    assert same(pairs, torch.view_as_real(whole))
+    assert same(torch.view_as_complex(pairs), whole)
+    pairs.mul_(2)
+    assert same(complex_numbers, whole * 2)
+
+
+def test_pairs_that_are_cut_in_two_are_no_complex_numbers(slots: list) -> None:
+    with pytest.raises(TypeError, match=r"view_as_complex.*cut pairs in two"):
+        torch.view_as_complex(distribute_tensor(torch.ones(3, 2), slots, Shard(1)))
+    with pytest.raises(TypeError, match=r"view_as_real.*cut pairs in two"):
+        torch.view_as_real(distribute_tensor(torch.tensor(1j), slots))

@@ -1,0 +1,86 @@
+"""Pointwise operators on sharded tensors give what they give on plain ones, to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dataparallel.sharded import Replicate, Shard, ShardedTensor
+from sharding import full, sharded
+
+PLACEMENTS = [Shard(0), Shard(-1), Replicate()]
+
+
+@given(shape=st.lists(st.integers(0, 9), max_size=3), placement=st.sampled_from(PLACEMENTS), data=st.data())
+def test_they_equal_plain_ones(slots: list, shape: list[int], placement: Any, data: st.DataObject) -> None:
+    """Beside sharded tensors, plain ones that broadcast, 0-dim ones and numbers."""
+    x = torch.randn(shape, dtype=torch.float64)
+    kept = [data.draw(st.sampled_from([size, 1])) for size in shape][data.draw(st.integers(0, len(shape))) :]
+    plain = torch.randn(kept, dtype=torch.float64)
+    y = torch.randn(shape, dtype=torch.float64)
+    divided_x, divided_y = sharded(x, slots, placement), sharded(y, slots, placement)
+    here = plain.to(slots[0])
+    for got, expected in [
+        (divided_x * here, x * plain),
+        (here - divided_x, plain - x),
+        (torch.addcmul(divided_x, divided_y, here, value=0.5), torch.addcmul(x, y, plain, value=0.5)),
+        (torch.where(divided_x > here, divided_y, 0.0), torch.where(x > plain, y, 0.0)),
+        (divided_x.clamp(-0.5, 0.5), x.clamp(-0.5, 0.5)),
+        (divided_x / 3, x / 3),
+        (
+            divided_x.lerp(divided_y, torch.tensor(0.3, dtype=torch.float64)),
+            x.lerp(y, torch.tensor(0.3, dtype=torch.float64)),
+        ),
+    ]:
+        assert isinstance(got, ShardedTensor)
+        assert (got.devices, got.placement) == (divided_x.devices, divided_x.placement)
+        torch.testing.assert_close(full(got), expected, rtol=1e-14, atol=1e-14)
+
+
+def test_in_place_they_write_to_the_shards_and_return_the_tensor(slots: list) -> None:
+    tensor = sharded(torch.rand(5, 2), slots)
+    shards, before = tensor.shards, full(tensor)
+    assert tensor.mul_(2).add_(tensor) is tensor
+    assert all(a is b for a, b in zip(tensor.shards, shards, strict=True))
+    assert torch.equal(full(tensor), before * 4)
+    out = sharded(torch.zeros(5, 2), slots)
+    assert torch.add(tensor, 1, out=out) is out
+    assert torch.equal(full(out), full(tensor) + 1)
+
+
+def test_dtypes_are_promoted_as_for_the_whole(slots: list) -> None:
+    whole = torch.arange(4)
+    divided = sharded(whole, slots)
+    wide = torch.tensor(0.5, dtype=torch.float64)
+    assert (divided * wide).dtype == (whole * wide).dtype
+    assert (divided / 2).dtype == torch.get_default_dtype()
+    zero_dim = sharded(torch.tensor(3), slots)
+    assert (zero_dim * wide).dtype == torch.float64
+    assert {shard.dtype for shard in (zero_dim * wide).shards} == {torch.float64}
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "words"),
+    [
+        (lambda slots: sharded(torch.rand(4), slots), TypeError, r"different shapes, \(4, 4\) and \(4,\).*full_tensor"),
+        (lambda slots: sharded(torch.rand(4, 4), slots, Shard(1)), ValueError, "different placements"),
+        (lambda slots: sharded(torch.rand(4, 4), slots, Replicate()), ValueError, "different placements"),
+        (lambda slots: sharded(torch.rand(4, 4), slots[:2]), ValueError, "different owners"),
+        (lambda slots: torch.rand(3, 4), TypeError, r"plain tensor of shape \(3, 4\).*full_tensor"),
+        (lambda slots: torch.rand(2, 4, 4), TypeError, r"plain tensor of shape \(2, 4, 4\).*full_tensor"),
+        (lambda slots: torch.rand(4, 4).to_sparse(), TypeError, "layout torch.sparse_coo.*full_tensor"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_unchanged(
+    slots: list, other: Any, error: type[Exception], words: str
+) -> None:
+    tensor = sharded(torch.rand(4, 4), slots)
+    before = full(tensor)
+    other = other(slots)
+    for operator in (torch.mul, Tensor.mul_, torch.eq):
+        with pytest.raises(error, match=words):
+            operator(tensor, other)
+    assert torch.equal(full(tensor), before)

@@ -1,0 +1,66 @@
+"""A draw is the draw of the whole tensor on one device, to the bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.sharded import Replicate, Shard
+from sharding import full, sharded
+
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "normal_": lambda t: t.normal_(1, 2),
+    "uniform_": lambda t: t.uniform_(-1, 1),
+    "bernoulli_": lambda t: t.bernoulli_(0.3),
+    "exponential_": lambda t: t.exponential_(),
+    "log_normal_": lambda t: t.log_normal_(),
+    "cauchy_": lambda t: t.cauchy_(),
+    "geometric_": lambda t: t.geometric_(0.3),
+    "random_": lambda t: t.random_(3, 100),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda t: torch.randint_like(t, 10),
+    "init.kaiming_uniform_": nn.init.kaiming_uniform_,
+    "init.kaiming_normal_": nn.init.kaiming_normal_,
+    "init.xavier_uniform_": nn.init.xavier_uniform_,
+    "init.xavier_normal_": nn.init.xavier_normal_,
+    "init.trunc_normal_": nn.init.trunc_normal_,
+    "init.normal_": nn.init.normal_,
+    "init.uniform_": nn.init.uniform_,
+    "init.constant_": lambda t: nn.init.constant_(t, 3),
+    "init.ones_": nn.init.ones_,
+    "init.zeros_": nn.init.zeros_,
+}
+
+
+def seed(device: torch.device) -> None:
+    torch.manual_seed(3)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed_all(3)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("name", DRAWS)
+def test_it_equals_one_device(slots: list, root: torch.device, name: str, placement: Any) -> None:
+    x = torch.zeros(7, 5)
+    seed(root)
+    expected = DRAWS[name](x.to(root)).cpu()
+    seed(root)
+    after = DRAWS[name](sharded(x, slots, placement))
+    assert torch.equal(full(after), expected)
+
+
+def test_it_takes_the_generator_that_is_passed(slots: list, root: torch.device) -> None:
+    generators = [torch.Generator(root).manual_seed(5) for _ in range(2)]
+    expected = torch.zeros(7, device=root).normal_(generator=generators[0])
+    got = sharded(torch.zeros(7), slots).normal_(generator=generators[1])
+    assert torch.equal(full(got), expected.cpu())
+
+
+def test_a_single_element_is_drawn(slots: list, root: torch.device) -> None:
+    seed(root)
+    expected = torch.zeros((), device=root).normal_().cpu()
+    seed(root)
+    assert torch.equal(full(sharded(torch.zeros(()), slots).normal_()), expected)

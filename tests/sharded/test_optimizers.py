@@ -1,0 +1,263 @@
+"""torch's optimizers, clipping, gradient scaling and averaging on sharded parameters: the same as on one device."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dataparallel.sharded import Replicate, Shard, ShardedTensor
+from sharding import full, sharded
+
+STEPS = 5
+# Uneven, with empty parts, of one row, 0-dim, and divided along the second dimension.
+SHAPES = [(8, 3), (5, 4), (2, 3), (1,), (), (4, 7), (6, 2)]
+PLACEMENTS = [Shard(0), Shard(0), Shard(0), Shard(0), Shard(0), Shard(1), Replicate()]
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p, **k: torch.optim.SGD(p, lr=0.1, **k),
+    "momentum": lambda p, **k: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, **k),
+    "nesterov": lambda p, **k: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, maximize=True, **k),
+    "Adam": lambda p, **k: torch.optim.Adam(p, lr=0.1, weight_decay=0.1, **k),
+    "AdamW": lambda p, **k: torch.optim.AdamW(p, lr=0.1, **k),
+    "amsgrad": lambda p, **k: torch.optim.AdamW(p, lr=0.1, amsgrad=True, maximize=True, **k),
+    "Adagrad": lambda p, **k: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1, **k),
+    "RMSprop": lambda p, **k: torch.optim.RMSprop(p, lr=0.1, **k),
+    "centered": lambda p, **k: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.9, **k),
+    "NAdam": lambda p, **k: torch.optim.NAdam(p, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True, **k),
+    "RAdam": lambda p, **k: torch.optim.RAdam(p, lr=0.1, weight_decay=0.1, **k),
+    "Adadelta": lambda p, **k: torch.optim.Adadelta(p, lr=0.1, weight_decay=0.1, **k),
+    "Adamax": lambda p, **k: torch.optim.Adamax(p, lr=0.1, weight_decay=0.1, **k),
+    "ASGD": lambda p, **k: torch.optim.ASGD(p, lr=0.1, t0=2, weight_decay=0.1, **k),
+}
+FUSED = ["SGD", "momentum", "nesterov", "Adam", "AdamW", "amsgrad", "Adagrad"]
+
+
+def whole_parameters(device: Any = "cpu") -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, dtype=torch.float64).to(device)) for shape in SHAPES]
+
+
+def divided(parameters: Sequence[Tensor], slots: list) -> list[nn.Parameter]:
+    return [
+        nn.Parameter(sharded(parameter, slots, placement, requires_grad=False))
+        for parameter, placement in zip(parameters, PLACEMENTS, strict=True)
+    ]
+
+
+def gradients(step: int) -> list[Tensor]:
+    torch.manual_seed(100 + step)
+    return [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
+
+
+def set_gradients(parameters: Sequence[Tensor], step: int) -> None:
+    """The gradients of a step, divided as the parameters are."""
+    for parameter, gradient in zip(parameters, gradients(step), strict=True):
+        if isinstance(parameter, ShardedTensor):
+            parameter.grad = sharded(gradient, parameter.devices, parameter.placement)
+        else:
+            parameter.grad = gradient.to(parameter.device)
+
+
+def trained(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    for step in range(STEPS):
+        set_gradients(parameters, step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return [full(parameter) for parameter in parameters]
+
+
+def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = 1e-12) -> None:
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other.detach().cpu(), rtol=tolerance, atol=tolerance)
+
+
+def assert_state_is_divided(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Every state of a parameter's shape has its owners and placement."""
+    for parameter in parameters:
+        assert isinstance(parameter, ShardedTensor)
+        for name, value in optimizer.state[parameter].items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                assert isinstance(value, ShardedTensor), name
+                assert (value.devices, value.placement) == (parameter.devices, parameter.placement)
+                assert [shard.device for shard in value.shards] == [shard.device for shard in parameter.shards]
+
+
+@pytest.mark.slots(3, long=[2, 8])
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_equal_one_device(slots: list, root: torch.device, name: str, foreach: bool | None) -> None:
+    whole = whole_parameters(root)
+    expected = trained(whole, OPTIMIZERS[name](whole, foreach=foreach))
+    parameters = divided(whole_parameters(), slots)
+    optimizer = OPTIMIZERS[name](parameters, foreach=foreach)
+    assert_same(trained(parameters, optimizer), expected, 0)
+    assert_state_is_divided(parameters, optimizer)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_by_default_operators_work_on_lists(slots: list) -> None:
+    parameters = divided(whole_parameters(), slots)
+    optimizer = torch.optim.AdamW(parameters)
+    set_gradients(parameters, 0)
+    with Operators() as operators:
+        optimizer.step()
+    assert operators.names.count("_foreach_addcdiv_") == 1
+    assert "addcdiv_" not in operators.names
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_steps_equal_one_device(slots: list, root: torch.device, name: str) -> None:
+    whole = whole_parameters(root)
+    try:
+        expected = trained(whole, OPTIMIZERS[name](whole, fused=True))
+    except (NotImplementedError, RuntimeError):
+        if root.type == "cpu":
+            raise
+        pytest.skip(f"{root.type} has no fused optimizers")
+    parameters = divided(whole_parameters(), slots)
+    optimizer = OPTIMIZERS[name](parameters, fused=True)
+    assert_same(trained(parameters, optimizer), expected)
+    assert_state_is_divided(parameters, optimizer)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_plain_gradients_of_whole_parameters_are_divided(slots: list, root: torch.device, foreach: bool) -> None:
+    """Autograd leaves one where the loss is a sum over a sharded parameter."""
+    whole = whole_parameters(root)
+    parameters = divided(whole, slots)
+    optimizers = [torch.optim.Adam(these, lr=0.1, weight_decay=0.1, foreach=foreach) for these in (whole, parameters)]
+    for these, optimizer in zip((whole, parameters), optimizers, strict=True):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            sum((parameter * 2).sum() for parameter in these).backward()  # type: ignore[union-attr]
+            optimizer.step()
+    assert_same([full(parameter) for parameter in parameters], whole)
+    assert_state_is_divided(parameters, optimizers[1])
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_one_optimizer_steps_sharded_and_plain_parameters(
+    make_slots: Callable[[int], list], root: torch.device, foreach: bool
+) -> None:
+    """Some over two devices, some over three, some on one."""
+    whole = whole_parameters(root)
+    expected = trained(whole, torch.optim.AdamW(whole, lr=0.1, foreach=foreach))
+    plain = whole_parameters(root)
+    two, three = divided(plain, make_slots(2)), divided(plain, make_slots(3))
+    mixed = [(plain, two, three)[i % 3][i] for i in range(len(plain))]
+    assert_same(trained(mixed, torch.optim.AdamW(mixed, lr=0.1, foreach=foreach)), expected)
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, 0.0, float("inf")])
+def test_clipping_by_norm_equals_one_device(
+    slots: list, root: torch.device, order: float, foreach: bool | None
+) -> None:
+    whole = whole_parameters(root)
+    parameters = divided(whole, slots)
+    norms = []
+    for these in (whole, parameters):
+        set_gradients(these, 0)
+        norms.append(nn.utils.clip_grad_norm_(these, 0.1, order, foreach=foreach))
+    assert type(norms[1]) is Tensor
+    assert norms[1].device == root
+    assert_same([norms[1]], [norms[0]])
+    assert_same([full(p.grad) for p in parameters], [p.grad for p in whole])  # type: ignore[arg-type, misc]
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_clipping_by_value_equals_one_device(slots: list, root: torch.device, foreach: bool | None) -> None:
+    whole = whole_parameters(root)
+    parameters = divided(whole, slots)
+    for these in (whole, parameters):
+        set_gradients(these, 0)
+        nn.utils.clip_grad_value_(these, 0.5, foreach=foreach)
+    assert_same([full(p.grad) for p in parameters], [p.grad for p in whole], 0)  # type: ignore[arg-type, misc]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("where", [0, 7])
+def test_gradient_scaling_skips_a_step_with_an_infinity(
+    slots: list, root: torch.device, where: int, fused: bool
+) -> None:
+    """In the first row, on the first owner; in the last, on the last one."""
+    found = []
+    for these in (whole := whole_parameters(root), parameters := divided(whole, slots)):
+        optimizer = torch.optim.AdamW(these, lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler(root.type, init_scale=4.0, growth_interval=2)
+        for step in range(STEPS):
+            scaler.scale(torch.zeros((), device=root))
+            set_gradients(these, step)
+            if step == 2:
+                gradient = gradients(step)[0]
+                gradient[where, 1] = float("inf")
+                first = these[0]
+                first.grad = (
+                    sharded(gradient, slots, Shard(0)) if isinstance(first, ShardedTensor) else gradient.to(root)
+                )
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(scaler.get_scale())
+    assert found[0] == found[1]
+    assert_same([full(parameter) for parameter in parameters], whole)
+
+
+class Model(nn.Module):
+    """Parameters and nothing else."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(parameters)
+
+
+@pytest.mark.parametrize("multi", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "ema"])
+def test_averages_equal_one_device(slots: list, root: torch.device, multi: Any) -> None:
+    averages = []
+    for these in (whole := whole_parameters(root), divided(whole, slots)):
+        model = Model(these)
+        averaged = AveragedModel(model, multi_avg_fn=multi)
+        for step in range(STEPS):
+            averaged.update_parameters(model)
+            with torch.no_grad():
+                for parameter in these:
+                    parameter.add_(step + 1)
+        averages.append([full(parameter) for parameter in averaged.parameters()])
+    assert_same(averages[1], averages[0])
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.Rprop, torch.optim.Adafactor, torch.optim.LBFGS], ids=lambda o: o.__name__
+)
+def test_other_optimizers_are_right_or_refused(slots: list, root: torch.device, make: Any) -> None:
+    whole = whole_parameters(root)
+    parameters = divided(whole, slots)
+
+    def steps(these: list[nn.Parameter]) -> None:
+        optimizer = make(these)
+        for step in range(STEPS):
+            set_gradients(these, step)
+            optimizer.step(*([lambda: 1.0] if make is torch.optim.LBFGS else []))
+
+    try:
+        steps(parameters)
+    except TypeError as error:
+        assert "full_tensor()" in str(error)  # noqa: PT017
+    else:
+        steps(whole)
+        assert_same([full(parameter) for parameter in parameters], whole)

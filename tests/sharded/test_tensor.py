@@ -1,0 +1,300 @@
+"""What a sharded tensor is to its user: a tensor with shards, a gradient that is divided alike, and clear refusals."""
+
+import copy
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+@pytest.fixture
+def whole() -> Tensor:
+    return torch.arange(21.0).reshape(7, 3)
+
+
+@pytest.fixture
+def sharded(whole: Tensor, slots: list) -> ShardedTensor:
+    return distribute_tensor(whole, slots)
+
+
+@pytest.fixture
+def parameter(sharded: ShardedTensor) -> nn.Parameter:
+    return nn.Parameter(sharded)
+
+
+def same(tensor: ShardedTensor, expected: Tensor) -> bool:
+    assert type(tensor) is ShardedTensor
+    return torch.equal(tensor.full_tensor("cpu"), expected)
+
+
+# What it is
+
+
+def test_it_looks_like_the_whole(sharded: ShardedTensor, whole: Tensor, root: torch.device) -> None:
+    assert isinstance(sharded, Tensor)
+    assert (sharded.shape, sharded.dtype, sharded.device) == (whole.shape, whole.dtype, root)
+    assert (sharded.numel(), sharded.dim(), len(sharded), sharded.is_contiguous()) == (21, 2, 7, True)
+
+
+def test_its_representation_says_how_it_is_divided_and_reads_nothing(
+    slots: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShardedTensor, "full_tensor", None)
+    meta = torch.empty(4, 2, device="meta")
+    words = repr(distribute_tensor(torch.ones(4, 2, requires_grad=True), slots, Shard(1)))
+    for expected in ("ShardedTensor(", "shape=(4, 2)", "torch.float32", "Shard(dim=1)", str(slots[0]), "requires_grad"):
+        assert expected in words
+    assert "now on" not in words
+    assert "now on meta" in repr(distribute_tensor(meta, slots))
+    assert f"{distribute_tensor(meta, slots)}" == repr(distribute_tensor(meta, slots))
+
+
+def test_a_parameter_of_it_is_on_the_same_shards(sharded: ShardedTensor, parameter: nn.Parameter) -> None:
+    assert isinstance(parameter, nn.Parameter)
+    assert isinstance(parameter, ShardedTensor)
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+    assert all(a is b for a, b in zip(parameter.shards, sharded.shards, strict=True))
+    module = nn.Module()
+    module.weight = parameter
+    assert next(module.parameters()) is parameter
+    assert not parameter.requires_grad_(False).requires_grad
+
+
+def test_torch_flattens_it(sharded: ShardedTensor) -> None:
+    assert is_traceable_wrapper_subclass(sharded)
+    names, context = sharded.__tensor_flatten__()
+    shards = {name: getattr(sharded, name) for name in names}
+    again = ShardedTensor.__tensor_unflatten__(shards, context, sharded.shape, sharded.stride())
+    assert all(a is b for a, b in zip(again.shards, sharded.shards, strict=True))
+    assert (again.placement, again.devices, again.shape) == (sharded.placement, sharded.devices, sharded.shape)
+    with pytest.raises(AttributeError, match="_shard_9"):
+        _ = sharded._shard_9
+    with pytest.raises(AttributeError, match="no attribute 'weight'"):
+        _ = sharded.weight
+
+
+# Gradients
+
+
+def test_a_gradient_is_divided_alike(parameter: nn.Parameter, whole: Tensor) -> None:
+    gradient = distribute_tensor(whole * 2, parameter.devices)
+    parameter.grad = gradient
+    assert parameter.grad is gradient
+    parameter.grad = None
+    assert parameter.grad is None
+    parameter.grad = gradient
+    del parameter.grad
+    assert parameter.grad is None
+
+
+def test_other_gradients_are_refused(parameter: nn.Parameter, whole: Tensor, slots: list) -> None:
+    with pytest.raises(TypeError, match=r"got a plain tensor of shape \(7, 3\).*distribute_tensor"):
+        parameter.grad = whole
+    with pytest.raises(TypeError, match="got int"):
+        parameter.grad = 1
+    for other in (
+        distribute_tensor(whole, slots, Shard(1)),
+        distribute_tensor(whole, slots, Replicate()),
+        distribute_tensor(whole, slots[:2]),
+        distribute_tensor(whole[:6], slots),
+    ):
+        with pytest.raises(ValueError, match="must be sharded as it is"):
+            parameter.grad = other
+    assert parameter.grad is None
+
+
+def test_a_plain_gradient_of_a_backward_is_divided(parameter: nn.Parameter, whole: Tensor, root: torch.device) -> None:
+    """Some operators have no sharded tensor to work on in their backward, as the sum of all elements."""
+    seen = []
+    parameter.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad))
+    parameter.clone().backward(whole.to(root))
+    assert same(seen[0], whole)
+    assert parameter.grad is seen[0]
+    assert [shard.shape for shard in parameter.grad.shards] == [shard.shape for shard in parameter.shards]
+
+
+def test_the_gradient_of_a_sum_is_divided(parameter: nn.Parameter, whole: Tensor, slots: list) -> None:
+    (parameter * 2).sum().backward()
+    assert same(parameter.grad, torch.full((7, 3), 2.0))
+    # Plain on sharded, sharded on sharded, plain on sharded again.
+    (parameter * 3).sum().backward()
+    (parameter * parameter).sum().backward()
+    (parameter * 3).sum().backward()
+    assert same(parameter.grad, 8 + 2 * whole)
+    assert parameter.grad.devices == parameter.devices
+
+
+@pytest.mark.parametrize("foreach", [False, True, None])
+def test_an_optimizer_takes_the_gradient_of_a_sum(foreach: bool | None, parameter: nn.Parameter, whole: Tensor) -> None:
+    optimizer = torch.optim.SGD([parameter], lr=0.5, foreach=foreach)
+    (parameter * 2).sum().backward()
+    optimizer.step()
+    assert same(parameter.detach(), whole - 1)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_plain_gradient_with_a_graph_is_not_divided(parameter: nn.Parameter, root: torch.device) -> None:
+    """Its graph would be lost."""
+    scale = torch.ones(7, 3, device=root, requires_grad=True)
+    parameter.clone().backward(scale * 2, create_graph=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        _ = parameter.grad
+
+
+def test_a_replicated_gradient_of_a_backward_is_divided(parameter: nn.Parameter, whole: Tensor, slots: list) -> None:
+    parameter.clone().backward(distribute_tensor(whole, slots, Replicate()))
+    assert parameter.grad.placement == Shard(0)
+    assert same(parameter.grad, whole)
+
+
+def test_a_sharded_gradient_stays_as_it_is(parameter: nn.Parameter, whole: Tensor, slots: list) -> None:
+    gradient = distribute_tensor(whole, slots)
+    parameter.clone().backward(gradient)
+    assert same(parameter.grad, whole)
+
+
+def test_a_change_of_dtype_has_a_gradient(parameter: nn.Parameter, whole: Tensor, slots: list) -> None:
+    parameter.to(torch.float64).backward(distribute_tensor(whole.double(), slots))
+    assert parameter.grad.dtype == torch.float32
+    assert same(parameter.grad, whole)
+
+
+# Data
+
+
+def test_data_is_on_the_same_shards(parameter: nn.Parameter) -> None:
+    assert type(parameter.data) is ShardedTensor
+    assert not parameter.data.requires_grad
+    assert all(a is b for a, b in zip(parameter.data.shards, parameter.shards, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_setting_data_takes_the_other_shards(
+    parameter: nn.Parameter, whole: Tensor, slots: list, dtype: torch.dtype
+) -> None:
+    other = distribute_tensor(whole.to(dtype) + 1, slots)
+    parameter.data = other
+    assert all(a is b for a, b in zip(parameter.shards, other.shards, strict=True))
+    assert parameter.dtype == dtype
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.requires_grad
+    assert same(parameter, whole.to(dtype) + 1)
+    parameter.clone().backward(other.detach())
+    assert same(parameter.grad, whole.to(dtype) + 1)
+
+
+def test_other_data_is_refused(parameter: nn.Parameter, whole: Tensor, slots: list) -> None:
+    with pytest.raises(TypeError, match=r"the data of.*got a plain tensor.*copy_"):
+        parameter.data = whole + 1
+    for other in (distribute_tensor(whole, slots[:2]), distribute_tensor(whole[:6], slots)):
+        with pytest.raises(ValueError, match=r"the data of.*must be sharded as it is"):
+            parameter.data = other
+    assert same(parameter, whole)
+
+
+# Copies
+
+
+def test_a_deep_copy_has_memory_of_its_own(parameter: nn.Parameter, whole: Tensor, slots: list) -> None:
+    parameter.grad = distribute_tensor(whole * 2, slots)
+    parameter.note = ["a"]
+    copied = copy.deepcopy(parameter)
+    for shard in (*parameter.shards, *parameter.grad.shards):
+        shard.zero_()
+    parameter.note.append("b")
+    assert isinstance(copied, nn.Parameter)
+    assert copied.requires_grad
+    assert copied.devices == parameter.devices
+    assert same(copied, whole)
+    assert same(copied.grad, whole * 2)
+    assert copied.note == ["a"]
+
+
+def test_a_deep_copy_of_two_references_is_one(parameter: nn.Parameter) -> None:
+    first, second = copy.deepcopy([parameter, parameter])
+    assert first is second
+    assert first is not parameter
+
+
+def test_results_of_operators_have_no_deep_copy(parameter: nn.Parameter) -> None:
+    with pytest.raises(RuntimeError, match="only leaves"):
+        copy.deepcopy(parameter.clone())
+
+
+def test_a_deep_copy_of_a_module(parameter: nn.Parameter, whole: Tensor) -> None:
+    module = nn.Module()
+    module.weight = module.tied = parameter
+    copied = copy.deepcopy(module)
+    assert copied.weight is copied.tied
+    assert copied.weight is not parameter
+    assert same(copied.weight, whole)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "compute", [lambda a: a @ a, lambda a: a[0], lambda a: a.view(-1), lambda a: torch.cat([a, a])]
+)
+def test_operators_that_it_does_not_have_are_named(compute: Callable, sharded: ShardedTensor) -> None:
+    with pytest.raises(TypeError, match=r"aten\.\w+.*full_tensor\(\)"):
+        compute(sharded)
+
+
+@pytest.mark.parametrize("name", ["__matmul__", "__rmatmul__", "__eq__", "__add__", "__radd__", "__rpow__", "__iadd__"])
+def test_errors_in_python_operators_arrive(
+    name: str, sharded: ShardedTensor, slots: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own turn a TypeError into "unsupported operand", and ``==`` into a comparison of objects."""
+
+    def refuse(func: object, *args: object) -> None:
+        raise TypeError(f"{func} refuses")
+
+    monkeypatch.setattr("dataparallel.sharded.operators.run", refuse)
+    other = torch.ones(7, 3, device=slots[0])
+    do = {
+        "__matmul__": lambda: sharded @ other,
+        "__rmatmul__": lambda: other @ sharded,
+        "__eq__": lambda: sharded == other,
+        "__add__": lambda: sharded + 1,
+        "__radd__": lambda: other + sharded,
+        "__rpow__": lambda: 2**sharded,
+        "__iadd__": lambda: operator.iadd(sharded, other),
+    }[name]
+    with pytest.raises(TypeError, match=r"aten.* refuses"):
+        do()
+
+
+def test_python_operators_leave_other_objects_alone(sharded: ShardedTensor) -> None:
+    assert (sharded == None) is False  # noqa: E711
+    assert (sharded == "text") is False
+    assert {sharded: 1}[sharded] == 1
+    with pytest.raises(TypeError, match="unsupported operand"):
+        sharded + "text"
+
+
+@pytest.mark.parametrize("name", ["numpy", "tolist", "data_ptr", "storage", "untyped_storage", "share_memory_"])
+def test_it_has_no_memory_of_its_own(name: str, sharded: ShardedTensor) -> None:
+    with pytest.raises(TypeError, match=rf"{name} does not work.*full_tensor\(\)"):
+        getattr(sharded, name)()
+
+
+@pytest.mark.parametrize("name", ["apply_", "map_", "map2_"])
+def test_python_functions_are_not_applied_to_elements(name: str, sharded: ShardedTensor) -> None:
+    with pytest.raises(TypeError, match=rf"{name} does not work.*full_tensor\(\)"):
+        getattr(sharded, name)(*[sharded] * ["apply_", "map_", "map2_"].index(name), lambda *values: values[0])
+
+
+def test_nothing_reads_a_null_pointer(slots: list) -> None:
+    """Where C++ code wants the memory of the whole."""
+    sharded = distribute_tensor(torch.ones(7, 3), ["cpu", "cpu"])
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(sharded)

@@ -1,0 +1,47 @@
+"""Sharded tensors made and joined by hand, for tests of the operators between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel.sharded import Replicate, Shard, ShardedTensor
+from dataparallel.sharded.placements import check_placement, part_shapes
+
+FIRST = Shard(0)
+
+
+def sharded(
+    tensor: Tensor, devices: Sequence[Any], placement: Any = FIRST, requires_grad: bool | None = None
+) -> ShardedTensor:
+    """A copy of the tensor, divided among the devices."""
+    grad = tensor.requires_grad if requires_grad is None else requires_grad
+    tensor = tensor.detach()
+    placement = check_placement(placement, tensor.shape)
+    shapes = part_shapes(tensor.shape, placement, len(devices))
+    if isinstance(placement, Replicate):
+        parts = [tensor] * len(devices)
+    elif tensor.dim() == 0:
+        parts = [tensor, *[tensor.new_empty(0)] * (len(devices) - 1)]
+    else:
+        parts = [*tensor.split([shape[placement.dim] for shape in shapes], placement.dim)]
+    shards = [part.contiguous().to(device, copy=True) for part, device in zip(parts, devices, strict=True)]
+    return ShardedTensor(shards, placement, tensor.shape, requires_grad=grad)
+
+
+def full(value: Tensor, has_values: bool = True) -> Tensor:
+    """The whole tensor on the CPU, without a graph. Each part has the shape that it should have."""
+    if not isinstance(value, ShardedTensor):
+        return value.detach().cpu()
+    placement = value.placement
+    parts = [shard.detach().cpu() for shard in value.shards]
+    assert [part.shape for part in parts] == part_shapes(value.shape, placement, len(parts))
+    assert {part.dtype for part in parts} == {value.dtype}
+    if isinstance(placement, Replicate):
+        for part in parts[1:] if has_values else []:
+            torch.testing.assert_close(part, parts[0], rtol=0, atol=0, equal_nan=True)
+        return parts[0]
+    return parts[0] if value.dim() == 0 else torch.cat(parts, placement.dim)

@@ -1,0 +1,88 @@
+"""The streams of a tree: each slot and each owner has its own, all trees share them, and the CPU has none."""
+
+import pytest
+import torch
+
+from dataparallel.streams import current
+from dataparallel.streams.current import Event, current_streams, streams_set
+from dataparallel.units.lines import Lines, wait_for
+
+
+@pytest.mark.devices("sim")
+class TestOnAccelerators:
+    @pytest.fixture(autouse=True)
+    def distinct_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """torch gives out the same 32 streams again and again: older ones may be one stream."""
+        monkeypatch.setattr(current, "_kept", {})
+
+    def test_no_stream_is_used_for_two_purposes(self, slots):
+        lines = Lines(slots)
+        used = [*lines.receiving, *lines.summing, *lines.meeting.values(), *lines.casting.values()]
+        for slot, device in enumerate(slots):
+            for streams in (lines.pulling(slot), lines.adding(slot)):
+                used += [stream for other, stream in streams.items() if other != device]
+        used += current_streams(slots).values()
+        assert len({(stream.device, stream.stream_id) for stream in used}) == len(used)
+
+    def test_a_slot_receives_on_its_device_and_shards_leave_on_all_others(self, slots):
+        lines = Lines(slots)
+        for slot, device in enumerate(slots):
+            pulling = lines.pulling(slot)
+            assert {*pulling} == {*slots}
+            assert pulling[device] == lines.receiving[slot]
+            assert all(stream.device == where for where, stream in pulling.items())
+
+    def test_an_owner_adds_on_its_device_and_gradients_leave_on_all_others(self, slots):
+        lines = Lines(slots)
+        for owner, device in enumerate(slots):
+            adding = lines.adding(owner)
+            assert {*adding} == {*slots}
+            assert adding[device] == lines.summing[owner]
+            assert all(stream.device == where for where, stream in adding.items())
+
+    def test_the_streams_for_some_sources(self, slots):
+        lines = Lines(slots)
+        assert {*lines.adding(1, [slots[0]])} == {slots[0], slots[1]}
+        assert lines.adding(1, []) == {slots[1]: lines.summing[1]}
+
+    def test_events_meet_in_one(self, slots):
+        lines, written = Lines(slots), []
+        for device, stream in zip(slots, lines.summing, strict=True):
+            with streams_set({device: stream}):
+                written.append(torch.ones(2, device=device))
+        met = lines.meet("sums", [Event(stream) for stream in lines.summing])
+        for tensor, device, stream in zip(written, slots, lines.receiving, strict=True):
+            met.make_wait(stream)
+            with streams_set({device: stream}):
+                tensor.add_(1)  # the clocks see it
+        wait_for([Event(stream) for stream in lines.receiving], lines.summing)
+
+    def test_slots_on_one_device_have_streams_of_their_own(self, root):
+        lines = Lines([root, root])
+        assert lines.receiving[0] != lines.receiving[1]
+        assert lines.pulling(1) == {root: lines.receiving[1]}
+        assert lines.adding(1) == {root: lines.summing[1]}
+
+    def test_are_kept_for_all_trees(self, slots):
+        assert Lines(slots).receiving == Lines(slots).receiving
+        assert Lines(slots).pulling(1) == Lines(slots).pulling(1)
+
+    def test_each_stream_waits_for_each_event(self, slots):
+        lines, written = Lines(slots), []
+        for device, stream in zip(slots, lines.receiving, strict=True):
+            with streams_set({device: stream}):
+                written.append(torch.ones(2, device=device))
+        wait_for([Event(stream) for stream in lines.receiving], lines.summing)
+        for tensor, device, stream in zip(written, slots, lines.summing, strict=True):
+            with streams_set({device: stream}):
+                tensor.add_(1)  # the clocks see it
+        wait_for([Event(stream) for stream in lines.summing], lines.receiving)
+
+
+def test_the_cpu_has_no_streams():
+    lines = Lines([torch.device("cpu")] * 2)
+    assert lines.receiving == lines.summing == [None, None]
+    assert lines.meet("pulls", []) is None
+    assert not lines.casting
+    assert not lines.pulling(0)
+    assert not lines.adding(1)
