@@ -171,7 +171,7 @@ class Source:
     def done(self, readers: Sequence[Event]) -> None:
         """A slot has launched its pulls, which end at ``readers``. The streams that own the copies wait for them."""
         with self._lock:
-            if self._made is not None:
+            if self._ready:  # also if `_made` was dropped meanwhile, because another slot has pulled twice
                 wait_for(readers, self._streams.values())
             self._pulls -= 1
             if self._pulls <= 0:

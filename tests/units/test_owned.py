@@ -131,3 +131,19 @@ class TestSources:
         made.done([Event(stream) for stream in readers.values()])
         del pieces
         torch.sim.check_clocks()  # and that the memory is free after it
+
+    @pytest.mark.devices("sim")
+    def test_memory_waits_for_a_reader_that_another_slot_has_overtaken_by_a_second_pull(self, owned):
+        made, lines = source(owned, torch.float32, pulls=2)
+        slow, ready = pieces_of(made)
+        made.done([])
+        made.done([])  # the other slot's, which has freed and gathered again: the copies are dropped
+        readers = lines.pulling(1)
+        for device, stream in readers.items():
+            ready[device].make_wait(stream)
+        with streams_set(readers):
+            for piece in slow:
+                piece.clone()
+        made.done([Event(stream) for stream in readers.values()])
+        del piece, slow
+        torch.sim.check_clocks()
