@@ -1,6 +1,7 @@
-"""The checks of what ``fully_shard`` is given, before anything is changed. ``composable.fully_shard_form`` calls them.
+"""The checks of what ``fully_shard`` is given, before anything is changed.
 
-Each raises an error that says what was passed, what was expected and what to do.
+Each raises an error that says what was passed, what was expected and what to do. ``composable.fully_shard_form`` calls
+them, and ``composable.fully_sharded_module`` one of them.
 """
 
 from __future__ import annotations

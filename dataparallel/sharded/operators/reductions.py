@@ -1,4 +1,4 @@
-"""Reductions of a whole sharded tensor to a plain 0-dim tensor on the first owner, and those of other dimensions.
+"""Reductions of a whole sharded tensor to a plain 0-dim tensor on the first owner, and reductions along dimensions.
 
 Each owner reduces its part, the first owner reduces what they send. Of replicated tensors it reduces its own copy: the
 others hold the same. A reduction along dimensions that are not divided has a sharded result, without any copy. One
@@ -50,7 +50,7 @@ def _reduced(tensor: ShardedTensor) -> list[Tensor]:
 
 
 def _not_empty(tensor: ShardedTensor) -> list[Tensor]:
-    """Those of them that have elements. Of nothing at all the first: what a reduction of nothing is, torch says."""
+    """The parts of `_reduced` that have elements. If none has any, the first: torch knows what its reduction is."""
     parts = _reduced(tensor)
     return [part for part in parts if part.numel()] or parts[:1]
 
