@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
-from dataparallel.composable.contract import KEY, own_modules, own_parameters
+from dataparallel.composable.managed import KEY, own_modules, own_parameters
 from dataparallel.composable.policies import MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.modules.references import compiled_over
 from dataparallel.sharded.placements import check_placement

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from dataparallel.composable import replaced_parameters
-from dataparallel.composable.contract import Form, own_parameters
+from dataparallel.composable.contract import Form
 from dataparallel.composable.full_state import full_state_dict, load_full_state_dict
 from dataparallel.composable.fully_shard_arguments import (
     check_children,
@@ -28,6 +28,7 @@ from dataparallel.composable.fully_shard_arguments import (
 )
 from dataparallel.composable.fully_shard_state import FullyShardState
 from dataparallel.composable.fully_sharded_module import FullyShardedModule
+from dataparallel.composable.managed import own_parameters
 from dataparallel.composable.policies import MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.composable.rebound_attributes import rebind
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots

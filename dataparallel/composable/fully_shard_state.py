@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.composable.contract import KEY, ManagedModule
+from dataparallel.composable.managed import KEY, ManagedModule
 from dataparallel.composable.on_slots import Method
 from dataparallel.composable.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.composable.twins import Twin

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dataparallel.composable.contract import ManagedModule, are_in_one_tree
+from dataparallel.composable.contract import are_in_one_tree
 from dataparallel.composable.fully_shard_arguments import check_reshard
+from dataparallel.composable.managed import ManagedModule
 from dataparallel.composable.on_slots import Method, OnSlots, state_of
 from dataparallel.modules.plan import UNIT_ON_SLOT
 

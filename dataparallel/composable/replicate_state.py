@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.composable.contract import KEY
+from dataparallel.composable.managed import KEY
 from dataparallel.composable.on_slots import Method
 from dataparallel.composable.persistent_tensors import PersistentTensors
 from dataparallel.composable.twins import Twin
