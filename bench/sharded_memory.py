@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -262,15 +263,23 @@ def measure(work: Work, way: Way, devices: Sequence[torch.device], steps: int = 
 
 
 def assert_losses_of_one_device(work: Work, devices: Sequence[torch.device], losses: Sequence[float]) -> None:
-    """Raises `AssertionError` unless one device has these losses: the mean over the chunks of the batch in each step.
+    """Raises `AssertionError` unless one device has these losses."""
+    expected = losses_of_one_device(work, devices[0], len(devices), len(losses))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=AGREEMENT, atol=0)
 
-    The chunks are those of the devices, because BatchNorm sees only a chunk.
+
+@cache
+def losses_of_one_device(work: Work, device: torch.device, count: int, steps: int) -> list[float]:
+    """The mean over the chunks of the batch in each step. All ways of the same work have to have them.
+
+    The chunks are those of ``count`` devices, because BatchNorm sees only a chunk.
     """
-    model = work.model().to(devices[0])
+    model = work.model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    chunks = list(zip(*(tensor.chunk(len(devices)) for tensor in batch_on(work, devices)), strict=True))
+    batch = [tensor.to(device) for tensor in work.batch(SAMPLES_PER_DEVICE * count)]
+    chunks = list(zip(*(tensor.chunk(count) for tensor in batch), strict=True))
     expected = []
-    for _ in losses:
+    for _ in range(steps):
         total = 0.0
         for chunk in chunks:
             loss = model(*chunk).mean() / len(chunks)
@@ -279,7 +288,7 @@ def assert_losses_of_one_device(work: Work, devices: Sequence[torch.device], los
         optimizer.step()
         optimizer.zero_grad()
         expected.append(total)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=AGREEMENT, atol=0)
+    return expected
 
 
 def parts_of(work: Work, device: torch.device) -> Parts:
