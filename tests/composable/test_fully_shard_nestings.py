@@ -180,6 +180,7 @@ def test_random_nestings(make_slots, part, count, loop, policy):
 
 
 @pytest.mark.long
+@pytest.mark.watchdog(1200)
 @given(roots, st.sampled_from([2, 3, 4, 6, 8]), loops, policies)
 @settings(max_examples=200, phases=PHASES, suppress_health_check=[*HealthCheck])
 def test_two_hundred_random_nestings(make_slots, part, count, loop, policy):
