@@ -122,12 +122,14 @@ class Layout:
     def copy_in(self, grads: Sequence[Tensor | None], gathered: Tensor) -> None:
         """Copies gradients of whole parameters into the gathered matrix, and zeros where there is none."""
         if all(grad is not None and place.is_even for grad, place in zip(grads, self.places, strict=True)):
-            columns = []
+            columns, zeros = [], None
             for grad, place in zip(grads, self.places, strict=True):
                 assert grad is not None
                 columns.append(self._rows_of(grad, place))
                 if place.padding:
-                    columns.append(gathered.new_zeros(self.owners, place.padding, dtype=grad.dtype))
+                    if zeros is None:
+                        zeros = gathered.new_zeros(self.owners, _ALIGNED_TO, dtype=grad.dtype)
+                    columns.append(zeros[:, : place.padding])
             torch.cat(columns, 1, out=gathered)
             return
         for grad, place in zip(grads, self.places, strict=True):

@@ -21,6 +21,7 @@ from dataparallel.streams.current import Event, current_streams
 from dataparallel.units.before_step import before_next_step
 from dataparallel.units.calls import TensorHooks, is_inside_backward
 from dataparallel.units.deliveries import SumsOfPass
+from dataparallel.units.joint import Room
 from dataparallel.units.lines import GivenEvents, wait_for
 from dataparallel.units.on_slot import UnitOnSlot
 from dataparallel.units.owned import LastCopies
@@ -48,6 +49,7 @@ class Tree:
         self._ending_thread: int | None = None
         self._changed = threading.Condition()
         self._copies = LastCopies()
+        self._room = Room()
         self._unfinished: list[SumsOfPass] = []  # of passes that were not the last of a step
 
     @contextmanager
@@ -199,8 +201,9 @@ class ForwardCall:
     def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:
         self._tree, self.slots = tree, list(slots)
         tree.last_call = self
-        for unit in tree.units:
+        for number, unit in enumerate(tree.units):
             unit.renew_sources(len(slots))
+            unit.joint.room, unit.joint.number = tree._room, number
             unit.deliver, unit.settle, unit.copies = tree.deliver, tree.settle, tree._copies
         self.computing = current_streams(tree.slots)
         ready = tree.take_post_optim_event() or tree.units[0].lines.meet("calls", map(Event, self.computing.values()))

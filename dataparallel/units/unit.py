@@ -21,6 +21,7 @@ from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams
 from dataparallel.units.before_step import before_next_step
 from dataparallel.units.gradients import UnitGradients
+from dataparallel.units.joint import JointGathers
 from dataparallel.units.lines import Lines, wait_for
 from dataparallel.units.no_room import named_if_no_room
 from dataparallel.units.node import make_outputs
@@ -103,6 +104,7 @@ class Unit:
         self.recorded = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
         self.lines = Lines(self.slots)
         self.pieces = Pieces(self, len(self.slots), self._pieces_dropped)
+        self.joint = JointGathers(self, self.lines)
         self._shown_pieces: list[nn.Parameter] | None = None
         self.gradients = UnitGradients(self, self.recorded, self.lines)
         self.on_slots: list[UnitOnSlot] = []
@@ -255,10 +257,12 @@ class Unit:
         with self._lock:
             self._sources = []
             self._pulls = len(self.slots) if pulls is None else pulls
+        self.joint.renew(self._pulls)
 
     def take_pulls(self) -> list[Event]:
-        """For each slot an event after its last pull, once."""
-        found = []
+        """Events after the last pulls of all slots, once."""
+        joint = self.joint.take_last_pull()
+        found = [] if joint is None else [joint]
         for on_slot in self.on_slots:
             event, on_slot.last_pull = on_slot.last_pull, None
             if event is not None:
@@ -301,7 +305,8 @@ class Unit:
 
     def make_owners_wait(self) -> None:
         """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
-        pulls = [on_slot.last_pull for on_slot in self.on_slots if on_slot.last_pull is not None]
+        found = [self.joint.last_pull(), *(on_slot.last_pull for on_slot in self.on_slots)]
+        pulls = [event for event in found if event is not None]
         wait_for([*self.copies.last(), *pulls], current_streams(self.slots).values())
         if self.is_offloaded:
             self._wait_for_copies()
