@@ -53,7 +53,8 @@ class Delivery:
 
     Attributes:
         matrices: for each dtype the gradients in the layout of the gathered matrix.
-        sums: for each dtype memory on the slot's device in which its part is added up; it begins as the slot's own row.
+        sums: for each dtype memory on the slot's device in which its part is added up; it begins as the slot's own row,
+            or that is copied when a small unit is added up.
         parts: the same in the dtype of the parameters, which may be the same memory.
         present: which of the parameters that need gradients have one.
         made: after the writes to all of this, on the slot's computing stream. ``None`` on the CPU.

@@ -237,7 +237,7 @@ class UnitGradients:
                 matrix.add_(held.matrices[at])
             matrices.append(matrix)
             if self._unit.requires_gradient_sync:
-                sums.append(matrix[slot].to(added_in(summed, dtype), copy=True))
+                sums.append(self._sums.begun(matrix[slot], added_in(summed, dtype)))
                 parts.append(sums[-1] if sums[-1].dtype == dtype else torch.empty_like(sums[-1], dtype=dtype))
         present = [grad is not None for grad in grads]
         if held is not None:

@@ -59,6 +59,10 @@ class UnitSums:
         """The size of one slot's gradients."""
         return sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self._groups)
 
+    def begun(self, row: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory for a sum, which begins as ``row``. Small ones have no values yet: most are not added here."""
+        return torch.empty_like(row, dtype=dtype) if self._is_small else row.to(dtype, copy=True)
+
     def add_up(self, found: Mapping[int, Delivery], sums: SumsOfPass) -> None:
         """Launches the sums of one round."""
         present = [any(of_slots) for of_slots in zip(*(found[slot].present for slot in sorted(found)), strict=True)]
@@ -146,6 +150,8 @@ class UnitSums:
                 no_room = named_if_no_room("summed gradients", self._unit.name, slots[owner], size)
                 with streams_set(lines.adding(owner, [slots[slot] for slot in few])), no_room:
                     for at, total in enumerate(own.sums):
+                        if first == 0 and self._is_small and own.matrices:
+                            total.copy_(own.matrices[at][owner])
                         self._add([found[slot].matrices[at][owner] for slot in few], total)
                     if first + together >= most:
                         sums.added_to += self._end_sum(owner, own, totals, present)
