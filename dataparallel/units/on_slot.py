@@ -191,7 +191,6 @@ class UnitOnSlot:
         with self._lock:
             if self.is_started:
                 return
-            self._versions = self.unit.versions()
             own = self._lines.receiving[self.slot]
             with torch.no_grad(), _OutOfMemory(self):
                 if not (_torch.current_graph_task_id() != -1 and self._pull_from_group(own)):
@@ -212,6 +211,7 @@ class UnitOnSlot:
         return True
 
     def _pull_from_owners(self, own: torch.Stream | None, ready: Mapping[torch.device, Event]) -> None:
+        self._versions = self.unit.versions()
         streams = self._lines.pulling(self.slot)
         if own is not None:  # copies to this stream begin after it, so the streams on which they leave need not wait
             wait_for({*ready.values()}, [own])
@@ -230,6 +230,7 @@ class UnitOnSlot:
         pieces = self.unit.pieces.borrow(self.slot)
         if pieces is None:
             return False
+        self._versions = self.unit.versions()
         streams = self._lines.pulling(self.slot)
         try:
             for member, piece in zip(pieces[0].group, pieces, strict=True):
