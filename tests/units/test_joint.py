@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dataparallel.composable import fully_shard
 from dataparallel.units import joint
 from dataparallel.units.owned import Source
+from made_units import recorded_gathers
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -70,15 +71,7 @@ def steps(model: Any, slots: list[Any], number: int = 2) -> list[Tensor]:
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     """The sources from which pieces have been pulled: one for each gather of a unit."""
-    asked: list[Source] = []
-    of_source = Source.pieces
-
-    def counted(self: Source, *args: Any) -> Any:
-        asked.append(self)
-        return of_source(self, *args)
-
-    monkeypatch.setattr(Source, "pieces", counted)
-    return asked
+    return recorded_gathers(monkeypatch)
 
 
 @pytest.mark.slots(4, long=[3, 8])
