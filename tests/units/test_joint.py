@@ -71,7 +71,7 @@ def steps(model: Any, slots: list[Any], number: int = 2) -> list[Tensor]:
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     """The sources from which pieces have been pulled: one for each gather of a unit."""
-    return recorded_gathers(monkeypatch)
+    return recorded_gathers(monkeypatch, jointly=True)
 
 
 @pytest.mark.slots(4, long=[3, 8])

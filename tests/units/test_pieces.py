@@ -12,7 +12,6 @@ from dataparallel.sharded import ShardedTensor
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
-from dataparallel.units import joint
 from dataparallel.units.owned import Source
 from made_units import recorded_gathers
 from memory import allocated
@@ -83,7 +82,6 @@ def pieces(model: Any) -> list[Any]:
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     """The sources that slots have pulled from, each slot by itself."""
-    monkeypatch.setattr(joint, "_GATHERED_JOINTLY", 0)
     return recorded_gathers(monkeypatch)
 
 
