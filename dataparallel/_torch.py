@@ -123,6 +123,25 @@ current_stream_at: Callable[[int], torch.Stream] = _private(
     torch.accelerator.current_stream,
     "each lookup takes a microsecond longer",
 )
+exchange_device: Callable[[int], int] = _private(
+    "torch._C._accelerator_exchangeDevice",
+    "make a stream's device current around each use of an event, of which a step has hundreds",
+    lambda index: _exchange_device(index),
+    "each event takes microseconds longer, and going back to a device that nobody uses creates a context on it",
+)
+go_back_to_device: Callable[[int], object] = _private(
+    "torch._C._accelerator_maybeExchangeDevice",
+    "go back to the former device without a context on it",
+    torch.accelerator.set_device_index,
+    "going back to a device that nobody uses creates a context on it",
+)
+
+
+def _exchange_device(index: int) -> int:
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(index)
+    return before
+
 
 # ---- operators -------------------------------------------------------------------------------------------------------
 

@@ -99,6 +99,14 @@ def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: 
         assert room.is_profiler_enabled() is False
     elif name.path == "torch._C._accelerator_getStream":
         assert room.current_stream_at is torch.accelerator.current_stream
+    elif name.path == "torch._C._accelerator_exchangeDevice":
+        current, made_current = [3], []
+        monkeypatch.setattr(torch.accelerator, "current_device_index", current.pop)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", made_current.append)
+        assert room.exchange_device(1) == 3
+        assert made_current == [1]
+    elif name.path == "torch._C._accelerator_maybeExchangeDevice":
+        assert room.go_back_to_device is torch.accelerator.set_device_index
     elif name.path == "torch._C._set_throw_on_mutable_data_ptr":
         tensor = torch.ones(1)
         assert room.refuse_data_pointers(tensor) is None

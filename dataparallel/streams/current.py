@@ -16,10 +16,11 @@ The other rooms decide which stream does what.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
+from dataparallel._torch import current_stream_at, exchange_device, go_back_to_device
 from dataparallel.devices import CPU, current_device_set
 
 __all__ = ["Event", "current_streams", "kept_stream", "make_current", "streams_joined", "streams_set"]
@@ -37,7 +38,7 @@ def kept_stream(device: torch.device, purpose: str, number: int = 0) -> torch.St
 
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:
     """The calling thread's current stream on each accelerator among ``devices``."""
-    return {device: torch.accelerator.current_stream(device) for device in {*devices} if device != CPU}
+    return {device: current_stream_at(device.index) for device in {*devices} if device != CPU}
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def streams_set(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
 
     Without accelerators ``streams`` is empty, and nothing is done.
     """
-    before = [torch.accelerator.current_stream(device) for device in streams]
+    before = [current_stream_at(device.index) for device in streams]
     try:
         make_current(streams.values())
         yield
@@ -84,23 +85,32 @@ class Event:
     """The work that ``stream`` has been given until the event is made. Any thread may use the event."""
 
     def __init__(self, stream: torch.Stream) -> None:
-        self._device = stream.device
-        with current_device_set(self._device):
+        self._index = stream.device_index
+        before = exchange_device(self._index)
+        try:
             self._event = stream.record_event()
+        finally:
+            go_back_to_device(before)
 
     def make_wait(self, stream: torch.Stream) -> None:
         """Makes ``stream`` wait for the event. The host does not wait."""
-        with current_device_set(stream.device):
+        before = exchange_device(stream.device_index)
+        try:
             stream.wait_event(self._event)
+        finally:
+            go_back_to_device(before)
 
     def synchronize(self) -> None:
         """Makes the host wait for the event."""
         self._event.synchronize()
 
     def __del__(
-        self, device_set: Callable[[torch.device], AbstractContextManager[object]] = current_device_set
+        self, exchange: Callable[[int], int] = exchange_device, go_back: Callable[[int], object] = go_back_to_device
     ) -> None:
         # Bound here, because the module's names may be gone when the interpreter exits.
         if hasattr(self, "_event"):
-            with device_set(self._device):
+            before = exchange(self._index)
+            try:
                 del self._event
+            finally:
+                go_back(before)

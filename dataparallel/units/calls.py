@@ -24,6 +24,7 @@ from dataparallel.modules.plan import UNIT_ON_SLOT
 from dataparallel.streams.current import Event
 from dataparallel.structures import tensors_in
 from dataparallel.units.on_slot import Registers, UnitOnSlot
+from dataparallel.units.passes import BackwardPass
 
 __all__ = ["ModuleOnSlot", "OfTree", "TensorHooks", "UnitCall", "UnitInReplica", "is_inside_backward"]
 
@@ -36,17 +37,17 @@ class OfTree(Protocol):
     def hooks_of(self, slot: int, tensor: Tensor) -> TensorHooks:
         """The hooks of a tensor."""
 
-    def began(self, on_slot: UnitOnSlot) -> None:
-        """A unit begins."""
+    def began(self, on_slot: UnitOnSlot) -> list[int]:
+        """A unit begins: its versions."""
 
     def ended(self, on_slot: UnitOnSlot) -> int:
         """A unit ends: its position in the order of ends."""
 
-    def join_pass(self) -> object:
-        """The pass of backward that runs now is one of this tree."""
+    def join_pass(self) -> BackwardPass:
+        """The pass of backward that runs now, which is one of this tree."""
 
-    def backward_begins(self, on_slot: UnitOnSlot, position: int) -> None:
-        """The backward of a unit that ended at this position comes next."""
+    def backward_begins(self, on_slot: UnitOnSlot, position: int, running: BackwardPass) -> None:
+        """The backward of a unit that ended at this position comes next in this pass."""
 
 
 def is_inside_backward() -> bool:
@@ -156,11 +157,10 @@ class UnitCall:
         on_slot.use(self._call.ready, self._registers)
         if not self._is_recomputation:
             try:
-                self._call.began(on_slot)
+                self._versions = self._call.began(on_slot)
             except BaseException:  # no room for a gather ahead
                 on_slot.end_use()
                 raise
-            self._versions = on_slot.unit.versions()
         # Inside a backward, a call of which there is no graph yet is that of a reentrant checkpoint. Its own backward
         # follows at once.
         if torch.is_grad_enabled() and not (self._is_recomputation and on_slot.is_in_backward):
@@ -206,14 +206,14 @@ class UnitCall:
                 return
             self._open()
         on_slot = self._on_slot
-        self._call.join_pass()  # first: if this raises, the pass has failed, and frees all units
+        running = self._call.join_pass()  # first: if this raises, the pass has failed, and frees all units
         if on_slot.unit.versions() != self._versions:
             raise RuntimeError(
                 f"a parameter of the unit {on_slot.unit.name!r} was changed in place between forward and backward, "
                 "which needs its former values. Step the optimizer after backward"
             )
         on_slot.unit.refuse_overwritten(on_slot.slot)
-        self._call.backward_begins(on_slot, self._position)
+        self._call.backward_begins(on_slot, self._position, running)
         if on_slot.is_full:
             on_slot.show_in(self._registers)
 

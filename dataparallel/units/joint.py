@@ -188,7 +188,7 @@ class JointGathers:
             try:
                 for device, event in made.items():
                     event.make_wait(self._streams[device])
-                fulls = [self._empty(owned, pieces[0].dtype, device) for device in devices]
+                fulls = self._empty(owned, pieces[0].dtype, devices)
                 with self._named(devices[here]):
                     matrix = pieces[0].new_empty(owned.layout.owners, owned.layout.numel, device=devices[here])
                 comm.copy_each(matrix.unbind(), pieces)
@@ -201,9 +201,16 @@ class JointGathers:
             arrived.append(fulls)
         return arrived
 
-    def _empty(self, owned: OwnedShards, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with self._named(device):
-            return torch.empty(owned.layout.owners * owned.layout.numel, dtype=dtype, device=device)
+    def _empty(self, owned: OwnedShards, dtype: torch.dtype, devices: list[torch.device]) -> list[Tensor]:
+        size = owned.layout.owners * owned.layout.numel
+        made: list[Tensor] = []
+        try:
+            for device in devices:
+                made.append(torch.empty(size, dtype=dtype, device=device))
+        except torch.OutOfMemoryError as error:
+            with self._named(devices[len(made)]):
+                raise error
+        return made
 
     def _named(self, device: torch.device) -> AbstractContextManager[None]:
         return named_if_no_room("parameters", self._unit.name, device, self._unit.full_bytes)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -45,7 +46,7 @@ class Place:
     numel: int
     padding: int
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """True if all owners have parts of one size, which fill their columns."""
         return all(part.numel() == self.numel for part in self.part_shapes)
@@ -86,6 +87,11 @@ class Layout:
             for owner in range(owners)
         ]
         self.full_offsets = [owners * p.start for p in self.places] if full_offsets is None else [*full_offsets]
+        # Of a full buffer: where the columns of each parameter and its padding begin, and how many there are.
+        self._blocks: list[tuple[int, int]] = []
+        for place, start in zip(self.places, self.full_offsets, strict=True):
+            self._blocks += [(start, place.numel)] if place.numel else []
+            self._blocks += [(start + owners * place.numel, place.padding)] if place.padding else []
 
     def parts_of(self, flat: Tensor, owner: int) -> list[Tensor]:
         """The owner's part of each parameter, as views of its flat shard."""
@@ -100,14 +106,9 @@ class Layout:
 
     def copy_out(self, gathered: Tensor, full: Tensor) -> None:
         """Copies the gathered matrix into the full buffer of a slot."""
-        targets, sizes = [], []
-        for place, start in zip(self.places, self.full_offsets, strict=True):
-            for size in (place.numel, place.padding):
-                if size:
-                    targets.append(full[start : start + self.owners * size].view(self.owners, size))
-                    sizes.append(size)
-                    start += self.owners * size
-        torch.split_with_sizes_copy(gathered, sizes, dim=1, out=targets)
+        offset = full.storage_offset()
+        targets = [full.as_strided((self.owners, size), (size, 1), offset + start) for start, size in self._blocks]
+        torch.split_with_sizes_copy(gathered, [size for _, size in self._blocks], dim=1, out=targets)
         for place, start in zip(self.places, self.full_offsets, strict=True):
             if place.dim:
                 self._join_parts(place, full, start)

@@ -325,7 +325,7 @@ class UnitOnSlot:
             self._overwritten, self._full_versions = changed.index(True), now
 
     def _versions_of_full(self) -> list[int]:
-        return [_torch.version_of(parameter) for parameter in self.parameters]
+        return [*map(_torch.version_of, self.parameters)]
 
     # ---- when to free ------------------------------------------------------------------------------------------------
 

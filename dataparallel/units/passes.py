@@ -66,7 +66,7 @@ class BackwardPass:
         self._when_returned, self._has_returned = when_returned, False
         self.has_finished = False
         self.sums = SumsOfPass(len(slots), computing)
-        self._have_own_threads = False
+        self._have_own_threads, self._included = False, 0
         self.include(slots)
         self.is_recorded = False
         self._tasks: set[int] = set()
@@ -78,6 +78,9 @@ class BackwardPass:
 
     def include(self, slots: Sequence[torch.device]) -> None:
         """These slots take part, which are the first few of the tree."""
+        if len(slots) == self._included:
+            return
+        self._included = len(slots)
         self.sums.slots = max(self.sums.slots, len(slots))
         self._have_own_threads = len({*slots}) == len(slots) and CPU not in slots
 

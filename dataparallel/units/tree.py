@@ -228,18 +228,19 @@ class ForwardCall:
             found = self._hooks[slot][id(tensor)] = TensorHooks(tensor)
         return found
 
-    def began(self, on_slot: UnitOnSlot) -> None:
-        """A unit begins: gathers of those that come next are started."""
+    def began(self, on_slot: UnitOnSlot) -> list[int]:
+        """A unit begins: gathers of those that come next are started. Returns its versions."""
         unit, begun = self._unit_of(on_slot), self._begun[on_slot.slot]
         if not begun or begun[-1] is not unit:
             begun.append(unit)
-        self._versions[unit] = unit.versions()
+        versions = self._versions[unit] = unit.versions()
         ahead = unit.forward_prefetch
         if ahead is None:
             following = self._tree.next_unit.get(unit)
             ahead = [] if following is None else [following]
         for other in ahead:
             other.on_slots[on_slot.slot].start(self.ready)
+        return versions
 
     def ended(self, on_slot: UnitOnSlot) -> int:
         """A unit ends: its position in the order of ends."""
@@ -253,11 +254,10 @@ class ForwardCall:
         running.is_recorded |= torch.is_grad_enabled()
         return running
 
-    def backward_begins(self, on_slot: UnitOnSlot, position: int) -> None:
+    def backward_begins(self, on_slot: UnitOnSlot, position: int, running: BackwardPass) -> None:
         """The backward of a unit that ended at this position comes next. Starts those that come after it."""
         unit = self._unit_of(on_slot)
         unit.deliver = self._tree.deliver
-        running = self.join_pass()
         running.wait_for_others(on_slot.slot)
         if unit.unshard_in_backward:
             on_slot.make_full(self.ready)

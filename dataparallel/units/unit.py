@@ -244,7 +244,7 @@ class Unit:
 
     def versions(self) -> list[int]:
         """A number for each parameter that grows with every change in place."""
-        return [_torch.version_of(parameter) for parameter in self.parameters]
+        return [*map(_torch.version_of, self.parameters)]
 
     def free(self) -> None:
         """Frees what all slots have."""

@@ -32,8 +32,9 @@ class Told:
             self._hooks[id(tensor)] = tensor, TensorHooks(tensor)
         return self._hooks[id(tensor)][1]
 
-    def began(self, on_slot: Any) -> None:
+    def began(self, on_slot: Any) -> Any:
         self.lines.append(f"{on_slot.name} began")
+        return on_slot.unit.versions()
 
     def ended(self, on_slot: Any) -> int:
         self.lines.append(f"{on_slot.name} ended")
@@ -43,7 +44,7 @@ class Told:
     def join_pass(self) -> None:
         self.lines.append("join")
 
-    def backward_begins(self, on_slot: Any, position: int) -> None:
+    def backward_begins(self, on_slot: Any, position: int, running: Any) -> None:
         self.lines.append(f"{on_slot.name} begins at {position}")
         on_slot.is_full = True
 

@@ -111,7 +111,7 @@ class TestBackward:
         found: list[Unit] = []
 
         def begin(grad: object) -> None:
-            call.backward_begins(unit.on_slots[0], position)
+            call.backward_begins(unit.on_slots[0], position, call.join_pass())
             found.extend(each for each in units if each.on_slots[0].is_started)
 
         x = torch.ones(1, requires_grad=True) * 1
