@@ -1,4 +1,4 @@
-"""Tests in ranks in a user's project: under pytest and unittest, in a run that is ended, beside a torch that lacks parts."""
+"""Tests in ranks in a user's project: under pytest and unittest, in a run that is ended, where torch lacks parts."""
 
 import os
 import time
