@@ -44,6 +44,7 @@ def say(rank: Rank) -> dict[str, object]:
         "stdin": sys.stdin.read(),
         "file": __file__,
         "process": os.getpid(),
+        "session": os.getsid(0),
     }
 
 
@@ -60,6 +61,7 @@ def test_a_rank_is_like_a_new_process_of_this_one(monkeypatch, tmp_path, capsys)
     assert second["threads"] == 1
     assert second["stdin"] == ""
     assert second["file"] == __file__
+    assert second["session"] == second["process"]  # so that all that it starts can be ended with it
     assert len({first["process"], second["process"], os.getpid()}) == 3
     assert capsys.readouterr().out == "[rank 0] this is 0\n[rank 1] this is 1\n"
 
