@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from dataparallel.testing import Rank
-from dataparallel.testing.ranks import processes
+from dataparallel.testing.ranks import start
 
 FAULTS = {
     "raises": "raised ValueError: on purpose",
@@ -86,7 +86,7 @@ def left(told: Path) -> list[str]:
 
 def children() -> set[int]:
     """The processes below this one, without the fork server itself."""
-    server = processes._server.process
+    server = start.server.process
     below = {child.pid for child in psutil.Process().children(recursive=True)}
     return below - ({server.pid} if server is not None else set())
 

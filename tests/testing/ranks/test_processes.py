@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dataparallel.testing import Rank, RanksFailed, with_comms
-from dataparallel.testing.ranks import comms, on_processes, processes
+from dataparallel.testing.ranks import comms, on_processes, start
 
 pytestmark = [
     pytest.mark.devices("cpu"),
@@ -205,6 +205,6 @@ def test_numbers_out_of_range_are_refused(arguments, words):
 @pytest.mark.long
 def test_a_server_that_is_gone_is_started_again():
     on_processes(Nested.method, comms=False)
-    processes._server.process.kill()
-    processes._server.process.wait()
+    start.server.process.kill()
+    start.server.process.wait()
     assert on_processes(Nested.method, comms=False) == [0, 1]

@@ -120,7 +120,7 @@ if __name__ == "__main__":
 ENDS = """
 import os, sys, time, signal, threading
 from pathlib import Path
-from dataparallel.testing.ranks import on_processes, processes
+from dataparallel.testing.ranks import on_processes, start
 
 folder = Path(sys.argv[1])
 
@@ -132,7 +132,7 @@ def end(name, number):
     while not all((folder / f"{name}{rank}").exists() for rank in range(2)):
         time.sleep(0.01)
     time.sleep(0.2)
-    (folder / f"{name}server").write_text(str(processes._server.process.pid))
+    (folder / f"{name}server").write_text(str(start.server.process.pid))
     os.kill(os.getpid(), number)
 
 def end_while_running(name, number):
