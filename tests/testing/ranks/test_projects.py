@@ -208,7 +208,8 @@ def processes(request, tmp_path_factory):
         if kind == "script":
             (folder / "script.py").write_text(arguments[0])
             start = "import runpy; runpy.run_path('script.py', run_name='__main__')"
-            return Job(start, [str(folder)], folder)
+            (folder / "temporary").mkdir()
+            return Job(start, [str(folder)], folder, {"TMPDIR": str(folder / "temporary")})
         (folder / "some").mkdir()
         (folder / "some" / "test_user.py").write_text(TESTS)
         if kind == "unittest":
@@ -260,6 +261,7 @@ def test_ranks_and_server_end_with_the_test_run_however_it_ends(done):
     while any(map(psutil.pid_exists, gone)) and time.monotonic() < until:
         time.sleep(0.05)
     assert [process for process in gone if psutil.pid_exists(process)] == []
+    assert list((folder / "temporary").iterdir()) == []
 
 
 @pytest.mark.ahead("script", MISSING)
