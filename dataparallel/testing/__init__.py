@@ -1,11 +1,12 @@
 """Helpers for tests, of the library and of its users: small models, comparisons, simulated accelerators.
 
-`models` has small models, one for each feature that replicas must reproduce, and models for sharding; `cases` has the
-parts of the first. `parity` compares a module on several slots with the same module on one device, for the library's
+`models` has small models, one for each feature that replicas must reproduce, and models for tests of sharding; `cases`
+has the parts of the first.
+`parity` compares a module on several slots with the same module on one device, for the library's
 models and for your own; `steps` has its comparisons. `simulated` makes accelerators on a machine
-without any, and ``dataparallel.testing.pytest`` is a plugin with a fixture for them.
-`isolated_slots` makes slots on one device behave as separate devices. Nothing in the library
-imports this package, and importing it touches no device. Models are imported when they are first asked for.
+without any. `ranks` runs tests on slots, on threads and in processes. ``dataparallel.testing.pytest`` is a plugin with
+fixtures for both. `isolated_slots` makes slots on one device behave as separate devices. Nothing in the library
+imports this package, and importing it touches no device. The other names are imported when they are first asked for.
 """
 
 from __future__ import annotations
@@ -18,31 +19,62 @@ from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, 
 
 if TYPE_CHECKING:
     from dataparallel.testing.models import MLP, ModelArgs, RMSNorm, StackedMLP, Transformer
+    from dataparallel.testing.ranks import (
+        ProcessTest,
+        Rank,
+        RanksFailed,
+        SlotTest,
+        ThreadTest,
+        run_subtests,
+        skip_unless_devices,
+        skip_unless_distributed,
+        with_comms,
+    )
 
 __all__ = [
     "MLP",
     "ModelArgs",
+    "ProcessTest",
     "RMSNorm",
+    "Rank",
+    "RanksFailed",
     "SimulationUnavailable",
+    "SlotTest",
     "StackedMLP",
+    "ThreadTest",
     "ToolsMissing",
     "Transformer",
     "isolated_slots",
+    "run_subtests",
     "simulate",
+    "skip_unless_devices",
+    "skip_unless_distributed",
+    "with_comms",
 ]
 
-# Where each name is that is imported when it is first asked for.
-_LATER = {
-    **dict.fromkeys(("MLP", "ModelArgs", "RMSNorm", "StackedMLP", "Transformer"), "dataparallel.testing.models"),
+_ROOMS = {
+    "models": ("MLP", "ModelArgs", "RMSNorm", "StackedMLP", "Transformer"),
+    "ranks": (
+        "ProcessTest",
+        "Rank",
+        "RanksFailed",
+        "SlotTest",
+        "ThreadTest",
+        "run_subtests",
+        "skip_unless_devices",
+        "skip_unless_distributed",
+        "with_comms",
+    ),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(_LATER[name]), name)
-    globals()[name] = found
-    return found
+    for room, names in _ROOMS.items():
+        if name in names:
+            found = getattr(importlib.import_module(f"{__name__}.{room}"), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
