@@ -29,10 +29,24 @@ from dataparallel.testing.ranks import comms
 from dataparallel.testing.ranks.rank import Rank
 from dataparallel.testing.ranks.reports import Ended, describe
 
-__all__ = ["LOST", "STACKS", "Call", "Found", "run"]
+__all__ = ["LOST", "SLOW", "STACKS", "Call", "Found", "run"]
 
 # Asks a rank for the stacks of all its threads. Users' code has its own use for the better known signals.
 STACKS = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+
+# What takes a second or more to import. Once a rank has imported it, the server does so before it forks the next ones.
+SLOW = (
+    "expecttest",
+    "hypothesis",
+    "numpy",
+    "pytest",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "torch.testing._internal.common_utils",
+)
 
 LOST = 70  # the exit code of a rank that could not say why it ends
 
@@ -106,6 +120,7 @@ def run(folder: str, number: int, word: int) -> NoReturn:
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
+    ended.imported = [name for name in SLOW if name in sys.modules]
     with suppress(OSError), open(word, "wb") as pipe:  # nobody listens any more
         pipe.write(_pickled(ended))
     # Threads, engines and libraries may not survive an orderly end of an interpreter that others wait for.

@@ -158,6 +158,7 @@ class _Server:
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
         self.owner = 0
+        self.preload: set[str] = set()  # what ranks have imported: the next ones are likely to need it
 
     def start(self, folder: Path, descriptors: list[int], answer: socket.socket) -> list[int]:
         """Forks the ranks of one run, and returns their process ids."""
@@ -165,9 +166,13 @@ class _Server:
             if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:
                 self._open()
             assert self.control is not None
-            socket.send_fds(self.control, [os.fsencode(folder)], descriptors)
-            answer.settimeout(START)
-            line = _line(answer)
+            message = json.dumps([str(folder), sorted(self.preload)])
+            try:
+                socket.send_fds(self.control, [message.encode()], descriptors)
+                answer.settimeout(START)
+                line = _line(answer)
+            except OSError as error:
+                raise RuntimeError(f"the fork server of the tests does not answer: {error}") from error
         if not line:
             raise RuntimeError("the fork server of the tests has ended; its error is on stderr")
         processes: list[int] = json.loads(line)["processes"]
@@ -175,14 +180,13 @@ class _Server:
 
     def _open(self) -> None:
         self.control, theirs = socket.socketpair()
-        preload = [name for name in ("pytest", "numpy", "dataparallel.testing.ranks.cases") if name in sys.modules]
         script = (
             "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            "from dataparallel.testing.ranks.server import serve; serve(int(sys.argv[2]), sys.argv[3:])"
+            "from dataparallel.testing.ranks.server import serve; serve(int(sys.argv[2]))"
         )
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", script, json.dumps(sys.path), str(theirs.fileno()), *preload],
+                [sys.executable, "-c", script, json.dumps(sys.path), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
@@ -402,6 +406,7 @@ def _ended(rank: _Rank) -> Ended:
         else:
             what = f"left with exit code {rank.code}, without a word"
         ended = Ended(rank.number, "died", what, rank.at)
+    _server.preload.update(ended.imported)
     ended.output = output
     return ended
 

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import traceback
 import unittest
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -58,6 +58,7 @@ class Ended:
         trace: the traceback of an exception.
         output: the end of what a process has written.
         stacks: of a rank that had to be stopped, what its threads did then.
+        imported: what a process has imported that takes long, so that it is there when the next ranks are forked.
     """
 
     number: int
@@ -68,6 +69,7 @@ class Ended:
     trace: str = ""
     output: str = ""
     stacks: str = ""
+    imported: list[str] = field(default_factory=list)
 
 
 def describe(number: int, error: BaseException, at: float) -> Ended:

@@ -3,15 +3,17 @@
 The run of tests starts one when it is first needed, and the server ends with it, however it ends. It never computes,
 so a forked rank is like a process that has just imported torch. It also sees the ranks die, and ends what they leave.
 
-Over the control socket come runs: the path of the run's folder, and with it a socket for this run and two pipes for
-each rank, for its output and for its last word. Over the run's socket the server sends lines of JSON: the process ids,
-then for each rank its number, its exit code and when it ended. The byte ``s`` asks the ranks for their stacks, the end
-of the connection ends them. The server closes its end once nothing of the run is left.
+Over the control socket come runs: a list in JSON of the path of the run's folder and of the modules that ranks are
+likely to import, and with it a socket for this run and two pipes for each rank, for its output and for its last word.
+Over the run's socket the server sends lines of JSON: the process ids, then for each rank its number, its exit code and
+when it ended. The byte ``s`` asks the ranks for their stacks, the end of the connection ends them. The server closes
+its end once nothing of the run is left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -22,13 +24,15 @@ import socket
 import sys
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from dataparallel.testing.ranks import child
 
-__all__ = ["LINGER", "serve"]
+__all__ = ["serve"]
 
-PRELOADED = ("torch.distributed", "torch.distributed.tensor")
+PRELOADED = ("torch.distributed",)
 
 # A dead rank's own children may end by themselves, as Python's tracker of shared memory does, which then removes what
 # the rank has left. So they are killed that many seconds after it only.
@@ -44,19 +48,33 @@ class _Run:
     ending: bool = False
 
 
-def serve(descriptor: int, preload: list[str]) -> None:
-    """Serves until the other end of the control socket is closed. ``preload`` is imported first where it exists."""
+def serve(descriptor: int) -> None:
+    """Serves until the other end of the control socket is closed."""
     warnings.simplefilter("ignore")
-    for name in [*PRELOADED, *preload]:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # ranks share this memory as long as nobody writes to it
+    import_all(PRELOADED)
     server = _Server(socket.socket(fileno=descriptor))
     try:
         server.loop()
     finally:
         server.end_all()
+
+
+def import_all(names: Iterable[str]) -> None:
+    """Imports what ranks would import otherwise, each of them."""
+    new = [name for name in names if name not in sys.modules]
+    for name in new:
+        with contextlib.suppress(Exception):  # a rank that needs it says why it cannot be imported
+            importlib.import_module(name)
+    if new:
+        gc.collect()
+        gc.freeze()  # ranks share this memory as long as nobody writes to it
+
+
+def _adopt() -> None:
+    """Makes this process the parent of orphans below it, so that it can end them. Only Linux has that."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 class _Server:
@@ -72,10 +90,11 @@ class _Server:
         self.selector.register(self.woken, selectors.EVENT_READ, None)
         signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        _adopt()
 
     def loop(self) -> None:
         while True:
-            wait = 0.02 if any(run.lingering for run in self.runs) else None
+            wait = 0.02 if any(run.lingering or not run.alive for run in self.runs) else None
             for key, _ in self.selector.select(wait):
                 if key.fileobj is self.control:
                     if not self.start():
@@ -97,12 +116,14 @@ class _Server:
             return False
         if not message:
             return False
+        folder, preload = json.loads(message)
+        import_all(preload)
         run = _Run(socket.socket(fileno=descriptors[0]))
         pipes = [(descriptors[at], descriptors[at + 1]) for at in range(1, len(descriptors), 2)]
         for number, (output, word) in enumerate(pipes):
             process = os.fork()
             if process == 0:
-                self.become(message.decode(), number, output, word, keep=descriptors)
+                self.become(folder, number, output, word, keep=descriptors)
             run.alive[process] = number
         for descriptor in descriptors[1:]:
             os.close(descriptor)
@@ -146,7 +167,19 @@ class _Server:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
+    def orphans(self) -> list[int]:
+        """Processes that were started by ranks which have ended."""
+        ranks = {process for run in self.runs for process in run.alive}
+        children = []
+        for file in Path("/proc/self/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                children += [int(process) for process in file.read_text().split()]
+        return [process for process in children if process not in ranks]
+
     def reap(self) -> None:
+        for process in self.orphans():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process, os.WNOHANG)
         for run in self.runs:
             for process, number in list(run.alive.items()):
                 ended, status = os.waitpid(process, os.WNOHANG)
@@ -175,7 +208,14 @@ class _Server:
         for news in [news for news in run.news if news["process"] not in run.lingering]:
             run.news.remove(news)
             self.tell(run, news)
-        if not run.alive and not run.lingering:
+        if run.alive or run.lingering:
+            return
+        # Orphans in sessions of their own. Whose they are cannot be seen, so those of another run may be among them.
+        orphans = self.orphans() if self.runs == [run] else []
+        for process in orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if not orphans:
             if not run.ending:
                 self.selector.unregister(run.socket)
             run.socket.close()
@@ -190,7 +230,6 @@ class _Server:
             for process in [*run.alive, *run.lingering]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), sys.argv[2:])
+        for process in self.orphans():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)

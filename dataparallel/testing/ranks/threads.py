@@ -87,6 +87,9 @@ def on_threads(
     threaded = _threaded_group() if comms else None
     with _one_run:
         _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
+        for thread in _abandoned:
+            thread.join(GRACE)
+        _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
         if _abandoned:
             raise RuntimeError(
                 f"{_abandoned[0].name} of an earlier test still runs, and nothing can end a thread: its collectives "
@@ -127,9 +130,8 @@ def _installed(threaded: ModuleType) -> Iterator[None]:
         stack.callback(isolate, False)
         isolate(True)
         before = distributed_c10d._world
-        # A failed run may have left it set; torch's own tests reset it at the end only.
-        stack.callback(threaded.ProcessLocalGroup.reset)
         threaded.ProcessLocalGroup.reset()
+        stack.callback(_reset, threaded)
         stack.callback(_leave, threaded, before)
         threaded._install_threaded_pg()
         stack.enter_context(_replaced(threaded, "_store_based_barrier", _meet))
@@ -137,6 +139,12 @@ def _installed(threaded: ModuleType) -> Iterator[None]:
         if propagator is not None:  # computes with fake tensors, which threads must not do at once
             stack.enter_context(_replaced(propagator, "_fake_mode_lock", threading.RLock()))
         yield
+
+
+def _reset(threaded: ModuleType) -> None:
+    """Forgets the failure of a run, unless one of its threads has still to hear of it."""
+    if not _abandoned:
+        threaded.ProcessLocalGroup.reset()
 
 
 def _leave(threaded: ModuleType, before: Any) -> None:
@@ -217,21 +225,19 @@ class _Run:
             thread.start()
         try:
             self._wait(self.timeout, stop_at_failure=True)
-            failed = bool(self._failed())
-            stacks = self._stacks() if not failed else {}
-            if len(self.done) < len(self.threads):
+            hung = {} if self._failed() else self._stacks()
+            if self._running():
                 self._release()
                 self._wait(GRACE)
-            for number, stack in stacks.items():  # also of those that could be released
+            for number, stack in hung.items():  # also of those that could be released
                 self._say(number, f"did not end within {self.timeout:g} s", stack, "died")
             for number, stack in self._stacks().items():
                 self._say(number, "did not end after another rank had failed", stack, "stopped")
-        finally:
-            self._release()
-            if not self.done.keys() >= set(range(len(self.threads))):
-                self._wait(GRACE)
+        finally:  # Ctrl-C too
+            if self._running():
+                self._release()
             for thread in self.threads:
-                thread.join(GRACE if self.done and not thread.is_alive() else 0.2)
+                thread.join(0.5)
             _abandoned.extend(thread for thread in self.threads if thread.is_alive())
         return [self.done[number] for number in sorted(self.done)]
 
@@ -281,11 +287,12 @@ class _Run:
     def _failed(self) -> list[Ended]:
         return [end for end in self.done.values() if end.how != "returned"]
 
+    def _running(self) -> list[int]:
+        return [number for number in range(len(self.threads)) if number not in self.done]
+
     def _wait(self, seconds: float, stop_at_failure: bool = False) -> None:
         with self.news:
-            self.news.wait_for(
-                lambda: len(self.done) == len(self.threads) or (stop_at_failure and self._failed()), seconds
-            )
+            self.news.wait_for(lambda: not self._running() or (stop_at_failure and bool(self._failed())), seconds)
 
     def _release(self) -> None:
         """Lets the ranks that wait in a collective end."""
@@ -305,9 +312,9 @@ class _Run:
         """What the ranks do that have not ended."""
         frames = sys._current_frames()
         stacks = {}
-        for number, thread in enumerate(self.threads):
-            if number not in self.done and thread.ident in frames:
-                stacks[number] = "".join(traceback.format_stack(frames[thread.ident]))
+        for number in self._running():
+            frame = frames.get(self.threads[number].ident or 0)
+            stacks[number] = "".join(traceback.format_stack(frame)) if frame is not None else ""
         return stacks
 
     def _say(self, number: int, what: str, stack: str, how: Any) -> None:
