@@ -38,40 +38,62 @@ def build(**changed: Any) -> Transformer:
     return Transformer(ModelArgs(**{"dropout_p": 0.0, **changed}), dtype=torch.float64)
 
 
-def trained_alike(rank: Rank, sequence: bool, tied: bool, checkpointed: bool, **sizes: Any) -> None:
-    """Two steps of a model that is divided and of its twin: scores, gradients, weights."""
-    args = {"weight_tying": tied, "checkpoint_activations": checkpointed, **sizes}
-    one, many = build(**args), build(**args)
+def assert_same_step(one: Transformer, many: Transformer, length: int) -> None:
+    """Scores and gradients of a model and of its twin that is divided."""
+    x = batch(length, one.model_args.vocab_size)
+    scores, expected = many(x), one(x)
+    assert_equal(scores.detach(), expected.detach(), "scores", atol=1e-9)
+    mean_square_loss(scores).backward()
+    mean_square_loss(expected).backward()
+    assert_equal(gradients(many), gradients(one), "gradients", atol=1e-9)
+
+
+def divided(rank: Rank, one: Transformer, sequence: bool) -> Transformer:
+    """A twin of the model, which has its first weights, divided among the ranks."""
+    many = Transformer(one.model_args, dtype=torch.float64)
     assert Transformer.parallelize(many, rank.mesh(), sequence) is many
-    assert (many.output.weight is many.tok_embeddings.weight) == tied
+    assert (many.output.weight is many.tok_embeddings.weight) == one.model_args.weight_tying
     assert [*dict(many.named_parameters())] == [*dict(one.named_parameters())]
-    assert {layer.attention.n_heads for layer in many.layers} == {many.model_args.n_heads // rank.count}
+    assert {layer.attention.n_heads for layer in many.layers} == {one.model_args.n_heads // rank.count}
     assert many.tok_embeddings.weight.to_local().shape[0] < one.tok_embeddings.weight.shape[0]
-    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (many, one))
-    for length in (8, 12):
-        x = batch(length, one.model_args.vocab_size)
-        ours.zero_grad()
-        theirs.zero_grad()
-        scores, expected = many(x), one(x)
-        assert_equal(scores.detach(), expected.detach(), "scores", atol=1e-9)
-        mean_square_loss(scores).backward()
-        mean_square_loss(expected).backward()
-        assert_equal(gradients(many), gradients(one), "gradients", atol=1e-9)
-        ours.step()
-        theirs.step()
-        assert_equal(whole(dict(many.named_parameters())), whole(dict(one.named_parameters())), "weights", atol=1e-9)
+    return many
+
+
+def computes_the_same(rank: Rank, sequence: bool, tied: bool, checkpointed: bool) -> None:
+    one = build(weight_tying=tied, checkpoint_activations=checkpointed)
+    assert_same_step(one, divided(rank, one, sequence), 8)
+
+
+def in_some_variants(rank: Rank) -> dict[str, Tensor]:
+    for both in BOTH:
+        run_subtests(rank, {"sequence": BOTH}, computes_the_same, rank, tied=both, checkpointed=both)
+    return build().state_dict()
 
 
 def in_all_variants(rank: Rank) -> dict[str, Tensor]:
-    torch.set_num_threads(1)
-    run_subtests(rank, {"sequence": BOTH, "tied": BOTH, "checkpointed": BOTH}, trained_alike, rank)
+    run_subtests(rank, {"sequence": BOTH, "tied": BOTH, "checkpointed": BOTH}, computes_the_same, rank)
     return build().state_dict()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_compute_what_one_computes(ranks):
-    for state in on_processes(in_all_variants, ranks=ranks):
+@pytest.mark.parametrize("variants", [in_some_variants, pytest.param(in_all_variants, marks=pytest.mark.long)])
+def test_processes_compute_what_one_computes(variants, ranks):
+    for state in on_processes(variants, ranks=ranks):
         assert_equal(state, build().state_dict(), "first weights", atol=0.0)
+
+
+def trains_alike(rank: Rank, sequence: bool, tied: bool, **sizes: int) -> None:
+    """Two steps of an optimizer, with sequences of other lengths."""
+    one = build(weight_tying=tied, **sizes)
+    many = divided(rank, one, sequence)
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (many, one))
+    for length in (8, 12):
+        ours.zero_grad()
+        theirs.zero_grad()
+        assert_same_step(one, many, length)
+        ours.step()
+        theirs.step()
+        assert_equal(whole(dict(many.named_parameters())), whole(dict(one.named_parameters())), "weights", atol=1e-9)
 
 
 def on_meta(rank: Rank, sequence: bool, tied: bool) -> None:
@@ -87,7 +109,7 @@ def with_dropout(rank: Rank, sequence: bool, checkpointed: bool) -> None:
     """Processes that began with the same seed stay together, and blocks are recomputed with the same masks."""
     made = []
     for each in (False, checkpointed):
-        model = build(dropout_p=0.5, checkpoint_activations=each)
+        model = build(n_layers=1, dropout_p=0.5, checkpoint_activations=each)
         Transformer.parallelize(model, rank.mesh(), sequence)
         torch.manual_seed(1)
         scores = model(batch(8))
@@ -122,9 +144,8 @@ def refused(rank: Rank) -> None:
 
 
 def in_the_other_variants(rank: Rank) -> None:
-    torch.set_num_threads(1)
-    uneven = {"vocab_size": 7, "max_seq_len": 13, "dim": 12, "n_heads": 2}
-    run_subtests(rank, {"sequence": BOTH, "tied": BOTH}, trained_alike, rank, checkpointed=False, **uneven)
+    uneven = {"vocab_size": 7, "max_seq_len": 13, "dim": 12, "n_heads": 2, "n_layers": 1}
+    run_subtests(rank, {"sequence": BOTH, "tied": BOTH}, trains_alike, rank, **uneven)
     run_subtests(rank, {"sequence": BOTH, "tied": BOTH}, on_meta, rank)
     run_subtests(rank, {"sequence": BOTH, "checkpointed": [True]}, with_dropout, rank)
     refused(rank)
