@@ -14,20 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 __all__ = ["draw_weights", "fill", "undrawn"]
 
 
-def undrawn(
-    layer: type[nn.Module], *args: Any, device: Any = None, dtype: torch.dtype | None = None, **kwargs: Any
-) -> Any:
-    """A layer of torch with memory for its weights, but without values.
-
-    ``device=None`` is the default device, as for torch's layers.
-    """
-    where = torch.get_default_device() if device is None else device
-    return skip_init(layer, *args, device=where, dtype=dtype, **kwargs)
+def undrawn(layer: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """A layer of torch with memory for its weights, but without values. The arguments are those of its class."""
+    # Not torch.nn.utils.skip_init: it makes the layer on meta first, which imports torch's compiler, for seconds.
+    silent = type(layer.__name__, (layer,), {"reset_parameters": lambda self: None})
+    made = silent(*args, **kwargs)
+    made.__class__ = layer
+    return made
 
 
 def draw_weights(module: nn.Module, seed: int) -> None:

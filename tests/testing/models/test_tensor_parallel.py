@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dataparallel.testing import ModelArgs, Rank, Transformer, run_subtests
 from dataparallel.testing.cases import tokens
-from dataparallel.testing.ranks import on_processes
+from dataparallel.testing.ranks import on_processes, on_threads
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 
 pytestmark = pytest.mark.devices("cpu")  # of each rank: slots play no part
@@ -79,6 +79,13 @@ def in_all_variants(rank: Rank) -> dict[str, Tensor]:
 @pytest.mark.parametrize("variants", [in_some_variants, pytest.param(in_all_variants, marks=pytest.mark.long)])
 def test_processes_compute_what_one_computes(variants, ranks):
     for state in on_processes(variants, ranks=ranks):
+        assert_equal(state, build().state_dict(), "first weights", atol=0.0)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_threads_compute_what_one_computes():
+    for state in on_threads(in_some_variants, ranks=2):
         assert_equal(state, build().state_dict(), "first weights", atol=0.0)
 
 

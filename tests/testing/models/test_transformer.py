@@ -59,6 +59,10 @@ class TestNames:
         assert model.layers[0].feed_forward.w1.weight.shape == (48, 12)
         assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 9)
 
+    def test_the_layers_are_torchs_own(self):
+        kinds = {type(module) for module in Transformer(ModelArgs()).modules() if module.__module__.startswith("torch")}
+        assert kinds == {nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.GELU, nn.ModuleList}
+
 
 class TestTiedWeights:
     def test_tied_weights_are_one_parameter(self):
@@ -173,9 +177,10 @@ class TestSeeds:
             assert torch.equal(value.float().cpu(), expected[name])
 
     @pytest.mark.parametrize("weight_tying", [True, False])
-    def test_made_on_meta_it_gets_the_same_weights(self, weight_tying, root):
+    def test_on_meta_nothing_is_drawn_until_there_is_memory(self, weight_tying, root, monkeypatch):
         args = dataclasses.replace(NO_DROPOUT, weight_tying=weight_tying)
-        with torch.device("meta"):
+        with torch.device("meta"), monkeypatch.context() as patch:
+            patch.delattr(torch, "Generator")
             model = Transformer(args)
         assert all(parameter.is_meta for parameter in model.parameters())
         model.to_empty(device=root)
