@@ -173,8 +173,7 @@ def _module(found: Found) -> ModuleType:
     """The module that the test's process has under this name, made from the same file."""
     if found.module == "__main__":
         # As in torch.multiprocessing's processes: `if __name__ == "__main__":` is not for the ranks.
-        if found.file is None:
-            raise RuntimeError("the function of a test has to be in a file: another process cannot find it in a prompt")
+        assert found.file is not None
         module = _from_file("__mp_main__", found.file)
         sys.modules["__main__"] = module
         return module

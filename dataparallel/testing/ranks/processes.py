@@ -74,7 +74,7 @@ def on_processes(
     Raises:
         RanksFailed: an `AssertionError` that names the rank that failed first, and says for each rank how it ended.
         unittest.SkipTest: if a rank has skipped the test, or if this torch or system lacks what it needs.
-        TypeError: if the function cannot be found by its name, or an argument cannot be pickled.
+        TypeError: if the function cannot be found by its file and name, or an argument cannot be pickled.
         ValueError: if ``ranks`` or ``timeout`` is out of range.
     """
     __tracebackhide__ = True
@@ -141,12 +141,14 @@ def find(thing: Any) -> Found:
             f"the ranks look the function up in its module, where there is no {name}: pass a function that is defined "
             "at the top of its module, without a decorator that hides its name"
         )
+    file = getattr(module, "__file__", None)
+    if module.__name__ == "__main__" and (file is None or not os.path.exists(file)):
+        raise TypeError(f"other processes look {name} up in its file, but it comes from a prompt: put it in a file")
     packages = {}
     parts = module.__name__.split(".")
     for count in range(1, len(parts)):
         package = sys.modules.get(".".join(parts[:count]))
         packages[".".join(parts[:count])] = list(getattr(package, "__path__", []))
-    file = getattr(module, "__file__", None)
     return Found(module.__name__, None if file is None else os.path.abspath(file), name, packages)
 
 

@@ -229,8 +229,13 @@ class _Run:
             if self._running():
                 self._release()
                 self._wait(GRACE)
-            for number, stack in hung.items():  # also of those that could be released
-                self._say(number, f"did not end within {self.timeout:g} s", stack, "died")
+            # Those that could be released have waited for the others, unless all have waited for each other.
+            culprits = [number for number in hung if number not in self.done] or list(hung)
+            for number, stack in hung.items():
+                if number in culprits:
+                    self._say(number, f"did not end within {self.timeout:g} s", stack, "died")
+                else:
+                    self._say(number, "waited for the others, and was released", stack, "stopped")
             for number, stack in self._stacks().items():
                 self._say(number, "did not end after another rank had failed", stack, "stopped")
         finally:  # Ctrl-C too
