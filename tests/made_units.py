@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from dataparallel.sharded import Shard, distribute_tensor
 from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.units.owned import Source
 from dataparallel.units.unit import Precision, Unit
 
 
@@ -57,3 +59,16 @@ class Registry:
 
     def register(self, parameters: Sequence[Tensor]) -> None:
         self.registered = [*parameters]
+
+
+def recorded_gathers(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    """A list that gets the sources which slots ask for the owners' shards, one for each gather of a slot."""
+    asked: list[Source] = []
+    of_source = Source.pieces
+
+    def recorded(self: Source, *args: Any) -> Any:
+        asked.append(self)
+        return of_source(self, *args)
+
+    monkeypatch.setattr(Source, "pieces", recorded)
+    return asked

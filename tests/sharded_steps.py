@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -194,6 +195,8 @@ LOOPS: dict[str, Loop] = {
         two_forwards_together,
     )
 }
+
+several_loops = pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Sharded tensors made and joined by hand, for tests of the operators between the two."""
+"""Sharded tensors made and joined by hand, for tests of the operators between the two, and what tests ask of them."""
 
 from __future__ import annotations
 
@@ -45,3 +45,14 @@ def full(value: Tensor, has_values: bool = True) -> Tensor:
             torch.testing.assert_close(part, parts[0], rtol=0, atol=0, equal_nan=True)
         return parts[0]
     return parts[0] if value.dim() == 0 else torch.cat(parts, placement.dim)
+
+
+def same(tensor: Tensor, expected: Tensor) -> bool:
+    """True if it is a sharded tensor whose full tensor has this dtype and these values."""
+    assert type(tensor) is ShardedTensor
+    full = tensor.full_tensor("cpu")
+    return full.dtype == expected.dtype and torch.equal(full, expected)
+
+
+def owners(slots: Sequence[Any]) -> tuple[torch.device, ...]:
+    return tuple(torch.device(slot) for slot in slots)

@@ -15,7 +15,8 @@ from dataparallel.composable.policies import CPUOffloadPolicy, MixedPrecisionPol
 from dataparallel.composable.replicate import ReplicatedModule, replicate
 
 if TYPE_CHECKING:
-    from dataparallel.composable.fully_shard_form import FullyShardedModule, fully_shard
+    from dataparallel.composable.fully_shard_form import fully_shard
+    from dataparallel.composable.fully_sharded_module import FullyShardedModule
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -30,10 +31,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("FullyShardedModule", "fully_shard"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Not a file `fully_shard`: importing that would set the package's attribute of this name to the file.
-    found = getattr(importlib.import_module("dataparallel.composable.fully_shard_form"), name)
+    files = {"fully_shard": "fully_shard_form", "FullyShardedModule": "fully_sharded_module"}
+    if name not in files:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{files[name]}"), name)
     globals()[name] = found
     return found
 

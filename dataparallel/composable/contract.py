@@ -4,8 +4,8 @@ A form (``replicate``) is applied to a module once, and to no child or parent of
 would run it. A form that nests (``fully_shard``) is applied to children and then to their parents; it may be applied to
 a list of modules, which then have one state. One tree has one form. Two states share no parameter. The module stays the
 same object with the same parameter names, and its class becomes a subclass. A form's state is in the module's
-``__dict__`` under `KEY`, so it is no parameter and not in the state dict. How the module runs then is up to the form;
-this file knows no devices.
+``__dict__``, so it is no parameter and not in the state dict. How the module runs then is up to the form; this file
+knows no devices. ``composable.managed`` has what is known of a module that has a form.
 """
 
 from __future__ import annotations
@@ -15,32 +15,20 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from dataparallel.composable import replaced_parameters
-from dataparallel.modules.plan import ORIGINAL_CLASS, dotted
+from dataparallel.composable.managed import KEY, ManagedModule, name_of_form
+from dataparallel.modules.plan import ORIGINAL_CLASS
 
-__all__ = [
-    "KEY",
-    "Form",
-    "FormState",
-    "ManagedModule",
-    "are_in_one_tree",
-    "held_by",
-    "original_class",
-    "own_modules",
-    "own_parameters",
-]
+__all__ = ["Form", "FormState", "are_in_one_tree"]
 
 P = ParamSpec("P")
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 S = TypeVar("S", bound="FormState")
-
-KEY = "_dataparallel_form"
-"""The attribute of a managed module that holds its form and the form's state."""
 
 _lock = threading.RLock()
 _managed: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
@@ -54,100 +42,6 @@ class FormState(Protocol):
 
         The state of a form that nests answers ``False`` for parameters of other states.
         """
-
-
-class ManagedModule:
-    """The first base of every class that a form gives to a module.
-
-    A managed module cannot be copied or pickled. Its class makes instances of the original class: a slice of a
-    managed ``Sequential`` is a plain ``Sequential``, for example.
-    """
-
-    # Ends of messages: why there is no copy, what to do instead, and what to do instead of a wrapper.
-    _why_no_copy = "it stands for replicas on several devices"
-    _instead_of_a_copy = "Save or copy its state_dict() and load that into a new module with load_state_dict()"
-    _instead_of_a_wrapper = "apply one form, once, to the outermost module only"
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An instance of the original class."""
-        return original_class(cls)(*args, **kwargs)
-
-    def __copy__(self) -> NoReturn:
-        self._refuse("copy")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._refuse("deepcopy")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("pickle")
-
-    def _dataparallel_run(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a method that runs on the slots (``on_slots.Method``)."""
-        return vars(self)[KEY][1].run(method, args, kwargs)
-
-    def _dataparallel_refusal(self, path: str) -> str:
-        """The error message for a tree that has this module at ``path``, or as its root (``""``). Plans raise it."""
-        name, own = _name_of(self), original_class(type(self)).__name__
-        what = f"{path!r}, a {own}" if path else f"the {own}"
-        return (
-            f"cannot replicate {what}: it is managed by `{name}` already, which runs replicas of it. Put no wrapper "
-            f"around it or its parents; {self._instead_of_a_wrapper}"
-        )
-
-    def _replicate_for_data_parallel(self) -> NoReturn:
-        # Other libraries call this, and know no path.
-        raise RuntimeError(self._dataparallel_refusal(""))
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise TypeError(
-            f"cannot {what} a module that is managed by `{_name_of(self)}`: {self._why_no_copy}. "
-            f"{self._instead_of_a_copy}"
-        )
-
-
-def original_class(cls: type) -> type[Any]:
-    """The class that a module had before a form gave it the class ``cls``."""
-    order = cls.__mro__
-    return order[order.index(ManagedModule) + 1]
-
-
-def held_by(module: Any, name: str) -> Any:
-    """The attribute that the module would have without the form: its own, or else that of its original class.
-
-    Raises:
-        AttributeError: it has none of this name.
-    """
-    own = vars(module)
-    return own[name] if name in own else getattr(super(ManagedModule, module), name)
-
-
-def own_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of these trees without those that are managed by themselves, with their trees. Each comes once.
-
-    ``modules`` themselves are among them, managed or not. With each comes its name in the tree; in a list of several
-    modules the name begins with the number in the list.
-    """
-    roots = {id(module) for module in modules}
-    seen: set[int] = set()
-    waiting = [(str(i) if len(modules) > 1 else "", module) for i, module in reversed([*enumerate(modules)])]
-    while waiting:  # depth first, in the order of `Module.named_modules`
-        name, module = waiting.pop()
-        if id(module) in seen or (KEY in vars(module) and id(module) not in roots):
-            continue
-        seen.add(id(module))
-        yield name, module
-        children = [(dotted(name, key), child) for key, child in module._modules.items() if child is not None]
-        waiting += reversed(children)
-
-
-def own_parameters(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of `own_modules`, with their names. A parameter with several names comes once."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, module in own_modules(modules):
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), (dotted(name, key), parameter))
-    return [*found.values()]
 
 
 def are_in_one_tree(first: nn.Module | ManagedModule, second: nn.Module | ManagedModule) -> bool:
@@ -283,7 +177,7 @@ class Form(Generic[P, S]):
                 do = "apply it once to each module, to children before their parents"
             else:
                 do = "one tree has one form"
-            raise RuntimeError(f"{cannot}: {what} is managed by `{_name_of(child)}` already; {do}")
+            raise RuntimeError(f"{cannot}: {what} is managed by `{name_of_form(child)}` already; {do}")
         for parent in list(_managed.values()):
             if not _holds(parent, module):
                 continue
@@ -291,7 +185,7 @@ class Form(Generic[P, S]):
             mine = self._nests and vars(parent)[KEY][0] is self
             raise RuntimeError(
                 f"{cannot}: the module is {path!r} in a {_class_name(parent)} that is managed by "
-                f"`{_name_of(parent)}` already, with all its children"
+                f"`{name_of_form(parent)}` already, with all its children"
                 + (f". Apply `{self.__name__}` to children before their parents" if mine else "")
             )
 
@@ -353,11 +247,6 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
         object.__setattr__(module, "__class__", cls)
     except TypeError as error:
         raise TypeError(f"cannot change the class of a {type(module).__name__}: {error}") from error
-
-
-def _name_of(module: Any) -> str:
-    form, _ = vars(module).get(KEY, (None, None))
-    return "a composable form" if form is None else form.__name__
 
 
 def _names(module: nn.Module) -> list[str]:

@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dataparallel import _torch
-from dataparallel.composable.contract import KEY
 from dataparallel.composable.fully_shard_state import FullyShardState
+from dataparallel.composable.managed import KEY
 from dataparallel.composable.replaced_parameters import check_optimizer
 from dataparallel.devices import CPU
 from dataparallel.sharded.optimizer_state import counters, sharded_value

@@ -1,6 +1,7 @@
-"""The checks of what ``fully_shard`` is given, before anything is changed. ``composable.fully_shard_form`` calls them.
+"""The checks of what ``fully_shard`` is given, before anything is changed.
 
-Each raises an error that says what was passed, what was expected and what to do.
+Each raises an error that says what was passed, what was expected and what to do. ``composable.fully_shard_form`` calls
+them, and ``composable.fully_sharded_module`` one of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 
-from dataparallel.composable.contract import KEY, own_modules, own_parameters
+from dataparallel.composable.managed import KEY, own_modules, own_parameters
 from dataparallel.composable.policies import MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.modules.references import compiled_over
 from dataparallel.sharded.placements import check_placement

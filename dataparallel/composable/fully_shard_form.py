@@ -1,23 +1,21 @@
 """``fully_shard(module)``: each device owns a part of the module's parameters, and the module runs on all slots.
 
 One call makes one unit: the parameters that are gathered and freed together. Call it for children and then for their
-parents. This file has the part that a user touches: arguments and the class. ``composable.fully_shard_arguments`` has
-their checks, ``composable.fully_shard_state`` has the call of a unit, ``composable.contract`` has the rules of all
-forms.
+parents. This file has the function. ``composable.fully_sharded_module`` has the class that modules get,
+``composable.fully_shard_arguments`` has the checks, ``composable.fully_shard_state`` has the call of a unit,
+``composable.contract`` has the rules of all forms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ParamSpec, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from dataparallel.composable import replaced_parameters
-from dataparallel.composable.contract import Form, ManagedModule, are_in_one_tree, own_parameters
+from dataparallel.composable.contract import Form
 from dataparallel.composable.full_state import full_state_dict, load_full_state_dict
 from dataparallel.composable.fully_shard_arguments import (
     check_children,
@@ -29,291 +27,15 @@ from dataparallel.composable.fully_shard_arguments import (
     places_of,
 )
 from dataparallel.composable.fully_shard_state import FullyShardState
-from dataparallel.composable.on_slots import Method, OnSlots, state_of
+from dataparallel.composable.fully_sharded_module import FullyShardedModule
+from dataparallel.composable.managed import own_parameters
 from dataparallel.composable.policies import MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.composable.rebound_attributes import rebind
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
-from dataparallel.modules.plan import UNIT_ON_SLOT
 
-__all__ = ["FullyShardedModule", "UnshardHandle", "fully_shard"]
+__all__ = ["fully_shard"]
 
 _P = ParamSpec("_P")
-
-
-class UnshardHandle(Protocol):
-    """What `FullyShardedModule.unshard` returns."""
-
-    def wait(self) -> None:
-        """Makes the current stream wait for the full parameters, which the module has from then on."""
-
-
-class _NothingToWaitFor:
-    """The handle of a module without devices, whose parameters are always full."""
-
-    def wait(self) -> None:
-        """Does nothing."""
-
-
-class FullyShardedModule(ManagedModule):
-    """The class that `fully_shard` adds to the class of a module. Its methods set how the module's unit behaves.
-
-    Call them on the module itself: inside ``forward`` there is a replica, and there they raise ``RuntimeError``. Where
-    the machine has no accelerator and no devices were given they do nothing.
-    """
-
-    _why_no_copy = "its parameters are sharded over several devices"
-    _instead_of_a_copy = (
-        "Save or copy its full state with fully_shard.full_state_dict(module), and load that into a new module"
-    )
-    _instead_of_a_wrapper = "the outermost module that is fully sharded runs on all slots by itself"
-
-    forward = OnSlots("forward")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module. In a replica the full parameters of its unit are there, for its hooks too."""
-        unit = vars(self).get(UNIT_ON_SLOT)
-        run = super().__call__  # type: ignore[misc]
-        if unit is None:
-            return run(*args, **kwargs)
-        return unit.run(run, *args, **kwargs)
-
-    def _dataparallel_run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unit = vars(self).get(UNIT_ON_SLOT)
-        if unit is None:
-            return state_of(self).run(method, args, kwargs)
-        return unit.run(method.of_module, *args, **kwargs)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        # `to` and the like are for the sharded parameters: they would be lost on full ones, which are freed. All units
-        # first: if one refuses, nothing has been converted.
-        for unit in _units(self):
-            unit.reshard()
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module, for the gradients of the sharded parameters, also while the module has full ones."""
-        for unit in _units(self) if UNIT_ON_SLOT not in vars(self) else ():
-            unit.register_sharded()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._reshard_on_source()
-        super()._save_to_state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._reshard_on_source()
-        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def _reshard_on_source(self) -> None:
-        # State dicts are of sharded parameters: what is written to full ones is lost, and they are freed. Modules
-        # below that belong to this unit come later. A replica's state dict has its own tensors.
-        if UNIT_ON_SLOT in vars(self):
-            return
-        for unit in _units(self, recurse=False):
-            # Else `reshard` would undo what `assign=True` has registered in other modules of the unit.
-            if any(on_slot.is_full for on_slot in unit.on_slots):
-                unit.reshard()
-
-    def reshard(self) -> None:
-        """Frees the full parameters of this module's unit. The module has the sharded ones again.
-
-        Units of children stay as they are.
-        """
-        for unit in _units(self, recurse=False):
-            unit.reshard()
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the parameters of this module's unit on all slots, in ``param_dtype`` if its policy has one.
-
-        The module has the full parameters of the first slot until `reshard`, or until its next forward or backward
-        frees them. Units of children stay as they are.
-
-        Args:
-            async_op: if true, the gather is launched and a handle is returned. Call its ``wait()`` before you use the
-                parameters; a forward of the module waits by itself.
-
-        Returns:
-            The handle, or ``None`` without ``async_op``.
-        """
-        handle: UnshardHandle = _NothingToWaitFor()
-        for unit in _units(self, recurse=False):
-            handle = unit.unshard(async_op)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Says if the next ``backward()`` is the last one of a step; ``True`` at the beginning.
-
-        With ``False`` a backward does not wait for its last sums, and it keeps what it knows about the order of units.
-        Use this for micro-batches. It holds for the whole tree.
-        """
-        for unit in _units(self):
-            unit.is_last_backward = is_last_backward
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
-        """With ``True`` each later ``backward()`` sums gradients into the sharded parameters, as at the beginning.
-
-        With ``False`` full gradients stay on the slots, and the next ``backward()`` with ``True`` adds them. That saves
-        the sums, and takes the memory of a full gradient on each slot.
-
-        Args:
-            requires_gradient_sync: sum them or not.
-            recurse: if true, this also holds for the units of all children.
-        """
-        for unit in _units(self, recurse):
-            unit.requires_gradient_sync = requires_gradient_sync
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside the block each ``backward()`` leaves gradients on the slots: see `set_requires_gradient_sync`."""
-        before = [(unit, unit.requires_gradient_sync) for unit in _units(self)]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for unit, flag in before:
-                unit.requires_gradient_sync = flag
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, recurse: bool = True) -> None:
-        """Does nothing: on one machine there is no all-reduce between groups of devices.
-
-        It is there so that programs written for ``torch.distributed.fsdp`` run.
-        """
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
-        """Changes what `fully_shard` was given: whether units free their full parameters after forward.
-
-        Use it to keep them while you evaluate, for example.
-
-        Args:
-            reshard_after_forward: as for `fully_shard`, without ``None``.
-            recurse: if true, this also holds for the units of all children.
-
-        Raises:
-            TypeError: it is neither a bool nor an int.
-            ValueError: it does not divide the number of slots.
-        """
-        check_reshard(reshard_after_forward, len(state_of(self).slots))
-        for state in _states(self, recurse):
-            state.unit.is_reshard_automatic = False
-            state.unit.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
-        """With ``False`` units keep their full parameters after backward, so that the next forward gathers nothing.
-
-        Use this between micro-batches: it takes the memory of all full parameters on each slot.
-
-        Args:
-            reshard_after_backward: free them or not.
-            recurse: if true, this also holds for the units of all children.
-        """
-        for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
-
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Sets which units are gathered ahead in forward: those of ``modules``, after this module's own.
-
-        By default the next unit is, in the order of the last forward. An empty list turns this off, two modules or
-        more take more memory.
-
-        Raises:
-            ValueError: one is not fully sharded, or is in no tree with this module; the message names it.
-        """
-        ahead = self._units_to_prefetch(modules)
-        for unit in _units(self, recurse=False):
-            unit.forward_prefetch = ahead
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Sets which units are gathered ahead in backward: those of ``modules``, after this module's own.
-
-        By default the next unit is, in the reverse order of the last forward. An empty list turns this off, two modules
-        or more take more memory.
-
-        Raises:
-            ValueError: one is not fully sharded, or is in no tree with this module; the message names it.
-        """
-        ahead = self._units_to_prefetch(modules)
-        for unit in _units(self, recurse=False):
-            unit.backward_prefetch = ahead
-
-    def set_post_optim_event(self, event: torch.Event | Sequence[torch.Event]) -> None:
-        """Gives an event that was recorded after the optimizer's step. The next gathers wait for it, and only for it.
-
-        By default they wait for all that was launched on the current streams before the call. Call this on the
-        outermost module, before each call: the event is used once.
-
-        Args:
-            event: after it all shards have their values. An optimizer steps on each device: pass a list of events, one
-                for each, or one event of a stream that has waited for all of them.
-        """
-        for unit in _units(self, recurse=False):
-            unit.post_optim_event = event
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides the gradients of this unit by ``factor`` when they are summed. At the beginning it is 1: a plain sum.
-
-        Raises:
-            ValueError: ``factor`` is not above 0.
-        """
-        if not factor > 0:
-            raise ValueError(f"factor={factor}: gradients are divided by a number above 0")
-        for unit in _units(self, recurse=False):
-            unit.gradient_divide_factor = float(factor)
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """With ``False`` backward does not gather this unit: for one whose parameters backward does not read.
-
-        An embedding is an example. The sums of its gradients are made all the same.
-        """
-        for unit in _units(self, recurse=False):
-            unit.unshard_in_backward = unshard_in_backward
-
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Keeps a function for summed gradients that is called between machines. On one machine nothing calls it.
-
-        Raises:
-            TypeError: ``hook`` cannot be called.
-        """
-        if not callable(hook):
-            raise TypeError(f"hook={hook!r}: expected a function that takes a tensor")
-        for unit in _units(self, recurse=False):
-            unit.all_reduce_hook = hook
-
-    def _units_to_prefetch(self, modules: Sequence[nn.Module]) -> list[Any]:
-        if isinstance(modules, nn.Module):
-            raise TypeError(f"expected a list of modules; got a {type(modules).__name__}: write [module]")
-        for i, module in enumerate(modules):
-            what = f"modules[{i}], a {type(module).__name__},"
-            if not isinstance(module, FullyShardedModule):
-                raise ValueError(f"{what} is not fully sharded, so it has no unit that could be gathered ahead")
-            if not are_in_one_tree(self, module):
-                raise ValueError(
-                    f"{what} is in no fully sharded tree with this {type(self).__name__}; pass modules of one tree, "
-                    "after its outermost module was fully sharded"
-                )
-        return [unit for module in modules for unit in _units(module, recurse=False)]
-
-
-def _states(module: Any, recurse: bool = True) -> list[Any]:
-    """The states of the module and, with ``recurse``, of its children, each once; none where there are no devices.
-
-    Raises:
-        RuntimeError: the module is a replica.
-    """
-    if UNIT_ON_SLOT in vars(module):
-        raise RuntimeError(
-            f"this {type(module).__name__} is a replica on one slot; call the methods of fully_shard on the module "
-            "itself, outside of forward"
-        )
-    modules = module.modules() if recurse else [module]
-    states = [state_of(each) for each in modules if isinstance(each, FullyShardedModule)]
-    return [state for state in {id(state): state for state in states}.values() if state.slots]
-
-
-def _units(module: Any, recurse: bool = True) -> list[Any]:
-    return [state.unit for state in _states(module, recurse)]
 
 
 def _prepare(

@@ -8,7 +8,6 @@ gather parameters around each call. Only ``composable.fully_shard_form`` makes s
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel._torch import HOOK_TABLES
-from dataparallel.composable.contract import KEY, ManagedModule
+from dataparallel.composable.managed import KEY, ManagedModule
 from dataparallel.composable.on_slots import Method
 from dataparallel.composable.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from dataparallel.composable.twins import Twin
 from dataparallel.composable.unit_tensors import UnitTensors
 from dataparallel.devices import DeviceLike, resolve, resolve_output
 from dataparallel.kept.replicas import KeptReplicas
-from dataparallel.modules.build import bare_module
-from dataparallel.modules.plan import TWIN_INFO, TwinInfo, instance_slots
+from dataparallel.modules.plan import TwinInfo
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.profiling import stage
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes
@@ -87,8 +85,6 @@ class FullyShardState:
         self._ignored = tuple(ignored_parameters)  # else other objects could get their ids
         self._permits = PermitChooser()
         self._tree: Tree | None = None
-        self._twin: nn.Module | None = None
-        self._twin_info: TwinInfo | None = None
 
     def manages(self, parameter: Tensor) -> bool:
         """True if it is a parameter of the unit."""
@@ -171,7 +167,8 @@ class FullyShardState:
         slots = slots[: len(inputs)]
         with tree.calling(len(slots)) as forward:
             with stage("replicate"):
-                replicas = call.uses(self._kept.replicas(self._updated_twin(method.name), slots, _CAP_BYTES))
+                twin = self._twin.update(self._source, method.name)
+                replicas = call.uses(self._kept.replicas(twin, slots, _CAP_BYTES))
                 self._tensors.bind(replicas, forward)
             with stage("parallel_apply"):
                 outputs = run_replicas(replicas, inputs, kwargs, slots, chooser=self._permits, method=method.name)
@@ -216,28 +213,11 @@ class FullyShardState:
         for path, state in states:
             state.unit.name = path or state.unit.name
         ignored = [parameter for _, state in states for parameter in state._ignored]
-        self._twin = bare_module(type(source))
-        self._twin_info = TwinInfo(id(source), ignored_parameters=frozenset(map(id, ignored)), allowed=ManagedModule)
-        self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in HOOK_TABLES}
+        info = TwinInfo(id(source), ignored_parameters=frozenset(map(id, ignored)), allowed=ManagedModule)
+        self._twin = Twin(type(source), info)
         self._tensors = UnitTensors(units, [[*map(state._module, range(len(state._modules)))] for _, state in states])
         self._kept = KeptReplicas(self._tensors)
         return Tree(units, self.slots)
-
-    def _updated_twin(self, method: str) -> nn.Module:
-        """The twin with the current attributes of the module.
-
-        For ``forward`` it has no hooks: the module's hooks run around the call on the whole batch. Another method may
-        call the replica itself, and then they run in the replica.
-        """
-        source, twin = self._source, self._twin
-        assert twin is not None
-        hooks = self._no_hooks if method == "forward" else {}
-        # Past `Module.__setattr__`, which would look for parameters in it.
-        object.__setattr__(twin, "__dict__", {**vars(source), **hooks, TWIN_INFO: self._twin_info})
-        for name in instance_slots(type(twin)):
-            if hasattr(source, name):
-                setattr(twin, name, getattr(source, name))
-        return twin
 
 
 _CAP_BYTES = cap_in_bytes(BUCKET_CAP_MB)

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from dataparallel.composable.contract import KEY, ManagedModule, held_by, original_class
+from dataparallel.composable.managed import KEY, ManagedModule, held_by, original_class
 from dataparallel.modules.signatures import StandIns
 
 __all__ = ["Method", "OnSlots", "register_forward_method", "state_of"]

@@ -1,7 +1,7 @@
 """Policies of ``fully_shard``: which dtypes a unit computes and sums in, and where its shards are kept.
 
 They have the names, fields and defaults of ``torch.distributed.fsdp``. This file checks the fields and does nothing
-else: ``units`` reads them.
+else: ``composable.fully_shard_state`` reads them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attributes of modules that refer to parameters which a form has replaced, and refer to the new ones from then on.
 
-Such are lists of weights (torch's RNNs have one), partials, and closures of hooks. Without this they would keep the
+Examples are lists of weights (torch's RNNs have one), partials, and closures of hooks. Without this they would keep the
 memory of the old parameters, and compute with their values. Variables outside of the modules keep the old ones. Only
 ``composable.fully_shard_form`` uses this.
 """

@@ -2,8 +2,8 @@
 
 `fully_shard` replaces a module's parameters by sharded ones. An optimizer that was made before holds the old ones and
 would change nothing that the module uses: its first step raises. A module outside that was tied to an old parameter is
-tied no more: ``composable.contract`` refuses to apply a form to it. Only weak references are kept, so this keeps no
-memory.
+not tied any more: ``composable.contract`` refuses to apply a form to it. Only weak references are kept, so this keeps
+no memory alive.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dataparallel.composable.contract import Form, ManagedModule
+from dataparallel.composable.contract import Form
+from dataparallel.composable.managed import ManagedModule
 from dataparallel.composable.on_slots import OnSlots, state_of
 from dataparallel.composable.replicate_state import ReplicateState
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots

@@ -7,7 +7,6 @@ object of the original class with all attributes of the module. Only ``composabl
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel._torch import HOOK_TABLES
-from dataparallel.composable.contract import KEY
+from dataparallel.composable.managed import KEY
 from dataparallel.composable.on_slots import Method
 from dataparallel.composable.persistent_tensors import PersistentTensors
+from dataparallel.composable.twins import Twin
 from dataparallel.devices import DeviceLike, resolve, resolve_output
 from dataparallel.kept.replicas import KeptReplicas
-from dataparallel.modules.build import bare_module
 from dataparallel.modules.placement import check_placement
-from dataparallel.modules.plan import TWIN_INFO, TwinInfo, instance_slots
+from dataparallel.modules.plan import TwinInfo
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.profiling import stage
 from dataparallel.scatter_gather import gather, scatter_arguments
@@ -68,9 +66,7 @@ class ReplicateState:
         self._twin_info = TwinInfo(
             id(module), frozenset(ignored_modules), frozenset(id(parameter) for parameter in ignored_parameters)
         )
-        # The same objects at each call: so an unchanged tree is recognised.
-        self._twin = bare_module(type(module))
-        self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in HOOK_TABLES}
+        self._twin = Twin(type(module), self._twin_info)
         self._permits = PermitChooser()
         self.tensors = PersistentTensors(self.slots, first_bytes, cap_bytes, broadcast_buffers)
         self._kept = KeptReplicas(self.tensors)
@@ -139,27 +135,17 @@ class ReplicateState:
         return module
 
     def _updated_twin(self, method: str) -> nn.Module:
-        """The twin with the current attributes of the module.
-
-        For ``forward`` it has no hooks: the module's hooks run around the call on the whole batch. Another method may
-        call the replica itself, and then they run in the replica.
-        """
-        source = self._source
-        if type(source).__bases__[1:] != (type(self._twin),):
+        """The twin, which has the class that the module had before, with the current attributes of the module."""
+        source, cls = self._source, type(self._twin.module)
+        if type(source).__bases__[1:] != (cls,):
             raise RuntimeError(
-                f"the class of this {type(self._twin).__name__} is another one than `replicate` gave to it, "
+                f"the class of this {cls.__name__} is another one than `replicate` gave to it, "
                 f"{type(source).__name__}. What changes a module's class, as torch.nn.utils.parametrize does, has to "
                 "come before `replicate`; on its children it may come at any time"
             )
-        hooks = self._no_hooks if method == "forward" else {}
-        own = {**vars(source), **hooks, TWIN_INFO: self._twin_info}
-        del own[KEY]
-        # Past `Module.__setattr__`, which would look for parameters in it.
-        object.__setattr__(self._twin, "__dict__", own)
-        for name in instance_slots(type(self._twin)):
-            if hasattr(source, name):
-                setattr(self._twin, name, getattr(source, name))
-        return self._twin
+        twin = self._twin.update(source, method)
+        del vars(twin)[KEY]
+        return twin
 
 
 _run_not_traced = _torch.not_traced(ReplicateState._run)

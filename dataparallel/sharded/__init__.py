@@ -1,8 +1,11 @@
-"""Tensors whose parts lie on several devices of this process, and the operators that work on them."""
+"""Tensors whose parts lie on several devices of this process, and the operators that work on them.
 
-from dataparallel.sharded import optimizer_state  # this divides what optimizers load
+Importing it also fills the table of operators (``sharded.operators``), and prepares optimizers for what they load.
+"""
+
+from dataparallel.sharded import optimizer_state  # noqa: F401  divides what optimizers load
 from dataparallel.sharded.distribute import distribute_tensor
-from dataparallel.sharded.operators import (  # these fill the table of operators
+from dataparallel.sharded.operators import (  # noqa: F401  each fills a part of the table
     copies,
     factories,
     list_reductions,
@@ -15,18 +18,4 @@ from dataparallel.sharded.operators import (  # these fill the table of operator
 from dataparallel.sharded.placements import Replicate, Shard
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__ = [
-    "Replicate",
-    "Shard",
-    "ShardedTensor",
-    "copies",
-    "distribute_tensor",
-    "factories",
-    "list_reductions",
-    "lists",
-    "optimizer_state",
-    "pointwise",
-    "questions",
-    "random",
-    "reductions",
-]
+__all__ = ["Replicate", "Shard", "ShardedTensor", "distribute_tensor"]

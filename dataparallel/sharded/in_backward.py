@@ -4,8 +4,8 @@ Operators run on the current streams of the owners. In a backward, a thread of a
 streams of its own, and torch makes only that of the thread's own device the one that forward has used. So the streams
 on which operators with a graph run are remembered. In a backward, operators run on the last of them, where the memory
 of their results then belongs; it waits for the others before an operator, and they for it after the operator. As long
-as all of them are default streams, there is nothing to do. ``operators.run`` calls this file, and the gradient of a
-tensor that a hook of a backward reads; nobody else does.
+as all of them are default streams, there is nothing to do. Its callers are ``operators.run`` and
+`ShardedTensor.grad`, which a hook of a backward may read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def ordered(devices: Collection[torch.device]) -> Iterator[None]:
 
 
 def _to_be_set(devices: Collection[torch.device]) -> dict[torch.device, torch.Stream]:
-    """The last stream of each device where another one is current, except on the device that torch cares for."""
+    """The last stream of each device where another one is current. On the thread's own device torch has set it."""
     return {
         device: _last[device]
         for device, here in _streams(devices).items()

@@ -72,7 +72,7 @@ def _shard(optimizer: Optimizer) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs before each step of every optimizer. Only the first one looks at its parameters."""
+    """Runs before each step of every optimizer. It looks at parameters once, and again when there are more groups."""
     groups = optimizer.param_groups
     if _seen.get(optimizer) == len(groups):
         return

@@ -1,4 +1,6 @@
-"""Where the parameters of a unit lie in its flat buffers. Arithmetic only: no memory, no device.
+"""Where the parameters of a unit lie in its flat buffers, and the copies between buffers of two layouts.
+
+The buffers belong to others (``units.owned``, ``units.on_slot``, ``units.deliveries``): this file keeps none.
 
 An owner's *flat shard* holds its part of each parameter, one after the other. All owners' flat shards have the same
 size: a part counts with ``ceil(rows / owners)`` rows, also where the owner has fewer. So the flat shards of all owners,
@@ -61,6 +63,7 @@ class Layout:
         places: one for each parameter.
         numel: columns of the gathered matrix, which are the elements of a flat shard.
         owners: its rows.
+        full_offsets: where each parameter begins in a full buffer, which has ``owners * numel`` elements.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class Layout:
             [(place.part_shapes[owner], _contiguous(place.part_shapes[owner]), place.start) for place in self.places]
             for owner in range(owners)
         ]
-        self._full_offsets = [owners * p.start for p in self.places] if full_offsets is None else [*full_offsets]
+        self.full_offsets = [owners * p.start for p in self.places] if full_offsets is None else [*full_offsets]
 
     def parts_of(self, flat: Tensor, owner: int) -> list[Tensor]:
         """The owner's part of each parameter, as views of its flat shard."""
@@ -95,21 +98,17 @@ class Layout:
         for view, part in zip(self.parts_of(flat, owner), parts, strict=True):
             view.copy_(part)
 
-    def full_offsets(self) -> list[int]:
-        """Where each parameter begins in a full buffer, which has ``owners * numel`` elements."""
-        return self._full_offsets
-
     def copy_out(self, gathered: Tensor, full: Tensor) -> None:
         """Copies the gathered matrix into the full buffer of a slot."""
         targets, sizes = [], []
-        for place, start in zip(self.places, self._full_offsets, strict=True):
+        for place, start in zip(self.places, self.full_offsets, strict=True):
             for size in (place.numel, place.padding):
                 if size:
                     targets.append(full[start : start + self.owners * size].view(self.owners, size))
                     sizes.append(size)
                     start += self.owners * size
         torch.split_with_sizes_copy(gathered, sizes, dim=1, out=targets)
-        for place, start in zip(self.places, self._full_offsets, strict=True):
+        for place, start in zip(self.places, self.full_offsets, strict=True):
             if place.dim:
                 self._join_parts(place, full, start)
 

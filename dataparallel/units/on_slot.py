@@ -82,7 +82,7 @@ class _Full:
         self._storage = self._buffer.untyped_storage()
         self._bytes = self._storage.nbytes()
         self.tensors: list[Tensor] = []
-        for place, offset in zip(layout.places, layout.full_offsets(), strict=True):
+        for place, offset in zip(layout.places, layout.full_offsets, strict=True):
             tensor = torch.empty(0, dtype=dtype, device=device)
             stride = torch.empty(place.shape, device="meta").stride()
             self.tensors.append(tensor.set_(self._storage, offset, place.shape, stride))

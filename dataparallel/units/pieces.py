@@ -173,7 +173,7 @@ class Pieces:
                         [place.shape for place in owned.layout.places],
                         [Shard(place.dim) for place in owned.layout.places],
                         size,
-                        owned.layout.full_offsets(),
+                        owned.layout.full_offsets,
                     )
                     for owned in self._unit.owned
                 ]

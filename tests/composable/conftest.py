@@ -1,4 +1,6 @@
-"""Modules on the first slot, and a batch, for the tests of this folder."""
+"""Models and batches for the tests of this folder. `pair` and `x` are for those of `fully_shard`."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -28,3 +30,22 @@ def affine(root: torch.device) -> Affine:
 @pytest.fixture
 def batch(root: torch.device) -> Tensor:
     return samples(root)
+
+
+# `sharded_chains` is imported when a test asks for it: it imports more of torch than tests of other forms should see.
+
+
+@pytest.fixture
+def pair(slots: list) -> tuple[Any, Any]:
+    """A chain that is fully sharded, and its twin on one device."""
+    from sharded_chains import pair_on
+
+    return pair_on(slots)
+
+
+@pytest.fixture
+def x(slots: list) -> Tensor:
+    """A batch for `pair`, which does not divide evenly."""
+    from sharded_chains import batch_on
+
+    return batch_on(slots)

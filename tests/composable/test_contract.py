@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.composable.contract import KEY, Form, ManagedModule, original_class
+from dataparallel.composable.contract import Form
+from dataparallel.composable.managed import KEY, ManagedModule, original_class
 from dataparallel.modules.plan import ModulePlan
 
 

@@ -4,15 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.composable.contract import (
-    KEY,
-    Form,
-    ManagedModule,
-    are_in_one_tree,
-    original_class,
-    own_modules,
-    own_parameters,
-)
+from dataparallel.composable.contract import Form, are_in_one_tree
+from dataparallel.composable.managed import KEY, ManagedModule, original_class, own_modules, own_parameters
 from dataparallel.composable.replaced_parameters import remember
 
 

@@ -25,7 +25,7 @@ from dataparallel.composable import (
     fully_shard_form,
     replicate,
 )
-from dataparallel.composable.contract import KEY
+from dataparallel.composable.managed import KEY
 from processes import run_script
 
 pytestmark = pytest.mark.slots(4)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dataparallel.composable import register_forward_method
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
-from sharded_chains import PLAIN, Chain, Layer, assert_same_results, batch_on, chain, forward_backward, pair_on
+from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain, forward_backward
 from sharded_steps import (
     LOOPS,
     Model,
@@ -23,6 +23,7 @@ from sharded_steps import (
     batches_of,
     gradients,
     on_device,
+    several_loops,
     sharded,
     state,
     train,
@@ -30,18 +31,6 @@ from sharded_steps import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-several_loops = pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
-
-
-@pytest.fixture
-def x(slots: list) -> Tensor:
-    return batch_on(slots)
-
-
-@pytest.fixture
-def pair(slots: list) -> tuple[Any, Any]:
-    return pair_on(slots)
 
 
 class TestUnits:

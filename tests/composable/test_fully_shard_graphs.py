@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import mean_square_loss
-from sharded_chains import PLAIN, Chain, Layer, assert_same_results, batch_on, chain, forward_backward, pair_on
+from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain, forward_backward
 from sharded_steps import (
     LOOPS,
     Model,
@@ -18,25 +18,13 @@ from sharded_steps import (
     assert_same_training,
     gradients,
     on_device,
+    several_loops,
     sharded,
 )
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 both_kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
-
-
-several_loops = pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
-
-
-@pytest.fixture
-def x(slots: list) -> Tensor:
-    return batch_on(slots)
-
-
-@pytest.fixture
-def pair(slots: list) -> tuple[Any, Any]:
-    return pair_on(slots)
 
 
 class Recomputed:

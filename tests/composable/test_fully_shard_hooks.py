@@ -11,26 +11,15 @@ from torch import Tensor, nn
 from dataparallel.composable import fully_shard
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from dataparallel.units.calls import TensorHooks
-from sharded_chains import Layer, assert_same_results, batch_on, chain, forward_backward, pair_on
+from sharded_chains import Layer, assert_same_results, chain, forward_backward
 from sharded_steps import (
     LOOPS,
     assert_same_training,
+    several_loops,
     whole,
 )
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-several_loops = pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
-
-
-@pytest.fixture
-def x(slots: list) -> Tensor:
-    return batch_on(slots)
-
-
-@pytest.fixture
-def pair(slots: list) -> tuple[Any, Any]:
-    return pair_on(slots)
 
 
 class TestHooks:

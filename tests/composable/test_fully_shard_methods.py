@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import FullyShardedModule, fully_shard, fully_shard_form, register_forward_method
-from dataparallel.composable.contract import KEY
+from dataparallel.composable.managed import KEY
 from dataparallel.modules.build import build_replica
 from dataparallel.modules.plan import TWIN_INFO, ModulePlan, TwinInfo
 from dataparallel.sharded import ShardedTensor

@@ -1,7 +1,5 @@
 """Modes of torch and graphs that are no plain backward: a sharded model does what one device does."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +7,7 @@ from torch import Tensor, nn
 from dataparallel.composable import replicate
 from dataparallel.testing.cases import seeded, sgd
 from dataparallel.testing.steps import assert_equal, mean_square_loss
-from sharded_chains import assert_same_results, batch_on, forward_backward, pair_on
+from sharded_chains import assert_same_results, forward_backward
 from sharded_models import GPT
 from sharded_steps import (
     MODELS,
@@ -23,16 +21,6 @@ from sharded_steps import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-
-@pytest.fixture
-def x(slots: list) -> Tensor:
-    return batch_on(slots)
-
-
-@pytest.fixture
-def pair(slots: list) -> tuple[Any, Any]:
-    return pair_on(slots)
 
 
 class TestModes:

@@ -14,7 +14,7 @@ from dataparallel.composable import fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import numbers, seeded, sgd
 from dataparallel.testing.steps import assert_equal, mean_square_loss
-from sharded_chains import PLAIN, Chain, Layer, assert_same_results, batch_on, chain, pair_on
+from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain
 from sharded_models import GPT, Awkward
 from sharded_steps import (
     LOOPS,
@@ -25,24 +25,13 @@ from sharded_steps import (
     batches_of,
     gradients,
     on_device,
+    several_loops,
     sharded,
     train,
     whole,
 )
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-several_loops = pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
-
-
-@pytest.fixture
-def x(slots: list) -> Tensor:
-    return batch_on(slots)
-
-
-@pytest.fixture
-def pair(slots: list) -> tuple[Any, Any]:
-    return pair_on(slots)
 
 
 class TestParameters:

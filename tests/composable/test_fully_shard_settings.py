@@ -10,6 +10,7 @@ from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from dataparallel.units.owned import Source
+from made_units import recorded_gathers
 from memory import allocated
 from sharded_steps import gradients, on_device, sharded, whole
 
@@ -264,15 +265,7 @@ class TestIsLastBackward:
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     """The sources that slots have pulled from."""
-    asked: list[Source] = []
-    of_source = Source.pieces
-
-    def counted(self: Source, *args: Any) -> Any:
-        asked.append(self)
-        return of_source(self, *args)
-
-    monkeypatch.setattr(Source, "pieces", counted)
-    return asked
+    return recorded_gathers(monkeypatch)
 
 
 class TestUnshardInBackward:

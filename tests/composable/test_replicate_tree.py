@@ -10,7 +10,7 @@ from torch import nn
 
 from affine import Affine
 from dataparallel.composable import replicate
-from dataparallel.composable.contract import KEY
+from dataparallel.composable.managed import KEY
 from dataparallel.modules.plan import TWIN_INFO
 from dataparallel.testing import parity
 from dataparallel.testing.cases import numbers, seeded

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
+from sharding import owners, same
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -26,16 +27,6 @@ def through_a_file(value: Any, **how: Any) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=True, **how)
-
-
-def same(tensor: Tensor, expected: Tensor) -> bool:
-    assert type(tensor) is ShardedTensor
-    full = tensor.full_tensor("cpu")
-    return full.dtype == expected.dtype and torch.equal(full, expected)
-
-
-def owners(slots: list) -> tuple[torch.device, ...]:
-    return tuple(torch.device(slot) for slot in slots)
 
 
 def places(tensor: ShardedTensor) -> tuple[torch.device, ...]:

@@ -48,7 +48,7 @@ def parts(layout: Layout, whole: Tensor, at: int) -> list[Tensor]:
 def full_parameters(layout: Layout, full: Tensor) -> list[Tensor]:
     return [
         full[offset : offset + place.shape.numel()].view(place.shape)
-        for place, offset in zip(layout.places, layout.full_offsets(), strict=True)
+        for place, offset in zip(layout.places, layout.full_offsets, strict=True)
     ]
 
 
@@ -87,7 +87,7 @@ class TestParameters:
     def test_lie_apart_and_begin_where_kernels_read_16_bytes(self, drawn):
         layout, _ = drawn
         free = 0
-        for place, offset in zip(layout.places, layout.full_offsets(), strict=True):
+        for place, offset in zip(layout.places, layout.full_offsets, strict=True):
             assert place.start == free
             assert place.start * 2 % 16 == 0
             assert offset + place.shape.numel() <= layout.owners * (place.start + place.numel)

@@ -13,6 +13,7 @@ from dataparallel.streams.current import Event, streams_set
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from dataparallel.units.owned import Source
+from made_units import recorded_gathers
 from memory import allocated
 from sharded_models import Awkward
 from sharded_steps import (
@@ -80,16 +81,8 @@ def pieces(model: Any) -> list[Any]:
 
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
-    """The sources that slots have asked for the owners' shards, once for each gather."""
-    asked: list[Source] = []
-    of_source = Source.pieces
-
-    def counted(self: Source, *args: Any) -> Any:
-        asked.append(self)
-        return of_source(self, *args)
-
-    monkeypatch.setattr(Source, "pieces", counted)
-    return asked
+    """The sources that slots have pulled from."""
+    return recorded_gathers(monkeypatch)
 
 
 class TestEqualsOneDevice:

@@ -2,10 +2,10 @@
 
 These are ``_foreach_*`` of pointwise operators, ``_fused_*`` of optimizers, and the check of gradient scaling. A list
 may hold sharded tensors of several sets of owners, and plain ones: each set is a group with calls of its own. All
-lists of a call are as long as each other, or empty. ``sharded.operators.list_reductions`` has the norms.
+lists of a call have the same length, or are empty. ``sharded.operators.list_reductions`` has norms and maxima.
 
-Python's time goes into each owner, not into each tensor: parts are transposed by ``zip``, and no sharded tensors are
-made for results that are written in place.
+As little Python as possible runs for each tensor: parts are transposed by ``zip``, and no sharded tensors are made for
+results that are written in place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Random operators: the draw is that of the whole tensor on one device.
 
 The first owner draws the whole tensor with its generator (or the one that is passed), then each owner gets its part. So
-a seed gives the same values with any number of owners, and with a plain tensor on the first one. Where the whole does
-not fit on the first owner, the draw is out of memory.
+a seed gives the same values with any number of owners, and with a plain tensor on the first one. If the whole does
+not fit on the first owner, the draw raises torch's out-of-memory error.
 """
 
 from __future__ import annotations

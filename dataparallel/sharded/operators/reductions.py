@@ -1,4 +1,4 @@
-"""Reductions of a whole sharded tensor to a plain 0-dim tensor on the first owner, and those of other dimensions.
+"""Reductions of a whole sharded tensor to a plain 0-dim tensor on the first owner, and reductions along dimensions.
 
 Each owner reduces its part, the first owner reduces what they send. Of replicated tensors it reduces its own copy: the
 others hold the same. A reduction along dimensions that are not divided has a sharded result, without any copy. One
@@ -7,7 +7,7 @@ along the divided dimension and not all others is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -50,7 +50,7 @@ def _reduced(tensor: ShardedTensor) -> list[Tensor]:
 
 
 def _not_empty(tensor: ShardedTensor) -> list[Tensor]:
-    """Those of them that have elements. Of nothing at all the first: what a reduction of nothing is, torch says."""
+    """The parts of `_reduced` that have elements. If none has any, the first: torch knows what its reduction is."""
     parts = _reduced(tensor)
     return [part for part in parts if part.numel()] or parts[:1]
 
@@ -66,22 +66,20 @@ def _dims(func: OpOverload, tensor: ShardedTensor, dim: Any, none_means_all: boo
     return sorted({d % dims for d in given}) if dims else []
 
 
-def _along(func: OpOverload, tensor: ShardedTensor, dims: list[int], keepdim: bool, reduce: Callable[..., Any]) -> Any:
+def _along(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int], keepdim: bool) -> Any:
     """The reduction of parts along dimensions that are not divided: a sharded result.
-
-    Args:
-        reduce: reduces a part.
 
     Raises:
         TypeError: the divided dimension is one of them.
     """
+    tensor = args[0]
     placement: Any = tensor._placement
     if not isinstance(placement, Replicate):
         if placement.dim in dims or not tensor.dim():
             raise refusal(func, f" along dimensions {dims} of one that is divided along {placement.dim}")
         placement = placement if keepdim else Shard(placement.dim - sum(d < placement.dim for d in dims))
     shape = [1 if d in dims else size for d, size in enumerate(tensor.shape) if keepdim or d not in dims]
-    parts = [reduce(shard) for shard in tensor._shards]
+    parts = [func(shard, *args[1:], **kwargs) for shard in tensor._shards]
     if isinstance(parts[0], Tensor):
         return ShardedTensor(parts, placement, shape, tensor._devices)
     return tuple(ShardedTensor(of_one, placement, shape, tensor._devices) for of_one in zip(*parts, strict=True))
@@ -110,7 +108,7 @@ def add_up(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     keepdim = named.get("keepdim", False)
     dims = _dims(func, tensor, named.get("dim"))
     if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, keepdim, lambda shard: func(shard, *args[1:], **kwargs))
+        return _along(func, args, kwargs, dims, keepdim)
     is_mean = func.overloadpacket is aten.mean
     dtype = named["dtype"] or tensor.dtype
     if is_mean and not (dtype.is_floating_point or dtype.is_complex):
@@ -133,7 +131,7 @@ def along(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     tensor = args[0]
     named = _named(func, args, kwargs)
     dims = _dims(func, tensor, named["dim"])
-    return _along(func, tensor, dims, named.get("keepdim", False), lambda shard: func(shard, *args[1:], **kwargs))
+    return _along(func, args, kwargs, dims, named.get("keepdim", False))
 
 
 @register(aten.prod.default)
@@ -149,7 +147,7 @@ def count(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     dim = _named(func, args, kwargs)["dim"]
     if dim is None:
         return joined([func(part) for part in _reduced(tensor)]).sum(0)
-    return _along(func, tensor, _dims(func, tensor, dim), False, lambda shard: func(shard, dim))
+    return _along(func, args, kwargs, _dims(func, tensor, dim), False)
 
 
 @register(
@@ -164,7 +162,7 @@ def extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     # Of any and all an empty list of dimensions means none, of amax and amin all.
     dims = _dims(func, tensor, named.get("dim"), none_means_all=func.overloadpacket in (aten.amax, aten.amin))
     if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, keepdim, lambda shard: func(shard, *args[1:], **kwargs))
+        return _along(func, args, kwargs, dims, keepdim)
     simple = func.overloadpacket.default
     return _shaped(simple(joined([simple(part) for part in _not_empty(tensor)])), tensor, keepdim)
 
@@ -176,7 +174,7 @@ def vector_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     named = _named(func, args, kwargs)
     dims = _dims(func, tensor, named["dim"])
     if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, named["keepdim"], lambda shard: func(shard, *args[1:], **kwargs))
+        return _along(func, args, kwargs, dims, named["keepdim"])
     return _shaped(_norm(tensor, named["ord"], named["dtype"]), tensor, named["keepdim"])
 
 
@@ -190,7 +188,7 @@ def norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     keepdim = named.get("keepdim", False)
     dims = _dims(func, tensor, named.get("dim"))
     if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, keepdim, lambda shard: func(shard, *args[1:], **kwargs))
+        return _along(func, args, kwargs, dims, keepdim)
     order = 2 if named["p"] is None else named["p"]
     return _shaped(_norm(tensor, order, named.get("dtype")), tensor, keepdim)
 

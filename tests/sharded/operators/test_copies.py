@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
+from sharding import owners, same
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -23,16 +24,6 @@ def whole() -> Tensor:
 @pytest.fixture
 def sharded(whole: Tensor, slots: list) -> ShardedTensor:
     return distribute_tensor(whole, slots)
-
-
-def same(tensor: Tensor, expected: Tensor) -> bool:
-    assert type(tensor) is ShardedTensor
-    full = tensor.full_tensor("cpu")
-    return full.dtype == expected.dtype and torch.equal(full, expected)
-
-
-def owners(slots: list) -> tuple[torch.device, ...]:
-    return tuple(torch.device(slot) for slot in slots)
 
 
 def places(tensor: ShardedTensor) -> tuple[torch.device, ...]:
