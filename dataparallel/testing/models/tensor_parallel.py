@@ -59,12 +59,6 @@ def _check(model: Any, mesh: DeviceMesh) -> None:
             f"tensor parallelism needs a mesh of one dimension; got {mesh}, which has {mesh.ndim}: pass a part of it, "
             'mesh["name of a dimension"]'
         )
-    heads = {layer.attention.n_heads for layer in model.layers}
-    if any(count % mesh.size() != 0 for count in heads):
-        raise ValueError(
-            f"each process has the same number of attention heads, so n_heads must be a multiple of the size of the "
-            f"mesh; got n_heads={model.model_args.n_heads} and a mesh of {mesh.size()}"
-        )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(f"the model is divided already: {name} is a DTensor, {parameter.placements}")
@@ -73,6 +67,12 @@ def _check(model: Any, mesh: DeviceMesh) -> None:
                 f"the model must be on the mesh's devices; got {name} on {parameter.device} and a mesh of "
                 f"{mesh.device_type}: move the model there first"
             )
+    heads = model.model_args.n_heads
+    if heads % mesh.size() != 0:
+        raise ValueError(
+            f"each process has the same number of attention heads, so n_heads must be a multiple of the size of the "
+            f"mesh; got n_heads={heads} and a mesh of {mesh.size()}"
+        )
 
 
 def _outside_of_blocks(use_seq_parallel: bool) -> dict[str, Any]:
