@@ -133,7 +133,9 @@ def _installed(threaded: ModuleType) -> Iterator[None]:
         threaded.ProcessLocalGroup.reset()
         stack.callback(_reset, threaded)
         stack.callback(_leave, threaded, before)
-        threaded._install_threaded_pg()
+        world = threaded._install_threaded_pg()
+        if not hasattr(world, "comms"):
+            world.comms = []  # torch 2.11 asks for it when a group ends, and its threads have none
         stack.enter_context(_replaced(threaded, "_store_based_barrier", _meet))
         propagator = _propagator()
         if propagator is not None:  # computes with fake tensors, which threads must not do at once
