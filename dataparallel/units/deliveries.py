@@ -79,6 +79,8 @@ class SumsOfPass:
         summed: the parameters that have got gradients.
         added_to: gradients of earlier passes that the sums are added to: others may drop them meanwhile.
         latest: after the reads of the sums that were launched last.
+        put_back: for a unit and a slot (their ``id`` and number) what leaves gradients of earlier passes on the slot
+            again, if the pass fails. They are part of deliveries that have not been added up.
     """
 
     slots: int
@@ -89,6 +91,7 @@ class SumsOfPass:
     summed: dict[int, ShardedTensor] = field(default_factory=dict)
     latest: Event | None = None
     added_to: list[Tensor] = field(default_factory=list)
+    put_back: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def hold(self, slot: int, delivery: Delivery, events: list[Event]) -> None:
@@ -111,6 +114,8 @@ class SumsOfPass:
         self.in_flight.clear()
         self.waiting.clear()
         self.added_to.clear()
+        while self.put_back:
+            self.put_back.popitem()[1]()
 
     def end(self) -> None:
         """Orders all computing streams after all sums, and finishes gradients on the host."""
@@ -123,6 +128,7 @@ class SumsOfPass:
                 event.synchronize()
             for finish in self.waiting:
                 finish()
+        self.put_back.clear()
         # Hooks may use the gradients on the computing streams, which wait for the sums now.
         for parameter in self.summed.values():
             for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:

@@ -42,10 +42,14 @@ class UnitSums:
         groups: its parameters that need gradients, for each dtype.
         order: for each of these parameters its position among the gradients that a slot delivers.
         lines: the streams of the tree.
+
+    Attributes:
+        is_torn: `add_up` has failed when some owners had added their part to gradients that were there already.
     """
 
     def __init__(self, unit: OfUnit, groups: Sequence[Group], order: Mapping[int, int], lines: Lines) -> None:
         self._unit, self._groups, self._order, self._lines = unit, groups, order, lines
+        self.is_torn = False
         sizes = [layout.owners * layout.numel * unit.dtype_of_sums(dtype).itemsize for _, layout, dtype in groups]
         are_apart = len({*lines.slots}) == len(lines.slots) > 2 and CPU not in lines.slots
         self._is_small = are_apart and sum(sizes) <= _ADDED_ON_ONE
@@ -87,6 +91,7 @@ class UnitSums:
                 else:
                     self._add_rows(found, owns, orders, totals, present, sums)
             except BaseException:
+                self.is_torn = any(totals) and not self._unit.is_offloaded
                 # Deliveries are dropped now, which sums that have been launched read.
                 launched = [Event(stream) for stream in lines.summing if stream is not None]
                 wait_for(launched, sums.computing.values())

@@ -11,12 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from dataparallel.streams.current import Event, current_streams
+from dataparallel.units.before_step import before_next_step
 from dataparallel.units.calls import TensorHooks, is_inside_backward
 from dataparallel.units.deliveries import SumsOfPass
 from dataparallel.units.lines import GivenEvents, wait_for
@@ -115,13 +117,29 @@ class Tree:
                     "this backward has lost gradients: it ran together with another one through the same modules, "
                     "which has failed. Zero the gradients, and run it again"
                 )
+            is_new = False
             while self._pass is None or not self._pass.join(only_if_alone):
                 if self._pass is None:
-                    self._pass = self._new_pass(call)
+                    self._pass, is_new = self._new_pass(call), True
                 else:  # it ends in another thread
                     self._changed.wait()
             self._pass.include(call.slots)
+            if is_new:  # once it is joined: if this raises, the pass fails
+                self._refuse_lost()
             return self._pass
+
+    def _before_step(self) -> None:
+        """Before the step of an optimizer, if a ``backward()`` has returned while another one in its pass ran on.
+
+        That one may have failed before: torch raises the error while threads are still in its nodes. A backward that
+        begins meanwhile takes part in the same pass, and loses gradients when that ends.
+        """
+        self.settle()
+        self._refuse_lost()
+
+    def _refuse_lost(self) -> None:
+        for unit in self.units:
+            unit.gradients.refuse_lost()
 
     def _new_pass(self, call: ForwardCall) -> BackwardPass:
         for unit in self.units:
@@ -129,7 +147,8 @@ class Tree:
             unit.gradients.drop_void()
             # Until the pass has ended, however that may be. Replicas have the full parameters.
             unit.register_sharded()
-        return BackwardPass(self.units, call.slots, call.computing, self._finish_sums, self._pass_ended)
+        returned = partial(before_next_step, self._before_step)
+        return BackwardPass(self.units, call.slots, call.computing, self._finish_sums, self._pass_ended, returned)
 
     def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
         """Takes all gradients of a unit on a slot, in the backward of their node."""
