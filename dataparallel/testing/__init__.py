@@ -1,6 +1,7 @@
 """Helpers for tests, of the library and of its users: small models, comparisons, simulated accelerators.
 
-`models` has small models, one for each feature that replicas must reproduce; `cases` has their parts.
+`models` has small models, one for each feature that replicas must reproduce, and models for tests of sharding; `cases`
+has the parts of the first.
 `parity` compares a module on several slots with the same module on one device, for the library's
 models and for your own; `steps` has its comparisons. `simulated` makes accelerators on a machine
 without any. `ranks` runs tests on slots, on threads and in processes. ``dataparallel.testing.pytest`` is a plugin with
@@ -17,6 +18,7 @@ from dataparallel.testing.isolation import isolated_slots
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 
 if TYPE_CHECKING:
+    from dataparallel.testing.models import MLP, ModelArgs, RMSNorm, StackedMLP, Transformer
     from dataparallel.testing.ranks import (
         ProcessTest,
         Rank,
@@ -30,13 +32,18 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "MLP",
+    "ModelArgs",
     "ProcessTest",
+    "RMSNorm",
     "Rank",
     "RanksFailed",
     "SimulationUnavailable",
     "SlotTest",
+    "StackedMLP",
     "ThreadTest",
     "ToolsMissing",
+    "Transformer",
     "isolated_slots",
     "run_subtests",
     "simulate",
@@ -46,6 +53,7 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "models": ("MLP", "ModelArgs", "RMSNorm", "StackedMLP", "Transformer"),
     "ranks": (
         "ProcessTest",
         "Rank",
