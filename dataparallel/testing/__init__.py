@@ -3,7 +3,8 @@
 `models` has small models, one for each feature that replicas must reproduce; `cases` has their parts.
 `parity` compares a module on several slots with the same module on one device, for the library's
 models and for your own; `steps` has its comparisons. `simulated` makes accelerators on a machine
-without any. `ranks` runs tests on slots, on threads and in processes. ``dataparallel.testing.pytest`` is a plugin with
+without any. `ranks` runs tests on slots, on threads and in processes; `sharding` runs operators on tensors
+that are sharded in every way. ``dataparallel.testing.pytest`` is a plugin with
 fixtures for both. `isolated_slots` makes slots on one device behave as separate devices. Nothing in the library
 imports this package, and importing it touches no device. The other names are imported when they are first asked for.
 """
@@ -28,15 +29,20 @@ if TYPE_CHECKING:
         skip_unless_distributed,
         with_comms,
     )
+    from dataparallel.testing.sharding import Checked, OperatorDiffers, ShardingConverter, check_op
 
 __all__ = [
+    "Checked",
+    "OperatorDiffers",
     "ProcessTest",
     "Rank",
     "RanksFailed",
+    "ShardingConverter",
     "SimulationUnavailable",
     "SlotTest",
     "ThreadTest",
     "ToolsMissing",
+    "check_op",
     "isolated_slots",
     "run_subtests",
     "simulate",
@@ -57,6 +63,7 @@ _ROOMS = {
         "skip_unless_distributed",
         "with_comms",
     ),
+    "sharding": ("Checked", "OperatorDiffers", "ShardingConverter", "check_op"),
 }
 
 
