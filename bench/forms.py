@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from beside_torch import BesideTorch
+from beside_torch import SETTLE, SHORT_SETTLE, BesideTorch
 from dataparallel.composable import replicate
+from dataparallel.threads.permits import PermitChooser
 from gradients import assert_same_gradients, take_gradients
 from shapes import Shape
-from sharded_blocks import full_gradients, sharded
+from sharded_blocks import full_gradients, sharded, state_of
 from stages import mean_square
 
 
@@ -61,6 +62,19 @@ class ShardedForms(Forms):
         mean_square(self.not_resharded(self.batch)).backward()
         self.not_resharded.zero_grad()
 
+    def settle(self, short: bool = False) -> None:
+        """Calls each form until it has chosen how many replicas run at a time, but no more often than other suites."""
+        for call, chooser in (
+            (self.train_replicated, replicate.state(self.replicated)._permits),
+            (self.train, self.ours._permits),
+            (self.train_sharded, state_of(self.sharded)._permits),
+            (self.train_not_resharded, state_of(self.not_resharded)._permits),
+        ):
+            for _ in range(SHORT_SETTLE if short else SETTLE):
+                call()
+                if has_chosen(chooser):
+                    break
+
     def check_sharded(self) -> None:
         """Raises `AssertionError` unless outputs and gradients of both are those of the wrapper."""
         self.module.zero_grad()
@@ -74,3 +88,8 @@ class ShardedForms(Forms):
             torch.testing.assert_close(found.detach(), wanted.detach())
             assert_same_gradients(full_gradients(module), gradients)
             module.zero_grad()
+
+
+def has_chosen(chooser: PermitChooser) -> bool:
+    """Whether it measures no call that is like those before."""
+    return all(situation._is_decided for situation in chooser._situations.values())

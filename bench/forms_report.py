@@ -13,20 +13,22 @@ from pairs import Comparison, Verdict
 from shapes import NARROW_GPT, RESNET, WIDE_GPT
 
 CAPTION = """\
-A training step (forward, loss and backward) by composable.replicate and by others. replicate and the other are median
-milliseconds, or mebibytes. ratio is the median of the quotient over the rounds, with its bootstrap 95 % interval. For
-memory it is that of proportional set sizes, measured once. bar is what the ratio should be; reached says "not decided"
-where the bar lies in the interval. "in a row" are the same chunks one after the other on one device. fully_shard has a
-unit for each block and one for the rest; with reshard_after_forward=False it keeps gathered weights until backward,
-which is data parallelism with a sharded optimizer. What replicate saves is the making of replicas: on CPU cores, where
-operators take most of the time, that is a smaller part than beside fast devices. Simulated devices are no accelerators:
-all of them compute on the CPU's cores. Their clocks were off."""
+A training step (forward, loss and backward) by the library's forms and by others. ours and the other are median
+milliseconds, or mebibytes, of the two that the quotient names. ours is replicate, and in the row of
+nn.DataParallel/fully_shard it is fully_shard. ratio is the median of the quotient over the rounds, with its bootstrap
+95 % interval. For memory it is that of proportional set sizes, measured once. bar is what the ratio should be; reached
+says "not decided" where the bar lies in the interval. "in a row" are the same chunks one after the other on one device.
+fully_shard has a unit for each block and one for the rest; with reshard_after_forward=False it keeps gathered weights
+until backward, which is data parallelism with a sharded optimizer. What replicate saves is the making of replicas: on
+CPU cores, where operators take most of the time, that is a smaller part than beside fast devices. Simulated devices are
+no accelerators: all of them compute on the CPU's cores. Their clocks were off."""
 
 BESIDE_TORCH = "nn.DataParallel/replicate"
 BESIDE_WRAPPER = "DataParallel/replicate"
 OVER_IN_A_ROW = "replicate/in a row"
 BESIDE_SHARDED = "fully_shard/replicate"
 BESIDE_NOT_RESHARDED = "fully_shard, reshard_after_forward=False/replicate"
+SHARDED_BESIDE_TORCH = "nn.DataParallel/fully_shard"
 BESIDE_DDP = "DDP/replicate"
 MEMORY_OVER_DDP = "memory replicate/DDP"
 
@@ -50,7 +52,7 @@ class Row:
     model: str
     slots: str
     quotient: str
-    replicate: float
+    ours: float
     other: float
     ratio: float
     ratio_low: float
@@ -69,7 +71,7 @@ class Row:
             "model": self.model,
             "slots": self.slots,
             "quotient": self.quotient,
-            "replicate": f"{self.replicate:.1f}",
+            "ours": f"{self.ours:.1f}",
             "the other": f"{self.other:.1f}",
             "ratio": f"{self.ratio:.2f}",
             "95 % interval": interval,
@@ -81,14 +83,14 @@ class Row:
 
 
 def timed(model: str, slots: str, quotient: str, comparison: Comparison, bar: float | None) -> Row:
-    """A row of times. Those of ``replicate`` are the comparison's ``ours``."""
+    """A row of times, those of the library's form first."""
     at_most = quotient in AT_MOST
     judged = comparison.swapped if at_most else comparison
     return Row(
         model=model,
         slots=slots,
         quotient=quotient,
-        replicate=1e3 * statistics.median(comparison.ours),
+        ours=1e3 * statistics.median(comparison.ours),
         other=1e3 * statistics.median(comparison.theirs),
         ratio=judged.ratio,
         ratio_low=judged.low,

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ STEPS_BEFORE, STEPS = 2, 3
 RATE = 1e-4
 STATES = 3
 """Of a parameter, between two steps of AdamW: itself and two averages."""
-AGREEMENT = 1e-3
-"""Relative, of losses. AdamW makes steps of the same size for gradients that are rounding errors as for others."""
+STEPS_IN_FLOAT64 = 3
+AGREEMENT = 1e-9
+"""Relative, of losses in float64. In float32 they may differ by more than 1e-3 after a few steps, because AdamW makes
+steps of the same size for gradients that are rounding errors as for others."""
 
 
 class MeanSquare(nn.Module):
@@ -193,11 +196,13 @@ SHARDED_WAYS = (DEFAULT, NO_PREFETCH, NOT_RESHARDED, IN_TWOS, ACCUMULATED)
 class Training:
     """Steps of a way on devices. ``losses`` has that of each step."""
 
-    def __init__(self, work: Work, way: Way, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, work: Work, way: Way, devices: Sequence[torch.device], dtype: torch.dtype = torch.float32
+    ) -> None:
         self.losses: list[float] = []
         self._accumulates = way.accumulates
-        self._batch = batch_on(work, devices)
-        self._network: Any = way.make(work.model().to(devices[0]), devices)
+        self._batch = batch_on(work, devices, dtype)
+        self._network: Any = way.make(work.model().to(devices[0], dtype), devices)
         self._optimizer = torch.optim.AdamW(self._network.parameters(), lr=RATE)
 
     def run(self, after: Callable[[str], None] = lambda part: None) -> None:
@@ -219,12 +224,14 @@ class Training:
         self.losses.append(total)
 
 
-def batch_on(work: Work, devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
-    return tuple(tensor.to(devices[0]) for tensor in work.batch(SAMPLES_PER_DEVICE * len(devices)))
+def batch_on(work: Work, devices: Sequence[torch.device], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """On the first of the devices, with the samples of all. ``dtype`` is for inputs that are no whole numbers."""
+    batch = work.batch(SAMPLES_PER_DEVICE * len(devices))
+    return tuple(tensor.to(devices[0], dtype if tensor.is_floating_point() else None) for tensor in batch)
 
 
 def measure(work: Work, way: Way, devices: Sequence[torch.device], steps: int = STEPS) -> Usage:
-    """The largest usage of some steps. Raises `AssertionError` unless losses are those of one device.
+    """The largest usage of some steps. Raises `AssertionError` unless losses are those of one device, in float64.
 
     Whatever else the process holds on the devices must stay as it is meanwhile.
     """
@@ -255,22 +262,33 @@ def measure(work: Work, way: Way, devices: Sequence[torch.device], steps: int = 
             wait_for(devices)
         share = (1 + way.accumulates) * batch // len(devices)
         received = max(received, *(counts.received(device) - share * (device != devices[0]) for device in devices))
-    losses = training.losses
     del training
-    assert_losses_of_one_device(work, devices, losses)
+    assert_losses_of_one_device(work, way, devices)
     return Usage(idle, most["forward"], most["backward"], most["optimizer"], received)
 
 
-def assert_losses_of_one_device(work: Work, devices: Sequence[torch.device], losses: Sequence[float]) -> None:
-    """Raises `AssertionError` unless one device has these losses: the mean over the chunks of the batch in each step.
+def assert_losses_of_one_device(work: Work, way: Way, devices: Sequence[torch.device]) -> None:
+    """Raises `AssertionError` unless a training in float64 has the losses of one device."""
+    training = Training(work, way, devices, torch.float64)
+    for _ in range(STEPS_IN_FLOAT64):
+        training.run()
+    expected = losses_of_one_device(work, devices[0], len(devices), STEPS_IN_FLOAT64)
+    torch.testing.assert_close(training.losses, expected, rtol=AGREEMENT, atol=0)
 
-    The chunks are those of the devices, because BatchNorm sees only a chunk.
+
+@cache
+def losses_of_one_device(work: Work, device: torch.device, count: int, steps: int) -> list[float]:
+    """In float64, the mean over the chunks of the batch in each step. All ways of the same work have to have them.
+
+    The chunks are those of ``count`` devices, because BatchNorm sees only a chunk.
     """
-    model = work.model().to(devices[0])
+    model = work.model().to(device, torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    chunks = list(zip(*(tensor.chunk(len(devices)) for tensor in batch_on(work, devices)), strict=True))
+    chunks = list(
+        zip(*(tensor.chunk(count) for tensor in batch_on(work, [device] * count, torch.float64)), strict=True)
+    )
     expected = []
-    for _ in losses:
+    for _ in range(steps):
         total = 0.0
         for chunk in chunks:
             loss = model(*chunk).mean() / len(chunks)
@@ -279,7 +297,7 @@ def assert_losses_of_one_device(work: Work, devices: Sequence[torch.device], los
         optimizer.step()
         optimizer.zero_grad()
         expected.append(total)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=AGREEMENT, atol=0)
+    return expected
 
 
 def parts_of(work: Work, device: torch.device) -> Parts:

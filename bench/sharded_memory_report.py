@@ -33,7 +33,8 @@ within
 received
     What a device gets from others in a step, on the device that gets most. Inputs are not counted.
 of an all-reduce
-    The same divided by what an all-reduce of the gradients brings to each device: 2 (N - 1) / N of their size."""
+    The same divided by what an all-reduce of the gradients brings to each device: 2 (N - 1) / N of their size. Units
+    whose gradients are at most 64 KiB are added on one device, which gets them whole from all others."""
 
 MIB = 2**20
 

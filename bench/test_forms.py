@@ -7,13 +7,14 @@ the same work. The bars of the report say what its ratios should be; they fail n
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from beside_torch import SETTLE, SHORT_SETTLE
 from contender import SLOTS
 from cpu_slots import Contender
 from forms import ShardedForms
@@ -28,11 +29,12 @@ from forms_report import (
     CAPTION,
     DDP_BAR,
     OVER_IN_A_ROW,
+    SHARDED_BESIDE_TORCH,
     held,
     timed,
 )
 from gradients import assert_same_gradients
-from pairs import PAIRS, Comparison, alternate, load, take_turns
+from pairs import PAIRS, Comparison, load, pairs_for, take_turns
 from places import Places
 from reporting import Report
 from shapes import NARROW_GPT, RESNET, WIDE_GPT, Shape
@@ -59,38 +61,34 @@ def memory_report(reports: list[Report], places: Places) -> Report:
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL support")
 @pytest.mark.parametrize("shape", [RESNET, NARROW_GPT, WIDE_GPT], ids=lambda shape: shape.name)
 def test_on_devices(shape: Shape, benchmark: BenchmarkFixture, places: Places, report: Report, short: bool) -> None:
-    """All take turns, in rounds."""
+    """All take turns, in rounds. Sharded forms, which take longest and have no bar, are in half of them."""
     if short and shape is not NARROW_GPT:
         pytest.skip("short")
     devices = places.apart_or_skip(BAR_DEVICES, report)[:BAR_DEVICES]
     forms = ShardedForms(shape, devices)
-    beside = {
-        BESIDE_WRAPPER: forms.train,
-        BESIDE_TORCH: forms.torch_train,
-        OVER_IN_A_ROW: forms.train_in_a_row,
-        BESIDE_SHARDED: forms.train_sharded,
-        BESIDE_NOT_RESHARDED: forms.train_not_resharded,
-    }
+    in_all = {BESIDE_WRAPPER: forms.train, BESIDE_TORCH: forms.torch_train, OVER_IN_A_ROW: forms.train_in_a_row}
+    in_half = {BESIDE_SHARDED: forms.train_sharded, BESIDE_NOT_RESHARDED: forms.train_not_resharded}
 
     def compare() -> tuple[list[list[float]], tuple[float, float]]:
         before = load()
         with forms.stand_ins.installed():
-            for _ in range(SHORT_SETTLE if short else SETTLE):
-                for settling in (forms.train_replicated, forms.train, forms.train_sharded, forms.train_not_resharded):
-                    settling()
-            calls = [forms.train_replicated, *beside.values()]
-            return take_turns(calls, 2 * PAIRS, short=short), (before, load())
+            forms.settle(short)
+            first = take_turns([forms.train_replicated, *in_all.values(), *in_half.values()], PAIRS, short=short)
+            second = take_turns([forms.train_replicated, *in_all.values()], PAIRS, short=short)
+        return [one + more for one, more in zip_longest(first, second, fillvalue=[])], (before, load())
 
-    forms.check_replicated()
-    forms.check_sharded()
     with places.clocks_off():
         (ours, *others), loads = benchmark.pedantic(compare, rounds=1)
     forms.check_replicated()
     forms.check_sharded()
     if benchmark.enabled:
-        for quotient, theirs in zip(beside, others, strict=True):
+        seconds = dict(zip([*in_all, *in_half], others, strict=True))
+        pairs = {quotient: (ours, theirs) for quotient, theirs in seconds.items()}
+        pairs[SHARDED_BESIDE_TORCH] = seconds[BESIDE_SHARDED], seconds[BESIDE_TORCH]
+        for quotient, (first, second) in pairs.items():
+            common = min(len(first), len(second))
+            comparison = Comparison(first[:common], second[:common], *loads)
             bar = BARS.get((quotient, shape.name))
-            comparison = Comparison(ours, theirs, *loads)
             report.rows.append(timed(shape.name, f"{len(devices)} devices", quotient, comparison, bar))
 
 
@@ -125,23 +123,21 @@ def test_on_cpu_slots(benchmark: BenchmarkFixture, report: Report, tmp_path: Pat
                 contender.tell(command)
             memory.append(contender.memory())
 
-        def compared(theirs: Contender, command: str) -> Comparison:
-            def collect_garbage() -> None:
-                ours.collect_garbage()
-                theirs.collect_garbage()
+        contenders = {"replicate": ours, "slots": wrapper, "ddp": ddp}
 
-            return alternate(
-                lambda: ours.tell("replicate"), lambda: theirs.tell(command), between=collect_garbage, bar=DDP_BAR
-            )
+        def collect_garbage() -> None:
+            for contender in contenders.values():
+                contender.collect_garbage()
 
-        def compare() -> list[Comparison]:
-            return [compared(wrapper, "slots"), compared(ddp, "ddp")]
+        def compare() -> tuple[list[list[float]], tuple[float, float]]:
+            before = load()
+            calls = [partial(contender.tell, command) for command, contender in contenders.items()]
+            return take_turns(calls, pairs_for(DDP_BAR), between=collect_garbage), (before, load())
 
-        beside_wrapper, beside_ddp = benchmark.pedantic(compare, rounds=1)
+        (seconds, of_wrapper, of_ddp), loads = benchmark.pedantic(compare, rounds=1)
         assert_same_gradients(ours.gradients(), ddp.gradients())
     if benchmark.enabled:
-        report.rows.append(timed(model, slots, BESIDE_WRAPPER, beside_wrapper, 1.0))
-        report.rows.append(timed(model, slots, BESIDE_DDP, beside_ddp, DDP_BAR))
+        report.rows.append(timed(model, slots, BESIDE_WRAPPER, Comparison(seconds, of_wrapper, *loads), 1.0))
+        report.rows.append(timed(model, slots, BESIDE_DDP, Comparison(seconds, of_ddp, *loads), DDP_BAR))
         if memory[0] is not None and memory[1] is not None:
-            loads = beside_ddp.load_before, beside_ddp.load_after
             report.rows.append(held(model, slots, memory[0], memory[1], loads))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dataparallel.sharded import Shard, distribute_tensor
 from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.units import joint
 from dataparallel.units.owned import Source
 from dataparallel.units.unit import Precision, Unit
 
@@ -61,8 +62,13 @@ class Registry:
         self.registered = [*parameters]
 
 
-def recorded_gathers(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
-    """A list that gets the sources which slots ask for the owners' shards, one for each gather of a slot."""
+def recorded_gathers(monkeypatch: pytest.MonkeyPatch, jointly: bool = False) -> list[Source]:
+    """A list that gets the sources which slots ask for the owners' shards, one for each gather of a slot.
+
+    With ``jointly`` small units are gathered for all slots at once, as they are outside of tests.
+    """
+    if not jointly:
+        monkeypatch.setattr(joint, "_GATHERED_JOINTLY", 0)
     asked: list[Source] = []
     of_source = Source.pieces
 

@@ -11,6 +11,7 @@ import dataparallel.composable
 import dataparallel.sharded
 import dataparallel.testing
 from dataparallel.threads import settings
+from front_page import with_figures
 from test_floors import ROOMS
 
 pytestmark = pytest.mark.devices("cpu")  # they read files: once is enough
@@ -57,6 +58,11 @@ def test_the_committed_results_are_on_the_page_of_benchmarks(directive, suffix):
     page = (DOCS / "benchmarks.rst").read_text(encoding="utf-8")
     shown = re.findall(rf"^\.\. {directive}:: \.\./bench/results/(.+)$", page, re.M)
     assert sorted(shown) == sorted(path.name for path in (ROOT / "bench" / "results").glob(f"*.{suffix}"))
+
+
+def test_the_figures_of_the_readme_are_those_of_the_committed_results():
+    text = (ROOT / "README.rst").read_text(encoding="utf-8")
+    assert text == with_figures(text), "run: python bench/front_page.py"
 
 
 def test_every_page_is_reached_from_the_index():

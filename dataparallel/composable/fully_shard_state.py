@@ -76,7 +76,6 @@ class FullyShardState:
         self.methods = {"forward"}
         self._modules = [weakref.ref(module) for module in modules]
         self._parameters, self._placements = list(parameters), list(placements)
-        self._ids = {id(parameter) for parameter in parameters}
         self._reshard, self._is_automatic = reshard_after_forward, is_reshard_automatic
         self._precision = Precision(
             mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype, mp_policy.cast_forward_inputs
@@ -87,8 +86,13 @@ class FullyShardState:
         self._tree: Tree | None = None
 
     def manages(self, parameter: Tensor) -> bool:
-        """True if it is a parameter of the unit."""
-        return id(parameter) in self._ids
+        """True if it is a parameter of the unit, or registered in the place of one: the next call will adopt it."""
+        if not self.slots:
+            return any(parameter is own for own in self._parameters)
+        if not isinstance(parameter, ShardedTensor):  # most are not, and forms ask about each parameter of each unit
+            return False
+        registered = (registry.get(name) for registry, name, _ in self.unit.places)
+        return any(parameter is own for own in (*self.unit.parameters, *registered))
 
     # ---- the parameters become sharded -------------------------------------------------------------------------------
 
@@ -121,7 +125,6 @@ class FullyShardState:
                     module._buffers[key] = buffer.to(self.slots[0])
         unit.register_sharded()
         self.unit = unit
-        self._ids = {id(parameter) for parameter in sharded}
         self._parameters = []  # frees the plain ones
 
     # ---- a call ------------------------------------------------------------------------------------------------------

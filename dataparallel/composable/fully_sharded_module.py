@@ -92,8 +92,9 @@ class FullyShardedModule(ManagedModule):
         if UNIT_ON_SLOT in vars(self):
             return
         for unit in _units(self, recurse=False):
+            # Also while shards are on their way: the host may not write to those in its memory before they have left.
             # Else `reshard` would undo what `assign=True` has registered in other modules of the unit.
-            if any(on_slot.is_full for on_slot in unit.on_slots):
+            if any(on_slot.is_started for on_slot in unit.on_slots):
                 unit.reshard()
 
     def reshard(self) -> None:

@@ -243,15 +243,15 @@ def _check_divided_alike(role: str, tensor: object, like: ShardedTensor) -> Shar
     """The tensor, if it can have this role for ``like``."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{role} a sharded tensor is a sharded tensor; got {type(tensor).__name__}")
+    if isinstance(tensor, ShardedTensor) and is_divided_alike(tensor, like) and tensor.shape == like.shape:
+        return tensor
     how = f"distribute_tensor(tensor, {[str(device) for device in like._devices]}, {like._placement!r})"
     if not isinstance(tensor, ShardedTensor):
         raise TypeError(
             f"{role} a sharded tensor must be sharded as it is; got a plain tensor of shape {tuple(tensor.shape)} on "
             f"{tensor.device}: pass {how}, or write into the one that is there with copy_"
         )
-    if not is_divided_alike(tensor, like) or tensor.shape != like.shape:
-        raise ValueError(f"{role} {like!r} must be sharded as it is; got {tensor!r}: pass {how}")
-    return tensor
+    raise ValueError(f"{role} {like!r} must be sharded as it is; got {tensor!r}: pass {how}")
 
 
 def divided_like(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:

@@ -53,7 +53,8 @@ class Delivery:
 
     Attributes:
         matrices: for each dtype the gradients in the layout of the gathered matrix.
-        sums: for each dtype memory on the slot's device in which its part is added up; it begins as the slot's own row.
+        sums: for each dtype memory on the slot's device in which its part is added up; it begins as the slot's own row,
+            or that is copied when a small unit is added up.
         parts: the same in the dtype of the parameters, which may be the same memory.
         present: which of the parameters that need gradients have one.
         made: after the writes to all of this, on the slot's computing stream. ``None`` on the CPU.
@@ -79,6 +80,8 @@ class SumsOfPass:
         summed: the parameters that have got gradients.
         added_to: gradients of earlier passes that the sums are added to: others may drop them meanwhile.
         latest: after the reads of the sums that were launched last.
+        put_back: for a unit and a slot (their ``id`` and number) what leaves gradients of earlier passes on the slot
+            again, if the pass fails. They are part of deliveries that have not been added up.
     """
 
     slots: int
@@ -89,6 +92,7 @@ class SumsOfPass:
     summed: dict[int, ShardedTensor] = field(default_factory=dict)
     latest: Event | None = None
     added_to: list[Tensor] = field(default_factory=list)
+    put_back: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def hold(self, slot: int, delivery: Delivery, events: list[Event]) -> None:
@@ -111,6 +115,8 @@ class SumsOfPass:
         self.in_flight.clear()
         self.waiting.clear()
         self.added_to.clear()
+        while self.put_back:
+            self.put_back.popitem()[1]()
 
     def end(self) -> None:
         """Orders all computing streams after all sums, and finishes gradients on the host."""
@@ -123,6 +129,7 @@ class SumsOfPass:
                 event.synchronize()
             for finish in self.waiting:
                 finish()
+        self.put_back.clear()
         # Hooks may use the gradients on the computing streams, which wait for the sums now.
         for parameter in self.summed.values():
             for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:

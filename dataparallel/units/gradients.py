@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.streams.current import Event, current_streams, streams_joined
+from dataparallel.streams.current import Event, current_streams, streams_joined, streams_set
 from dataparallel.units.deliveries import Delivery, Group, OfUnit, SumsOfPass, added_in
 from dataparallel.units.layout import Layout
 from dataparallel.units.lines import Lines
@@ -63,6 +64,7 @@ class UnitGradients:
         self._held: dict[int, Delivery] = {}
         self._new: set[int] = set()  # slots whose held gradients are of this pass alone
         self._former: dict[int, _FormerGrad] = {}
+        self._lost: dict[int, _FormerGrad] = {}  # parameters whose gradients are incomplete until they are zeroed
 
     @property
     def full_bytes(self) -> int:
@@ -93,7 +95,9 @@ class UnitGradients:
                 if is_new:
                     self._new.add(slot)
                 return None
-            self._held.pop(slot, None)
+            held = self._held.pop(slot, None)
+            if held is not None:
+                sums.put_back[id(self), slot] = partial(self._put_back, slot, held)
             number = self._delivered.get(slot, 0)
             self._delivered[slot] = number + 1
             while len(self._rounds) <= number:
@@ -102,7 +106,7 @@ class UnitGradients:
             if len(self._rounds[number]) == sums.slots:
                 # Under the lock: later rounds of this unit are added after this one.
                 found, self._rounds[number] = self._rounds[number], {}
-                self._sums.add_up(found, sums)
+                self._add_up(found, sums)
                 return True
             return False
 
@@ -110,7 +114,8 @@ class UnitGradients:
         """Adds up what waits, in the order of the slots.
 
         With ``None`` the pass has failed, and what waits for other slots is dropped, and what it has left on the slots.
-        Gradients that earlier passes left there stay, with what has been added to them.
+        Gradients that earlier passes left there stay, with what has been added to them; those that were to be added up
+        are put back by `SumsOfPass.drop`.
         """
         with self._lock:
             new, self._new = self._new, set()
@@ -122,12 +127,66 @@ class UnitGradients:
                 return
             if self._unit.requires_gradient_sync and self._held:
                 held, self._held = self._held, {}
+                for slot, delivery in held.items():
+                    sums.put_back[id(self), slot] = partial(self._put_back, slot, delivery)
                 rounds.append(held)
             for found in rounds:
                 if found:
-                    self._sums.add_up(found, sums)
+                    self._add_up(found, sums)
             self._former = {}
             self._note_held()
+
+    def _add_up(self, found: dict[int, Delivery], sums: SumsOfPass) -> None:
+        """Adds up one round. From then on, or if that fails, nothing has to be put back for its slots."""
+        try:
+            self._sums.add_up(found, sums)
+        except BaseException:
+            for slot in found:
+                if (put_back := sums.put_back.pop((id(self), slot), None)) is not None:
+                    put_back()
+            if self._sums.is_torn:
+                self._note_lost()
+            raise
+        if sums.put_back and not self._unit.is_offloaded:  # else they are added when the pass ends
+            for slot in found:
+                sums.put_back.pop((id(self), slot), None)
+
+    def _put_back(self, slot: int, held: Delivery) -> None:
+        """Leaves gradients of earlier passes on the slot again."""
+        self._held[slot] = held
+
+    def note_lost(self, computing: Mapping[torch.device, torch.Stream]) -> None:
+        """Notes that gradients are incomplete until the user has zeroed them: those of a ``backward()`` are missing.
+
+        ``computing``: the computing streams. Where there is no ``.grad`` it becomes zeros, which the user may drop.
+        """
+        with self._lock, streams_set(computing), torch.inference_mode(False), torch.no_grad():
+            for i in self.recorded:
+                if self._unit.parameters[i].grad is None:
+                    self._unit.parameters[i].grad = torch.zeros_like(self._unit.parameters[i])
+            self._note_lost()
+
+    def _note_lost(self) -> None:
+        grads = {i: self._unit.parameters[i].grad for i in self.recorded}
+        self._lost.update({i: _FormerGrad(grad) for i, grad in grads.items() if grad is not None})
+        self._sums.is_torn = False
+
+    def refuse_lost(self) -> None:
+        """Raises if gradients are incomplete and have not been zeroed.
+
+        Raises:
+            RuntimeError: they are.
+        """
+        if not self._lost:
+            return
+        with self._lock:
+            self._lost = {i: f for i, f in self._lost.items() if not f.is_void(self._unit.parameters[i].grad)}
+            if self._lost:
+                raise RuntimeError(
+                    f"gradients of the unit {self._unit.name!r} are incomplete since a backward has failed: parts of "
+                    "sums are missing. Zero the gradients of the whole model, with model.zero_grad(), and run the "
+                    "step again"
+                )
 
     @property
     def are_held(self) -> bool:
@@ -178,7 +237,7 @@ class UnitGradients:
                 matrix.add_(held.matrices[at])
             matrices.append(matrix)
             if self._unit.requires_gradient_sync:
-                sums.append(matrix[slot].to(added_in(summed, dtype), copy=True))
+                sums.append(self._sums.begun(matrix[slot], added_in(summed, dtype)))
                 parts.append(sums[-1] if sums[-1].dtype == dtype else torch.empty_like(sums[-1], dtype=dtype))
         present = [grad is not None for grad in grads]
         if held is not None:

@@ -122,12 +122,17 @@ class Layout:
     def copy_in(self, grads: Sequence[Tensor | None], gathered: Tensor) -> None:
         """Copies gradients of whole parameters into the gathered matrix, and zeros where there is none."""
         if all(grad is not None and place.is_even for grad, place in zip(grads, self.places, strict=True)):
-            columns = []
+            columns: list[Tensor] = []
+            zeros: dict[int, Tensor] = {}  # for each number of columns: parameters of like shapes share them
             for grad, place in zip(grads, self.places, strict=True):
                 assert grad is not None
                 columns.append(self._rows_of(grad, place))
                 if place.padding:
-                    columns.append(gathered.new_zeros(self.owners, place.padding, dtype=grad.dtype))
+                    if not zeros:
+                        zeros[_ALIGNED_TO] = gathered.new_zeros(self.owners, _ALIGNED_TO, dtype=grad.dtype)
+                    if place.padding not in zeros:
+                        zeros[place.padding] = zeros[_ALIGNED_TO][:, : place.padding]
+                    columns.append(zeros[place.padding])
             torch.cat(columns, 1, out=gathered)
             return
         for grad, place in zip(grads, self.places, strict=True):

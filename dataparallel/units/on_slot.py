@@ -5,10 +5,10 @@ sharded, the storage that they share has no bytes. So tensors that autograd save
 once the unit is gathered in backward. To read them while there are no bytes crashes the process. Therefore a replica's
 registries hold the sharded parameters except while the unit runs there (``units.calls``).
 
-A gather has two steps. `start` lets the slot pull all pieces into a matrix, on side streams, and may come early. `full`
-makes the computing stream wait for that, copies parameters out, and drops the matrix. Memory is freed to the stream it
-belongs to: the full buffer to the computing stream, which alone uses it, and the matrix to the receiving stream after
-an event at the end of the copy out.
+A gather has two steps. `start` lets the slot pull all pieces into a matrix, on side streams, and may come early.
+`make_full` makes the computing stream wait for that, copies parameters out, and drops the matrix. Small units are
+gathered for all slots together (``units.joint``). Memory is freed to the stream it belongs to: the full buffer to the
+computing stream, which alone uses it, and the matrix to the receiving stream after an event at the end of the copy out.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataparallel import _torch, comm
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams, streams_set
+from dataparallel.units.joint import JointGathers
 from dataparallel.units.layout import Layout
 from dataparallel.units.lines import Lines, wait_for
 from dataparallel.units.no_room import no_room_for
@@ -43,6 +44,7 @@ class OfUnit(Protocol):
     indices: list[list[int]]
     owned: list[OwnedShards]
     pieces: Pieces
+    joint: JointGathers
     recorded: list[int]
     number_of_modules: int
     reshard_after_forward: bool | int
@@ -88,7 +90,7 @@ class _Full:
             self.tensors.append(tensor.set_(self._storage, offset, place.shape, stride))
         self._versions: tuple[int, ...] = ()
         self.gathered: Tensor | None = None
-        self._gathered_as = layout
+        self._gathered_as: Layout | None = layout
         self.free()
 
     def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout | None = None) -> None:
@@ -96,11 +98,15 @@ class _Full:
 
         ``layout``: of the pieces; default the owners'.
         """
-        self._gathered_as = layout or self.layout
-        made = self._buffer.new_empty(self._gathered_as.owners, self._gathered_as.numel)
+        self._gathered_as = layout = layout or self.layout
+        made = self._buffer.new_empty(layout.owners, layout.numel)
         order = [(first + i) % len(pieces) for i in range(len(pieces))]
         comm.copy_each([made[i] for i in order], [pieces[i] for i in order])
         self.gathered = made
+
+    def take(self, full: Tensor) -> None:
+        """Takes what has arrived by a joint gather in place of a matrix. It lies as in the full buffer."""
+        self._gathered_as, self.gathered = None, full
 
     def fill(self) -> Tensor:
         """Copies the parameters out of the matrix, and returns that."""
@@ -108,7 +114,10 @@ class _Full:
         self._storage.resize_(self._bytes)
         if self._versions and _torch.set_versions:
             _torch.set_versions(tuple(self.tensors), self._versions)
-        self._gathered_as.copy_out(self.gathered, self._buffer)
+        if self._gathered_as is None:
+            self._buffer.copy_(self.gathered)
+        else:
+            self._gathered_as.copy_out(self.gathered, self._buffer)
         gathered, self.gathered = self.gathered, None
         return gathered
 
@@ -182,15 +191,27 @@ class UnitOnSlot:
         with self._lock:
             if self.is_started:
                 return
-            self._versions = self.unit.versions()
             own = self._lines.receiving[self.slot]
             with torch.no_grad(), _OutOfMemory(self):
                 if not (_torch.current_graph_task_id() != -1 and self._pull_from_group(own)):
+                    if self._take_joint(ready):
+                        return
                     self._pull_from_owners(own, ready)
                 if own is not None and self._groups:
                     self.last_pull = self._pulled = Event(own)
 
+    def _take_joint(self, ready: Mapping[torch.device, Event]) -> bool:
+        """Takes what arrives by a joint gather. Returns false if the slot has to pull by itself."""
+        arrived = self.unit.joint.take(self.slot, ready)
+        if arrived is None:
+            return False
+        for full, of_dtype in zip(self._groups, arrived.fulls, strict=True):
+            full.take(of_dtype)
+        self._pulled, self._versions = arrived.event, arrived.versions
+        return True
+
     def _pull_from_owners(self, own: torch.Stream | None, ready: Mapping[torch.device, Event]) -> None:
+        self._versions = self.unit.versions()
         streams = self._lines.pulling(self.slot)
         if own is not None:  # copies to this stream begin after it, so the streams on which they leave need not wait
             wait_for({*ready.values()}, [own])
@@ -209,6 +230,7 @@ class UnitOnSlot:
         pieces = self.unit.pieces.borrow(self.slot)
         if pieces is None:
             return False
+        self._versions = self.unit.versions()
         streams = self._lines.pulling(self.slot)
         try:
             for member, piece in zip(pieces[0].group, pieces, strict=True):
@@ -410,6 +432,8 @@ class _OutOfMemory:
         if isinstance(error, torch.OutOfMemoryError):
             on_slot = self._on_slot
             on_slot.free()
+            if isinstance(error.__cause__, torch.OutOfMemoryError):  # of a joint gather, which names its device
+                return
             raise no_room_for(
                 "parameters", on_slot.unit.name, on_slot.device, on_slot.unit.full_bytes, error
             ) from error

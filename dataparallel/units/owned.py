@@ -55,6 +55,10 @@ class OwnedShards:
         """True if the parameters have no memory yet."""
         return any(parameter._shards[0].is_meta for parameter in self.parameters)
 
+    def off_host(self) -> torch.device | None:
+        """The device of a shard that is not in host memory. ``None``: all are."""
+        return next((s.device for p in self.parameters for s in p._shards if s.device != CPU), None)
+
     def is_stale(self) -> bool:
         """True if a parameter's shards are not the views that `pack` has made."""
         return self._addresses != [shard.data_ptr() for p in self.parameters for shard in p._shards]

@@ -44,6 +44,8 @@ class BackwardPass:
         before_last_sums: called before the sums of this pass are waited for. They are not if ``is_last_backward`` is
             false for a unit.
         when_ended: called at the end, with true if the pass has failed.
+        when_returned: called when a task has ended before others of the pass: a ``backward()`` returns, and if the pass
+            fails later, gradients of it are lost.
 
     Attributes:
         sums: what the sums of all units share.
@@ -58,8 +60,10 @@ class BackwardPass:
         computing: Mapping[torch.device, torch.Stream],
         before_last_sums: Callable[[], None],
         when_ended: Callable[[BackwardPass, bool], None],
+        when_returned: Callable[[], None] = lambda: None,
     ) -> None:
         self._units, self._before_last_sums, self._when_ended = units, before_last_sums, when_ended
+        self._when_returned, self._has_returned = when_returned, False
         self.has_finished = False
         self.sums = SumsOfPass(len(slots), computing)
         self._have_own_threads = False
@@ -134,7 +138,11 @@ class BackwardPass:
         """Ends the pass if ``number`` is its last task, or if it has failed."""
         with self._changed:
             self._tasks.discard(number)
-            if self._is_over or (self._tasks and not has_failed):
+            if self._is_over:
+                return
+            if self._tasks and not has_failed:
+                self._has_returned = True
+                self._when_returned()
                 return
             self._is_over = True
             self._changed.notify_all()
@@ -154,6 +162,9 @@ class BackwardPass:
                 for unit in self._units:
                     unit.gradients.end(None)
                 self.sums.drop()
+                if self._has_returned:
+                    for unit in self._units:
+                        unit.gradients.note_lost(self.sums.computing)
                 self.has_finished = True
             self._when_ended(self, has_failed)
 

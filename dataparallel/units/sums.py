@@ -42,10 +42,14 @@ class UnitSums:
         groups: its parameters that need gradients, for each dtype.
         order: for each of these parameters its position among the gradients that a slot delivers.
         lines: the streams of the tree.
+
+    Attributes:
+        is_torn: `add_up` has failed when some owners had added their part to gradients that were there already.
     """
 
     def __init__(self, unit: OfUnit, groups: Sequence[Group], order: Mapping[int, int], lines: Lines) -> None:
         self._unit, self._groups, self._order, self._lines = unit, groups, order, lines
+        self.is_torn = False
         sizes = [layout.owners * layout.numel * unit.dtype_of_sums(dtype).itemsize for _, layout, dtype in groups]
         are_apart = len({*lines.slots}) == len(lines.slots) > 2 and CPU not in lines.slots
         self._is_small = are_apart and sum(sizes) <= _ADDED_ON_ONE
@@ -54,6 +58,10 @@ class UnitSums:
     def full_bytes(self) -> int:
         """The size of one slot's gradients."""
         return sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self._groups)
+
+    def begun(self, row: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory for a sum, which begins as ``row``. Small ones have no values yet: most are not added here."""
+        return torch.empty_like(row, dtype=dtype) if self._is_small else row.to(dtype, copy=True)
 
     def add_up(self, found: Mapping[int, Delivery], sums: SumsOfPass) -> None:
         """Launches the sums of one round."""
@@ -87,6 +95,7 @@ class UnitSums:
                 else:
                     self._add_rows(found, owns, orders, totals, present, sums)
             except BaseException:
+                self.is_torn = any(totals) and not self._unit.is_offloaded
                 # Deliveries are dropped now, which sums that have been launched read.
                 launched = [Event(stream) for stream in lines.summing if stream is not None]
                 wait_for(launched, sums.computing.values())
@@ -141,6 +150,8 @@ class UnitSums:
                 no_room = named_if_no_room("summed gradients", self._unit.name, slots[owner], size)
                 with streams_set(lines.adding(owner, [slots[slot] for slot in few])), no_room:
                     for at, total in enumerate(own.sums):
+                        if first == 0 and self._is_small and own.matrices:
+                            total.copy_(own.matrices[at][owner])
                         self._add([found[slot].matrices[at][owner] for slot in few], total)
                     if first + together >= most:
                         sums.added_to += self._end_sum(owner, own, totals, present)

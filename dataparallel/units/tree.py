@@ -11,14 +11,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dataparallel.streams.current import Event, current_streams
+from dataparallel.units.before_step import before_next_step
 from dataparallel.units.calls import TensorHooks, is_inside_backward
 from dataparallel.units.deliveries import SumsOfPass
+from dataparallel.units.joint import Room
 from dataparallel.units.lines import GivenEvents, wait_for
 from dataparallel.units.on_slot import UnitOnSlot
 from dataparallel.units.owned import LastCopies
@@ -46,6 +50,7 @@ class Tree:
         self._ending_thread: int | None = None
         self._changed = threading.Condition()
         self._copies = LastCopies()
+        self._room = Room()
         self._unfinished: list[SumsOfPass] = []  # of passes that were not the last of a step
 
     @contextmanager
@@ -115,13 +120,35 @@ class Tree:
                     "this backward has lost gradients: it ran together with another one through the same modules, "
                     "which has failed. Zero the gradients, and run it again"
                 )
+            is_new = False
             while self._pass is None or not self._pass.join(only_if_alone):
                 if self._pass is None:
-                    self._pass = self._new_pass(call)
+                    self._pass, is_new = self._new_pass(call), True
                 else:  # it ends in another thread
                     self._changed.wait()
             self._pass.include(call.slots)
+            if is_new:  # once it is joined: if this raises, the pass fails
+                self._refuse_lost()
             return self._pass
+
+    def _before_step(self, optimizer: Optimizer) -> bool:
+        """Before the step of an optimizer, if a ``backward()`` has returned while another one in its pass ran on.
+
+        That one may have failed before: torch raises the error while threads are still in its nodes. A backward that
+        begins meanwhile takes part in the same pass, and loses gradients when that ends.
+
+        Returns false if the optimizer has none of the parameters, so that a later one is to be checked.
+        """
+        own = {id(parameter) for unit in self.units for parameter in unit.parameters}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            return False
+        self.settle()
+        self._refuse_lost()
+        return True
+
+    def _refuse_lost(self) -> None:
+        for unit in self.units:
+            unit.gradients.refuse_lost()
 
     def _new_pass(self, call: ForwardCall) -> BackwardPass:
         for unit in self.units:
@@ -129,7 +156,8 @@ class Tree:
             unit.gradients.drop_void()
             # Until the pass has ended, however that may be. Replicas have the full parameters.
             unit.register_sharded()
-        return BackwardPass(self.units, call.slots, call.computing, self._finish_sums, self._pass_ended)
+        returned = partial(before_next_step, self._before_step)
+        return BackwardPass(self.units, call.slots, call.computing, self._finish_sums, self._pass_ended, returned)
 
     def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
         """Takes all gradients of a unit on a slot, in the backward of their node."""
@@ -180,8 +208,9 @@ class ForwardCall:
     def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:
         self._tree, self.slots = tree, list(slots)
         tree.last_call = self
-        for unit in tree.units:
+        for number, unit in enumerate(tree.units):
             unit.renew_sources(len(slots))
+            unit.joint.room, unit.joint.number = tree._room, number
             unit.deliver, unit.settle, unit.copies = tree.deliver, tree.settle, tree._copies
         self.computing = current_streams(tree.slots)
         ready = tree.take_post_optim_event() or tree.units[0].lines.meet("calls", map(Event, self.computing.values()))

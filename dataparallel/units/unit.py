@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dataparallel import _torch
 from dataparallel.comm.host import can_pin
 from dataparallel.devices import CPU
+from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams
+from dataparallel.units.before_step import before_next_step
 from dataparallel.units.gradients import UnitGradients
+from dataparallel.units.joint import JointGathers
 from dataparallel.units.lines import Lines, wait_for
 from dataparallel.units.no_room import named_if_no_room
 from dataparallel.units.node import make_outputs
@@ -101,6 +105,7 @@ class Unit:
         self.recorded = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
         self.lines = Lines(self.slots)
         self.pieces = Pieces(self, len(self.slots), self._pieces_dropped)
+        self.joint = JointGathers(self, self.lines)
         self._shown_pieces: list[nn.Parameter] | None = None
         self.gradients = UnitGradients(self, self.recorded, self.lines)
         self.on_slots: list[UnitOnSlot] = []
@@ -140,8 +145,8 @@ class Unit:
         ``before_packing``: called before shards are copied.
 
         Raises:
-            RuntimeError: a parameter has no memory; or it is no sharded tensor any more; or it has changed while
-                gradients wait on the slots; or other code has written to a full one.
+            RuntimeError: a parameter has no memory, or is offloaded and not in host memory; or it is no sharded tensor
+                any more; or it has changed while gradients wait on the slots; or other code has written to a full one.
         """
         self.settle()
         self.refuse_overwritten()
@@ -157,6 +162,11 @@ class Unit:
                 raise RuntimeError(
                     f"the parameters of the unit {self.name!r} are on the meta device: give them memory with "
                     "to_empty(device=...) and initialise or load them before the first call"
+                )
+            if self.is_offloaded and (away := owned.off_host()) is not None:
+                raise RuntimeError(
+                    f"a parameter of the unit {self.name!r} is on {away}, and CPUOffloadPolicy keeps shards in host "
+                    "memory: load a state dict that is on the CPU, or call module.cpu() or to_empty(device='cpu')"
                 )
             if owned.is_stale():
                 before_packing()
@@ -196,11 +206,12 @@ class Unit:
             if any(found is known[position] for known in shown) or position in adopted:
                 continue
             own = self.parameters[position]
-            if not isinstance(found, ShardedTensor) or found.devices != own.devices or found.shape != own.shape:
+            if not _can_replace(found, own):
                 raise RuntimeError(
                     f"{name!r} in the unit {self.name!r} was replaced by {_described(found)}; fully_shard needs a "
-                    f"sharded parameter of shape {tuple(own.shape)} on {[*map(str, own.devices)]}. Load values with "
-                    "load_state_dict(assign=False), or pass distribute_tensor(tensor, devices)"
+                    f"sharded parameter of shape {tuple(own.shape)} on {[*map(str, own.devices)]}, placed by "
+                    f"{own.placement!r} as this one is, or by another Shard(dim) that divides the dimension evenly. "
+                    "Load values with load_state_dict(assign=False), or pass distribute_tensor(tensor, devices)"
                 )
             adopted[position] = found
         for position, parameter in adopted.items():
@@ -247,10 +258,12 @@ class Unit:
         with self._lock:
             self._sources = []
             self._pulls = len(self.slots) if pulls is None else pulls
+        self.joint.renew(self._pulls)
 
     def take_pulls(self) -> list[Event]:
-        """For each slot an event after its last pull, once."""
-        found = []
+        """Events after the last pulls of all slots, once."""
+        joint = self.joint.take_last_pull()
+        found = [] if joint is None else [joint]
         for on_slot in self.on_slots:
             event, on_slot.last_pull = on_slot.last_pull, None
             if event is not None:
@@ -270,6 +283,8 @@ class Unit:
         handle = _Unsharded(self, ready)
         if not async_op:
             handle.wait()
+        elif self.is_offloaded:
+            before_next_step(self._before_step)
         return handle
 
     def reshard(self) -> None:
@@ -291,12 +306,20 @@ class Unit:
 
     def make_owners_wait(self) -> None:
         """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
-        copies = self.copies.last()
-        pulls = [on_slot.last_pull for on_slot in self.on_slots if on_slot.last_pull is not None]
-        wait_for([*copies, *pulls], current_streams(self.slots).values())
+        found = [self.joint.last_pull(), *(on_slot.last_pull for on_slot in self.on_slots)]
+        pulls = [event for event in found if event is not None]
+        wait_for([*self.copies.last(), *pulls], current_streams(self.slots).values())
         if self.is_offloaded:
-            for event in copies:
-                event.synchronize()
+            self._wait_for_copies()
+
+    def _before_step(self, optimizer: Optimizer) -> bool:
+        self._wait_for_copies()
+        return True
+
+    def _wait_for_copies(self) -> None:
+        """The host may write to offloaded shards when this returns: they have been sent."""
+        for event in self.copies.last():
+            event.synchronize()
 
     def register_on_source(self) -> None:
         """Registers in the user's module what FSDP2 does.
@@ -358,7 +381,20 @@ class _Receiver:
         self._on_slot.received()
 
 
+def _can_replace(value: object, own: ShardedTensor) -> TypeGuard[ShardedTensor]:
+    """True if other code may register ``value`` in the place of the parameter ``own``."""
+    if not isinstance(value, ShardedTensor) or value.devices != own.devices or value.shape != own.shape:
+        return False
+    placement = value.placement
+    if not isinstance(placement, Shard):
+        return False
+    # Along other dimensions than 0 parts have to be even.
+    return placement.dim in (0, cut_of(own).dim) or value.shape[placement.dim] % len(value.devices) == 0
+
+
 def _described(value: object) -> str:
+    if isinstance(value, ShardedTensor):
+        return repr(value)
     if isinstance(value, Tensor):
         return f"a {type(value).__name__} of shape {tuple(value.shape)} on {value.device}"
     return repr(value)

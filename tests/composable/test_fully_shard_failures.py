@@ -189,11 +189,22 @@ def make_training(request: pytest.FixtureRequest) -> Callable[[list], Training]:
 
 
 @pytest.mark.slots(4, long=[2, 8])
-@pytest.mark.parametrize("layer", [0, 2, 3])
 @pytest.mark.parametrize("which", ["first", "last"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_step_after_an_error_is_that_of_one_device(kind, which, layer, slots, make_training):
-    training = make_training(slots)
+def test_the_step_after_an_error_is_that_of_one_device(kind, which, slots, make_training):
+    check_the_next_step(make_training(slots), kind, which, layer=2)
+
+
+@pytest.mark.slots(4)
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_after_an_error_in_the_first_or_last_unit_is_that_of_one_device(kind, which, layer, slots):
+    check_the_next_step(Training(slots), kind, which, layer)
+
+
+def check_the_next_step(training: Training, kind: str, which: str, layer: int) -> None:
+    slots = training.slots
     idle = allocated(slots)
     for quietly in (False, True):
         training.fail(kind, layer, 0 if which == "first" else len(slots) - 1, quietly=quietly)
@@ -225,6 +236,82 @@ def test_each_slot_may_fail(slots, make_training):
     with pytest.raises(ArithmeticError, match="in forward"):
         training.model(x)
     layer.fails[0] = ""
+    training.compare()
+
+
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("layer", range(4))
+def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots, make_training):
+    """Like `.grad` on one device they have gradients of the failed pass added, where it came so far, or not."""
+    training = make_training(slots)
+    model, twin = training.model, training.twin
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            theirs.copy_(whole(ours))
+    kept, failing, last = batch(slots, 200), batch(slots, 201, marked=1), batch(slots, 202)
+    with no_sync(model):
+        training._run(model, kept)
+    model.layers[layer].fails[0] = "hook"
+    with pytest.raises(ArithmeticError):
+        training._run(model, failing)
+    model.layers[layer].fails[0] = ""
+    training._run(model, last)
+    without, added = {}, {}
+    for found, batches in ((without, (kept, last)), (added, (kept, failing, last))):
+        for each in batches:
+            training._run(twin, each)
+        found.update(gradients(twin))
+        twin.zero_grad()
+    for name, gradient in gradients(model).items():
+        expected = [each[name] for each in (without, added)]
+        assert any(torch.allclose(gradient, each, rtol=0, atol=1e-9) for each in expected), name
+    training.optimizers[model].zero_grad()
+    training.compare()
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.not_isolated("each slot has a thread of its own in backward")
+@pytest.mark.slots(2)
+@pytest.mark.parametrize("what", ["a step", "a backward"])
+def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
+    """The first one's error is there while a thread is in a node of it, and the second one returns before it leaves."""
+    training = Training(slots)
+    model, optimizer = training.model, training.optimizers[training.model]
+    may_leave, is_inside = threading.Event(), threading.Event()
+
+    def wait(gradient: Tensor) -> None:
+        if gradient.device == torch.device(slots[1]):
+            is_inside.set()
+            assert may_leave.wait(60)
+
+    def fail(gradient: Tensor) -> None:  # in the thread that has called backward
+        assert is_inside.wait(60)
+        raises(gradient)
+
+    def let_backward_fail(module: nn.Module, inputs: object, output: Tensor) -> None:
+        output.register_hook(wait)
+
+    handle = model.layers[0].register_forward_hook(let_backward_fail)
+    on_host = torch.zeros((), dtype=torch.float64, requires_grad=True) * 1
+    on_host.register_hook(fail)
+    failing = mean_square_loss(model(batch(slots, 300))).cpu() + on_host
+    handle.remove()
+    second, third = (mean_square_loss(model(batch(slots, 301)[:1])) for _ in range(2))
+    with pytest.raises(ArithmeticError):
+        failing.backward()
+    second.backward()
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # of other parameters: not refused, and does not wait
+    leaves = threading.Timer(0.2, may_leave.set)
+    leaves.start()
+    if what == "a backward":
+        leaves.join()
+        wait_for_the_engine(slots)
+    with pytest.raises(RuntimeError, match=r"gradients of the unit .* are incomplete .*zero_grad"):
+        (optimizer.step if what == "a step" else third.backward)()
+    leaves.join()
+    wait_for_the_engine(slots)
+    assert_all_sharded(model)
+    optimizer.zero_grad()
     training.compare()
 
 

@@ -243,7 +243,7 @@ def bound(slots: int, weights: int, gradients: int = 2 * UNIT) -> int:
     return (STATES + 1) * parameters // slots + padding + ACTIVATIONS + ROOT + weights + gradients
 
 
-@pytest.mark.slots(4, long=[2, 8])
+@pytest.mark.slots(4, long=[8])
 @pytest.mark.parametrize("lags", [[], [1], [0]], ids=["together", "slot 1 lags", "slot 0 lags"])
 @pytest.mark.parametrize("way", ["default", "no prefetch", "no reshard", "in twos", "no sync"])
 def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lags, slots, root, monkeypatch):
@@ -251,8 +251,6 @@ def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lag
     assert passes._PATIENCE > LAG
     monkeypatch.setattr(passes, "_PATIENCE", 30.0)  # a busy machine may take longer than a slot lags
     before = allocated(slots)
-    if way == "in twos" and len(slots) == 2:
-        pytest.skip("one group of all slots")
     options = {"no reshard": {"reshard_after_forward": False}, "in twos": {"reshard_after_forward": 2}}.get(way, {})
     training = Training(slots, deep(), (WIDTH,), **options)
     before[0] += training.x.nbytes
@@ -327,33 +325,37 @@ def steps_of(model: nn.Module, x: Tensor) -> list[float]:
 @pytest.mark.parametrize("created_on", ["cpu", "meta"])
 def test_a_model_that_does_not_fit_on_one_device_trains_on_four(created_on, slots, root):
     """One device has room for a step's shards and units, which is less than for the training on one device."""
-    expected = steps_of(deep(12), torch.ones(SAMPLES * 4, WIDTH))
-    parameters = nbytes(deep(12).parameters())
-    size = parameters + 5 * UNIT
+
+    def model_with_values() -> nn.Module:
+        return deep(12).double()  # the losses go up and down so much that float32 is not enough to compare them
+
+    expected = steps_of(model_with_values(), torch.ones(SAMPLES * 4, WIDTH, dtype=torch.float64))
+    parameters, unit = nbytes(model_with_values().parameters()), 2 * UNIT
+    size = parameters + 5 * unit
     assert size < 1.5 * parameters
-    x = torch.ones(SAMPLES * 4, WIDTH, device=root)
+    x = torch.ones(SAMPLES * 4, WIDTH, dtype=torch.float64, device=root)
     with capacity(size):
         with pytest.raises(torch.OutOfMemoryError):
-            steps_of(deep(12).to(root), x)
+            steps_of(model_with_values().to(root), x)
         before = allocated(slots)
         for slot in slots:
             torch.sim.reset_peak_memory_stats(slot)
         if created_on == "cpu":
-            model = sharded(deep(12), slots)
+            model = sharded(model_with_values(), slots)
         else:
             with torch.device("meta"):
-                model = Deep(12)
+                model = Deep(12).double()
             sharded(model, slots)
             assert allocated(slots, before) == before
             for tensor in (*model.parameters(), *model.buffers()):
                 assert tensor.is_meta
             model.to_empty(device=root)
-            model.load_state_dict(deep(12).state_dict())
+            model.load_state_dict(model_with_values().state_dict())
         peaks = [torch.sim.max_memory_allocated(slot) - old for slot, old in zip(slots, before, strict=True)]
         # Shards of all units; of one, the parts before they are packed into its flat shard.
-        assert max(peaks) <= (parameters + UNIT) // 4 + 26 * 32
+        assert max(peaks) <= (parameters + unit) // 4 + 26 * 64
         found = steps_of(model, x)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
 
 
 # ---- a device that has no room ---------------------------------------------------------------------------------------

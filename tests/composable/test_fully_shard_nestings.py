@@ -35,7 +35,7 @@ class Part:
     Attributes:
         is_unit: it is sharded by itself. The root always is.
         is_frozen: its own parameters need no gradient.
-        reshard: ``reshard_after_forward``.
+        reshard: ``reshard_after_forward``, but a number is one for `group_size`.
         calls: how often its parent calls it.
         recomputed: ``use_reentrant`` of a checkpoint around its calls, or ``None`` without one.
         works_in_place: its first operator changes its input.
@@ -46,7 +46,7 @@ class Part:
 
     is_unit: bool
     is_frozen: bool
-    reshard: bool | None
+    reshard: bool | int | None
     calls: int
     recomputed: bool | None
     works_in_place: bool
@@ -83,7 +83,7 @@ def parts(below: st.SearchStrategy[tuple[Part, ...]]) -> st.SearchStrategy[Part]
         Part,
         is_unit=st.booleans(),
         is_frozen=st.sampled_from([False, False, False, True]),
-        reshard=st.sampled_from([None, True, False]),
+        reshard=st.sampled_from([None, True, False, 2, 3]),
         calls=st.sampled_from([1, 1, 1, 2, 0]),
         recomputed=st.sampled_from([None, None, True, False]),
         works_in_place=st.booleans(),
@@ -101,6 +101,14 @@ roots = st.recursive(
 ).filter(lambda part: 2 <= count(part) <= MOST_NODES)
 
 
+def group_size(drawn: bool | int | None, slots: int) -> bool | int | None:
+    """What to pass as ``reshard_after_forward``: for a number one that divides the slots, or ``True`` if none does."""
+    sizes = [size for size in range(2, slots) if slots % size == 0]
+    if drawn is None or isinstance(drawn, bool):
+        return drawn
+    return sizes[drawn % len(sizes)] if sizes else True
+
+
 def shard(model: Tree, slots: list[Any], policies: dict[str, Any]) -> Any:
     """Applies `fully_shard` to the units, children first, and sets what is gathered ahead."""
 
@@ -111,7 +119,8 @@ def shard(model: Tree, slots: list[Any], policies: dict[str, Any]) -> Any:
 
     for module in below_first(model):
         if module.part.is_unit or module is model:
-            fully_shard(module, devices=slots, reshard_after_forward=module.part.reshard, **policies)
+            reshard = group_size(module.part.reshard, len(slots))
+            fully_shard(module, devices=slots, reshard_after_forward=reshard, **policies)
     units: list[Any] = [module for module in model.modules() if isinstance(module, FullyShardedModule)]
     for unit in units:
         for ahead, change in zip(
@@ -171,7 +180,8 @@ def test_random_nestings(make_slots, part, count, loop, policy):
 
 
 @pytest.mark.long
-@given(roots, st.sampled_from([2, 3, 4, 8]), loops, policies)
+@pytest.mark.watchdog(1200)
+@given(roots, st.sampled_from([2, 3, 4, 6, 8]), loops, policies)
 @settings(max_examples=200, phases=PHASES, suppress_health_check=[*HealthCheck])
 def test_two_hundred_random_nestings(make_slots, part, count, loop, policy):
     trains_as_on_one_device(part, make_slots(count), loop, policy)

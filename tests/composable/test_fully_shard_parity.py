@@ -167,25 +167,40 @@ class TestACoverOfTheMatrix:
         check("gpt, units of several kinds", "none", loop, slots)
 
 
+NUMBERS = (2, 3, 4, 8)
+GPTS = [name for name in MODELS if name.startswith("gpt")]
+OTHERS = [name for name in MODELS if name not in GPTS]
+
+TOGETHER = [
+    (option, loop, [*MODELS][(i + j) % len(MODELS)], NUMBERS[(i + j // 2) % len(NUMBERS)])
+    for i, option in enumerate(OPTIONS)
+    for j, loop in enumerate(LOOPS)
+]
+"""Options, loops, models and numbers of slots, such that any two of them meet. All four at once would be 4,864."""
+
+
+def test_any_two_choices_are_tested_together():
+    for (a, first), (b, second) in itertools.combinations(enumerate([OPTIONS, LOOPS, MODELS, NUMBERS]), 2):
+        assert {(row[a], row[b]) for row in TOGETHER} == {*itertools.product(first, second)}
+
+
 @pytest.mark.long
 class TestTheFullMatrix:
-    @pytest.mark.slots(2, 3, 4, 8)
-    @every_model
+    @pytest.mark.parametrize("count", NUMBERS)
+    @pytest.mark.parametrize("model", OTHERS)
     @every_option
-    def test_each_option_with_each_model(self, option, model, slots):
-        check(model, option, "one_backward", slots)
+    def test_each_option_with_each_model(self, option, model, count, make_slots):
+        check(model, option, "one_backward", make_slots(count))
 
-    @pytest.mark.slots(2, 3, 4, 8)
-    @every_model
-    @every_loop
-    def test_each_loop_with_each_model(self, loop, model, slots):
-        check(model, "none", loop, slots)
-
-    @pytest.mark.slots(2, 3, 4, 8)
+    @pytest.mark.parametrize("count", NUMBERS)
     @every_option
-    @every_loop
-    def test_each_option_with_each_loop(self, option, loop, slots):
-        check("gpt, units of several kinds", option, loop, slots)
+    def test_each_option_with_a_gpt(self, option, count, make_slots):
+        kind = GPTS[([*OPTIONS].index(option) + NUMBERS.index(count)) % len(GPTS)]
+        check(kind, option, "one_backward", make_slots(count))
+
+    @pytest.mark.parametrize(("option", "loop", "model", "count"), TOGETHER)
+    def test_any_two_choices(self, option, loop, model, count, make_slots):
+        check(model, option, loop, make_slots(count))
 
 
 class TestOtherSlots:
@@ -347,6 +362,7 @@ class TestAnyTreeOfUnits:
         self.run(tree, option, loop, make_slots(count))
 
     @pytest.mark.long
+    @pytest.mark.watchdog(1200)
     @given(trees, st.sampled_from(sorted(OPTIONS)), st.sampled_from(sorted(LOOPS)), st.sampled_from([2, 3, 4, 8]))
     @settings(max_examples=150)
     def test_many(self, make_slots, tree, option, loop, count):

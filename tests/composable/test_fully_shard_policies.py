@@ -262,6 +262,30 @@ class TestCopiesOfOffloadedShards:
         assert sent
         assert sent <= launches.complete_at_the_end()
 
+    @pytest.mark.slots(3)
+    @pytest.mark.parametrize("what", ["an optimizer steps", "a state dict is loaded", "it is sharded again"])
+    def test_shards_may_be_written_while_an_unshard_is_on_its_way(self, what, slots):
+        """The host waits until they have left, before it writes."""
+        model = make(slots)
+        optimizer = torch.optim.SGD(model.parameters())
+        values = model.state_dict()
+        model(rows(slots))
+        with Launches() as launches:
+            handle = model.layers[1].unshard(async_op=True)
+            if what == "an optimizer steps":
+                optimizer.step()
+            elif what == "a state dict is loaded":
+                model.layers[1].load_state_dict(
+                    {name.removeprefix("layers.1."): v for name, v in values.items() if name.startswith("layers.1.")}
+                )
+            else:
+                model.layers[1].reshard()
+            probe(slots)
+        sent = {launch.index for launch in launches.sent(to_host=False)}
+        assert sent
+        assert sent <= launches.complete_at_the_end()
+        handle.wait()
+
 
 class Seen(nn.Module):
     """A linear layer that notes the dtypes of its input, weight and buffer."""

@@ -34,10 +34,22 @@ def assert_same_bits(runs: list[Trained]) -> None:
         assert_same(other, first, atol=0)
 
 
-@pytest.mark.slots(4, long=[2, 3, 8])
+@pytest.mark.slots(4)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_gradients_repeat_from_run_to_run(reshard_after_forward, loop, slots):
+    assert_gradients_repeat(reshard_after_forward, loop, slots)
+
+
+@pytest.mark.long
+@pytest.mark.slots(2, 3, 8)
+@pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_gradients_repeat_on_other_numbers_of_slots(reshard_after_forward, loop, slots):
+    assert_gradients_repeat(reshard_after_forward, loop, slots)
+
+
+def assert_gradients_repeat(reshard_after_forward: bool, loop: str, slots: list) -> None:
     build = MODELS["gpt"].build
     assert_same_bits([trained(build, slots, loop, reshard_after_forward=reshard_after_forward) for _ in range(RUNS)])
 
@@ -49,7 +61,7 @@ def test_options_that_move_bytes_otherwise_change_no_bit(slots):
     assert_same_bits([trained(build, slots, reshard_after_forward=kept) for kept in (True, False, 2)])
 
 
-@pytest.mark.slots(4, long=[2, 8])
+@pytest.mark.slots(4, long=[8])
 @pytest.mark.parametrize("recomputed", ["nothing", "inside", "around"])
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_dropout_repeats_from_run_to_run(recomputed, use_reentrant, slots):

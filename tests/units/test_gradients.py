@@ -15,6 +15,7 @@ from torch import Tensor
 from dataparallel.streams.current import Event, current_streams, streams_joined, streams_set
 from dataparallel.units.deliveries import SumsOfPass
 from dataparallel.units.layout import Layout
+from dataparallel.units.sums import UnitSums
 from dataparallel.units.unit import Precision, Unit
 from made_units import unit_of, values
 
@@ -179,6 +180,65 @@ class TestWithoutSynchronisation:
         run_pass(unit, slots, {})
         total = sum(10.0**slot for slot in range(len(slots)))
         assert_sums(unit, [total, 2 * total])
+
+    @pytest.mark.parametrize("is_offloaded", [False, True])
+    @pytest.mark.parametrize("deliver", [[1], [0, 2], [0, 1, 2]], ids=str)
+    def test_a_failed_pass_that_was_to_add_them_up_leaves_them(self, deliver, is_offloaded, slots):
+        """If all slots have delivered they are in the gradients, which lie on the owners or else are not there yet."""
+        unit = unit_of(values(), slots, is_offloaded=is_offloaded)
+        unit.requires_gradient_sync = False
+        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        unit.requires_gradient_sync = True
+        sums = begin(slots)
+        for slot in deliver:
+            unit.gradients.deliver(slot, grads(slot, slots, unit, 5.0), sums)
+        unit.gradients.end(None)
+        sums.drop()
+        run_pass(unit, slots, {slot: [grads(slot, slots, unit, 2.0)] for slot in range(3)})
+        has_failed_ones = len(deliver) == 3 and not is_offloaded
+        assert_sums(unit, [888, 1776] if has_failed_ones else [333, 666])
+
+    def test_a_sum_at_the_end_of_a_pass_that_fails_leaves_them(self, unit, slots, monkeypatch):
+        unit.requires_gradient_sync = False
+        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        unit.requires_gradient_sync = True
+        sums = begin(slots)
+        with monkeypatch.context() as patch:
+            patch.setattr(UnitSums, "_end_sum", _no_room)
+            with pytest.raises(torch.OutOfMemoryError):
+                unit.gradients.end(sums)
+        unit.gradients.end(None)
+        sums.drop()
+        unit.gradients.refuse_lost()  # nothing was added
+        run_pass(unit, slots, {})
+        assert_sums(unit, [111, 222])
+
+    def test_a_sum_that_fails_in_between_is_refused_until_gradients_are_zeroed(self, unit, slots, monkeypatch):
+        """Some owners have added their part and others have not."""
+        unit.requires_gradient_sync = False
+        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        unit.requires_gradient_sync = True
+        sums, end_sum = begin(slots), UnitSums._end_sum
+
+        def second_has_no_room(self, owner, *args):
+            if owner == 1:
+                _no_room()
+            return end_sum(self, owner, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(UnitSums, "_end_sum", second_has_no_room)
+            with pytest.raises(torch.OutOfMemoryError):
+                unit.gradients.end(sums)
+        unit.gradients.end(None)
+        sums.drop()
+        for parameter in unit.parameters:
+            with pytest.raises(RuntimeError, match="zero_grad"):
+                unit.gradients.refuse_lost()
+            parameter.grad = None
+        unit.gradients.refuse_lost()
+        unit.gradients.drop_void()
+        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        assert_sums(unit, [111, 222])
 
     def test_deliveries_of_two_threads_to_one_slot_are_added(self, unit, slots, monkeypatch):
         """On the CPU a backward runs in the thread that has called it."""

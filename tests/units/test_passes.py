@@ -27,7 +27,13 @@ class Ended:
             if self.error is not None and sums is not None:
                 raise self.error
 
-        return SimpleNamespace(gradients=SimpleNamespace(end=end), is_last_backward=True)
+        def note_lost(computing: Any) -> None:
+            self.told.append((name, "lost"))
+
+        return SimpleNamespace(gradients=SimpleNamespace(end=end, note_lost=note_lost), is_last_backward=True)
+
+    def returned(self) -> None:
+        self.told.append("returned")
 
     def pass_ended(self, ended: BackwardPass, has_failed: bool) -> None:
         self.told.append("failed" if has_failed else "done")
@@ -42,7 +48,12 @@ def ended() -> Ended:
 def running(ended: Ended, slots: list) -> BackwardPass:
     devices = [torch.device(slot) for slot in slots]
     return BackwardPass(
-        [ended.unit("a"), ended.unit("b")], devices, current_streams(devices), lambda: None, ended.pass_ended
+        [ended.unit("a"), ended.unit("b")],
+        devices,
+        current_streams(devices),
+        lambda: None,
+        ended.pass_ended,
+        ended.returned,
     )
 
 
@@ -82,10 +93,10 @@ class TestTheEnd:
     def test_comes_after_the_backward_around_a_reentrant_one(self, running, ended):
         def inner() -> None:
             in_backward(running.join)
-            assert ended.told == []
+            assert ended.told == ["returned"]
 
         in_backward(running.join, inner, lambda: ended.told.append("outer"))
-        assert ended.told == ["outer", *DONE]
+        assert ended.told == ["returned", "outer", *DONE]
 
     def test_comes_when_one_of_two_fails_inside_the_other(self, running, ended):
         with pytest.raises(ValueError, match="in backward"):
@@ -102,10 +113,26 @@ class TestTheEnd:
         thread.start()
         assert has_joined.wait(60)
         in_backward(running.join)
-        assert ended.told == []
+        assert ended.told == ["returned"]
         may_end.set()
         thread.join()
-        assert ended.told == DONE
+        assert ended.told == ["returned", *DONE]
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_of_a_failed_backward_says_that_one_which_has_returned_lost_gradients(self, running, ended):
+        has_joined, may_fail = threading.Event(), threading.Event()
+
+        def other() -> None:
+            with pytest.raises(ValueError, match="in backward"):
+                in_backward(running.join, has_joined.set, lambda: may_fail.wait(60), fail)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert has_joined.wait(60)
+        in_backward(running.join)
+        may_fail.set()
+        thread.join()
+        assert ended.told == ["returned", *FAILED[:-1], ("a", "lost"), ("b", "lost"), "failed"]
 
     def test_that_fails_itself_drops_what_waits_and_raises(self, running, ended):
         ended.error = ValueError("in a sum")

@@ -81,7 +81,7 @@ def pieces(model: Any) -> list[Any]:
 
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
-    """The sources that slots have pulled from."""
+    """The sources that slots have pulled from, each slot by itself."""
     return recorded_gathers(monkeypatch)
 
 

@@ -1,0 +1,176 @@
+"""Gathers of small units are launched once for all slots. What arrives too early is limited, and never kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.composable import fully_shard
+from dataparallel.units import joint
+from dataparallel.units.owned import Source
+from made_units import recorded_gathers
+
+pytestmark = pytest.mark.devices("sim")
+
+WIDTH = 13
+
+
+class Blocks(nn.Module):
+    """Small units, which run ``times`` times each. The root has a parameter too."""
+
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 29), nn.Linear(29, WIDTH)) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.times = times
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            for _ in range(self.times):
+                x = torch.tanh(block(x))
+        if self.fails:
+            raise ArithmeticError("in forward")
+        return x * self.scale
+
+
+def make(slots: list[Any], times: int = 1) -> Any:
+    torch.manual_seed(0)
+    model = Blocks(times).to(slots[0])
+    for block in model.blocks:
+        fully_shard(block, devices=slots)
+    return fully_shard(model, devices=slots)
+
+
+def units(model: Any) -> list[Any]:
+    return [fully_shard.state(module).unit for module in (model, *model.blocks)]
+
+
+def room_of(model: Any) -> int:
+    """The bytes that wait at slots."""
+    (room,) = {unit.joint.room for unit in units(model)}
+    return room._used
+
+
+def rows(slots: list[Any]) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2 * len(slots), WIDTH, generator=generator).to(slots[0])
+
+
+def steps(model: Any, slots: list[Any], number: int = 2) -> list[Tensor]:
+    """The parameters after a few steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(number):
+        optimizer.zero_grad()
+        model(rows(slots)).square().mean().backward()
+        optimizer.step()
+    return [parameter.full_tensor().detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    """The sources from which pieces have been pulled: one for each gather of a unit."""
+    return recorded_gathers(monkeypatch, jointly=True)
+
+
+@pytest.mark.slots(4, long=[3, 8])
+def test_one_gather_is_for_all_slots(slots, gathers):
+    model = make(slots)
+    loss = model(rows(slots)).square().mean()
+    assert len(gathers) == 4
+    loss.backward()
+    assert len(gathers) == 4 + 3  # the root keeps its parameters until backward
+    assert room_of(model) == 0
+
+
+@pytest.mark.slots(4)
+def test_a_step_sends_what_slots_receive_once(slots):
+    """A unit's parts go to one slot, and the whole goes to the others."""
+    model = make(slots)
+    with torch.no_grad():
+        model(rows(slots))
+        with torch.sim.counted() as counts:
+            model(rows(slots))
+    copied = sum(number for (origin, target), number in counts.copied.items() if origin != target)
+    parameters = sum(unit.full_bytes for unit in units(model))
+    batch = 2 * rows(slots).nbytes  # scattered and gathered
+    assert copied <= parameters * len(slots) + batch
+
+
+@pytest.mark.slots(4, long=[3, 8])
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("room", [0, 6000, 2**19])
+def test_has_the_bits_of_gathers_by_each_slot(times, room, slots, monkeypatch):
+    """Also where a slot needs a unit again before others have needed it, and where there is not room for all."""
+    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", room)
+    model = make(slots, times)
+    found = steps(model, slots)
+    assert room_of(model) == 0
+    monkeypatch.setattr(joint, "_GATHERED_JOINTLY", 0)
+    expected = steps(make(slots, times), slots)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.slots(4)
+def test_without_room_slots_pull_by_themselves(slots, gathers, monkeypatch):
+    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", 0)
+    with torch.no_grad():
+        make(slots)(rows(slots))
+    assert len(gathers) == 4 * len(slots)
+
+
+@pytest.mark.slots(4)
+def test_a_forward_that_fails_leaves_nothing_waiting(slots):
+    model = make(slots)
+    expected = steps(make(slots), slots)
+    model.fails = True
+    with pytest.raises(ArithmeticError):
+        model(rows(slots))
+    assert room_of(model) == 0
+    assert not any(unit.joint._waiting for unit in units(model))
+    model.fails = False
+    assert all(map(torch.equal, steps(model, slots), expected))
+
+
+@pytest.mark.slots(4)
+def test_what_waits_is_not_used_after_a_change(slots):
+    """The slot that comes after the change has the new values."""
+    model = make(slots)
+    unit = units(model)[1]
+    unit.refresh()
+    first, second = unit.on_slots[:2]
+    first.start(unit.lines.now())
+    unit.make_owners_wait()
+    with torch.no_grad():
+        next(iter(model.blocks[0].parameters())).mul_(2)
+    second.make_full(unit.lines.now())
+    expected = next(iter(model.blocks[0].parameters())).full_tensor()
+    assert torch.equal(second.parameters[0].cpu(), expected.detach().cpu())
+    unit.free()
+    unit.make_owners_wait()
+    assert not unit.joint._waiting
+
+
+@pytest.mark.slots(4)
+def test_no_room_on_a_device_names_it(slots, monkeypatch):
+    """It is the device for which another slot's gather has no room, and the next call finds everything as it was."""
+    model = make(slots)
+    expected = steps(make(slots), slots)
+    empty = torch.empty
+
+    def without_room(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") == slots[2]:
+            raise torch.OutOfMemoryError("no room")
+        return empty(*args, **kwargs)
+
+    for unit in units(model):
+        unit.refresh()
+    with monkeypatch.context() as patch:
+        patch.setattr(joint.torch, "empty", without_room)
+        for unit in units(model):
+            with pytest.raises(torch.OutOfMemoryError, match=f"^{slots[2]} has no room for .* of parameters of the"):
+                unit.on_slots[0].start(unit.lines.now())
+            assert not unit.on_slots[0].is_started
+    assert all(map(torch.equal, steps(model, slots), expected))
+    assert room_of(model) == 0
