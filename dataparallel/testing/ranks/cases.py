@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dataparallel.testing.ranks import processes, slots, subtests, threads
-from dataparallel.testing.ranks.child import Found
+from dataparallel.testing.ranks.found import Found, find
 from dataparallel.testing.ranks.rank import Rank
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class ProcessTest(_RankTest):
 
     def _in_ranks(self, name: str) -> None:
         __tracebackhide__ = True
-        found = processes.find(type(self))
+        found = find(type(self))
         processes.on_processes(
             run_method, found, name, ranks=self.world_size, backend=self.backend, timeout=self.timeout, comms=False
         )

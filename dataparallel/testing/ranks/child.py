@@ -7,8 +7,6 @@ where the function is, its arguments, and the state of the process that asks. Th
 from __future__ import annotations
 
 import faulthandler
-import importlib
-import importlib.util
 import os
 import pickle
 import random
@@ -17,19 +15,18 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from dataparallel.testing.ranks import comms
+from dataparallel.testing.ranks.found import Found
 from dataparallel.testing.ranks.rank import Rank
 from dataparallel.testing.ranks.reports import Ended, describe
 
-__all__ = ["LOST", "SLOW", "STACKS", "Call", "Found", "run"]
+__all__ = ["LOST", "SLOW", "STACKS", "Call", "run"]
 
 # Asks a rank for the stacks of all its threads. Users' code has its own use for the better known signals.
 STACKS = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
@@ -52,27 +49,6 @@ LOST = 70  # the exit code of a rank that could not say why it ends
 
 # A rank whose run nobody watches any more, because the fork server was killed, ends itself that long after its time.
 ORPHANED = 60.0
-
-
-@dataclass
-class Found:
-    """Where a function or a class is, so that another process finds it.
-
-    Attributes:
-        module: the name of its module.
-        file: the module's file; the module may be in no folder of ``sys.path``.
-        name: the qualified name in the module.
-        packages: the names of the module's packages, outermost first, and their folders.
-    """
-
-    module: str
-    file: str | None
-    name: str
-    packages: dict[str, list[str]] = field(default_factory=dict)
-
-    def load(self) -> Any:
-        """The function or the class, in another process than that which has found it."""
-        return attrgetter(self.name)(_module(self))
 
 
 @dataclass
@@ -167,50 +143,6 @@ def _settle(folder: Path, number: int, call: Call) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the ranks share the processors, as with torchrun
-
-
-def _module(found: Found) -> ModuleType:
-    """The module that the test's process has under this name, made from the same file."""
-    if found.module == "__main__":
-        # As in torch.multiprocessing's processes: `if __name__ == "__main__":` is not for the ranks.
-        if found.file is None:
-            raise RuntimeError("the function of a test has to be in a file: another process cannot find it in a prompt")
-        module = _from_file("__mp_main__", found.file)
-        sys.modules["__main__"] = module
-        return module
-    try:
-        module = importlib.import_module(found.module)
-        if found.file is None or _same(getattr(module, "__file__", None), found.file):
-            return module
-        del sys.modules[found.module]  # another file of this name
-    except ImportError as error:
-        if found.file is None or not _is_of(error, found):
-            raise
-    assert found.file is not None
-    for name, folders in found.packages.items():
-        if name not in sys.modules:
-            package = sys.modules[name] = ModuleType(name)
-            package.__path__ = folders
-    return _from_file(found.module, found.file)
-
-
-def _same(one: str | None, other: str) -> bool:
-    return one is not None and Path(one).exists() and Path(one).samefile(other)
-
-
-def _is_of(error: ImportError, found: Found) -> bool:
-    """If the module itself or one of its packages was not found, and not what it imports."""
-    return error.name is not None and f"{found.module}.".startswith(f"{error.name}.")
-
-
-def _from_file(name: str, file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise RuntimeError(f"{file} is no file of Python that a rank can import")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _pickled(ended: Ended) -> bytes:

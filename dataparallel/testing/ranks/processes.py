@@ -6,7 +6,6 @@ time. Nothing of a run is left when the call returns, however it does: no proces
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import pickle
@@ -14,10 +13,8 @@ import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import unittest
 from collections.abc import Callable
@@ -26,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from dataparallel.testing.ranks import comms
-from dataparallel.testing.ranks.child import Call, Found
+from dataparallel.testing.ranks.child import Call
+from dataparallel.testing.ranks.found import find
 from dataparallel.testing.ranks.reports import TAIL, Ended, How, conclude
+from dataparallel.testing.ranks.start import server
 
-__all__ = ["find", "on_processes"]
+__all__ = ["on_processes"]
 
 GRACE = 1.0  # seconds that the other ranks have after one has failed, to say what they have seen of it
-START = 120.0  # seconds for the fork server to import torch on a busy machine
 FLOOD = 64 * 2**20  # bytes of output that a rank may write
 
 STOPPED = "was stopped, as another rank had failed"
@@ -74,7 +72,7 @@ def on_processes(
     Raises:
         RanksFailed: an `AssertionError` that names the rank that failed first, and says for each rank how it ended.
         unittest.SkipTest: if a rank has skipped the test, or if this torch or system lacks what it needs.
-        TypeError: if the function cannot be found by its name, or an argument cannot be pickled.
+        TypeError: if the function cannot be found by its file and name, or an argument cannot be pickled.
         ValueError: if ``ranks`` or ``timeout`` is out of range.
     """
     __tracebackhide__ = True
@@ -125,102 +123,6 @@ def _backend(backend: str | None, ranks: int, needed: bool) -> str | None:
     return backend
 
 
-def find(thing: Any) -> Found:
-    """Where another process finds a function or a class.
-
-    Raises:
-        TypeError: if it is no function or class of a module.
-    """
-    name = getattr(thing, "__qualname__", type(thing).__name__)
-    module = sys.modules.get(getattr(thing, "__module__", None) or "")
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not thing or module is None:
-        raise TypeError(
-            f"the ranks look the function up in its module, where there is no {name}: pass a function that is defined "
-            "at the top of its module, without a decorator that hides its name"
-        )
-    packages = {}
-    parts = module.__name__.split(".")
-    for count in range(1, len(parts)):
-        package = sys.modules.get(".".join(parts[:count]))
-        packages[".".join(parts[:count])] = list(getattr(package, "__path__", []))
-    file = getattr(module, "__file__", None)
-    return Found(module.__name__, None if file is None else os.path.abspath(file), name, packages)
-
-
-class _Server:
-    """The fork server of this process, started when it is first needed."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.control: socket.socket | None = None
-        self.owner = 0
-        self.preload: set[str] = set()  # what ranks have imported: the next ones are likely to need it
-
-    def start(self, folder: Path, descriptors: list[int], answer: socket.socket) -> list[int]:
-        """Forks the ranks of one run, and returns their process ids."""
-        with self.lock:
-            if self.owner != os.getpid() or self.process is None or self.process.poll() is not None:
-                self._open()
-            assert self.control is not None
-            message = json.dumps([str(folder), sorted(self.preload)])
-            try:
-                socket.send_fds(self.control, [message.encode()], descriptors)
-                answer.settimeout(START)
-                line = _line(answer)
-            except OSError as error:
-                raise RuntimeError(f"the fork server of the tests does not answer: {error}") from error
-        if not line:
-            raise RuntimeError("the fork server of the tests has ended; its error is on stderr")
-        processes: list[int] = json.loads(line)["processes"]
-        return processes
-
-    def _open(self) -> None:
-        self.control, theirs = socket.socketpair()
-        script = (
-            "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            "from dataparallel.testing.ranks.server import serve; serve(int(sys.argv[2]))"
-        )
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", script, json.dumps(sys.path), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for this process, which then ends the ranks
-            )
-        self.owner = os.getpid()
-
-    def close(self) -> None:
-        if self.owner != os.getpid() or self.control is None or self.process is None:
-            return
-        self.control.close()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.control = self.process = None
-
-
-_server = _Server()
-atexit.register(_server.close)
-
-
-def _line(connection: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte:
-            break
-        line += byte
-    return line
-
-
 class _Rank:
     """What this process knows of a rank."""
 
@@ -261,7 +163,7 @@ class _Run:
                 try:
                     with theirs:
                         pipes = self._pipes()
-                        self.processes = _server.start(folder, [theirs.fileno(), *pipes], ours)
+                        self.processes = server.start(folder, [theirs.fileno(), *pipes], ours)
                 finally:
                     for descriptor in pipes:
                         os.close(descriptor)
@@ -406,7 +308,7 @@ def _ended(rank: _Rank) -> Ended:
         else:
             what = f"left with exit code {rank.code}, without a word"
         ended = Ended(rank.number, "died", what, rank.at)
-    _server.preload.update(ended.imported)
+    server.preload.update(ended.imported)
     ended.output = output
     return ended
 

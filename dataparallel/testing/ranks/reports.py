@@ -28,9 +28,6 @@ CALLERS = (str(Path(__file__).parent) + os.sep, str(Path(unittest.__file__).pare
 TAIL = 8 * 1024  # characters of a rank's output that a report shows
 STACKS = 32 * 1024
 
-# A dying process closes its connections before its death is known. Its peers' errors may come that much earlier.
-NOTICED = 0.5
-
 
 class RanksFailed(AssertionError):
     """A test has failed in one rank or more.
@@ -127,8 +124,13 @@ def conclude(place: Place, ended: list[Ended], seconds: float) -> list[Any]:
     raise RanksFailed(_report(place, ended, reason, seconds), reason.number)
 
 
-def _order(end: Ended) -> tuple[bool, float, int]:
-    return (end.how == "stopped", end.at - (NOTICED if end.how == "died" else 0.0), end.number)
+def _order(end: Ended) -> tuple[bool, bool, float, int]:
+    """The reason comes first.
+
+    A death without a word is one, even if its peers' errors seem to be earlier: a dying process closes its connections
+    before its death is known.
+    """
+    return (end.how == "stopped", end.how != "died", end.at, end.number)
 
 
 def _xfail(what: str) -> NoReturn:

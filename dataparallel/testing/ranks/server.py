@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -41,6 +42,7 @@ LINGER = 0.5
 
 @dataclass
 class _Run:
+    folder: str
     socket: socket.socket
     alive: dict[int, int] = field(default_factory=dict)  # from process id to rank
     lingering: dict[int, float] = field(default_factory=dict)  # the groups of dead ranks, and until when they may stay
@@ -118,7 +120,7 @@ class _Server:
             return False
         folder, preload = json.loads(message)
         import_all(preload)
-        run = _Run(socket.socket(fileno=descriptors[0]))
+        run = _Run(folder, socket.socket(fileno=descriptors[0]))
         pipes = [(descriptors[at], descriptors[at + 1]) for at in range(1, len(descriptors), 2)]
         for number, (output, word) in enumerate(pipes):
             process = os.fork()
@@ -226,10 +228,14 @@ class _Server:
             run.socket.sendall(json.dumps(news).encode() + b"\n")
 
     def end_all(self) -> None:
+        """Ends all ranks, and removes what their runs would remove that nobody waits for any more."""
         for run in self.runs:
             for process in [*run.alive, *run.lingering]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process, signal.SIGKILL)
+            for process in run.alive:
+                os.waitpid(process, 0)
+            shutil.rmtree(run.folder, ignore_errors=True)
         for process in self.orphans():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

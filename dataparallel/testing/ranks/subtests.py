@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import unittest
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -49,6 +50,8 @@ def run_subtests(
                 raise
             ended = describe(0, error, 0.0)
             if ended.how == "raised":
+                # Where the other ranks still wait in this combination, it is the output that tells of it.
+                print(f"{text}: {ended.what}", file=sys.stderr, flush=True)
                 failed.append(f"{text}: {ended.what}\n{ended.trace}")
             else:
                 skipped.append(f"{text}: {ended.what}")

@@ -133,7 +133,9 @@ def _installed(threaded: ModuleType) -> Iterator[None]:
         threaded.ProcessLocalGroup.reset()
         stack.callback(_reset, threaded)
         stack.callback(_leave, threaded, before)
-        threaded._install_threaded_pg()
+        world = threaded._install_threaded_pg()
+        if not hasattr(world, "comms"):
+            world.comms = []  # torch 2.11 asks for it when a group ends, and its threads have none
         stack.enter_context(_replaced(threaded, "_store_based_barrier", _meet))
         propagator = _propagator()
         if propagator is not None:  # computes with fake tensors, which threads must not do at once
@@ -229,8 +231,13 @@ class _Run:
             if self._running():
                 self._release()
                 self._wait(GRACE)
-            for number, stack in hung.items():  # also of those that could be released
-                self._say(number, f"did not end within {self.timeout:g} s", stack, "died")
+            # Those that could be released have waited for the others, unless all have waited for each other.
+            culprits = [number for number in hung if number not in self.done] or list(hung)
+            for number, stack in hung.items():
+                if number in culprits:
+                    self._say(number, f"did not end within {self.timeout:g} s", stack, "died")
+                else:
+                    self._say(number, "waited for the others, and was released", stack, "stopped")
             for number, stack in self._stacks().items():
                 self._say(number, "did not end after another rank had failed", stack, "stopped")
         finally:  # Ctrl-C too
