@@ -157,15 +157,20 @@ def _leave(threaded: ModuleType, before: Any) -> None:
 def _one_propagates() -> AbstractContextManager[None]:
     """Inside, one thread at a time finds out placements: DTensor computes with fake tensors then.
 
-    Threads that do so at once may crash. torch 2.11 has no lock for it, so there the whole method is guarded.
+    Threads that do so at once may crash. torch 2.11 has no lock for it, so there the whole method is guarded. If it is
+    built for CUDA and there is no device, it also keeps a pointer into the first thread that uses fake tensors, which
+    is then the caller's: a rank's thread ends, and the next run would crash.
     """
     try:
+        from torch._subclasses import FakeTensorMode
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
     except ImportError:
         return contextlib.nullcontext()
     lock, method = threading.RLock(), "_propagate_tensor_meta_non_cached"
     if hasattr(ShardingPropagator, "_fake_mode_lock") or not hasattr(ShardingPropagator, method):
         return _replaced(ShardingPropagator, "_fake_mode_lock", lock)
+    with FakeTensorMode():
+        pass
     unguarded = getattr(ShardingPropagator, method)
 
     def guarded(*args: Any) -> Any:
