@@ -50,7 +50,9 @@ class Call:
         name: the operator's.
     """
 
-    def __init__(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], gradients: bool) -> None:
+    def __init__(
+        self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], gradients: bool
+    ) -> None:
         self.op = op
         self.name = str(getattr(op, "__name__", op))
         self.gradients = gradients
@@ -158,16 +160,17 @@ class Call:
         pairs = [start(output, _cotangent(output, place)) for place, output in enumerate(outputs.values())]
         wanted = {name: value for name, value in outcome.inputs.items() if value.requires_grad}
         found = torch.autograd.grad(
-            [output for output, _ in pairs], [*wanted.values()], [cotangent for _, cotangent in pairs], allow_unused=True
+            [output for output, _ in pairs],
+            [*wanted.values()],
+            [cotangent for _, cotangent in pairs],
+            allow_unused=True,
         )
         return dict(zip(wanted, found, strict=True))
 
 
 def _identities(result: Any, given: dict[str, Tensor]) -> list[tuple[str, str]]:
     names = {id(value): name for name, value in given.items()}
-    return [
-        (path, names.get(id(value), "")) for path, value in leaves(result, "result") if isinstance(value, Tensor)
-    ]
+    return [(path, names.get(id(value), "")) for path, value in leaves(result, "result") if isinstance(value, Tensor)]
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -191,5 +194,8 @@ def _seeded() -> Iterator[None]:
     kind = "cuda" if accelerator is None else accelerator.type
     devices = [] if accelerator is None else range(torch.accelerator.device_count())
     with torch.random.fork_rng(devices, device_type=kind):
-        torch.manual_seed(0)
+        # torch.manual_seed asks all types of devices, and keeps a stack trace for those that have not been used.
+        torch.default_generator.manual_seed(0)
+        if accelerator is not None:
+            torch.get_device_module(accelerator).manual_seed_all(0)
         yield

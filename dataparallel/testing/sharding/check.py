@@ -1,6 +1,6 @@
 """`check_op`: an operator on plain tensors and on distributed ones, in every combination of placements.
 
-``calls`` runs the operator and keeps what can be compared; this file runs it for each combination, compares and reports.
+``calls`` runs the operator and keeps what can be compared; this file asks for each combination, compares and reports.
 On a mesh all ranks run this file together. They make all calls, then agree on how each has ended, and only then join
 results: joining is collective, and a rank that failed alone would leave the others waiting.
 """
@@ -133,15 +133,15 @@ def check_op(
             one.has_raised(error, target)
     _agree(found, target)
     if gradients:
-        for one in _right(found):
+        for one, outcome in _right(found):
             try:
-                call.gradients_of_distributed(one.outcome, target)
+                call.gradients_of_distributed(outcome, target)
             except Exception as error:
                 one.has_raised(error, target)
         _agree(found, target)
-    for one in _right(found):
+    for one, outcome in _right(found):
         try:
-            one.lines = [*_compared(one.outcome, wanted, target)]
+            one.lines = [*_compared(outcome, wanted, target)]
         except Exception as error:
             one.lines, one.error = [f"the result cannot be joined: {_said(error)}"], error
         one.code = WRONG if one.lines else RIGHT
@@ -150,8 +150,8 @@ def check_op(
     return _concluded(call, found, target)
 
 
-def _right(found: list[_Found]) -> list[_Found]:
-    return [one for one in found if one.code == RIGHT]
+def _right(found: list[_Found]) -> list[tuple[_Found, Outcome]]:
+    return [(one, one.outcome) for one in found if one.code == RIGHT and one.outcome is not None]
 
 
 def _agree(found: list[_Found], target: Target) -> None:
@@ -205,5 +205,7 @@ def _named(combination: dict[str, Placements]) -> str:
 
 
 def _short(placements: Placements) -> str:
-    words = [f"Shard({dim})" if (dim := getattr(each, "dim", None)) is not None else "Replicate()" for each in placements]
+    words = [
+        f"Shard({dim})" if (dim := getattr(each, "dim", None)) is not None else "Replicate()" for each in placements
+    ]
     return words[0] if len(words) == 1 else f"[{', '.join(words)}]"

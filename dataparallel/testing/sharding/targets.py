@@ -8,7 +8,7 @@ have seen. The methods of `OnMesh` that say so are collective: every rank of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -117,8 +117,7 @@ class OnMesh:
     """Of what a rank says to the others."""
 
     USUAL = frozenset(
-        [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-        + [torch.int64, torch.int32, torch.int8, torch.uint8]
+        [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8]
     )
     """Dtypes that every backend carries."""
 
@@ -181,7 +180,9 @@ class OnMesh:
 
         mine = torch.tensor([list(codes)], dtype=torch.int64, device=self.mesh.device_type)
         placements = [Shard(0)] * self.mesh.ndim
-        gathered: list[list[int]] = DTensor.from_local(mine, self.mesh, placements, run_check=False).full_tensor().tolist()
+        gathered: list[list[int]] = (
+            DTensor.from_local(mine, self.mesh, placements, run_check=False).full_tensor().tolist()
+        )
         return gathered
 
     def texts_of_all(self, text: str) -> list[str]:
@@ -208,7 +209,7 @@ def target_of(devices: Sequence[DeviceLike] | DeviceMesh | None) -> Target:
             return OnMesh(devices)
     if isinstance(devices, (str, torch.device, int)):
         raise TypeError(f"operators are checked over a list of devices or a DeviceMesh; got {devices!r}: pass a list")
-    return OnDevices(devices)
+    return OnDevices(cast("Sequence[DeviceLike]", devices))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
