@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from dataparallel.structures import leaves
 from dataparallel.testing.sharding.choices import can_be_distributed, looks_like_a_tensor
 from dataparallel.testing.sharding.converter import flattened, replaced
-from dataparallel.testing.sharding.differences import differences
-from dataparallel.testing.sharding.targets import Target, same_bits
+from dataparallel.testing.sharding.differences import differences, same_bits
+from dataparallel.testing.sharding.targets import Target
 
 __all__ = ["Call", "Outcome"]
 

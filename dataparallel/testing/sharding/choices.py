@@ -8,14 +8,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import is_tensor_like
 
 from dataparallel import _torch
-from dataparallel.sharded.placements import Placement, Replicate, Shard
+
+if TYPE_CHECKING:
+    from dataparallel.sharded.placements import Placement
 
 __all__ = ["Placements", "can_be_distributed", "looks_like_a_tensor", "placements_of"]
 
@@ -66,6 +68,8 @@ def placements_of(shape: Sequence[int], parts: Sequence[int], *, even_only: bool
         even_only: whether all parts must be of one size.
         may_cut: whether the tensor may be cut at all.
     """
+    from torch.distributed.tensor import Replicate, Shard
+
     dims = [dim for dim, rows in enumerate(shape) if rows > 1] if may_cut else []
     each: list[Placement] = [Replicate(), *(Shard(dim) for dim in dims)]
     found = itertools.product(*[each] * len(parts))
@@ -74,7 +78,7 @@ def placements_of(shape: Sequence[int], parts: Sequence[int], *, even_only: bool
 
 def _is_even(shape: Sequence[int], placements: Placements, parts: Sequence[int]) -> bool:
     return all(
-        rows % math.prod(count for placement, count in zip(placements, parts, strict=True) if placement == Shard(dim))
+        rows % math.prod(count for placement, count in zip(placements, parts, strict=True) if placement.is_shard(dim))
         == 0
         for dim, rows in enumerate(shape)
     )

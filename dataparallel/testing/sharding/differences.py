@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dataparallel.structures import children_of
 
-__all__ = ["differences"]
+__all__ = ["differences", "same_bits"]
 
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
 """Relative and absolute; for other dtypes it is that of `torch.testing.assert_close`."""
@@ -72,3 +72,11 @@ def _equal(got: Any, wanted: Any) -> bool:
 
 def _named(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """True if two dense tensors have the same shape, dtype and bits. NaNs are equal to themselves."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    flat = [tensor.detach().contiguous().reshape(-1).resolve_conj().view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(flat[0], flat[1])

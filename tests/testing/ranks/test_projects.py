@@ -179,6 +179,12 @@ def says(run, words):
         raise AssertionError(words)
 
 print(on_slots(function))
+try:
+    check_op(torch.neg, torch.ones(2))
+except RuntimeError as error:
+    assert "placements of torch.distributed.tensor" in str(error), error
+else:
+    raise AssertionError("sharded without torch.distributed.tensor")
 says(lambda: on_threads(function), "torch.testing._internal.distributed.multi_threaded_pg")
 torch.distributed.is_gloo_available = lambda: False
 says(lambda: on_processes(function), "built without the backend gloo")

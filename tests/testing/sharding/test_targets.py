@@ -11,7 +11,9 @@ import torch
 from dataparallel.sharded import Shard, distribute_tensor
 from dataparallel.testing import Rank
 from dataparallel.testing.ranks import on_threads
-from dataparallel.testing.sharding.targets import OnDevices, same_bits, target_of
+from dataparallel.testing.sharding.differences import same_bits
+from dataparallel.testing.sharding.on_devices import OnDevices
+from dataparallel.testing.sharding.targets import target_of
 
 pytestmark = pytest.mark.devices("cpu")
 
