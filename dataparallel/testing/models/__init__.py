@@ -1,8 +1,8 @@
 """Models for tests.
 
 `features` has one small model for each feature of modules that replicas must reproduce: ``CASES``, ``DROPOUT_CASES``.
-`layers` and `transformer` have models for sharding: small ones whose sizes divide by 2 and 4, with the names that
-torch's own tests of sharding use. `tensor_parallel` divides the transformer among processes.
+`layers` and `transformer` have small models for tests of sharding, with the names that torch's own tests of it use.
+`tensor_parallel` divides the transformer among processes.
 
 The models for sharding draw their first weights from a generator of their own (`weights`): one seed gives the same
 weights on every slot, thread and process, and the global generator stays as it is.

@@ -17,7 +17,7 @@ import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import torch
 
@@ -49,6 +49,10 @@ LOST = 70  # the exit code of a rank that could not say why it ends
 
 # A rank whose run nobody watches any more, because the fork server was killed, ends itself that long after its time.
 ORPHANED = 60.0
+
+
+_kept: list[TextIO] = []
+"""Files that stay open until the process ends: faulthandler knows only their descriptors."""
 
 
 @dataclass
@@ -135,7 +139,7 @@ def _settle(folder: Path, number: int, call: Call) -> None:
     faulthandler.enable()
     stacks = (folder / f"stacks{number}").open("w")
     faulthandler.register(STACKS, stacks, all_threads=True)
-    globals()["keeps_the_file_open"] = stacks
+    _kept.append(stacks)
     faulthandler.dump_traceback_later(call.timeout + ORPHANED, exit=True)
     with suppress(ImportError, ValueError, OSError):
         import resource

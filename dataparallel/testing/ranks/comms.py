@@ -19,7 +19,7 @@ import torch
 
 from dataparallel.testing.ranks.rank import Rank
 
-__all__ = ["Group", "choose_backend", "why_not", "with_comms"]
+__all__ = ["Group", "choose_backend", "require", "why_not", "with_comms"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -23,7 +23,7 @@ def run_subtests(
     So one start of processes and one process group serve many combinations. All ranks take them in the same order.
 
     Args:
-        case: the test case or the `Rank`.
+        case: the test case or the `Rank`. It is not used: calls read like those of torch's own tests.
         values: for each keyword argument its values. Their product is taken, the last name changing fastest.
         function: called without ``case``.
         *args: passed on.
@@ -45,9 +45,9 @@ def run_subtests(
         torch.manual_seed(0)
         try:
             function(*args, **chosen, **kwargs)
-        except BaseException as error:
-            if isinstance(error, (KeyboardInterrupt, GeneratorExit, SystemExit)):
-                raise
+        except (KeyboardInterrupt, GeneratorExit, SystemExit):
+            raise
+        except BaseException as error:  # pytest's outcomes are no `Exception`
             ended = describe(0, error, 0.0)
             if ended.how == "raised":
                 # Where the other ranks still wait in this combination, it is the output that tells of it.

@@ -70,7 +70,7 @@ def test_a_rank_is_like_a_new_process_of_this_one(monkeypatch, tmp_path, capsys)
 def test_a_fault_is_an_error_that_names_the_rank_and_the_reason(fault):
     began = time.monotonic()
     with pytest.raises(RanksFailed) as raised:
-        on_processes(faults.fail, fault, timeout=5 if fault == "hangs" else 30)
+        on_processes(faults.fail, fault, timeout=3 if fault == "hangs" else 30)
     text = str(raised.value)
     assert faults.FAULTS[fault] in text.partition("\n")[0]
     assert time.monotonic() - began < 20
@@ -124,7 +124,7 @@ def test_fifty_faulty_runs_leave_nothing(tmp_path, monkeypatch):
     assert not shared or set(os.listdir("/dev/shm")) <= shared
 
 
-def skip(rank: Rank, how: str, late: bool = False) -> None:
+def skip(rank: Rank, how: str) -> None:
     if rank.number == 1:
         if how == "unittest":
             raise unittest.SkipTest("not today")
