@@ -2,9 +2,9 @@
 
 `SlotTest`, `ThreadTest` and `ProcessTest` are in ``cases``; ``slots``, ``threads`` and ``processes`` run a function in
 each place; `Rank` tells it where it is. ``comms`` has `with_comms`, ``marks`` what a test needs, ``subtests``
-`run_subtests`, ``reports`` the error of a failed run. Processes are forked by ``server``, which ``start`` starts; what
-they do is in ``child``, and how they find the test in ``found``. The library does not import this package, and
-importing it imports nothing of ``torch.distributed``.
+`run_subtests`, ``reports`` the error of a failed run. ``threaded_group`` is torch's process group for threads.
+Processes are forked by ``server``, which ``start`` starts; what they do is in ``child``, and how they find the test in
+``found``. The library does not import this package, and importing it imports nothing of ``torch.distributed``.
 """
 
 from dataparallel.testing.ranks.cases import ProcessTest, SlotTest, ThreadTest

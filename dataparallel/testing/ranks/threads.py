@@ -1,36 +1,30 @@
 """`on_threads`: runs a function in n threads of this process, one for each rank, with torch's threaded process group.
 
-torch has that group for its own tests, under a private name. All of torch's private names that the threads need are in
-this file; without one of them a test is skipped with a sentence.
+`threaded_group` has that group, and releases ranks from it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import threading
 import time
 import traceback
-import unittest
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from dataparallel.testing.ranks import comms as groups
 from dataparallel.testing.ranks.rank import Rank
 from dataparallel.testing.ranks.reports import Ended, conclude, describe
+from dataparallel.testing.ranks.threaded_group import installed, is_released, release, threaded_group
 
 __all__ = ["on_threads"]
 
 GRACE = 2.0  # seconds that the other threads have after one has failed
-
-GROUP = "torch.testing._internal.distributed.multi_threaded_pg"
-NEEDED = ("_install_threaded_pg", "_uninstall_threaded_pg", "ProcessLocalGroup")
 
 _one_run = threading.Lock()  # torch's threaded group is one for the process
 _of_a_rank = threading.local()
@@ -84,7 +78,7 @@ def on_threads(
         raise ValueError(f"threads have one backend, 'threaded'; got {backend!r}: run the test in processes")
     if getattr(_of_a_rank, "inside", False):
         raise RuntimeError("on_threads was called inside a rank, and torch has one threaded process group at a time")
-    threaded = _threaded_group() if comms else None
+    threaded = threaded_group() if comms else None
     with _one_run:
         _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
         for thread in _abandoned:
@@ -96,119 +90,9 @@ def on_threads(
                 "would mix with those of this test. Mend that test, or run it in processes"
             )
         began = time.monotonic()
-        with contextlib.nullcontext() if threaded is None else _installed(threaded):
+        with contextlib.nullcontext() if threaded is None else installed(threaded, lambda: bool(_abandoned)):
             ended = _Run(function, args, kwargs, ranks, timeout, threaded).ended()
         return conclude("threads", ended, time.monotonic() - began)
-
-
-def _threaded_group() -> ModuleType:
-    """torch's module, or a skip that says what is missing."""
-    if not torch.distributed.is_available():
-        raise unittest.SkipTest(groups.why_not())
-    try:
-        module = importlib.import_module(GROUP)
-        missing = [name for name in NEEDED if not hasattr(module, name)]
-    except Exception as error:  # torch's private modules may need anything
-        reason = f"{type(error).__name__}: {error}"
-    else:
-        if not missing:
-            return module
-        reason = f"it has no {missing[0]}"
-    raise unittest.SkipTest(
-        f"torch {torch.__version__} has no usable {GROUP}, the process group of threads ({reason}): run the test in "
-        "processes"
-    )
-
-
-@contextmanager
-def _installed(threaded: ModuleType) -> Iterator[None]:
-    """Inside, each thread has process groups of its own, and what torch shares between threads is guarded."""
-    from torch.distributed import distributed_c10d
-
-    isolate = getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode", lambda _: None)
-    with contextlib.ExitStack() as stack:
-        stack.callback(isolate, False)
-        isolate(True)
-        before = distributed_c10d._world
-        threaded.ProcessLocalGroup.reset()
-        stack.callback(_reset, threaded)
-        stack.callback(_leave, threaded, before)
-        world = threaded._install_threaded_pg()
-        if not hasattr(world, "comms"):
-            world.comms = []  # torch 2.11 asks for it when a group ends, and its threads have none
-        stack.enter_context(_replaced(threaded, "_store_based_barrier", _meet))
-        stack.enter_context(_one_propagates())
-        yield
-
-
-def _reset(threaded: ModuleType) -> None:
-    """Forgets the failure of a run, unless one of its threads has still to hear of it."""
-    if not _abandoned:
-        threaded.ProcessLocalGroup.reset()
-
-
-def _leave(threaded: ModuleType, before: Any) -> None:
-    from torch.distributed import distributed_c10d
-
-    threaded._uninstall_threaded_pg()
-    distributed_c10d._world = before
-
-
-def _one_propagates() -> AbstractContextManager[None]:
-    """Inside, one thread at a time finds out placements: DTensor computes with fake tensors then.
-
-    Threads that do so at once may crash. torch 2.11 has no lock for it, so there the whole method is guarded. If it is
-    built for CUDA and there is no device, it also keeps a pointer into the first thread that uses fake tensors, which
-    is then the caller's: a rank's thread ends, and the next run would crash.
-    """
-    try:
-        from torch._subclasses import FakeTensorMode
-        from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    except ImportError:
-        return contextlib.nullcontext()
-    lock, method = threading.RLock(), "_propagate_tensor_meta_non_cached"
-    if hasattr(ShardingPropagator, "_fake_mode_lock") or not hasattr(ShardingPropagator, method):
-        return _replaced(ShardingPropagator, "_fake_mode_lock", lock)
-    with FakeTensorMode():
-        pass
-    unguarded = getattr(ShardingPropagator, method)
-
-    def guarded(*args: Any) -> Any:
-        with lock:
-            return unguarded(*args)
-
-    return _replaced(ShardingPropagator, method, guarded)
-
-
-@contextmanager
-def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    if not hasattr(holder, name):
-        yield
-        return
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, before)
-
-
-def _meet(rank: int, store: Any, group_name: str, count: int, timeout: timedelta, *_: Any) -> None:
-    """All ranks of a group wait here for each other when it is made. Unlike torch's, it ends when a rank has failed."""
-    terminated = sys.modules[GROUP].ProcessLocalGroup._terminate
-    key = f"met:{group_name}"
-    store.add(key, 1)
-    until = time.monotonic() + timeout.total_seconds()
-    while store.add(key, 0) < count:
-        if terminated.is_set():
-            raise _Released
-        if time.monotonic() > until:
-            raise RuntimeError(f"rank {rank} has waited {timeout} for the other ranks of a new process group")
-        time.sleep(0.001)
-
-
-class _Released(SystemExit):
-    """Ends a rank that waits for one that has failed. A `SystemExit` is what torch's group raises too."""
 
 
 class _Run:
@@ -278,15 +162,10 @@ class _Run:
             self.news.notify_all()
 
     def _describe(self, number: int, error: BaseException) -> Ended:
-        """A rank that torch's group or `_meet` has released is no failure of its own."""
+        """A rank that was released is no failure of its own."""
         at = time.monotonic()
-        released = isinstance(error, _Released) or (
-            isinstance(error, SystemExit)
-            and self.threaded is not None
-            and self.threaded.ProcessLocalGroup._terminate.is_set()
-        )
         ended = describe(number, error, at)
-        if released:
+        if is_released(error, self.threaded):
             ended.how, ended.what = "stopped", "waited for the others, and was released"
         return ended
 
@@ -318,17 +197,8 @@ class _Run:
 
     def _release(self) -> None:
         """Lets the ranks that wait in a collective end."""
-        if self.threaded is None:
-            return
-        group = self.threaded.ProcessLocalGroup
-        group._terminate.set()
-        # Not torch's own handler: it walks through the collectives while others change them.
-        with group._coll_lock:
-            collectives = list(group._cur_coll_on_pgs.values())
-        for collective in collectives:
-            for condition in (collective._start_cond, collective._done_cond):
-                with condition:
-                    condition.notify_all()
+        if self.threaded is not None:
+            release(self.threaded)
 
     def _stacks(self) -> dict[int, str]:
         """What the ranks do that have not ended."""

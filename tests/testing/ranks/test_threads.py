@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dataparallel.testing import Rank, RanksFailed
-from dataparallel.testing.ranks import on_threads, threads
+from dataparallel.testing.ranks import on_threads, threaded_group, threads
 
 pytestmark = pytest.mark.devices("cpu")
 
@@ -157,7 +157,7 @@ def test_a_run_inside_a_rank_is_refused():
 
 
 def test_without_torch_s_group_there_is_a_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, threads.GROUP, None)
+    monkeypatch.setitem(sys.modules, threaded_group.GROUP, None)
     with pytest.raises(unittest.SkipTest, match=r"has no usable torch\.testing\._internal.*run the test in processes"):
         on_threads(print)
     assert on_threads(lambda rank: rank.number, comms=False) == [0, 1]
