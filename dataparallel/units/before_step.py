@@ -1,4 +1,4 @@
-"""What has to happen before an optimizer steps, known only while it is needed: the next step of any optimizer does it.
+"""What has to happen before an optimizer steps, known only while it is needed.
 
 ``units.unit`` has the host wait for copies of the shards that it would write to, and ``units.tree`` has a step refused
 whose gradients are incomplete. Changes of parameters that no optimizer makes are not seen here.
@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 __all__ = ["before_next_step"]
 
 _lock = threading.Lock()
-_waiting: dict[weakref.WeakMethod[Callable[[], None]], None] = {}
+_waiting: dict[weakref.WeakMethod[Callable[[Optimizer], bool]], None] = {}
 _hook: Any = None
 
 
-def before_next_step(method: Callable[[], None]) -> None:
-    """Has a bound method called before the next step of any optimizer, and again before later ones if it raises.
+def before_next_step(method: Callable[[Optimizer], bool]) -> None:
+    """Has a bound method called with the optimizer before each step of any, until it returns true.
 
     Its object is referred to weakly.
     """
@@ -39,7 +39,6 @@ def _run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return
     for reference in [*_waiting]:
         method = reference()
-        if method is not None:
-            method()
-        with _lock:
-            _waiting.pop(reference, None)
+        if method is None or method(optimizer):
+            with _lock:
+                _waiting.pop(reference, None)

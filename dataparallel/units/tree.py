@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dataparallel.streams.current import Event, current_streams
 from dataparallel.units.before_step import before_next_step
@@ -130,14 +131,20 @@ class Tree:
                 self._refuse_lost()
             return self._pass
 
-    def _before_step(self) -> None:
+    def _before_step(self, optimizer: Optimizer) -> bool:
         """Before the step of an optimizer, if a ``backward()`` has returned while another one in its pass ran on.
 
         That one may have failed before: torch raises the error while threads are still in its nodes. A backward that
         begins meanwhile takes part in the same pass, and loses gradients when that ends.
+
+        Returns false if the optimizer has none of the parameters, so that a later one is to be checked.
         """
+        own = {id(parameter) for unit in self.units for parameter in unit.parameters}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            return False
         self.settle()
         self._refuse_lost()
+        return True
 
     def _refuse_lost(self) -> None:
         for unit in self.units:

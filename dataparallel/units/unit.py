@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dataparallel import _torch
 from dataparallel.comm.host import can_pin
@@ -283,7 +284,7 @@ class Unit:
         if not async_op:
             handle.wait()
         elif self.is_offloaded:
-            before_next_step(self._wait_for_copies)
+            before_next_step(self._before_step)
         return handle
 
     def reshard(self) -> None:
@@ -310,6 +311,10 @@ class Unit:
         wait_for([*self.copies.last(), *pulls], current_streams(self.slots).values())
         if self.is_offloaded:
             self._wait_for_copies()
+
+    def _before_step(self, optimizer: Optimizer) -> bool:
+        self._wait_for_copies()
+        return True
 
     def _wait_for_copies(self) -> None:
         """The host may write to offloaded shards when this returns: they have been sent."""

@@ -300,6 +300,7 @@ def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
     with pytest.raises(ArithmeticError):
         failing.backward()
     second.backward()
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # of other parameters: not refused, and does not wait
     leaves = threading.Timer(0.2, may_leave.set)
     leaves.start()
     if what == "a backward":

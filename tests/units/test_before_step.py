@@ -7,16 +7,18 @@ from dataparallel.units.before_step import before_next_step
 
 
 class Works:
-    """Counts its calls, and raises if it is told to."""
+    """Counts its calls, and raises or has not done yet if it is told to."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.error: Exception | None = None
+        self.is_done = True
 
-    def work(self) -> None:
+    def work(self, optimizer: torch.optim.Optimizer) -> bool:
         self.calls += 1
         if self.error is not None:
             raise self.error
+        return self.is_done
 
 
 @pytest.fixture
@@ -50,3 +52,14 @@ def test_what_raises_is_done_again(optimizer):
 def test_an_object_that_is_gone_has_nothing_to_do(optimizer):
     before_next_step(Works().work)
     optimizer.step()
+
+
+def test_an_optimizer_that_it_is_not_about_leaves_it_to_later_ones(optimizer):
+    works = Works()
+    works.is_done = False
+    before_next_step(works.work)
+    optimizer.step()
+    works.is_done = True
+    for _ in range(2):
+        optimizer.step()
+    assert works.calls == 2
