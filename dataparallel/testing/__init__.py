@@ -4,7 +4,8 @@
 has the parts of the first.
 `parity` compares a module on several slots with the same module on one device, for the library's
 models and for your own; `steps` has its comparisons. `simulated` makes accelerators on a machine
-without any. `ranks` runs tests on slots, on threads and in processes. ``dataparallel.testing.pytest`` is a plugin with
+without any. `ranks` runs tests on slots, on threads and in processes; `sharding` runs operators on tensors
+that are sharded in every way. ``dataparallel.testing.pytest`` is a plugin with
 fixtures for both. `isolated_slots` makes slots on one device behave as separate devices. Nothing in the library
 imports this package, and importing it touches no device. The other names are imported when they are first asked for.
 """
@@ -30,20 +31,25 @@ if TYPE_CHECKING:
         skip_unless_distributed,
         with_comms,
     )
+    from dataparallel.testing.sharding import Checked, OperatorDiffers, ShardingConverter, check_op
 
 __all__ = [
     "MLP",
+    "Checked",
     "ModelArgs",
+    "OperatorDiffers",
     "ProcessTest",
     "RMSNorm",
     "Rank",
     "RanksFailed",
+    "ShardingConverter",
     "SimulationUnavailable",
     "SlotTest",
     "StackedMLP",
     "ThreadTest",
     "ToolsMissing",
     "Transformer",
+    "check_op",
     "isolated_slots",
     "run_subtests",
     "simulate",
@@ -65,6 +71,7 @@ _ROOMS = {
         "skip_unless_distributed",
         "with_comms",
     ),
+    "sharding": ("Checked", "OperatorDiffers", "ShardingConverter", "check_op"),
 }
 
 

@@ -14,7 +14,7 @@ import time
 import traceback
 import unittest
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -137,9 +137,7 @@ def _installed(threaded: ModuleType) -> Iterator[None]:
         if not hasattr(world, "comms"):
             world.comms = []  # torch 2.11 asks for it when a group ends, and its threads have none
         stack.enter_context(_replaced(threaded, "_store_based_barrier", _meet))
-        propagator = _propagator()
-        if propagator is not None:  # computes with fake tensors, which threads must not do at once
-            stack.enter_context(_replaced(propagator, "_fake_mode_lock", threading.RLock()))
+        stack.enter_context(_one_propagates())
         yield
 
 
@@ -156,13 +154,30 @@ def _leave(threaded: ModuleType, before: Any) -> None:
     distributed_c10d._world = before
 
 
-def _propagator() -> Any:
-    """DTensor's class that finds out placements, if this torch has it and it can be guarded."""
+def _one_propagates() -> AbstractContextManager[None]:
+    """Inside, one thread at a time finds out placements: DTensor computes with fake tensors then.
+
+    Threads that do so at once may crash. torch 2.11 has no lock for it, so there the whole method is guarded. If it is
+    built for CUDA and there is no device, it also keeps a pointer into the first thread that uses fake tensors, which
+    is then the caller's: a rank's thread ends, and the next run would crash.
+    """
     try:
+        from torch._subclasses import FakeTensorMode
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
     except ImportError:
-        return None
-    return ShardingPropagator if hasattr(ShardingPropagator, "_fake_mode_lock") else None
+        return contextlib.nullcontext()
+    lock, method = threading.RLock(), "_propagate_tensor_meta_non_cached"
+    if hasattr(ShardingPropagator, "_fake_mode_lock") or not hasattr(ShardingPropagator, method):
+        return _replaced(ShardingPropagator, "_fake_mode_lock", lock)
+    with FakeTensorMode():
+        pass
+    unguarded = getattr(ShardingPropagator, method)
+
+    def guarded(*args: Any) -> Any:
+        with lock:
+            return unguarded(*args)
+
+    return _replaced(ShardingPropagator, method, guarded)
 
 
 @contextmanager
