@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -56,6 +57,9 @@ OF_PYTHON = frozenset(
 )  # fmt: skip
 """Names of the operators behind ``+=``, ``-=`` and so on."""
 
+FOR_ALL = frozenset({bool, int, float, complex, type(None), torch.dtype})
+"""Types of arguments that each owner gets as they are."""
+
 
 @register_rule
 def _rule(func: OpOverload) -> Operator | None:
@@ -77,6 +81,11 @@ def _written(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
     )
 
 
+_NOTHING: tuple[tuple[int, ...], tuple[str, ...]] = ((), ())
+_FIRST: tuple[tuple[int, ...], tuple[str, ...]] = ((0,), ())
+"""What `_written` says of most operators: that they write to nothing, or to their first argument."""
+
+
 @register(torch.ops.aten.zero_.default)
 def zero_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Counts that the tensor was set to zero: gradients that wait to be added to it are void then."""
@@ -92,6 +101,9 @@ def pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         RuntimeError: it is one of `OF_PYTHON` and writes to a plain tensor.
         TypeError, ValueError: as ``layout.parts_of``, and if it writes to any other tensor that it cannot write to.
     """
+    alike = _alike(func, args, kwargs)
+    if alike is not None:
+        return alike
     lead = leading([*args, *kwargs.values()])
     positions, names = _written(func)
     targets = [*(args[i] for i in positions), *(kwargs[name] for name in names)]
@@ -113,6 +125,50 @@ def pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     ]
     if targets:
         return targets[0] if len(targets) == 1 else tuple(targets)
+    return _wholes(func, results, lead)
+
+
+def _alike(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `pointwise` returns, if the arguments are sharded tensors that are divided alike and numbers, else ``None``.
+
+    Optimizers call hundreds of operators with such arguments in each step, and little Python runs for them here.
+    Nothing is called before all arguments have been seen, and nothing is refused: the caller sees to other arguments.
+    """
+    lead: Any = None
+    columns: list[Any] = []
+    for value in args:
+        if type(value) is ShardedTensor:
+            if lead is None:
+                lead, shape, devices, placement = value, value.shape, value._devices, value._placement
+            elif value is not lead and (
+                (value._devices is not devices and value._devices != devices)
+                or (value._placement is not placement and value._placement != placement)
+                or value.shape != shape
+            ):
+                return None
+            columns.append(value._shards)
+        elif type(value) in FOR_ALL:
+            columns.append(repeat(value))
+        else:
+            return None
+    if lead is None or not shape or not FOR_ALL.issuperset(map(type, kwargs.values())):
+        return None
+    written = _written(func)
+    if written == _NOTHING:
+        return _wholes(func, [func(*row, **kwargs) for row in zip(*columns, strict=False)], lead)
+    if written != _FIRST:
+        return None
+    for row in zip(*columns, strict=False):
+        func(*row, **kwargs)
+    return args[0]
+
+
+def _wholes(func: OpOverload, results: Sequence[Any], lead: ShardedTensor) -> Any:
+    """What the operator returns: a sharded tensor, or several.
+
+    Args:
+        results: what it has returned for each owner.
+    """
     if isinstance(results[0], Tensor):
         return whole(func, results, lead)
     return tuple(whole(func, parts, lead) for parts in zip(*results, strict=True))
