@@ -208,6 +208,18 @@ foreach_types_of_optimizers: list[type] = _private(
 foreach_types_of_clipping: list[type] = _private(
     "torch.utils._foreach_utils._foreach_supported_types", "clip all sharded gradients by one operator"
 )
+is_functional_tensor: Callable[[Tensor], bool] = _private(
+    "torch._is_functional_tensor",
+    "tell tensors of functionalisation from plain ones in tests",
+    lambda tensor: False,
+    "tests of sharded operators may try to distribute one",
+)
+is_functorch_tensor: Callable[[Tensor], bool] = _private(
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "tell tensors inside torch.func's transforms from plain ones in tests",
+    lambda tensor: False,
+    "tests of sharded operators may try to distribute one",
+)
 _DispatchKeySet = _private("torch._C.DispatchKeySet", "name the dispatch key that tracks views")
 _DispatchKey = _private("torch._C.DispatchKey", "name the dispatch key that tracks views")
 _ExcludeDispatchKeyGuard = _private(

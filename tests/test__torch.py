@@ -125,6 +125,10 @@ def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: 
         assert room.is_compiler_in_use()
     elif name.path == "torch._disable_dynamo":
         assert room.not_traced(max)(1, 2) == 2
+    elif name.path == "torch._is_functional_tensor":
+        assert not room.is_functional_tensor(torch.ones(1))
+    elif name.path == "torch._C._functorch.is_functorch_wrapped_tensor":
+        assert not room.is_functorch_tensor(torch.ones(1))
     else:
         pytest.fail(f"{name.path} has a fallback that no test takes")
 

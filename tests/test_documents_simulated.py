@@ -4,6 +4,7 @@ A block whose first line is ``# name.py`` is a file. All such blocks of a page a
 there, in a process of its own, where simulated accelerators can be made.
 """
 
+import re
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -74,10 +75,13 @@ def processes(request, available, tmp_path_factory):
         if any(block.file is not None for block in blocks_of(page))
     ],
 )
-def test_the_files_of_a_page_pass(page, result):
-    tests = sum(text.count("def test_") for name, text in files(page).items() if name.startswith("test_"))
-    assert tests > 0
-    result.assert_outcomes(passed=tests)
+def test_the_files_of_a_page_pass(page, result, done):
+    shown = {name for text in files(page).values() for name in re.findall(r"def (test_\w+)", text)}
+    assert shown != set()
+    assert set(result.parseoutcomes()) == {"passed"}
+    report = xml.etree.ElementTree.parse(done.args.folder / "report.xml")
+    # A parametrised test is several.
+    assert {case.attrib["name"].partition("[")[0] for case in report.iter("testcase")} == shown
 
 
 @pytest.mark.long

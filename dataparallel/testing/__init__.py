@@ -1,14 +1,88 @@
 """Helpers for tests, of the library and of its users: small models, comparisons, simulated accelerators.
 
-`models` has small models, one for each feature that replicas must reproduce; `cases` has their parts.
+`models` has small models, one for each feature that replicas must reproduce, and models for tests of sharding; `cases`
+has the parts of the first.
 `parity` compares a module on several slots with the same module on one device, for the library's
 models and for your own; `steps` has its comparisons. `simulated` makes accelerators on a machine
-without any, and ``dataparallel.testing.pytest`` is a plugin with a fixture for them.
-`isolated_slots` makes slots on one device behave as separate devices. Nothing in the library
-imports this package, and importing it touches no device.
+without any. `ranks` runs tests on slots, on threads and in processes; `sharding` runs operators on tensors
+that are sharded in every way. ``dataparallel.testing.pytest`` is a plugin with
+fixtures for both. `isolated_slots` makes slots on one device behave as separate devices. Nothing in the library
+imports this package, and importing it touches no device. The other names are imported when they are first asked for.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from dataparallel.testing.isolation import isolated_slots
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 
-__all__ = ["SimulationUnavailable", "ToolsMissing", "isolated_slots", "simulate"]
+if TYPE_CHECKING:
+    from dataparallel.testing.models import MLP, ModelArgs, RMSNorm, StackedMLP, Transformer
+    from dataparallel.testing.ranks import (
+        ProcessTest,
+        Rank,
+        RanksFailed,
+        SlotTest,
+        ThreadTest,
+        run_subtests,
+        skip_unless_devices,
+        skip_unless_distributed,
+        with_comms,
+    )
+    from dataparallel.testing.sharding import Checked, OperatorDiffers, ShardingConverter, check_op
+
+__all__ = [
+    "MLP",
+    "Checked",
+    "ModelArgs",
+    "OperatorDiffers",
+    "ProcessTest",
+    "RMSNorm",
+    "Rank",
+    "RanksFailed",
+    "ShardingConverter",
+    "SimulationUnavailable",
+    "SlotTest",
+    "StackedMLP",
+    "ThreadTest",
+    "ToolsMissing",
+    "Transformer",
+    "check_op",
+    "isolated_slots",
+    "run_subtests",
+    "simulate",
+    "skip_unless_devices",
+    "skip_unless_distributed",
+    "with_comms",
+]
+
+_ROOMS = {
+    "models": ("MLP", "ModelArgs", "RMSNorm", "StackedMLP", "Transformer"),
+    "ranks": (
+        "ProcessTest",
+        "Rank",
+        "RanksFailed",
+        "SlotTest",
+        "ThreadTest",
+        "run_subtests",
+        "skip_unless_devices",
+        "skip_unless_distributed",
+        "with_comms",
+    ),
+    "sharding": ("Checked", "OperatorDiffers", "ShardingConverter", "check_op"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for room, names in _ROOMS.items():
+        if name in names:
+            found = getattr(importlib.import_module(f"{__name__}.{room}"), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

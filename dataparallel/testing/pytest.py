@@ -1,4 +1,4 @@
-"""A pytest plugin: the fixture `sim_devices`, a list of simulated accelerators.
+"""A pytest plugin: `sim_devices`, a list of simulated accelerators, and fixtures that run a function in several ranks.
 
 In the ``conftest.py`` beside your pytest configuration::
 
@@ -17,20 +17,31 @@ a backward or a use of CUDA while a ``conftest.py`` or a test file is imported, 
 After each test that asks for the devices, garbage is collected, so that the next test counts its own memory only. After
 every test the clocks are checked, so that memory that was freed too early fails the test that freed it. Then every
 device is waited for, so that memory that is freed later is no error of another test.
+
+`on_slots`, `on_threads` and `on_processes` are functions that run a function of a test in ranks::
+
+    def sums(rank, x):
+        x = x * rank.number
+        torch.distributed.all_reduce(x)
+        return x
+
+    def test_sums(on_processes):
+        assert on_processes(sums, torch.ones(2), ranks=3)[0].tolist() == [3, 3]
 """
 
 from __future__ import annotations
 
 import gc
 import unittest
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Any
 
 import pytest
 import torch
 
 from dataparallel.testing.simulated import SimulationTooLate, SimulationUnavailable, ToolsMissing, simulate
 
-__all__ = ["settle", "sim_devices"]
+__all__ = ["on_processes", "on_slots", "on_threads", "settle", "sim_devices"]
 
 # What a test raises that does not fail.
 _NO_FAILURE = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
@@ -69,6 +80,30 @@ def sim_devices(pytestconfig: pytest.Config) -> list[torch.device]:
     if isinstance(devices, SimulationUnavailable):
         pytest.fail(str(devices), pytrace=False)
     return list(devices)
+
+
+@pytest.fixture
+def on_processes() -> Callable[..., list[Any]]:
+    """Runs a function in processes, one for each rank: see `dataparallel.testing.ranks.on_processes`."""
+    from dataparallel.testing import ranks
+
+    return ranks.on_processes
+
+
+@pytest.fixture
+def on_threads() -> Callable[..., list[Any]]:
+    """Runs a function in threads, one for each rank: see `dataparallel.testing.ranks.on_threads`."""
+    from dataparallel.testing import ranks
+
+    return ranks.on_threads
+
+
+@pytest.fixture
+def on_slots() -> Callable[..., list[Any]]:
+    """Runs a function once with the devices of several slots: see `dataparallel.testing.ranks.on_slots`."""
+    from dataparallel.testing import ranks
+
+    return ranks.on_slots
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:

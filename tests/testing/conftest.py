@@ -1,7 +1,8 @@
-"""A fixture that several files of this folder use."""
+"""Fixtures that several files of this folder use; those of the plugin run a function in several ranks."""
 
 import pytest
 
+from dataparallel.testing.pytest import on_processes, on_slots, on_threads  # noqa: F401
 from processes import skip_without_tools
 
 

@@ -37,6 +37,8 @@ WITHOUT_TAG = frozenset(
         "hardswish_",
         "hardswish_backward",
         "hardtanh_backward",
+        "leaky_relu",
+        "leaky_relu_",
         "leaky_relu_backward",
         "masked_fill",
         "masked_fill_",

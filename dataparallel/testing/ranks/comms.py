@@ -1,0 +1,132 @@
+"""The process group of a rank's process: `with_comms` and what the fixtures make one with.
+
+Nothing here imports `torch.distributed` before a group is made, or asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+import unittest
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar, overload
+
+import torch
+
+from dataparallel.testing.ranks.rank import Rank
+
+__all__ = ["Group", "choose_backend", "require", "why_not", "with_comms"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ours: Group | None = None
+"""In the process of a rank: how its process group is made."""
+
+
+def why_not(backend: str | None = None) -> str:
+    """Why there can be no process group here, in a sentence; empty if there can."""
+    if not torch.distributed.is_available():
+        return f"torch {torch.__version__} has been built without torch.distributed"
+    for part in ("gloo",) if backend is None else backend.split(","):
+        name = part.rpartition(":")[2]
+        available = getattr(torch.distributed, f"is_{name}_available", None)  # others are registered by their users
+        if available is not None and not available():
+            return f"torch {torch.__version__} has been built without the backend {name} of torch.distributed"
+    return ""
+
+
+def choose_backend(count: int) -> str:
+    """nccl if each rank can have a CUDA device, else gloo.
+
+    Raises:
+        unittest.SkipTest: if this torch lacks it.
+    """
+    if torch.cuda.is_available() and torch.cuda.device_count() >= count and not why_not("nccl"):
+        return "nccl"
+    require(None)
+    return "gloo"
+
+
+def require(backend: str | None) -> None:
+    """Skips the test if there can be no such process group here."""
+    reason = why_not(backend)
+    if reason:
+        raise unittest.SkipTest(reason)
+
+
+class Group:
+    """How the ranks of one run find each other: through a file of the run, so that no port is guessed."""
+
+    def __init__(self, where: str, backend: str | None, timeout: float) -> None:
+        self.where = where
+        self.backend = backend
+        self.timeout = timeout
+
+    @contextmanager
+    def made(self, rank: Rank, backend: str | None = None, eager: bool = False) -> Iterator[None]:
+        """Inside there is a process group; one that is there already stays as it is.
+
+        After an error nobody waits for the other ranks, and the group ends with the process.
+        """
+        backend = backend or self.backend
+        require(backend)
+        from torch import distributed
+
+        if distributed.is_initialized():
+            yield
+            return
+        _stay_on_this_machine()
+        distributed.init_process_group(
+            backend,
+            init_method=self.where,
+            rank=rank.number,
+            world_size=rank.count,
+            # Longer than the test's own, which shows the stacks of all ranks.
+            timeout=timedelta(seconds=self.timeout + 30),
+            device_id=rank.device if eager and rank.device.type == "cuda" else None,
+        )
+        yield
+        if distributed.is_initialized():
+            distributed.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
+            distributed.destroy_process_group()
+
+
+def _stay_on_this_machine() -> None:
+    """Lets gloo use the loopback interface, which is there without a network and where the host's name is unknown."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    if "GLOO_SOCKET_IFNAME" not in os.environ and any(name == loopback for _, name in socket.if_nameindex()):
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+
+
+@overload
+def with_comms(function: F, /) -> F: ...
+@overload
+def with_comms(*, eager_init: bool = False, backend: str | None = None) -> Callable[[F], F]: ...
+def with_comms(function: Any = None, /, *, eager_init: bool = False, backend: str | None = None) -> Any:
+    """Gives a test method of `ProcessTest` a process group: made before, destroyed after a barrier.
+
+    It also decorates functions for the fixture ``on_processes`` with ``comms=False``. Where there is a group already,
+    as on threads, and on slots, which need none, the function is just called.
+
+    Args:
+        function: the method, or a function whose first argument is a `Rank`. Without it, a decorator is returned.
+        eager_init: if NCCL connects the ranks at once.
+        backend: instead of that of the test.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def wrapper(first: Any, *args: Any, **kwargs: Any) -> Any:
+            rank: Rank = first if isinstance(first, Rank) else first.info
+            if rank.place != "processes" or ours is None:
+                return function(first, *args, **kwargs)
+            with ours.made(rank, backend, eager_init):
+                return function(first, *args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
+
+    return decorate if function is None else decorate(function)

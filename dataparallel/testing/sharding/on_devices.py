@@ -1,0 +1,88 @@
+"""A list of devices of this process as what tensors are distributed over. `targets` chooses between this and a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dataparallel.devices import DeviceLike, resolve_each
+from dataparallel.sharded import Replicate, ShardedTensor, distribute_tensor
+from dataparallel.testing.sharding.choices import Placements
+from dataparallel.testing.sharding.differences import same_bits
+
+__all__ = ["OnDevices"]
+
+
+class OnDevices:
+    """Sharded tensors of this library, over a list of devices.
+
+    Attributes:
+        parts: into how many parts each dimension is cut; a list of devices has one.
+    """
+
+    def __init__(self, devices: Sequence[DeviceLike]) -> None:
+        self.devices = resolve_each(devices)
+        self.parts = [len(self.devices)]
+
+    def __str__(self) -> str:
+        return f"{len(self.devices)} devices ({', '.join(map(str, self.devices))})"
+
+    def can_carry(self, dtype: torch.dtype) -> bool:
+        """Tensors of every dtype travel between devices."""
+        return True
+
+    def distribute(self, tensor: Tensor, placements: Placements) -> Tensor:
+        """A leaf with the values of the tensor, in memory of its own."""
+        return distribute_tensor(tensor, self.devices, placements[0])
+
+    def holds(self, tensor: object) -> bool:
+        """True if it is distributed."""
+        return isinstance(tensor, ShardedTensor)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The full tensor on the CPU. A replicated one is the same on each device.
+
+        Raises:
+            AssertionError: replicated parts differ.
+        """
+        assert isinstance(tensor, ShardedTensor)
+        full = tensor.full_tensor("cpu")
+        if isinstance(tensor.placement, Replicate):
+            for place, part in enumerate(tensor.shards):
+                if not same_bits(part.detach().cpu(), full):
+                    raise AssertionError(f"the replica on device {place} differs from the one on device 0")
+        return full
+
+    def local(self, tensor: Tensor) -> list[Tensor]:
+        """What this process has of it."""
+        assert isinstance(tensor, ShardedTensor)
+        return list(tensor.shards)
+
+    def for_backward(self, output: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+        """What backward starts from, and with which gradient."""
+        assert isinstance(output, ShardedTensor)
+        return output, distribute_tensor(cotangent, output.devices, output.placement)
+
+    def is_refusal(self, error: Exception) -> bool:
+        """True for the library's own errors that say what to do instead, and for what Python makes of them.
+
+        They are: a ``TypeError`` that names ``full_tensor()``; the same as a ``RuntimeError`` where an operator would
+        write to a plain tensor; a ``ValueError`` about different owners or placements; Python's ``TypeError`` about
+        operands.
+        """
+        message = str(error)
+        if isinstance(error, TypeError):
+            return "full_tensor()" in message or "unsupported operand type(s)" in message
+        if isinstance(error, ValueError):
+            return "got sharded tensors with different" in message
+        return isinstance(error, RuntimeError) and "to a plain tensor; use full_tensor()" in message
+
+    def codes_of_all(self, codes: Sequence[int]) -> list[list[int]]:
+        """What each rank has seen: there is one."""
+        return [list(codes)]
+
+    def texts_of_all(self, text: str) -> list[str]:
+        """What each rank says: there is one."""
+        return [text]

@@ -1,0 +1,218 @@
+"""The transformer for tests of sharding, on one device: what its options do, and what it refuses."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.testing import ModelArgs, Transformer
+from dataparallel.testing.cases import tokens
+from dataparallel.testing.steps import assert_steps_match, run_step
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+NO_DROPOUT = ModelArgs(dropout_p=0.0)
+
+
+def batch(length: int = 6, samples: int = 3) -> Tensor:
+    return tokens(length, 8)(samples, 0)[0][0]
+
+
+def variant(**changed) -> Transformer:
+    return Transformer(dataclasses.replace(NO_DROPOUT, **changed), dtype=torch.float64)
+
+
+class TestNames:
+    def test_the_arguments_and_their_defaults(self):
+        assert dataclasses.asdict(ModelArgs()) == {
+            "n_layers": 2,
+            "vocab_size": 8,
+            "max_seq_len": 16,
+            "dim": 16,
+            "n_heads": 4,
+            "dropout_p": 0.1,
+            "use_attn_mask": True,
+            "weight_tying": True,
+            "checkpoint_activations": False,
+        }
+
+    def test_the_parts(self):
+        model = Transformer(ModelArgs(n_layers=1))
+        assert [*dict(model.named_children())] == [
+            "tok_embeddings", "pos_embeddings", "dropout", "layers", "norm", "output",
+        ]  # fmt: skip
+        (block,) = model.layers
+        assert {*dict(block.named_children())} == {"attention", "attention_norm", "ffn_norm", "feed_forward"}
+        assert {*dict(block.attention.named_children())} == {"wq", "wk", "wv", "wo", "resid_dropout"}
+        assert {*dict(block.feed_forward.named_children())} == {"w1", "gelu", "w2", "resid_dropout"}
+        assert (model.max_seq_len, model.checkpoint_activations) == (16, False)
+        assert model.model_args == ModelArgs(n_layers=1)
+
+    def test_the_sizes(self):
+        model = Transformer(ModelArgs(n_layers=3, vocab_size=9, max_seq_len=5, dim=12, n_heads=3, weight_tying=False))
+        assert len(model.layers) == 3
+        assert model.tok_embeddings.weight.shape == model.output.weight.shape == (9, 12)
+        assert model.pos_embeddings.weight.shape == (5, 12)
+        assert model.layers[0].feed_forward.w1.weight.shape == (48, 12)
+        assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 9)
+
+    def test_the_layers_are_torchs_own(self):
+        kinds = {type(module) for module in Transformer(ModelArgs()).modules() if module.__module__.startswith("torch")}
+        assert kinds == {nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.GELU, nn.ModuleList}
+
+
+class TestTiedWeights:
+    def test_tied_weights_are_one_parameter(self):
+        tied, apart = variant(), variant(weight_tying=False)
+        assert tied.output.weight is tied.tok_embeddings.weight
+        assert apart.output.weight is not apart.tok_embeddings.weight
+        assert {*dict(apart.named_parameters())} - {*dict(tied.named_parameters())} == {"output.weight"}
+
+    def test_all_other_weights_are_the_same(self):
+        tied, apart = variant().state_dict(), variant(weight_tying=False).state_dict()
+        del tied["output.weight"]
+        assert all(torch.equal(value, apart[name]) for name, value in tied.items())
+
+    @pytest.mark.parametrize("weight_tying", [True, False])
+    def test_they_stay_as_they_are_where_the_model_goes(self, weight_tying, slots):
+        model = variant(weight_tying=weight_tying)
+        moved = copy.deepcopy(model).to(slots[-1])
+        empty = variant(weight_tying=weight_tying, n_layers=1).to("meta").to_empty(device=slots[-1])
+        inside = nn.Sequential(copy.deepcopy(model)).to(slots[-1])[0]
+        for each in (moved, empty, inside, pickle.loads(pickle.dumps(model)), copy.deepcopy(model).float()):
+            assert (each.output.weight is each.tok_embeddings.weight) == weight_tying
+
+    def test_weights_that_the_user_has_untied_stay_apart(self, slots):
+        model = variant()
+        model.output.weight = nn.Parameter(model.output.weight.detach().clone())
+        model.to(slots[-1])
+        assert model.output.weight is not model.tok_embeddings.weight
+
+
+class TestWhatItComputes:
+    def test_a_token_sees_itself_and_earlier_ones(self):
+        model, before = variant(), batch()
+        after = before.clone()
+        after[:, 3] = (after[:, 3] + 1) % 8
+        changed = (model(before) - model(after)).abs().amax(dim=(0, 2)) > 1e-9
+        assert changed.tolist() == [False] * 3 + [True] * 3
+
+    def test_without_the_mask_a_token_sees_all(self):
+        model, before = variant(use_attn_mask=False), batch()
+        after = before.clone()
+        after[:, 3] = (after[:, 3] + 1) % 8
+        assert ((model(before) - model(after)).abs().amax(dim=(0, 2)) > 1e-9).all()
+
+    def test_positions_count(self):
+        model = variant(use_attn_mask=False)
+        x = batch()
+        assert not torch.allclose(model(x.flip(1)).flip(1), model(x))
+
+    def test_attention_is_that_of_torchs_module(self):
+        """With the same weights, `nn.MultiheadAttention` computes the same."""
+        attention = variant().layers[0].attention
+        theirs = nn.MultiheadAttention(16, 4, bias=False, batch_first=True, dtype=torch.float64)
+        with torch.no_grad():
+            theirs.in_proj_weight.copy_(torch.cat([attention.wq.weight, attention.wk.weight, attention.wv.weight]))
+            theirs.out_proj.weight.copy_(attention.wo.weight)
+        x = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        torch.testing.assert_close(attention(x), theirs(x, x, x, attn_mask=later)[0], atol=1e-12, rtol=0)
+
+    def test_dropout_is_of_training_only(self):
+        model = Transformer(ModelArgs(dropout_p=0.5))
+        assert not torch.equal(model(batch()), model(batch()))
+        model.eval()
+        assert torch.equal(model(batch()), model(batch()))
+        assert torch.equal(model(batch()), Transformer(NO_DROPOUT)(batch()))
+
+    def test_attention_drops_too(self):
+        attention = Transformer(ModelArgs(dropout_p=0.5)).layers[0].attention
+        attention.resid_dropout.p = 0.0
+        x = torch.ones(2, 5, 16)
+        assert not torch.equal(attention(x), attention(x))
+
+    @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+    def test_checkpointing_changes_no_bit(self, dropout_p):
+        made = []
+        for checkpoint_activations in (False, True):
+            torch.manual_seed(0)
+            model = variant(dropout_p=dropout_p, checkpoint_activations=checkpoint_activations)
+            made.append(run_step(model, ((batch(),), {})))
+        assert_steps_match(*made, atol=0.0)
+
+    def test_checkpointed_blocks_are_recomputed(self):
+        model, calls = variant(checkpoint_activations=True), []
+        for layer in model.layers:
+            layer.attention.register_forward_hook(lambda *_: calls.append(0))
+        scores = model(batch()).sum()
+        assert len(calls) == 2
+        scores.backward()
+        assert len(calls) == 4
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_scores_are_float32_at_least(self, dtype):
+        assert Transformer(NO_DROPOUT, dtype=dtype)(batch()).dtype == torch.promote_types(dtype, torch.float32)
+
+    def test_scores_are_float32_under_autocast(self):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert Transformer(NO_DROPOUT)(batch()).dtype == torch.float32
+
+
+class TestSeeds:
+    def test_one_seed_gives_the_same_weights_and_the_generator_stays_as_it_is(self):
+        before = torch.get_rng_state()
+        one, other, third = (Transformer(NO_DROPOUT, seed=seed).state_dict() for seed in (3, 3, 4))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+        drawn = [name for name, value in one.items() if not torch.equal(value, third[name])]
+        assert {*one} - {*drawn} == {name for name in one if "norm" in name}
+
+    def test_each_slot_and_dtype_gets_the_same_weights(self, slots):
+        expected = Transformer(NO_DROPOUT).state_dict()
+        for name, value in Transformer(NO_DROPOUT, device=slots[-1], dtype=torch.float64).state_dict().items():
+            assert torch.equal(value.float().cpu(), expected[name])
+
+    @pytest.mark.parametrize("weight_tying", [True, False])
+    def test_on_meta_nothing_is_drawn_until_there_is_memory(self, weight_tying, root, monkeypatch):
+        args = dataclasses.replace(NO_DROPOUT, weight_tying=weight_tying)
+        with torch.device("meta"), monkeypatch.context() as patch:
+            patch.delattr(torch, "Generator")
+            model = Transformer(args)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        model.to_empty(device=root)
+        model.reset_parameters()
+        for name, value in Transformer(args).state_dict().items():
+            assert torch.equal(model.state_dict()[name].cpu(), value)
+
+
+class TestRefused:
+    def test_a_width_that_heads_do_not_divide(self):
+        with pytest.raises(ValueError, match="multiple of n_heads; got dim=16, n_heads=3"):
+            Transformer(ModelArgs(n_heads=3))
+
+    def test_a_sequence_that_is_too_long(self):
+        with pytest.raises(ValueError, match=r"at most max_seq_len=16 tokens; got tokens of shape \(3, 17\)"):
+            variant()(batch(17))
+        assert variant()(batch(16)).shape == (3, 16, 8)
+
+    def test_tokens_without_samples(self):
+        with pytest.raises(ValueError, match=r"shape \(samples, length\); got \(6,\)"):
+            variant()(batch()[0])
+
+    def test_parallelize_takes_a_transformer(self):
+        with pytest.raises(TypeError, match="divides a Transformer; got Linear"):
+            Transformer.parallelize(nn.Linear(2, 2), None, False)
+
+    @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
+    def test_parallelize_takes_a_mesh(self):
+        with pytest.raises(TypeError, match="needs a mesh of processes; got list: make one with"):
+            Transformer.parallelize(variant(), ["cpu", "cpu"], False)
+
+    def test_parallelize_says_that_torch_is_built_without_processes(self, monkeypatch):
+        monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+        with pytest.raises(RuntimeError, match="is built without it: use another build"):
+            Transformer.parallelize(variant(), None, False)
