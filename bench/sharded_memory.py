@@ -31,6 +31,8 @@ STEPS_BEFORE, STEPS = 2, 3
 RATE = 1e-4
 STATES = 3
 """Of a parameter, between two steps of AdamW: itself and two averages."""
+SMALL, ARRIVED = 2**16, 2**19
+"""Bytes of a unit that is gathered for all devices at once, and of such units on a device before it comes to them."""
 STEPS_IN_FLOAT64 = 3
 AGREEMENT = 1e-9
 """Relative, of losses in float64. In float32 they may differ by more than 1e-3 after a few steps, because AdamW makes
@@ -77,13 +79,17 @@ def work_of(shape: Shape) -> Work:
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes of a model: parameters, those of the largest unit and of the root, buffers, and what a share activates."""
+    """Bytes of a model: parameters, those of the largest unit and of the root, buffers, and what a share activates.
+
+    ``small_units``: those of each unit that is gathered for all devices at once.
+    """
 
     parameters: int
     unit: int
     root: int
     buffers: int
     activations: int
+    small_units: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -134,9 +140,12 @@ def kept_in_shards(parts: Parts, devices: int) -> int:
 def with_gradients(parts: Parts, devices: int, more: int) -> int:
     """The peak of a step: shards and their gradients, buffers, activations, and ``more``.
 
-    Or that of the optimizer, whose foreach operators have a temporary list as large as the gradients.
+    Or that of the optimizer, whose foreach operators have a temporary list as large as the gradients. Small units may
+    be on a device before it comes to them, and the gradients of one, from each device, are where they are added.
     """
     shard = parts.parameters // devices
+    if devices > 2 and parts.small_units:
+        more += min(ARRIVED, sum(parts.small_units)) + devices * max(parts.small_units)
     return parts.buffers + max((STATES + 1) * shard + parts.activations + more, (STATES + 2) * shard)
 
 
@@ -321,7 +330,8 @@ def parts_of(work: Work, device: torch.device) -> Parts:
     model(*inputs).mean().backward()
     activations = torch.sim.max_memory_allocated(device) - before
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    return Parts(size, max(units), size - sum(units), buffers, activations)
+    small = tuple(unit for unit in units if unit <= SMALL)
+    return Parts(size, max(units), size - sum(units), buffers, activations, small)
 
 
 def bytes_of(module: nn.Module) -> int:

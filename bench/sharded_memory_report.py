@@ -27,7 +27,7 @@ expected peak
     reshard_after_forward=False it is all weights, with 2 half of them more. With no_sync it is all gradients more, and
     for the last two units the sums that are not yet added to gradients, and a row. In the optimizer: five times the
     shard, because its foreach operators have a temporary list. On one device nothing is sharded, so the shard is the
-    whole.
+    whole. Units of at most 64 KiB add up to 512 KiB of such units, and the gradients of one from each device.
 within
     Whether the peak is at most what is expected. For replicate the formula is that of one device.
 received
