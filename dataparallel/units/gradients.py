@@ -134,7 +134,8 @@ class UnitGradients:
                 if found:
                     self._add_up(found, sums)
             self._former = {}
-            self._note_held()
+            with streams_set(sums.computing):
+                self._note_held()
 
     def _add_up(self, found: dict[int, Delivery], sums: SumsOfPass) -> None:
         """Adds up one round. From then on, or if that fails, nothing has to be put back for its slots."""
@@ -163,7 +164,7 @@ class UnitGradients:
         with self._lock, streams_set(computing), torch.inference_mode(False), torch.no_grad():
             for i in self.recorded:
                 if self._unit.parameters[i].grad is None:
-                    self._unit.parameters[i].grad = torch.zeros_like(self._unit.parameters[i])
+                    self._unit.parameters[i].grad = _zeros_of(self._unit.parameters[i])
             self._note_lost()
 
     def _note_lost(self) -> None:
@@ -211,13 +212,16 @@ class UnitGradients:
             self._held = {slot: held for slot, held in self._held.items() if any(held.present)}
 
     def _note_held(self) -> None:
-        """Notes to which ``.grad`` the held gradients belong. Where there is none it becomes zeros."""
+        """Notes to which ``.grad`` the held gradients belong. Where there is none it becomes zeros.
+
+        Their memory belongs to the current streams, which are the computing ones.
+        """
         for held in self._held.values():
             for i in self.recorded:
                 if held.present[self._order[i]]:
                     parameter = self._unit.parameters[i]
                     if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
+                        parameter.grad = _zeros_of(parameter)
                     grad = parameter.grad
                     assert grad is not None
                     self._former[i] = _FormerGrad(grad)
@@ -244,6 +248,12 @@ class UnitGradients:
             present = [a or b for a, b in zip(present, held.present, strict=True)]
         stream = current_streams([device]).get(device)
         return Delivery(matrices, sums, parts, present, None if stream is None else Event(stream))
+
+
+def _zeros_of(parameter: ShardedTensor) -> ShardedTensor:
+    """Zeros on the current streams. An operator on sharded tensors would run on other streams in a backward."""
+    zeros = [torch.zeros_like(shard) for shard in parameter.shards]
+    return ShardedTensor(zeros, parameter.placement, parameter.shape, devices=parameter.devices)
 
 
 class _FormerGrad:

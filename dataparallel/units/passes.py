@@ -22,6 +22,7 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.devices import CPU
+from dataparallel.streams.current import streams_set
 from dataparallel.units.deliveries import SumsOfPass
 from dataparallel.units.unit import Unit
 
@@ -162,8 +163,9 @@ class BackwardPass:
             raise
         finally:
             if has_failed:
-                for unit in self._units:
-                    unit.gradients.end(None)
+                with streams_set(self.sums.computing):
+                    for unit in self._units:
+                        unit.gradients.end(None)
                 self.sums.drop()
                 if self._has_returned:
                     for unit in self._units:

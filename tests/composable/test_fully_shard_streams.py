@@ -50,3 +50,19 @@ def test_a_step_may_follow_unshard(slots, root, frees):
         model[0].unshard()
     optimizer.step()
     torch.sim.check_clocks()
+
+
+@pytest.mark.devices("sim")
+def test_gradients_that_wait_on_the_slots_belong_to_the_streams_of_the_step(slots, root):
+    """Operators on sharded tensors run on the streams that operators with a graph have used, here other ones."""
+    model = fully_shard(nn.Linear(64, 64).to(root), devices=slots)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    with streams_joined({device: torch.Stream(device) for device in slots}):
+        model.weight * 2
+    for _ in range(3):
+        with model.no_sync():
+            model(torch.randn(6, 64, device=root)).square().mean().backward()
+        model(torch.randn(6, 64, device=root)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.sim.check_clocks()
