@@ -20,12 +20,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dataparallel import _torch, comm
+from dataparallel import _torch
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams, streams_set
+from dataparallel.units.full_buffer import FullBuffer
 from dataparallel.units.joint import JointGathers
-from dataparallel.units.layout import Layout
 from dataparallel.units.lines import Lines, wait_for
 from dataparallel.units.no_room import no_room_for
 from dataparallel.units.owned import OwnedShards, Source
@@ -75,61 +75,6 @@ class Registers(Protocol):
         """Registers these, in the order of the unit's."""
 
 
-class _Full:
-    """The parameters of one dtype: a full buffer with their values, or without bytes."""
-
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        self.layout = layout
-        self._buffer = torch.empty(layout.owners * layout.numel, dtype=dtype, device=device)
-        self._storage = self._buffer.untyped_storage()
-        self._bytes = self._storage.nbytes()
-        self.tensors: list[Tensor] = []
-        for place, offset in zip(layout.places, layout.full_offsets, strict=True):
-            tensor = torch.empty(0, dtype=dtype, device=device)
-            stride = torch.empty(place.shape, device="meta").stride()
-            self.tensors.append(tensor.set_(self._storage, offset, place.shape, stride))
-        self._versions: tuple[int, ...] = ()
-        self.gathered: Tensor | None = None
-        self._gathered_as: Layout | None = layout
-        self.free()
-
-    def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout | None = None) -> None:
-        """Copies the pieces into a new matrix, beginning with piece ``first``: so slots pull from distinct owners.
-
-        ``layout``: of the pieces; default the owners'.
-        """
-        self._gathered_as = layout = layout or self.layout
-        made = self._buffer.new_empty(layout.owners, layout.numel)
-        order = [(first + i) % len(pieces) for i in range(len(pieces))]
-        comm.copy_each([made[i] for i in order], [pieces[i] for i in order])
-        self.gathered = made
-
-    def take(self, full: Tensor) -> None:
-        """Takes what has arrived by a joint gather in place of a matrix. It lies as in the full buffer."""
-        self._gathered_as, self.gathered = None, full
-
-    def fill(self) -> Tensor:
-        """Copies the parameters out of the matrix, and returns that."""
-        assert self.gathered is not None
-        self._storage.resize_(self._bytes)
-        if self._versions and _torch.set_versions:
-            _torch.set_versions(tuple(self.tensors), self._versions)
-        if self._gathered_as is None:
-            self._buffer.copy_(self.gathered)
-        else:
-            self._gathered_as.copy_out(self.gathered, self._buffer)
-        gathered, self.gathered = self.gathered, None
-        return gathered
-
-    def free(self) -> None:
-        if self._storage.nbytes():
-            self._storage.resize_(0)
-            # So autograd raises if a backward reads a saved parameter that has no bytes, which would crash the process.
-            if _torch.set_versions:
-                self._versions = tuple(map(_torch.version_of, self.tensors))
-                torch.autograd.graph.increment_version(self.tensors)
-
-
 class UnitOnSlot:
     """One unit on one slot. Any thread may use it.
 
@@ -148,7 +93,7 @@ class UnitOnSlot:
         self._lines = lines
         self._lock = threading.RLock()
         with torch.inference_mode(False), torch.no_grad():
-            self._groups = [_Full(group.layout, unit.dtype_on_slots(group.dtype), device) for group in unit.owned]
+            self._groups = [FullBuffer(group.layout, unit.dtype_on_slots(group.dtype), device) for group in unit.owned]
         self.parameters: list[Tensor] = [torch.empty(0)] * len(unit.parameters)
         for indices, full in zip(unit.indices, self._groups, strict=True):
             for i, tensor in zip(indices, full.tensors, strict=True):

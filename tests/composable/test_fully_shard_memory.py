@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from dataparallel.composable import fully_shard
 from dataparallel.sharded import Shard
 from dataparallel.units import passes
+from dataparallel.units.full_buffer import FullBuffer
 from dataparallel.units.gradients import UnitGradients
-from dataparallel.units.on_slot import UnitOnSlot, _Full
+from dataparallel.units.on_slot import UnitOnSlot
 from dataparallel.units.sums import UnitSums
 from memory import allocated, nbytes
 from sharded_steps import no_sync, sharded
@@ -370,9 +371,9 @@ def take_room(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: An
     def without_room(self: Any, *args: Any, **kwargs: Any) -> Any:
         of = getattr(self, "unit", getattr(self, "_unit", self))
         is_here = getattr(self, "device", torch.device(device)) == torch.device(device)
-        if has_run or not is_here or (owner is not _Full and of is not unit):
+        if has_run or not is_here or (owner is not FullBuffer and of is not unit):
             return method(self, *args, **kwargs)
-        if owner is _Full and self not in unit.on_slots[torch.device(device).index]._groups:
+        if owner is FullBuffer and self not in unit.on_slots[torch.device(device).index]._groups:
             return method(self, *args, **kwargs)
         if name == "_packed" and args[0] != torch.device(device).index:
             return method(self, *args, **kwargs)
@@ -392,7 +393,7 @@ def take_room(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: An
     ("where", "what"),
     [
         ((UnitOnSlot, "start"), "parameters"),
-        ((_Full, "fill"), "parameters"),
+        ((FullBuffer, "fill"), "parameters"),
         ((UnitGradients, "_packed"), "gradients"),
         ((UnitSums, "add_up"), "summed gradients"),
     ],

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dataparallel import comm
 from dataparallel.streams.current import Event, current_streams, streams_set
-from dataparallel.units import on_slot as module
+from dataparallel.units import full_buffer as module
 from dataparallel.units.lines import wait_for
 from dataparallel.units.on_slot import UnitOnSlot
 from dataparallel.units.unit import Precision, Unit
