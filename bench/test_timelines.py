@@ -25,7 +25,7 @@ from timelines import REPLICATE, SHARDED
 from timelines_report import CAPTION, PUBLISHED_CAPTION, Row, beside_published, judged
 
 SCRIPT = Path(__file__).with_name("timelines.py")
-COUNTS, SHORT_COUNTS = (2, 4, 8), (8,)
+COUNTS, SHORT_COUNTS = (2, 4, 8), (2,)
 SHORT_WAYS = (REPLICATE, SHARDED)
 
 

@@ -6,7 +6,7 @@ The samples are those by which torch tests itself. What a plain tensor on the fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,30 +61,30 @@ class Outcomes:
 
 def outcomes(
     devices: Sequence[Any],
-    placement: Callable[[Tensor], Any],
+    placements: Mapping[Callable[[Tensor], Any], int],
     *,
     dtypes: Sequence[torch.dtype],
     requires_grad: bool,
-    samples: int,
     chosen: Callable[[str], bool] = lambda name: True,
-) -> Outcomes:
-    """Runs operators on samples as function, method, in place and as Python's operators.
+) -> list[Outcomes]:
+    """Runs operators on samples as function, method, in place and as Python's operators, for each placement.
 
-    The first tensor is sharded, then all but the first, then all.
+    The first tensor is sharded, then all but the first, then all. ``placements``: for each how many samples.
     """
-    found = Outcomes()
+    found = {placement: Outcomes() for placement in placements}
     for op in op_db:
         if not chosen(op.name):
             continue
         for dtype in dtypes:
             if not op.supports_dtype(dtype, "cpu") or (requires_grad and not op.supports_autograd):
                 continue
-            for sample in _samples(op, dtype, requires_grad, samples):
+            for number, sample in enumerate(_samples(op, dtype, requires_grad, max(placements.values()))):
                 arguments = _copied((sample.input, sample.args, sample.kwargs), torch.device(devices[0]))
+                wanted = [placement for placement, samples in placements.items() if number < samples]
                 for variant in _variants(op):
                     if variant is not None:
-                        _try(found, op, variant, arguments, devices, placement)
-    return found
+                        _try({placement: found[placement] for placement in wanted}, op, variant, arguments, devices)
+    return [*found.values()]
 
 
 def _variants(op: Any) -> Sequence[Callable[..., Any] | None]:
@@ -92,7 +92,7 @@ def _variants(op: Any) -> Sequence[Callable[..., Any] | None]:
 
 
 def _samples(op: Any, dtype: torch.dtype, requires_grad: bool, count: int) -> Iterator[Any]:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     try:
         given = op.sample_inputs("cpu", dtype, requires_grad=requires_grad)
         for sample, _ in zip(given, range(count), strict=False):
@@ -115,12 +115,11 @@ def _is_plain(value: Tensor) -> bool:
 
 
 def _try(
-    found: Outcomes,
+    found: Mapping[Callable[[Tensor], Any], Outcomes],
     op: Any,
     variant: Callable[..., Any],
     arguments: Any,
     devices: Sequence[Any],
-    placement: Callable[[Tensor], Any],
 ) -> None:
     is_in_place = variant in (op.inplace_variant, op.inplace_operator_variant)
     tensors = sum(isinstance(value, Tensor) for value in tree_leaves(arguments))
@@ -132,31 +131,47 @@ def _try(
         expected = _result(variant, _copied(arguments, torch.device(devices[0])), is_in_place)
     except Exception:  # not for plain tensors either
         return
-    for chosen in [{0}, {*range(1, tensors)}, {*range(tensors)}] if tensors > 1 else [{0}]:
-        seen = -1
+    for placement, of_placement in found.items():
+        for chosen in [{0}, {*range(1, tensors)}, {*range(tensors)}] if tensors > 1 else [{0}]:
+            _try_sharded(of_placement, op, variant, arguments, devices, placement, chosen, expected)
 
-        def divided(value: Any, chosen: set[int] = chosen) -> Any:
-            nonlocal seen
-            if not isinstance(value, Tensor):
-                return value
-            seen += 1
-            return sharded(value, devices, placement(value)) if seen in chosen else value
 
-        on_devices = _copied(arguments, torch.device(devices[0]))
-        try:
-            got = _result(variant, tree_map(divided, on_devices), is_in_place)
-            _compare(op.name, got, expected)
-        except Exception as error:
-            if _is_refusal(error):
-                found.counts["refused"] += 1
-                found.refused.add(op.name)
-            elif READS_MEMORY in str(error):
-                found.counts["unreached"] += 1
-            else:
-                found.wrong.setdefault(op.name, []).append(f"{type(error).__name__}: {error}")
+def _try_sharded(
+    found: Outcomes,
+    op: Any,
+    variant: Callable[..., Any],
+    arguments: Any,
+    devices: Sequence[Any],
+    placement: Callable[[Tensor], Any],
+    chosen: Collection[int],
+    expected: list[Any],
+) -> None:
+    """With these of the tensors sharded, by their numbers."""
+    is_in_place = variant in (op.inplace_variant, op.inplace_operator_variant)
+    seen = -1
+
+    def divided(value: Any) -> Any:
+        nonlocal seen
+        if not isinstance(value, Tensor):
+            return value
+        seen += 1
+        return sharded(value, devices, placement(value)) if seen in chosen else value
+
+    on_devices = _copied(arguments, torch.device(devices[0]))
+    try:
+        got = _result(variant, tree_map(divided, on_devices), is_in_place)
+        _compare(op.name, got, expected)
+    except Exception as error:
+        if _is_refusal(error):
+            found.counts["refused"] += 1
+            found.refused.add(op.name)
+        elif READS_MEMORY in str(error):
+            found.counts["unreached"] += 1
         else:
-            found.counts["right"] += 1
-            found.right.add(op.name)
+            found.wrong.setdefault(op.name, []).append(f"{type(error).__name__}: {error}")
+    else:
+        found.counts["right"] += 1
+        found.right.add(op.name)
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -174,7 +189,7 @@ def _result(variant: Callable[..., Any], arguments: Any, is_in_place: bool) -> l
         arguments = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, arguments)
     first, others, named = arguments
     for device in {value.device for value in tree_leaves(arguments) if isinstance(value, Tensor)}:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` keeps a traceback for each kind of devices
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed_all(0)
     result = variant(first, *others, **named)
