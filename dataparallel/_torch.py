@@ -96,6 +96,13 @@ class _Missing:
 current_graph_task_id: Callable[[], int] = _private(
     "torch._C._current_graph_task_id", "tell backward passes that run at the same time from each other"
 )
+
+
+def is_in_backward() -> bool:
+    """True if the calling thread runs a node of a backward."""
+    return current_graph_task_id() != -1
+
+
 will_engine_execute_node: Callable[[Any], bool] = _private(
     "torch._C._will_engine_execute_node", "ask whether the running backward pass reaches a parameter"
 )

@@ -1,5 +1,6 @@
 """Small models for the tests of `fully_shard`. `units()` of each says what is sharded before the model itself."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -197,3 +198,9 @@ class Multiplied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x)) * self.scale.to(x.device)
+
+
+def on_meta(make: Callable[[], Any] = GPT) -> Any:
+    """A model without memory, in float64."""
+    with torch.device("meta"):
+        return make().double()

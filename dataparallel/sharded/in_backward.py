@@ -19,18 +19,13 @@ from dataparallel import _torch
 from dataparallel.devices import current_device
 from dataparallel.streams.current import Event, current_streams, streams_joined
 
-__all__ = ["is_here", "ordered", "remember"]
+__all__ = ["ordered", "remember"]
 
 _used: dict[torch.device, dict[torch.Stream, None]] = {}
 """For each device the streams of operators with a graph. torch has few for a device, so they stay few."""
 
 _last: dict[torch.device, torch.Stream] = {}
 """Of these the one that was used last."""
-
-
-def is_here() -> bool:
-    """True in a thread that runs a backward."""
-    return _torch.current_graph_task_id() != -1
 
 
 def remember(devices: Collection[torch.device]) -> None:
@@ -46,7 +41,7 @@ def ordered(devices: Collection[torch.device]) -> Iterator[None]:
 
     Outside of a backward it runs on the current streams.
     """
-    if not is_here():
+    if not _torch.is_in_backward():
         yield
         return
     with streams_joined(_to_be_set(devices)):

@@ -26,7 +26,7 @@ from dataparallel.structures import tensors_in
 from dataparallel.units.on_slot import Registers, UnitOnSlot
 from dataparallel.units.passes import BackwardPass
 
-__all__ = ["ModuleOnSlot", "OfTree", "TensorHooks", "UnitCall", "UnitInReplica", "is_inside_backward"]
+__all__ = ["ModuleOnSlot", "OfTree", "TensorHooks", "UnitCall", "UnitInReplica"]
 
 
 class OfTree(Protocol):
@@ -48,11 +48,6 @@ class OfTree(Protocol):
 
     def backward_begins(self, on_slot: UnitOnSlot, position: int, running: BackwardPass) -> None:
         """The backward of a unit that ended at this position comes next in this pass."""
-
-
-def is_inside_backward() -> bool:
-    """True if the calling thread runs a node of a backward."""
-    return _torch.current_graph_task_id() != -1
 
 
 class ModuleOnSlot:
@@ -144,7 +139,7 @@ class UnitCall:
         self._inputs = 0  # that need gradients
         self._awaited = 0  # of them, those whose gradients have not come in this backward
         self._is_open = False
-        self._is_recomputation = is_inside_backward()
+        self._is_recomputation = _torch.is_in_backward()
         self._versions: list[int] = []
         self._position = -1
         self._watched: list[TensorHooks] = []  # of the inputs, which may outlive this call's graph

@@ -3,7 +3,7 @@
 Each slot computes on the stream that is current when it is called. The rest are kept for the whole process:
 
 - ``receiving[i]``, on slot i's device: pulls of slot i end there. Memory that it receives into belongs to it.
-- ``sending(i)``, on each owner's device: pulls of slot i begin there. It is a stream of its own for each slot, so a
+- ``pulling(i)``, on each owner's device: pulls of slot i begin there. It is a stream of its own for each slot, so a
   slot that lags does not hold up the pulls of others.
 - ``summing[j]``, on owner j's device: gradients are added there. ``adding(j)``: on the other devices they leave for
   owner j on a stream of its own, for the same reason.

@@ -138,15 +138,20 @@ class UnitOnSlot:
                 return
             own = self._lines.receiving[self.slot]
             with torch.no_grad(), _OutOfMemory(self):
-                if not (_torch.current_graph_task_id() != -1 and self._pull_from_group(own)):
-                    if self._take_joint(ready):
-                        return
+                has_pulled = _torch.is_in_backward() and self._pull_from_group(own)
+            if not has_pulled and self._take_joint(ready):
+                return
+            with torch.no_grad(), _OutOfMemory(self):
+                if not has_pulled:
                     self._pull_from_owners(own, ready)
                 if own is not None and self._groups:
                     self.last_pull = self._pulled = Event(own)
 
     def _take_joint(self, ready: Mapping[torch.device, Event]) -> bool:
-        """Takes what arrives by a joint gather. Returns false if the slot has to pull by itself."""
+        """Takes what arrives by a joint gather. Returns false if the slot has to pull by itself.
+
+        It may launch the gather for all slots, so it names the device that lacks memory by itself.
+        """
         arrived = self.unit.joint.take(self.slot, ready)
         if arrived is None:
             return False
@@ -377,8 +382,6 @@ class _OutOfMemory:
         if isinstance(error, torch.OutOfMemoryError):
             on_slot = self._on_slot
             on_slot.free()
-            if isinstance(error.__cause__, torch.OutOfMemoryError):  # of a joint gather, which names its device
-                return
             raise no_room_for(
                 "parameters", on_slot.unit.name, on_slot.device, on_slot.unit.full_bytes, error
             ) from error

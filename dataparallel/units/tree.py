@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dataparallel import _torch
 from dataparallel.streams.current import Event, current_streams
 from dataparallel.units.before_step import before_next_step
-from dataparallel.units.calls import TensorHooks, is_inside_backward
+from dataparallel.units.calls import TensorHooks
 from dataparallel.units.deliveries import SumsOfPass
 from dataparallel.units.joint import Room
 from dataparallel.units.lines import GivenEvents, wait_for
@@ -85,7 +86,7 @@ class Tree:
         A backward that fails raises at once, while other threads of the engine are still in nodes of it, which read
         parameters. The pass ends when all have left.
         """
-        if is_inside_backward() or self._ending_thread == threading.get_ident():
+        if _torch.is_in_backward() or self._ending_thread == threading.get_ident():
             return
         with self._changed:
             self._changed.wait_for(lambda: self._pass is None and self._ending_thread is None)

@@ -109,7 +109,7 @@ class Unit:
         self._shown_pieces: list[nn.Parameter] | None = None
         self.gradients = UnitGradients(self, self.recorded, self.lines)
         self.on_slots: list[UnitOnSlot] = []
-        self._receivers: list[_Receiver] = []
+        self._receivers: list[_Receiver] = []  # nodes refer to them weakly
         self._sources: list[Source] = []
         self._pulls = len(self.slots)
 
@@ -276,7 +276,7 @@ class Unit:
         The user's modules have the full parameters of the first slot once it has been waited for.
         """
         self.refresh()
-        ready = {device: Event(stream) for device, stream in current_streams(self.slots).items()}
+        ready = self.lines.now()
         for on_slot in self.on_slots:
             on_slot.free_if_changed()
             on_slot.start(ready)
@@ -295,7 +295,7 @@ class Unit:
         Raises:
             RuntimeError: other code has written to full ones; they are freed all the same.
         """
-        if _torch.current_graph_task_id() != -1:
+        if _torch.is_in_backward():
             self.register_sharded()
             return
         self.settle()

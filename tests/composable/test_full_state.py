@@ -14,7 +14,7 @@ from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import adamw, seeded
 from dataparallel.testing.steps import assert_equal
 from memory import Growth, nbytes
-from sharded_models import GPT, Awkward
+from sharded_models import Awkward, on_meta
 from sharded_steps import (
     MODELS,
     Trained,
@@ -40,11 +40,6 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {"AdamW": adamw, "SGD with momentum": momentum}
-
-
-def meta(make: Callable[[], Any] = GPT) -> Any:
-    with torch.device("meta"):
-        return make().double()
 
 
 def through_a_file(saved: Any) -> Any:
@@ -343,7 +338,7 @@ class TestMeta:
     @pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}], ids=["default", "CPU offload"])
     def test_parameters_get_memory_on_their_owners(self, options: dict, slots: list, root: torch.device) -> None:
         one = on_device(MODEL.build, root)
-        several = sharded(meta(), slots, **options)
+        several = sharded(on_meta(), slots, **options)
         before = [*several.parameters()]
         fully_shard.load_full_state_dict(several, one.state_dict())
         assert [*map(id, several.parameters())] == [*map(id, before)]
@@ -359,13 +354,13 @@ class TestMeta:
         one = on_device(MODEL.build, root)
         of_one = adamw(one.parameters())
         train(one, batches_of(MODEL, slots), of_one, 2)
-        several = sharded(meta(), slots)
+        several = sharded(on_meta(), slots)
         optimizer = adamw(several.parameters())
         fully_shard.load_full_state_dict(several, (one.state_dict(), of_one.state_dict()), optimizer)
         assert_same(*(train(m, batches_of(MODEL, slots), o, 2) for m, o in ((several, optimizer), (one, of_one))))
 
     def test_buffers_and_attributes_are_there_afterwards(self, slots: list, root: torch.device) -> None:
-        one, several = kept(root), meta(Kept)
+        one, several = kept(root), on_meta(Kept)
         several.scratch = torch.zeros(6, dtype=torch.float64, device=root)
         sharded(several, slots)
         several.first.weight.is_mine = True
@@ -377,7 +372,7 @@ class TestMeta:
         assert_equal(state(several), state(one), "state", atol=0)
 
     def test_ignored_parameters_get_memory_on_the_first_slot(self, slots: list, root: torch.device) -> None:
-        several, one = meta(lambda: nn.Linear(6, 6)), nn.Linear(6, 6).double()
+        several, one = on_meta(lambda: nn.Linear(6, 6)), nn.Linear(6, 6).double()
         fully_shard(several, devices=slots, ignored_params=[several.bias])
         fully_shard.load_full_state_dict(several, one.state_dict())
         assert type(several.bias) is nn.Parameter
@@ -385,19 +380,19 @@ class TestMeta:
         assert_equal(state(several), state(one), "state", atol=0)
 
     def test_without_devices_they_get_memory_on_the_cpu(self) -> None:
-        several, one = meta(lambda: nn.Linear(6, 6)), nn.Linear(6, 6).double()
+        several, one = on_meta(lambda: nn.Linear(6, 6)), nn.Linear(6, 6).double()
         fully_shard.load_full_state_dict(several, one.state_dict())
         assert_equal(dict(several.state_dict()), dict(one.state_dict()), "state", atol=0)
 
     def test_a_buffer_that_is_not_saved_needs_a_value_before(self, slots: list, root: torch.device) -> None:
-        several = sharded(meta(Kept), slots)
+        several = sharded(on_meta(Kept), slots)
         with pytest.raises(RuntimeError, match=r"'scratch' is on the meta device and in no state dict.*before, on '"):
             fully_shard.load_full_state_dict(several, kept(root).state_dict())
         assert all(tensor.is_meta for tensor in several.state_dict().values() if isinstance(tensor, Tensor))
 
     def test_there_is_nothing_to_save(self, slots: list) -> None:
         with pytest.raises(RuntimeError, match=r"'position' is on the meta device, so there is no value to save"):
-            fully_shard.full_state_dict(sharded(meta(), slots))
+            fully_shard.full_state_dict(sharded(on_meta(), slots))
 
 
 def without(name: str) -> Callable[[Any, Any], Any]:

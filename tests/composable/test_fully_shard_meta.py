@@ -12,7 +12,7 @@ from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import Batch, adamw
 from dataparallel.testing.steps import assert_equal
-from sharded_models import GPT, Apart
+from sharded_models import Apart, on_meta
 from sharded_steps import (
     LOOPS,
     MODELS,
@@ -34,11 +34,6 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 MODEL = MODELS["gpt"]
 UNTIED = MODELS["gpt, units of several kinds"]
 EIGHT = 8
-
-
-def on_meta(kind: type[GPT] = GPT) -> GPT:
-    with torch.device("meta"):
-        return kind().double()
 
 
 def blank(model: Model, root: torch.device) -> nn.Module:

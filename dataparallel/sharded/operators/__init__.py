@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded import in_backward
 
@@ -62,7 +63,7 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operator = TABLE.get(func)
     if operator is None:
         operator = TABLE[func] = _of_kind(func)
-    if in_backward.is_here():
+    if _torch.is_in_backward():
         with in_backward.ordered(_places([*args, *kwargs.values()])):
             return operator(func, args, kwargs)
     if torch.is_grad_enabled() and func not in LAUNCH_NOTHING:
