@@ -1,6 +1,7 @@
 """One process drives every device of the machine: ``model = DataParallel(model)``.
 
-The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole` and `PerReplica`.
+The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole`, `PerReplica` and
+`trace`.
 A *room* is a folder or a file of this package. It imports only from rooms below it (``tests/test_floors.py``).
 Importing this package touches no device, starts no thread and compiles nothing.
 """
@@ -12,6 +13,7 @@ from dataparallel.per_replica import PerReplica
 from dataparallel.prefetch import prefetch
 from dataparallel.replicate import replicate
 from dataparallel.scatter_gather import gather, scatter, scatter_kwargs, whole
+from dataparallel.tracing import trace
 
 __all__ = [
     "DataParallel",
@@ -24,5 +26,6 @@ __all__ = [
     "replicate",
     "scatter",
     "scatter_kwargs",
+    "trace",
     "whole",
 ]

@@ -12,14 +12,16 @@ Any room may call this one. It knows nothing of the library.
 
 from __future__ import annotations
 
+import contextvars
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from operator import attrgetter
-from types import FunctionType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -106,9 +108,23 @@ def is_in_backward() -> bool:
 will_engine_execute_node: Callable[[Any], bool] = _private(
     "torch._C._will_engine_execute_node", "ask whether the running backward pass reaches a parameter"
 )
-queue_callback: Callable[[Callable[[], object]], None] = _private(
+_queue_callback: Callable[[Callable[[], object]], None] = _private(
     "torch.autograd.Variable._execution_engine.queue_callback", "run a function when a backward pass ends"
 )
+
+
+def queue_callback(function: Callable[[], object]) -> None:
+    """Has the engine call the function when the running backward ends, outside of what ``torch.compile`` compiles.
+
+    If the backward fails, the function is dropped.
+    """
+
+    def run() -> None:
+        function()
+
+    _queue_callback(leave_alone(run))
+
+
 rebuild_engine: Callable[[], object] = _private(
     "torch.autograd.Variable._execution_engine.is_checkpoint_valid",
     "have a forked child rebuild torch's autograd engine before several threads ask for it at once",
@@ -148,6 +164,27 @@ def _exchange_device(index: int) -> int:
     before = torch.accelerator.current_device_index()
     torch.accelerator.set_device_index(index)
     return before
+
+
+# ---- process groups --------------------------------------------------------------------------------------------------
+
+_backend_of_group = _attribute("torch.distributed.ProcessGroup._get_backend", "read the timeout of a process group")
+_timeout_of_backend = _attribute(
+    "torch._C._distributed_c10d.Backend.Options._timeout", "read the timeout of a process group"
+)
+
+name_of_group: Callable[[list[int]], str] = _private(
+    "torch.distributed.distributed_c10d._hash_ranks_to_str",
+    "see that all ranks have one name for a new process group",
+    lambda ranks: "",
+    "where torch's names differ, making a second group of the same ranks ends with the group's timeout",
+)
+
+
+def group_timeout(group: Any, device: torch.device) -> timedelta:
+    """How long a process group waits for a collective of tensors on ``device``."""
+    timeout: timedelta = _timeout_of_backend(_backend_of_group(group)(device).options)
+    return timeout
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -378,11 +415,33 @@ pytree: Any = _private("torch.utils._pytree", "walk containers that users have r
 _private(
     "torch.autograd.profiler._is_profiler_enabled", "name ranges in profiles", False, "profiles have no named ranges"
 )
-_disable_dynamo = _private(
-    "torch._disable_dynamo",
-    "make torch.compile run the stages between its graphs",
-    lambda function: torch.compiler.disable(function),
-    "torch.compiler.disable does the same, but imports torch's compiler at once, which takes seconds",
+UnsupportedFakeTensor: type = _private(
+    "torch._subclasses.UnsupportedFakeTensorException",
+    "tell torch.compile that a tensor cannot be in a graph",
+    type("NoUnsupportedFakeTensor", (RuntimeError,), {}),
+    "compiled functions that meet sharded tensors fail instead of going on without a graph",
+)
+_WITHOUT_STRATEGIES = (
+    "torch.compiler.disable keeps it out, and loads the compiler with the library, which takes seconds"
+)
+_NOTHING = object()
+_set_strategy = _private(
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "keep torch.compile out of functions that run between its graphs",
+    _NOTHING,
+    _WITHOUT_STRATEGIES,
+)
+_Strategy = _private(
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "tell torch.compile how to treat a function and what it calls",
+    _NOTHING,
+    _WITHOUT_STRATEGIES,
+)
+_actions = _private(
+    "torch._C._dynamo.eval_frame._FrameAction",
+    "name what torch.compile may do with a function",
+    _NOTHING,
+    _WITHOUT_STRATEGIES,
 )
 
 
@@ -392,9 +451,53 @@ def is_profiler_enabled() -> bool:
 
 
 def not_traced(function: F) -> F:
-    """The function, marked so that ``torch.compile`` around it does not trace it. It imports no compiler."""
-    disabled: F = _disable_dynamo(function)
-    return disabled
+    """Keeps ``torch.compile`` out of a function and out of all that it calls. Returns the same function.
+
+    It decorates what a compiled function may call: the graph ends before the call, and another one begins after it. It
+    also decorates what torch calls by itself (``backward``, hooks, operators of tensor subclasses): while a compiled
+    function waits for ``loss.backward()``, the compiler would compile each of them. It is ``torch.compiler.disable``
+    without a frame around the function, and imports no compiler, which would take seconds.
+    """
+    if not _has_strategies():
+        disabled: F = torch.compiler.disable(function, reason=_WHY_NOT_TRACED)
+        return disabled
+    leave_alone(function)
+    marked: Any = function
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _WHY_NOT_TRACED
+    return function
+
+
+def not_compiled(function: F) -> F:
+    """Keeps ``torch.compile`` from compiling a function by itself, but not what it calls. Returns the function.
+
+    A compiled function still takes it into its graph where it can.
+    """
+    _set_actions(function, "DEFAULT")
+    return function
+
+
+_WHY_NOT_TRACED = (
+    "dataparallel sends tensors between devices and runs replicas in threads, which is no graph. There is one graph "
+    "before the call and one after it, so leave out fullgraph=True"
+)
+
+
+def leave_alone(function: F) -> F:
+    """Keeps ``torch.compile`` from compiling a function by itself, and all that it calls then. Returns the function.
+
+    A compiled function still takes it into its graph where it can.
+    """
+    _set_actions(function, "SKIP")
+    return function
+
+
+def _set_actions(function: Any, what_it_calls: str) -> None:
+    if _has_strategies() and isinstance(function, FunctionType):
+        _set_strategy(function.__code__, _Strategy(_actions.SKIP, getattr(_actions, what_it_calls)))
+
+
+def _has_strategies() -> bool:
+    return not any(found is _NOTHING for found in (_set_strategy, _Strategy, _actions))
 
 
 def is_compiler_loaded() -> bool:
@@ -440,10 +543,207 @@ def compiled_original(item: Any) -> Any:
     if not is_compiler_loaded():
         return None
     if issubclass(type(item), _optimized_module()):
-        return vars(item).get("_modules", {}).get("_orig_mod")
+        return vars(item).get("_modules", {}).get(ORIGINAL_OF_COMPILED)
     if type(item) is FunctionType and not vars(item).get("_torchdynamo_disable", False):
         return vars(item).get("_torchdynamo_orig_callable")
     return None
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+#
+# None of these is looked up at import, because that would import the compiler, which takes seconds.
+
+_CONTEXT = "torch._dynamo.eval_frame._TorchDynamoContext"
+
+
+@cache
+def _compiler_part(path: str, purpose: str) -> Any:
+    return _private(path, purpose)
+
+
+ORIGINAL_OF_COMPILED = "_orig_mod"
+"""The name of the module as a child of the one that ``torch.compile`` has made from it."""
+
+OWN_OF_COMPILED = (
+    "forward",
+    "_forward",
+    "_torchdynamo_orig_callable",
+    "_torchdynamo_wrapper_id",
+    "get_compiler_config",
+)
+"""Attributes of a module that ``torch.compile`` has made, which lead to the code or methods of the original."""
+
+
+def say_that_it_is_disabled(call: Any) -> None:
+    """Marks what a module calls, so that the compiler does not look into the module."""
+    call._torchdynamo_disable = True
+
+
+def compiler_context(compiled: Any) -> Any:
+    """The context by which ``torch.compile`` made a module or function: its backend and options.
+
+    ``None`` if that torch keeps no context with it, or keeps it elsewhere.
+    """
+    context_class = _compiler_part(_CONTEXT, "compile replicas as the module was compiled")
+    if issubclass(type(compiled), _optimized_module()):
+        found = vars(compiled).get("dynamo_ctx")
+    else:
+        names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
+        cells = dict(zip(names, getattr(compiled, "__closure__", None) or (), strict=False))
+        found = cells["self"].cell_contents if "self" in cells else None
+    return found if isinstance(found, context_class) else None
+
+
+def copy_of_context(context: Any) -> Any:
+    """Another context that compiles in the same way."""
+    own = object.__new__(type(context))
+    vars(own).update(vars(context))
+    return own
+
+
+def is_disabled(context: Any) -> bool:
+    """True for a context of ``torch.compiler.disable``, which keeps the compiler away."""
+    return context.callback is None
+
+
+def are_contexts_alike(one: Any, other: Any) -> bool:
+    """True if two contexts compile in the same way: backend, options, dynamic shapes, whole graphs."""
+    names = ("fullgraph", "error_on_graph_break", "export", "_dynamic", "_hooks", "_shapes_spec", "_package")
+    return bool(
+        _innermost_backend(one.callback) == _innermost_backend(other.callback)
+        and all(getattr(one, name, None) == getattr(other, name, None) for name in names)
+    )
+
+
+def _innermost_backend(callback: Any) -> Any:
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return callback
+
+
+class _Around:
+    """A compiler's callback with a function around it. torch finds the backend through it as before."""
+
+    def __init__(self, callback: Any, hooks: Sequence[Callable[[], Callable[[], object]]], around: Any) -> None:
+        self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend
+        self._callback, self._hooks, self._around = callback, hooks, around
+
+    def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
+        def convert() -> Any:
+            # The context's settings, `dynamic` for example, are settings of the process. Only tracing reads them.
+            ends = [enter() for enter in self._hooks]
+            try:
+                return self._callback(frame, cache_entry, frame_state)
+            finally:
+                for end in ends:
+                    end()
+
+        return self._around(frame.f_code, convert)
+
+
+def compile_within(context: Any, function: FunctionType, around: Callable[[CodeType, Callable[[], Any]], Any]) -> Any:
+    """``function``, compiled as ``context`` says, with graphs of its own.
+
+    ``around`` is called where a frame has no graph that fits, with the frame's code and a function without arguments
+    that compiles it. It returns what this returns, and the graph is added to the code after that. If it raises, the
+    call of the compiled function raises.
+    """
+    own = copy_of_context(context)
+    if callable(own.callback):
+        own.callback = _Around(context.callback, context.enter_exit_hooks, around)
+        own.enter_exit_hooks = []
+        # torch keeps the numbers of these features for the process, and replicas call at the same time.
+        own._isolate_recompiles_id, own.fullgraph = -1, False
+    return own(function)
+
+
+def let_backwards_run_at_once() -> None:
+    """Lets compiled backwards of one pass run in several threads of the engine.
+
+    torch 2.13 runs each of them in the context of the thread that has called ``backward``, and Python enters a context
+    once at a time: "cannot enter context: ... is already entered". From here on each runs in a copy of that context.
+    This replaces the name ``contextvars`` in one module of torch. torch 2.11 has no such context, 2.15 makes a copy.
+    """
+    module = sys.modules["torch.autograd.graph"]
+    original = getattr(module, "contextvars", None)
+    if isinstance(original, ModuleType):
+        module.contextvars = SimpleNamespace(  # type: ignore[attr-defined]
+            copy_context=lambda: _ContextForEach(original.copy_context())
+        )
+
+
+class _ContextForEach:
+    """A context that several threads may run functions in at the same time: each runs in a copy."""
+
+    def __init__(self, context: contextvars.Context) -> None:
+        self.copy = context.copy  # torch 2.15 makes a copy itself
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.copy().run(function, *args, **kwargs)
+
+
+@cache
+def _count_graphs() -> Callable[[CodeType], int]:
+    number = "torch._dynamo.eval_frame._get_total_cache_entry_count"  # from 2.13 on, and the only one for all regions
+    purpose, without = "see whether another thread has compiled a graph", "a graph may be compiled once in each thread"
+    if hasattr(sys.modules["torch._dynamo.eval_frame"], number.rpartition(".")[2]):
+        found: Callable[[CodeType], int] = _private(number, purpose)
+        return found
+    entries = "torch._dynamo.eval_frame._debug_get_cache_entry_list"
+    listed: Callable[[CodeType], list[Any]] = _private(entries, purpose, lambda code: range(sys.maxsize), without)
+    return lambda code: len(listed(code))
+
+
+def number_of_graphs(code: CodeType) -> int:
+    """How many graphs the compiler has for ``code``."""
+    return _count_graphs()(code)
+
+
+def has_graph(result: Any) -> bool:
+    """True if what a compiler's callback has returned is code with graphs; otherwise the frame runs as it is."""
+    return getattr(result, "guarded_code", None) is not None
+
+
+def frames_that_failed() -> int:
+    """How many frames this process could not compile so far, and ran as they are."""
+    frames = _compiler_part("torch._dynamo.utils.counters", "count what could not be compiled")["frames"]
+    return int(frames["total"] - frames["ok"])
+
+
+def uses_cuda_graphs(context: Any) -> bool:
+    """True if what a context compiles is recorded as CUDA graphs on CUDA devices."""
+    backend = _innermost_backend(context.callback)
+    if getattr(backend, "compiler_name", None) == "cudagraphs":
+        return True
+    own = getattr(backend, "config", None)
+    if not isinstance(own, dict):  # Inductor's have one
+        return False
+    config = _compiler_part("torch._inductor.config", "refuse CUDA graphs, and parameters inside graphs")
+    return bool(own.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+def refuse_parameters_in_graphs() -> None:
+    """Raises ``RuntimeError`` if the compiler would make the parameters of one replica part of a graph."""
+    config = _compiler_part("torch._inductor.config", "refuse CUDA graphs, and parameters inside graphs")
+    if config.freezing:
+        raise RuntimeError(
+            "replicas cannot be compiled with torch._inductor.config.freezing = True: graphs would hold the parameters "
+            "of one replica. Set it to False"
+        )
+
+
+@contextmanager
+def compiling_for(devices: int) -> Iterator[None]:
+    """Settings of the compiler for functions of so many devices. They hold for the process until the end.
+
+    The backward is compiled together with the forward. Otherwise it would be compiled when it first runs, in a thread
+    of the engine. Frames that are entered between two graphs may have as many graphs on each device as on one.
+    """
+    config = _compiler_part("torch._dynamo.config", "raise the number of graphs of a function for several devices")
+    functorch_config = _compiler_part("torch._functorch.config", "compile a backward together with its forward")
+    limits = {name: devices * getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
+    with config.patch(**limits), functorch_config.patch(force_non_lazy_backward_lowering=True):
+        yield
 
 
 def has_nccl() -> bool:

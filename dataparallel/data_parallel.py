@@ -7,7 +7,7 @@ module directly if there is nothing to parallelise, and keeps the attributes and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.compiled.argument import CompileArgument
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.placement import check_placement
 from dataparallel.modules.signatures import shows_forward_of_module
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.profiling import stage
-from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, replicate
+from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
 from dataparallel.scatter_gather import gather, scatter_arguments
 from dataparallel.stages import Call, reads_of_this_scatter, run_alone
 from dataparallel.structures import arguments_of_one
@@ -54,6 +55,9 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         bucket_cap_mb: size in MiB of the buckets in which parameters are sent, and in which gradients are sent back
             while backward still runs. The first bucket has 1 MiB, and each further one twice the size of the one before
             it, up to this size.
+        compile: compile the replicas: ``True``, or a dict of arguments for ``torch.compile`` (``backend``, ``mode``,
+            ``dynamic``, ``fullgraph``, ``options``). The module itself stays as it is. A module that is compiled
+            before it is wrapped, as a whole or in parts, needs no argument.
 
     Attributes:
         module: the wrapped module.
@@ -62,9 +66,9 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         src_device_obj: the first slot as a ``torch.device``.
 
     Raises:
-        TypeError: ``module`` is no module, or is already wrapped.
+        TypeError: ``module`` is no module, or is already wrapped; ``compile`` is something else.
         ValueError: devices do not exist or do not go together; ``workers`` is below 1; ``bucket_cap_mb`` is not above
-            0.
+            0; ``compile`` is given for a compiled module.
     """
 
     module: M
@@ -83,6 +87,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         workers: int | None = None,
         serial: bool | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
+        compile: bool | dict[str, Any] | None = None,
     ) -> None:
         _check_module(module)
         slots = resolve_slots(device_ids)
@@ -90,6 +95,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         if workers is not None and workers < 1:
             raise ValueError(f"workers={workers}: at least 1 replica has to run")
         cap_in_bytes(bucket_cap_mb)
+        compiled = CompileArgument.checked(module, compile)
         nn.Module.__init__(self)
         self.module = module
         self.device_ids = [device_id(slot) for slot in slots]
@@ -101,7 +107,8 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         self.serial = serial
         self.bucket_cap_mb = bucket_cap_mb
         self._permits = PermitChooser()
-        self._kept = KeptReplicas()
+        self._compile = compiled
+        self._kept = KeptReplicas(compile=compiled)
         if len(slots) == 1:
             self.module.to(slots[0])
 
@@ -116,11 +123,10 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         """
         if not self.device_ids:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
-            return self.module(*inputs, **kwargs)
-        # torch.compile does not trace the stages. `_run_not_traced` imports the compiler, so only if that is loaded.
-        run = _run_not_traced if _torch.is_compiler_loaded() else DataParallel._run
-        return run(self, inputs, kwargs)
+            return self._alone(*inputs, **kwargs)
+        return self._run(inputs, kwargs)
 
+    @_torch.not_traced
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The checks before the four stages, and the context around them."""
         slots = [resolve(device) for device in self.device_ids]
@@ -138,13 +144,20 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1:
-            return run_alone(self.module, inputs[0], kwargs[0], slots[0], output_device)
-        with stage("replicate"), call.replicates():
+            return run_alone(self._alone, inputs[0], kwargs[0], slots[0], output_device)
+        with stage("replicate", "DataParallel"), call.replicates():
             replicas = call.uses(self.replicate(self.module, self.device_ids[: len(inputs)]))
         with stage("parallel_apply"):
             outputs = self.parallel_apply(replicas, inputs, kwargs)
         with stage("gather"):
             return self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
+
+    @property
+    def _alone(self) -> Callable[..., Any]:
+        """What runs without replicas: the module, compiled if the wrapper is to compile."""
+        if self._compile is None or torch.compiler.is_dynamo_compiling():  # what is being compiled contains the module
+            return self.module
+        return self._compile.call(self.module)
 
     def _is_stage_overridden(self) -> bool:
         """True if a stage from ``replicate`` on is another function, of a subclass or of this object."""
@@ -166,7 +179,9 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             RuntimeError: a graph is recorded inside `frozen`.
         """
         if "_is_replica" in vars(self):  # this wrapper is part of a replica, and gone after this call
-            return replicate(module, device_ids, bucket_cap_mb=self.bucket_cap_mb)
+            root_call = None if self._compile is None else self._compile.of(module)
+            slots, cap_bytes = resolve_slots(device_ids), cap_in_bytes(self.bucket_cap_mb)
+            return make_replicas(module, slots, cap_bytes, root_call=root_call)
         return self._kept.replicas(module, resolve_slots(device_ids), cap_in_bytes(self.bucket_cap_mb))
 
     @contextmanager
@@ -218,9 +233,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             raise
 
 
-_run_not_traced = _torch.not_traced(DataParallel._run)
-
-
+@_torch.not_traced
 def data_parallel(
     module: nn.Module,
     inputs: Any,

@@ -47,6 +47,7 @@ __all__ = [
     "references_inside",
     "references_of_one",
     "try_counts",
+    "weak_references",
     "why_not_trusted",
 ]
 
@@ -102,7 +103,12 @@ def are_in_one_list_only(tensors: list[Tensor]) -> bool:
 
 def are_weakly_held(objects: Iterable[Any]) -> bool:
     """True if there is a weak reference or a proxy to one of ``objects``. This does not depend on trusted counts."""
-    return any(map(weakref.getweakrefcount, objects))
+    return any(weak_references(objects))
+
+
+def weak_references(objects: Iterable[Any]) -> list[int]:
+    """The number of weak references and proxies to each of ``objects``. This does not depend on trusted counts."""
+    return [*map(weakref.getweakrefcount, objects)]
 
 
 def references(objects: Iterable[Any]) -> list[int]:

@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.compiled.gate import gate
 from dataparallel.devices import CPU, DeviceLike, current_device, resolve, resolve_slots
 from dataparallel.environment import says_no
-from dataparallel.profiling import in_range, is_recording
+from dataparallel.modules.plan import HAS_COMPILED
+from dataparallel.profiling import Replicas, replicas
 from dataparallel.structures import tensors_in
 from dataparallel.threads.caller_state import CallerState
 from dataparallel.threads.gang import Gang, Outcome, Skipped
@@ -32,6 +34,7 @@ SERIAL_VARIABLE = "DATAPARALLEL_SERIAL"
 """Environment variable: ``1`` runs every replica in the calling thread, so that ``breakpoint()`` works."""
 
 
+@_torch.not_traced
 def parallel_apply(
     modules: Sequence[nn.Module],
     inputs: Sequence[Any],
@@ -98,22 +101,29 @@ def run_replicas(
     slots = resolve_slots(cast("Sequence[DeviceLike]", devices))
     arguments = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
     calls: list[Callable[[], Any]] = [
-        partial(module if method is None else getattr(module, method), *args, **kwargs)
+        partial(_called(module, method), *args, **kwargs)
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
     state = CallerState(slots)
+    watch = replicas(type(modules[0]).__name__, slots)
     for slot, own in state.isolated_streams.items():
         own.record_inputs(modules[slot], arguments[slot], keywords[slot])
     try:
         permits, groups = (1, None) if is_serial(serial) else _who_may_run_together(modules[0], slots, state, workers)
         if permits == 1:
-            outcomes = SerialTasks(_tasks(state.run_here, calls)).run()
+            outcomes = SerialTasks(_tasks(state.run_here, calls, watch), watch=watch).run()
         elif chooser is None or workers is not None:
-            with state.intra_op_threads_divided(permits):
-                outcomes = Gang(_tasks(state.run_in_worker, calls), permits, groups, devices=slots).run()
+            # Compiled code is for a number of intra-op threads, so that does not depend on the permits.
+            parts = workers if workers is not None and _has_compiled(modules[0]) else permits
+            with state.intra_op_threads_divided(parts):
+                tasks = _tasks(state.run_in_worker, calls, watch)
+                outcomes = Gang(tasks, permits, groups, devices=slots, watch=watch).run()
         else:
-            call = chooser.begin(_kind_of_call(modules[0], slots), size_of(arguments[0], keywords[0]), permits)
-            outcomes = _run_with_permits(chooser, call, calls, permits, groups, state)
+            compiled = _has_compiled(modules[0])
+            kind, size = _kind_of_call(modules[0], slots), size_of(arguments[0], keywords[0])
+            call = chooser.begin(kind, size, permits, first_in_turn=compiled)
+            parts = chooser.largest if compiled else call.permits
+            outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, parts, watch)
         if any(outcome.error is not None for outcome in outcomes):
             raise _first_error(outcomes, slots)
         values = [outcome.value for outcome in outcomes]
@@ -132,12 +142,12 @@ def is_serial(serial: bool | None) -> bool:
     return bool(os.environ.get(SERIAL_VARIABLE)) and not says_no(SERIAL_VARIABLE)
 
 
-def _tasks(run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """Each of ``calls``, run by a method of `CallerState`, and in a named range while a profiler records."""
+def _tasks(
+    run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]], watch: Replicas | None
+) -> list[Callable[[], Any]]:
+    """Each of ``calls``, run by a method of `CallerState`, and recorded if anybody watches."""
     tasks: list[Callable[[], Any]] = [partial(run, slot, call) for slot, call in enumerate(calls)]
-    if is_recording():
-        return [partial(in_range, f"replica {slot}", task) for slot, task in enumerate(tasks)]
-    return tasks
+    return tasks if watch is None else [partial(watch.run, slot, task) for slot, task in enumerate(tasks)]
 
 
 def _kind_of_call(module: Any, slots: Sequence[torch.device]) -> Hashable:
@@ -159,28 +169,48 @@ def _run_with_permits(
     at_once: int,
     groups: Sequence[Hashable | None] | None,
     state: CallerState,
+    parts: int,
+    watch: Replicas | None,
 ) -> list[Outcome]:
-    """Runs ``calls`` with the chosen permits, and tells the chooser how long they took."""
-    in_workers, slots = _tasks(state.run_in_worker, calls), state.slots
+    """Runs ``calls`` with the chosen permits, and tells the chooser how long they took.
+
+    Each has one of ``parts`` equal parts of the intra-op threads.
+    """
+    in_workers, slots = _tasks(state.run_in_worker, calls, watch), state.slots
     # After a stall workers must be free to run all tasks at once, also together with the replica that waits.
     if call.permits == 1 and at_once == len(slots):
-        tasks: SerialTasks | Gang = SerialTasks(_tasks(state.run_here, calls), in_workers, call.stall_timeout, slots)
+        in_turn = _tasks(state.run_here, calls, watch)
+        tasks: SerialTasks | Gang = SerialTasks(in_turn, in_workers, call.stall_timeout, slots, watch)
     else:
-        tasks = Gang(in_workers, call.permits, groups, call.stall_timeout, slots)
-    seconds = None
+        tasks = Gang(in_workers, call.permits, groups, call.stall_timeout, slots, watch=watch)
+    seconds, turns = None, gate.turns
     try:
         # A launch returns before its kernel has run, so the time includes waiting for the devices.
         streams = state.streams if call.measured else []
         _synchronize(streams)
         start = time.perf_counter()
-        with state.intra_op_threads_divided(call.permits):
+        with state.intra_op_threads_divided(parts, here=isinstance(tasks, SerialTasks)):
             outcomes = tasks.run()
         _synchronize(streams)
-        if all(outcome.error is None for outcome in outcomes):
+        if all(outcome.error is None for outcome in outcomes) and gate.turns == turns and not gate.is_taken:
             seconds = time.perf_counter() - start
         return outcomes
     finally:
         chooser.end(call, seconds, tasks.stalled)
+
+
+def _called(module: Any, method: str | None) -> Callable[..., Any]:
+    """The module itself or its method. A compiled ``forward`` is reached by way of the module, which has no hooks."""
+    if method is None or (method == "forward" and module._compiled_call_impl is not None):
+        called: Callable[..., Any] = module
+    else:
+        called = getattr(module, method)
+    return called
+
+
+def _has_compiled(module: Any) -> bool:
+    """True if the replica calls compiled code."""
+    return isinstance(module, nn.Module) and HAS_COMPILED in vars(module)
 
 
 def _synchronize(streams: Iterable[torch.Stream]) -> None:
@@ -237,7 +267,7 @@ def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> 
 
 
 def _is_training(module: Any) -> bool:
-    return isinstance(module, nn.Module) and any(child.training for child in module.modules())
+    return isinstance(module, nn.Module) and any(getattr(child, "training", False) for child in module.modules())
 
 
 def _message(error: BaseException) -> str:

@@ -15,14 +15,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dataparallel import comm
+from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.copies import alias
 from dataparallel.comm.transport import FlatBroadcast, Later
+from dataparallel.compiled.recognise import Compiled
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.modules.build import build_replica, collector_paused
 from dataparallel.modules.plan import ModulePlan
+from dataparallel.modules.scripts import refuse_constants
 from dataparallel.streams.arrivals import Arrivals, Expected, arrivals_for
 from dataparallel.streams.current import current_streams
 from dataparallel.streams.gradients import GradientStreams
@@ -34,6 +36,7 @@ __all__ = [
     "copy_buffers",
     "copy_constants",
     "copy_tensors",
+    "make_replicas",
     "of_part",
     "replicate",
 ]
@@ -47,13 +50,14 @@ FIRST_BUCKET_BYTES = 2**20
 """1 MiB: the size of the bucket whose gradients come first."""
 
 
+@_torch.not_traced
 def replicate(
     network: M, devices: Sequence[DeviceLike], detach: bool = False, *, bucket_cap_mb: float = BUCKET_CAP_MB
 ) -> list[M]:
     """A copy of ``network`` for each of ``devices``. Its parameters and buffers should be on the first device.
 
     Args:
-        network: a module without uninitialised parameters, compiled modules, or Python modules below ScriptModules.
+        network: a module without uninitialised parameters, or Python modules below ScriptModules.
         devices: the slots; a device may be listed more than once.
         detach: make copies without autograd.
         bucket_cap_mb: size in MiB of the buckets in which parameters are sent and gradients are sent back; above 0.
@@ -66,11 +70,17 @@ def replicate(
         RuntimeError: the tree cannot be replicated; the message names the module.
         TypeError, ValueError: devices as in ``dataparallel.devices.resolve_slots``; ``bucket_cap_mb`` is not above 0.
     """
-    cap_bytes = cap_in_bytes(bucket_cap_mb)
-    slots = resolve_slots(devices)
+    return make_replicas(network, resolve_slots(devices), cap_in_bytes(bucket_cap_mb), detach)
+
+
+def make_replicas(
+    network: Any, slots: list[torch.device], cap_bytes: int, detach: bool = False, root_call: Compiled | None = None
+) -> list[Any]:
+    """`replicate`, for wrappers. ``root_call``: see `ModulePlan.of`."""
     record = torch.is_grad_enabled() and not detach
     with collector_paused():
-        plan = ModulePlan.of(network)
+        plan = ModulePlan.of(network, root_call)
+        refuse_constants(plan, slots)
         is_at_root = all(tensor.device == slots[0] for tensor in plan.tensors)
         arrivals = arrivals_for(slots, plan.tensors) if is_at_root else None
         copies = copy_tensors(plan, slots, record, cap_bytes, arrivals)

@@ -216,6 +216,7 @@ def _next_lines(devices: tuple[torch.device, ...]) -> list[str]:
         "",
         "what to do next",
         f"  in your script    {script}",
+        "  if it is slow     with dataparallel.trace() as trace: ...  # around a few steps, then print(trace)",
         "  in your tests     dataparallel.testing.simulate(4)  # four simulated accelerators",
         "  in a checkout     pytest  # runs the tests; pytest bench measures what the library costs",
         "  to read           README.rst and docs/ of the checkout",

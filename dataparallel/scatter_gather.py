@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Gather, Scatter
 from dataparallel.batch_types import batch_of, container_of
 from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes, why_not_gatherable, why_not_movable
@@ -23,6 +24,7 @@ from dataparallel.structures import Arguments, is_whole, leaves, mark_whole, num
 __all__ = ["gather", "moved", "scatter", "scatter_arguments", "scatter_kwargs", "whole"]
 
 
+@_torch.not_traced
 def scatter(
     inputs: Any,
     target_gpus: Sequence[DeviceLike],
@@ -56,6 +58,7 @@ def scatter(
         return _scatter(inputs, target_gpus, dim, chunk_sizes, "input", reads)
 
 
+@_torch.not_traced
 def scatter_kwargs(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
@@ -225,6 +228,7 @@ def moved(obj: Any, device: torch.device) -> Any:
     return obj if all(a is b for a, b in zip(new, old, strict=True)) else container.rebuild(obj, new)
 
 
+@_torch.not_traced
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
     """Joins one structure from each replica into one structure on ``target_device``.
 

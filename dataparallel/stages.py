@@ -21,6 +21,7 @@ from dataparallel.devices import current_device_set
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.cycles import CycleBreaker
 from dataparallel.parallel_apply import is_serial
+from dataparallel.profiling import stage
 from dataparallel.scatter_gather import moved
 from dataparallel.streams.ahead import HostReads
 from dataparallel.streams.arrivals import LateCopies
@@ -140,6 +141,6 @@ def run_alone(
     output_device: torch.device,
 ) -> Any:
     """Runs ``run`` on the only slot, which needs no replica. The output is moved to ``output_device``."""
-    with current_device_set(slot):
+    with stage("parallel_apply"), current_device_set(slot):
         output = run(*inputs, **kwargs)
     return output if output_device == slot else moved(output, output_device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel.batch_types import batch_of, container_of, is_written_to
 from dataparallel.comm.copies import alias
 from dataparallel.per_replica import PerReplica
@@ -31,6 +32,7 @@ __all__ = [
 _WHOLE = "_dataparallel_whole"
 
 
+@_torch.not_traced
 def whole(tensor: Tensor) -> Tensor:
     """Marks a tensor (a mask, a table) of which every replica gets all, instead of a chunk.
 
@@ -141,7 +143,8 @@ def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     Raises:
         ValueError: a `PerReplica` has another number of entries; the message names the place.
     """
-    if torch.compiler.is_compiling():  # the compiler cannot follow the walk: a `PerReplica` is handed on as it is
+    # The compiler cannot follow the walk: a `PerReplica` is handed on as it is.
+    if torch.compiler.is_dynamo_compiling():
         return inputs, kwargs
     both = Arguments((inputs, kwargs))
     if not _holds_entries(both, ()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import hypothesis
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dataparallel.sharded import Replicate, Shard
+from dataparallel.sharded.owners import over_of
+from fake_machines import FakeOver
 from sharding import full, sharded
 
 # That import chooses hypothesis settings of torch's own for the whole process, and forbids it to set flags of
@@ -31,6 +34,71 @@ ROUND = frozenset({"bfloat16", "cfloat", "chalf", "float", "half"})
 
 READS_MEMORY = "its data is not allocated yet"
 """torch's words where an operator reads the memory of an argument before anything is dispatched."""
+
+
+PLACEMENTS: dict[str, Callable[[Tensor], Any]] = {
+    "rows": lambda tensor: Shard(0),
+    "last": lambda tensor: Shard(-1),
+    "replicated": lambda tensor: Replicate(),
+}
+
+COMMON = frozenset(
+    [
+        "add",
+        "addcdiv",
+        "all",
+        "amax",
+        "any",
+        "bernoulli",
+        "cat",
+        "clamp",
+        "clone",
+        "copysign",
+        "div",
+        "empty_like",
+        "equal",
+        "erfinv",
+        "expand",
+        "fill",
+        "frexp",
+        "full_like",
+        "index_select",
+        "isclose",
+        "lerp",
+        "linalg.norm",
+        "linalg.vector_norm",
+        "masked_fill",
+        "masked_select",
+        "matmul",
+        "max",
+        "maximum",
+        "mean",
+        "mul",
+        "nn.functional.dropout",
+        "nn.functional.gelu",
+        "nn.functional.linear",
+        "norm",
+        "ones_like",
+        "pow",
+        "prod",
+        "rand_like",
+        "randn_like",
+        "reshape",
+        "rsub",
+        "select",
+        "softmax",
+        "sum",
+        "sum_to_size",
+        "t",
+        "uniform",
+        "unsqueeze",
+        "view",
+        "where",
+        "zero_",
+        "zeros_like",
+    ]
+)
+"""Names of operators that are often used, for short tests."""
 
 
 @dataclass
@@ -147,6 +215,31 @@ def _try_sharded(
     expected: list[Any],
 ) -> None:
     """With these of the tensors sharded, by their numbers."""
+    outcome, words = _outcome(op, variant, arguments, devices, placement, chosen, expected)
+    if (over := over_of(devices)) is not None:
+        over = cast("FakeOver", over)
+        over.sync()
+        of_all = over.objects((outcome, words))
+        if len({outcome for outcome, _ in of_all}) > 1:
+            outcome, words = "wrong", f"machines differ: {of_all}"
+    if outcome == "wrong":
+        found.wrong.setdefault(op.name, []).append(words)
+        return
+    found.counts[outcome] += 1
+    if outcome != "unreached":
+        (found.right if outcome == "right" else found.refused).add(op.name)
+
+
+def _outcome(
+    op: Any,
+    variant: Callable[..., Any],
+    arguments: Any,
+    devices: Sequence[Any],
+    placement: Callable[[Tensor], Any],
+    chosen: Collection[int],
+    expected: list[Any],
+) -> tuple[str, str]:
+    """What happens, in a word, and the words of the error."""
     is_in_place = variant in (op.inplace_variant, op.inplace_operator_variant)
     seen = -1
 
@@ -162,16 +255,9 @@ def _try_sharded(
         got = _result(variant, tree_map(divided, on_devices), is_in_place)
         _compare(op.name, got, expected)
     except Exception as error:
-        if _is_refusal(error):
-            found.counts["refused"] += 1
-            found.refused.add(op.name)
-        elif READS_MEMORY in str(error):
-            found.counts["unreached"] += 1
-        else:
-            found.wrong.setdefault(op.name, []).append(f"{type(error).__name__}: {error}")
-    else:
-        found.counts["right"] += 1
-        found.right.add(op.name)
+        is_known = "refused" if _is_refusal(error) else "unreached" if READS_MEMORY in str(error) else "wrong"
+        return is_known, f"{type(error).__name__}: {error}"
+    return "right", ""
 
 
 def _is_refusal(error: Exception) -> bool:

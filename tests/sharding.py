@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor
+from dataparallel.sharded.owners import Owners, over_of
 from dataparallel.sharded.placements import check_placement, part_shapes
+from fake_machines import FakeOver
 
 FIRST = Shard(0)
 
@@ -17,19 +19,22 @@ FIRST = Shard(0)
 def sharded(
     tensor: Tensor, devices: Sequence[Any], placement: Any = FIRST, requires_grad: bool | None = None
 ) -> ShardedTensor:
-    """A copy of the tensor, divided among the devices."""
+    """A copy of the tensor, divided among the devices, which may be `Owners` over machines."""
+    over, owners = over_of(devices), None if over_of(devices) is None else Owners(devices, over_of(devices))
+    count = len(devices) * (1 if over is None else over.size)
     grad = tensor.requires_grad if requires_grad is None else requires_grad
     tensor = tensor.detach()
     placement = check_placement(placement, tensor.shape)
-    shapes = part_shapes(tensor.shape, placement, len(devices))
+    shapes = part_shapes(tensor.shape, placement, count)
     if isinstance(placement, Replicate):
-        parts = [tensor] * len(devices)
+        parts = [tensor] * count
     elif tensor.dim() == 0:
-        parts = [tensor, *[tensor.new_empty(0)] * (len(devices) - 1)]
+        parts = [tensor, *[tensor.new_empty(0)] * (count - 1)]
     else:
         parts = [*tensor.split([shape[placement.dim] for shape in shapes], placement.dim)]
+    parts = parts if over is None else parts[over.rank :: over.size]
     shards = [part.contiguous().to(device, copy=True) for part, device in zip(parts, devices, strict=True)]
-    return ShardedTensor(shards, placement, tensor.shape, requires_grad=grad)
+    return ShardedTensor(shards, placement, tensor.shape, owners, grad)
 
 
 def full(value: Tensor, has_values: bool = True) -> Tensor:
@@ -38,6 +43,9 @@ def full(value: Tensor, has_values: bool = True) -> Tensor:
         return value.detach().cpu()
     placement = value.placement
     parts = [shard.detach().cpu() for shard in value.shards]
+    if value.over is not None:
+        of_all = cast("FakeOver", value.over).objects([part.clone() for part in parts])
+        parts = [of_machine[i] for i in range(len(parts)) for of_machine in of_all]
     assert [part.shape for part in parts] == part_shapes(value.shape, placement, len(parts))
     assert {part.dtype for part in parts} == {value.dtype}
     if isinstance(placement, Replicate):

@@ -31,6 +31,7 @@ PUBLISHED = {
     *_torch.HOOK_TABLES,
     "_non_persistent_buffers_set",
     "_compiled_call_impl",
+    "_call_impl",
 }
 
 
@@ -123,12 +124,20 @@ def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: 
     elif name.path == "torch._dynamo.eval_frame.cached_backends":
         monkeypatch.setattr(room, "is_compiler_loaded", lambda: True)
         assert room.is_compiler_in_use()
-    elif name.path == "torch._disable_dynamo":
-        assert room.not_traced(max)(1, 2) == 2
+    elif name.path.startswith("torch._C._dynamo.eval_frame."):
+        for mark in (room.not_traced, room.not_compiled, room.leave_alone):
+            assert mark(lambda: name)() is name
+        sine = room.not_traced(lambda x: x.sin())
+        model = torch.compile(lambda x: sine(x + 1) * 2, backend="eager")
+        torch.testing.assert_close(model(torch.ones(1)), torch.ones(1).add(1).sin() * 2)
+    elif name.path == "torch._subclasses.UnsupportedFakeTensorException":
+        assert issubclass(room.UnsupportedFakeTensor, RuntimeError)
     elif name.path == "torch._is_functional_tensor":
         assert not room.is_functional_tensor(torch.ones(1))
     elif name.path == "torch._C._functorch.is_functorch_wrapped_tensor":
         assert not room.is_functorch_tensor(torch.ones(1))
+    elif name.path == "torch.distributed.distributed_c10d._hash_ranks_to_str":
+        assert room.name_of_group([0, 1]) == room.name_of_group([0, 1])
     else:
         pytest.fail(f"{name.path} has a fallback that no test takes")
 

@@ -17,10 +17,12 @@ FLOORS = """
     testing            simulated accelerators and helpers for tests: nobody in the library imports them
     report             what the machine has, and how tensors would travel
     __init__           the public names
+    tracing            where the time of a step went
     prefetch           a loader whose batches are on the devices before the call
     composable         forms without a wrapper
     data_parallel      the wrapper
     units              parameters that are gathered and freed together
+    machines           what crosses the network, over a process group of torch.distributed
     sharded            tensors whose parts lie on several devices
     stages             what surrounds the four stages of a call
     kept               replicas and tensors that later calls use again
@@ -30,6 +32,7 @@ FLOORS = """
     threads            the threads that run replicas, and the settings that replicas see
     autograd           functions and nodes of the graph
     modules            a module tree, read once and copied
+    compiled           compiled functions that replicas call
     streams            which stream does what, and what orders them
     structures         nested arguments, walked
     comm               tensors between devices
@@ -38,7 +41,7 @@ FLOORS = """
     per_replica        one value for each replica
     replica_parameter  the class of a replica's parameters
     ownership          who else holds an object
-    profiling          named ranges
+    profiling          named ranges, and who records them
     devices            which devices a caller may pass
     forks              what begins anew in a forked child
     environment        switches in the environment

@@ -41,7 +41,7 @@ def test_other_accelerators_are_counted():
 def test_it_ends_with_what_to_do_next(devices, line):
     _, what_next = format_report(make_report(devices)).split("\nwhat to do next\n")
     assert line in what_next
-    for words in ("simulate(4)", "pytest bench", "README.rst"):
+    for words in ("dataparallel.trace()", "simulate(4)", "pytest bench", "README.rst"):
         assert words in what_next
 
 

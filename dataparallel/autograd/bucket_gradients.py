@@ -166,10 +166,26 @@ class SourceGradients:
 
     If ``streams`` is not ``None``, a side stream may still write to them, and their memory belongs to the computing
     stream. So whoever drops them unused makes the computing stream wait.
+
+    Attributes:
+        bucket, flat: gradients that are parts of one flat buffer, and that buffer, if there is one.
     """
 
-    def __init__(self, grads: Sequence[Tensor | None], streams: GradientStreams | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        grads: Sequence[Tensor | None],
+        streams: GradientStreams | None,
+        device: torch.device,
+        bucket: Bucket | None = None,
+        flat: Tensor | None = None,
+    ) -> None:
         self._grads, self._streams, self._device = grads, streams, device
+        self.bucket, self.flat = bucket, flat
+
+    @property
+    def on_side_streams(self) -> Sequence[Tensor | None]:
+        """The gradients, for who uses them where they are made. They can still be taken."""
+        return self._grads
 
     def take(self) -> Sequence[Tensor | None]:
         """The gradients. The computing stream has to wait for the side stream before it uses or frees them."""

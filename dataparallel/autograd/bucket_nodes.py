@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from dataparallel import comm
 from dataparallel.autograd.bucket_gradients import (
@@ -45,11 +44,12 @@ from dataparallel.autograd.bucket_gradients import (
     enveloped,
 )
 from dataparallel.autograd.functions import copies_for_slots, sums_over_slots
+from dataparallel.autograd.node import Node
 from dataparallel.autograd.node_order import run_first, run_last
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.transport import Later
-from dataparallel.profiling import stage
+from dataparallel.profiling import note_gradients, stage
 from dataparallel.streams.current import streams_set
 from dataparallel.streams.gradients import GradientStreams, Made
 from dataparallel.streams.isolated import isolated_streams
@@ -66,6 +66,7 @@ def broadcast_bucket(
     may_flatten: Callable[[], bool] | None = None,
     when_complete: Callable[[], None] | None = None,
     later: Later | None = None,
+    handle: Tensor | None = None,
 ) -> list[tuple[Tensor, ...]]:
     """The tensors on every slot, as outputs of the graph. Their gradients are summed as soon as the last one arrives.
 
@@ -77,11 +78,13 @@ def broadcast_bucket(
         may_flatten: returns in each backward whether a slot's gradients travel, so that flattening them is of use.
         when_complete: called in each backward when a slot has its last gradient, by the thread of the slot's device.
         later: takes the bucket's broadcast, which the caller launches; see `comm.broadcast_coalesced`.
+        handle: the output of a `FromSource` for the tensors that the caller has made; default a new one.
     """
     packing = Packing(slots, tensors, may_flatten)
-    handle = FromSource.apply(*tensors)
-    if gradient_streams is not None:
-        run_last(handle.grad_fn)
+    if handle is None:
+        handle = FromSource.apply(*tensors)
+        if gradient_streams is not None:
+            run_last(handle.grad_fn)
     # A node belongs to the stream that is current when it is made.
     with streams_set({} if gradient_streams is None else {handle.device: gradient_streams.sides[handle.device]}):
         handles = (to_slots or ToSlots.apply)(slots, gradient_streams, handle)
@@ -90,14 +93,14 @@ def broadcast_bucket(
     for slot, copies in enumerate(copies_for_slots(tensors, slots, packing.planned, later)):
         with streams_set({slots[slot]: streams[slot].stream} if slot in streams else {}):
             is_received = gradient_streams is not None or slot in streams
-            outputs.append(OnSlot.apply(handles[slot], copies, packing, is_received, when_complete))
+            outputs.append(OnSlot.apply(handles[slot], copies, packing, is_received, when_complete, slot))
     return outputs
 
 
-class OnSlot(Function):
-    """``OnSlot.apply(handle, copies, packing, is_received, when_complete)``: the copies.
+class OnSlot(Node):
+    """``OnSlot.apply(handle, copies, packing, is_received, when_complete, slot)``: the copies.
 
-    Backward flattens the slot's gradients. ``is_received``: another stream is to read them.
+    Backward flattens the slot's gradients. ``is_received``: another stream is to read them. ``slot`` is for a trace.
     """
 
     @staticmethod
@@ -108,26 +111,29 @@ class OnSlot(Function):
         packing: Packing,
         is_received: bool,
         when_complete: Callable[[], None] | None,
+        slot: int,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.device, ctx.packing, ctx.is_received, ctx.when_complete = handle.device, packing, is_received, when_complete
+        ctx.slot = slot
         run_first(ctx)
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        note_gradients(ctx.slot)
         if ctx.when_complete is not None:
             ctx.when_complete()
         brought = SlotGradients(grads, ctx.packing.bucket_of(grads))
         if brought.is_empty:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         if ctx.is_received:
             # The engine has made this node's stream wait for the gradients.
             brought.made = Made(torch.accelerator.current_stream(ctx.device))
-        return enveloped(brought, ctx.device), None, None, None, None
+        return enveloped(brought, ctx.device), None, None, None, None, None
 
 
-class ToSlots(Function):
+class ToSlots(Node):
     """``ToSlots.apply(slots, gradient_streams, handle)``: a handle for each slot. Backward sums over the slots.
 
     With ``gradient_streams`` the root's side stream has to be current around ``apply``.
@@ -173,7 +179,13 @@ class ToSlots(Function):
 
     @staticmethod
     def summed(ctx: Any, brought: Sequence[SlotGradients | None]) -> Tensor | None:
-        """An envelope with the sums over the slots, in slot order; ``None`` if there is no gradient.
+        """An envelope with the sums over the slots; ``None`` if there is no gradient. As `total`."""
+        found = ToSlots.total(ctx, brought)
+        return None if found is None else enveloped(found, ctx.source)
+
+    @staticmethod
+    def total(ctx: Any, brought: Sequence[SlotGradients | None]) -> SourceGradients | None:
+        """The sums over the slots, in slot order; ``None`` if there is no gradient.
 
         The streams of the forward have to be current.
         """
@@ -181,7 +193,7 @@ class ToSlots(Function):
         if not present:
             return None
         with stage("reduce_add"), settings.held(ctx.settings):
-            return enveloped(_sums(present, ctx), ctx.source)
+            return _sums(present, ctx)
 
     @staticmethod
     def handed_on(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
@@ -201,6 +213,7 @@ def _sums(brought: Sequence[SlotGradients], ctx: Any) -> SourceGradients:
     sums: list[Tensor | None] = [None] * brought[0].count
     if any(of_slot.others for of_slot in brought):
         sums = _sums_of_others(brought, ctx)
+    total = None
     if bucket is not None:
         travelling = None
         if gradient_streams is None:
@@ -213,7 +226,7 @@ def _sums(brought: Sequence[SlotGradients], ctx: Any) -> SourceGradients:
         total = comm.add_flat(flats, ctx.source, travelling=travelling)
         for i, part in zip(bucket.indices, unflatten(bucket, total), strict=True):
             sums[i] = part
-    return SourceGradients(sums, gradient_streams, ctx.source)
+    return SourceGradients(sums, gradient_streams, ctx.source, bucket, total)
 
 
 def _sums_of_others(brought: Sequence[SlotGradients], ctx: Any) -> list[Tensor | None]:
@@ -233,7 +246,7 @@ def _sums_of_others(brought: Sequence[SlotGradients], ctx: Any) -> list[Tensor |
     return sums
 
 
-class FromSource(Function):
+class FromSource(Node):
     """``FromSource.apply(*tensors)``: a handle for them. Backward returns their gradients.
 
     The node belongs to the stream that is current in its forward. The engine makes it wait for the sums before it runs

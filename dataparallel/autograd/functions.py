@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from dataparallel import _torch, comm
 from dataparallel.autograd.cpu_generator import restore_after_backward
+from dataparallel.autograd.node import Node
 from dataparallel.autograd.node_order import run_first
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import Planned
@@ -48,7 +48,7 @@ _ONE_BUFFER = sys.maxsize
 """Tensors of one call and one dtype travel as one flat buffer. Callers with many tensors make one call per bucket."""
 
 
-class Broadcast(Function):
+class Broadcast(Node):
     """``Broadcast.apply(devices, *tensors)``: the tensors on every slot, as one flat tuple, slot by slot.
 
     A result on the tensor's own device shares its memory, except on isolated slots other than the first. Backward sums
@@ -131,7 +131,7 @@ def sums_over_slots(of_slots: Sequence[Sequence[Tensor | None]], destination: to
     return sums
 
 
-class ReduceAddCoalesced(Function):
+class ReduceAddCoalesced(Node):
     """``ReduceAddCoalesced.apply(destination, count, *tensors)``: ``count`` sums over the slots.
 
     ``tensors`` lists ``count`` tensors of the first slot, then ``count`` of the second, and so on. Backward broadcasts.
@@ -172,7 +172,7 @@ def _spread(ctx: Any, tensors: list[Tensor | None]) -> list[Sequence[Tensor]]:
         return comm.broadcast_coalesced(tensors, ctx.slots, _ONE_BUFFER)  # type: ignore[arg-type, return-value]
 
 
-class Scatter(Function):
+class Scatter(Node):
     """``Scatter.apply(devices, chunk_sizes, dim, tensor)``: consecutive chunks, one for each slot.
 
     ``chunk_sizes=None`` makes near-equal chunks. A chunk that stays on its device shares the tensor's memory. Backward
@@ -207,7 +207,7 @@ class Scatter(Function):
             return None, None, None, comm.gather(whole, ctx.dim, ctx.source)
 
 
-class Gather(Function):
+class Gather(Node):
     """``Gather.apply(destination, dim, *tensors)``: the tensors, concatenated along ``dim``.
 
     0-dim tensors become a vector, whatever ``dim`` is. Backward scatters to all devices from this one node.

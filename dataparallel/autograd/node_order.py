@@ -11,7 +11,7 @@ from typing import Any
 
 from dataparallel import _torch
 
-__all__ = ["run_first", "run_last"]
+__all__ = ["run_before_last", "run_first", "run_last"]
 
 
 def run_first(node: Any) -> None:
@@ -25,3 +25,8 @@ def run_last(node: Any) -> None:
     So a backward that computes on the device runs to its end before the node: each of its nodes makes the next ready.
     """
     _torch.set_sequence_nr(node, 0)
+
+
+def run_before_last(node: Any) -> None:
+    """As `run_last`, but before the nodes for which that was called."""
+    _torch.set_sequence_nr(node, 1)

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Bucket, Planned, flatten
 from dataparallel.comm.checks import (
     check_chunk_sizes,
@@ -50,6 +51,7 @@ __all__ = [
 
 
 @torch.no_grad()
+@_torch.not_traced
 def broadcast(
     tensor: Tensor, devices: Sequence[DeviceLike] | None = None, *, out: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, ...]:
@@ -95,6 +97,7 @@ def _broadcast_into(out: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]
 
 
 @torch.no_grad()
+@_torch.not_traced
 def broadcast_coalesced(
     tensors: Sequence[Tensor],
     devices: Sequence[DeviceLike],
@@ -140,6 +143,7 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
+@_torch.not_traced
 def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) -> Tensor:
     """The sum of the tensors, added in the order given, on ``destination`` (default: the first tensor's device).
 
@@ -156,6 +160,7 @@ def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) 
 
 
 @torch.no_grad()
+@_torch.not_traced
 def reduce_add_coalesced(
     inputs: Sequence[Sequence[Tensor]],
     destination: DeviceLike | None = None,
@@ -214,6 +219,7 @@ def add_flat(flats: Sequence[Tensor], destination: torch.device, *, travelling: 
 
 
 @torch.no_grad()
+@_torch.not_traced
 def scatter(
     tensor: Tensor,
     devices: Sequence[DeviceLike] | None = None,
@@ -272,6 +278,7 @@ def _scatter_into(
 
 
 @torch.no_grad()
+@_torch.not_traced
 def gather(
     tensors: Sequence[Tensor],
     dim: int = 0,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.duplex import two_streams
+from dataparallel.comm.sent import note
 from dataparallel.comm.transport import summed_in
 
 __all__ = ["broadcast", "split", "sum_up"]
@@ -42,6 +43,7 @@ def broadcast(source: Tensor, buffers: Sequence[Tensor], count: int) -> None:
         for hop, piece in _wavefront(len(buffers), len(pieces[0])):
             streams.use(devices[hop], piece % 2 if hop else 0)
             streams.use(devices[hop + 1], piece % 2)
+            note("chain", pieces[hop][piece], devices[hop + 1])
             pieces[hop + 1][piece].copy_(pieces[hop][piece])
 
 
@@ -72,9 +74,11 @@ def sum_up(flats: Sequence[Tensor], destination: torch.device, count: int) -> Te
             # The first device sends on stream 0, so the destination, which is often the first, receives on the other.
             streams.use(devices[at], 1 if at > last else piece % 2 if at else 0)
             if at > last:
+                note("chain", totals[piece], destination)
                 results[piece].copy_(totals[piece])
                 continue
             if at:
+                note("chain", sums[at - 1][piece], devices[at])
                 sums[at][piece].copy_(sums[at - 1][piece])
             for term in terms[at]:
                 sums[at][piece].add_(term[piece])

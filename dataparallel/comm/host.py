@@ -18,6 +18,7 @@ from torch import Tensor
 from dataparallel.comm.buckets import travels_flat
 from dataparallel.comm.copies import same_kind
 from dataparallel.comm.routes import STAR
+from dataparallel.comm.sent import note
 from dataparallel.comm.transport import Transport
 from dataparallel.devices import CPU
 
@@ -32,6 +33,7 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
     if tensor.device == device or "cpu" in (tensor.device.type, device.type):
         return STAR.to_device(tensor, device, own=own)
     original, tensor = tensor, tensor.detach()
+    note("host", original, CPU)
     if travels_flat(original) and can_pin(tensor.device.type):
         # Devices read and write pinned memory at full speed. The strides are those that `Tensor.to` gives.
         staging = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -39,6 +41,7 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
     else:
         # Sparse, quantised and lazily conjugated tensors and subclasses have their own way to the CPU.
         staging = tensor.cpu()
+    note("host", staging, device)
     return same_kind(staging.to(device), original)
 
 
@@ -67,4 +70,5 @@ class ThroughHost(Transport):
         if buffers:
             staged = send(source, CPU)
             for buffer in buffers:
+                note("host", staged, buffer.device)
                 buffer.copy_(staged)

@@ -2,13 +2,15 @@
 
 Broadcasts move bytes, whatever the dtype. NCCL adds in an order of its own, so it makes sums only if the caller allows
 any order (``deterministic=False``) and only of dtypes that it can add. torch copies all that is not a flat buffer. Only
-``comm.select`` uses this room. It has not run on GPUs: its tests look at what it asks ``torch.cuda.nccl`` for.
+``comm.select`` uses the transport. ``machines`` launches NCCL's collectives between processes inside `launching`. This
+file has not run on GPUs: its tests look at what it asks ``torch.cuda.nccl`` for.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -17,9 +19,10 @@ from torch.cuda import nccl
 
 from dataparallel import _torch
 from dataparallel.comm.routes import STAR
+from dataparallel.comm.sent import note
 from dataparallel.comm.transport import Transport
 
-__all__ = ["Nccl", "why_not"]
+__all__ = ["Nccl", "launching", "why_not"]
 
 _SUMMED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -29,7 +32,13 @@ _SUMMED = {
 
 _launching = threading.Lock()
 """NCCL forbids launches from several threads at once, on any communicators: two launches that wait for each other's
-kernels hang. The lock does not cover launches by ``torch.distributed``, which has communicators of its own."""
+kernels hang. The lock covers launches that the library makes through ``torch.distributed`` too, which has communicators
+of its own, but not those that the user makes."""
+
+
+def launching() -> AbstractContextManager[object]:
+    """Inside, no other thread of this process launches NCCL for the library."""
+    return _launching
 
 
 def why_not() -> str | None:
@@ -46,6 +55,8 @@ class Nccl(Transport):
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """One launch on every device, on its current stream."""
         if buffers:
+            for buffer in buffers:
+                note("nccl", source, buffer.device)
             # As bytes: torch refuses to hand NCCL buffers of int16, of complex numbers and of unsigned 16 to 64 bits.
             with _launching:
                 nccl.broadcast([flat.view(torch.uint8) for flat in (source, *buffers)], root=0)
@@ -58,6 +69,8 @@ class Nccl(Transport):
         places = [place for place, flat in enumerate(flats) if flat.device == destination]
         if not self._sums or not places or flats[0].dtype not in _SUMMED:
             return STAR.add_up(flats, destination)
+        for flat in flats:
+            note("nccl", flat, destination)
         total = torch.empty_like(flats[places[0]])
         with _launching:
             nccl.reduce(flats, output=total, root=places[0])

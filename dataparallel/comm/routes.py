@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm import chain, shards
+from dataparallel.comm.sent import note
 from dataparallel.comm.transport import Transport
 
 __all__ = ["STAR", "TorchCopies", "hops"]
@@ -44,6 +45,7 @@ class TorchCopies(Transport):
             shards.broadcast(source, buffers)
         else:
             for sender, receiver in hops(self.route, [source, *buffers]):
+                note(self.route, sender, receiver.device)
                 receiver.copy_(sender)
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:

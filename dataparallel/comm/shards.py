@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dataparallel.comm.chain import split
 from dataparallel.comm.duplex import two_streams
+from dataparallel.comm.sent import note
 from dataparallel.comm.transport import summed_in
 
 __all__ = ["broadcast", "sum_up"]
@@ -30,6 +31,7 @@ def broadcast(source: Tensor, buffers: Sequence[Tensor]) -> None:
     shards = [split(flat, len(flats)) for flat in flats]
     count = len(shards[0])
     for slot in range(1, count):
+        note("shards", shards[0][slot], flats[slot].device)
         shards[slot][slot].copy_(shards[0][slot])
     # The second streams wait for the shards that have arrived.
     with two_streams([flat.device for flat in flats] if count > 1 else ()) as streams:
@@ -37,6 +39,7 @@ def broadcast(source: Tensor, buffers: Sequence[Tensor]) -> None:
             if sender < count and receiver:
                 streams.use(flats[sender].device, _SENDING)
                 streams.use(flats[receiver].device, _RECEIVING)
+                note("shards", shards[sender][sender], flats[receiver].device)
                 shards[receiver][sender].copy_(shards[sender][sender])
 
 
@@ -63,12 +66,14 @@ def sum_up(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
         for sender, owner in travelling:
             streams.use(devices[sender], _SENDING)
             streams.use(devices[owner], _RECEIVING)
+            note("shards", shards[sender][owner], devices[owner])
             terms[owner][sender].copy_(shards[sender][owner])
     sums = [_added(of_owner) for of_owner in terms]
     there = [flat for flat in flats if flat.device == destination]
     total = there[0] if there else torch.empty_like(flats[0], device=destination)
     for place, shard in zip(split(total, len(flats)), sums, strict=True):
         if place.data_ptr() != shard.data_ptr():
+            note("shards", shard, destination)
             place.copy_(shard)
     return total
 

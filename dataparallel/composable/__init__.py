@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dataparallel.composable.comm_hooks import GradBucket
 from dataparallel.composable.on_slots import register_forward_method
 from dataparallel.composable.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.composable.replicate import ReplicatedModule, replicate
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CPUOffloadPolicy",
     "FullyShardedModule",
+    "GradBucket",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReplicatedModule",

@@ -3,7 +3,8 @@
 `full_state_dict` and `load_full_state_dict` are attributes of the form: ``fully_shard.full_state_dict(model)``. The
 full state has plain tensors on the CPU only, so it can be loaded with another number of devices, or with none, by code
 that does not know this library. Tensors are joined and divided one at a time, between host memory and their owners. How
-a value of an optimizer's state is divided is in ``sharded.optimizer_state``.
+a value of an optimizer's state is divided is in ``sharded.optimizer_state``, and what ranks tell each other where there
+are several machines in ``composable.full_state_machines``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dataparallel import _torch
-from dataparallel.composable.fully_shard_state import FullyShardState
-from dataparallel.composable.managed import KEY
+from dataparallel.composable.full_state_machines import (
+    all_machines,
+    checked_together,
+    described,
+    sampled,
+    saved_parameters,
+    sharded_over,
+    states_of,
+)
 from dataparallel.composable.replaced_parameters import check_optimizer
 from dataparallel.devices import CPU
 from dataparallel.sharded.optimizer_state import counters, sharded_value
@@ -45,7 +53,8 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> Sta
 
     The tensors are plain copies on the CPU. They are complete when this returns, and further training does not change
     them. One tensor is joined at a time, in host memory, so no device needs room for the model. Weights that are tied
-    are one tensor in the result. The model is sharded afterwards: units that are full at the moment are freed.
+    are one tensor in the result. The model is sharded afterwards: units that are full at the moment are freed. If
+    parameters are sharded over machines, all ranks call this, and each gets the whole.
 
     Args:
         model: a model with `fully_shard`, or one that has fully sharded parts. A model without is copied as it is.
@@ -57,24 +66,21 @@ def full_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> Sta
 
     Raises:
         TypeError: ``model`` is no module, or ``optimizer`` no optimizer.
-        RuntimeError: a parameter or a buffer is on meta; the optimizer was made before `fully_shard`.
+        RuntimeError: a parameter or a buffer is on meta; the optimizer was made before `fully_shard`. Over machines an
+            error on one rank is a ``RuntimeError`` on the others, which names it.
     """
-    _check_arguments(model, optimizer)
-    # Frees full parameters. With `keep_vars` tied weights are one object, as in the model.
-    found = model.state_dict(keep_vars=True)
-    for name, value in found.items():
-        if isinstance(value, Tensor) and value.is_meta:
-            raise RuntimeError(
-                f"{name!r} is on the meta device, so there is no value to save; load the model, or give it memory with "
-                "to_empty(device=...) and initialise it"
-            )
+    _check_model_is_one(model)
+    groups = sharded_over(model)
+    found, of_optimizer = checked_together(
+        groups, "full_state_dict", lambda: _to_save(model, optimizer), lambda both: described(both) if groups else {}
+    )
     copied: dict[int, Tensor] = {}
     of_model: Any = OrderedDict((name, _full(value, copied)) for name, value in found.items())
     if hasattr(found, "_metadata"):  # the versions of modules
         of_model._metadata = found._metadata
     if optimizer is None:
         return of_model
-    return of_model, _full(optimizer.state_dict(), copied)
+    return of_model, _full(of_optimizer, copied)
 
 
 def load_full_state_dict(
@@ -89,6 +95,9 @@ def load_full_state_dict(
     objects, so an optimizer may be made before. Everything is checked before anything is changed. Units that are full
     at the moment are freed.
 
+    With machines, all ranks call this, each with the whole state. It need not be of as many machines. Samples of what
+    the ranks load are compared, so that parts of different checkpoints are not mixed.
+
     Args:
         model: as for `full_state_dict`. It has the same parameter names as the one that was saved.
         state: the state dict of the model; with an optimizer the pair of ``model.state_dict()`` and
@@ -101,22 +110,43 @@ def load_full_state_dict(
         ValueError: names are missing or unexpected, or shapes differ; the optimizer has other groups, or the saved
             state of a parameter does not fit it.
         RuntimeError: something on meta is not in the state dict, as buffers that are not persistent; the optimizer was
-            made before `fully_shard`.
+            made before `fully_shard`. With machines also: another rank has failed, and nothing is changed here, unless
+            it says that it was in the middle of loading; ranks load different states.
     """
-    _check_arguments(model, optimizer)
-    of_model, of_optimizer = _taken_apart(state, optimizer)
-    _check_model(model, of_model)
-    if optimizer is not None:
-        _check_groups(optimizer, of_optimizer)
-        _check_state(optimizer, of_optimizer)
-    _wait_for_uploads(model)
-    _give_memory(model)
-    model.load_state_dict(of_model)
-    if optimizer is not None:
-        optimizer.load_state_dict(_sharded(optimizer, of_optimizer))
+    _check_model_is_one(model)
+    groups = all_machines(model)
+    of_model, of_optimizer = checked_together(
+        groups,
+        "load_full_state_dict",
+        lambda: _to_load(model, state, optimizer),
+        lambda both: sampled(model, optimizer, both) if groups else {},
+    )
+
+    def load() -> None:
+        _wait_for_uploads(model)
+        _give_memory(model)
+        model.load_state_dict(of_model)
+        if optimizer is not None:
+            optimizer.load_state_dict(_sharded(optimizer, of_optimizer))
+
+    checked_together(groups, "the end of load_full_state_dict", load, lambda nothing: {})
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
+
+
+def _to_save(model: nn.Module, optimizer: Optimizer | None) -> tuple[Mapping[str, Any], StateDict]:
+    """The state dicts, with tensors as they are."""
+    _check_optimizer(optimizer)
+    # Frees full parameters. With `keep_vars` tied weights are one object, as in the model.
+    found = model.state_dict(keep_vars=True)
+    for name, value in found.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise RuntimeError(
+                f"{name!r} is on the meta device, so there is no value to save; load the model, or give it memory with "
+                "to_empty(device=...) and initialise it"
+            )
+    return found, {} if optimizer is None else optimizer.state_dict()
 
 
 def _full(tree: Any, copied: dict[int, Tensor]) -> Any:
@@ -135,19 +165,23 @@ def _full(tree: Any, copied: dict[int, Tensor]) -> Any:
     return _torch.pytree.tree_map(full, tree)
 
 
-def _states(model: nn.Module) -> list[FullyShardState]:
-    """The states of the units in the model, each once; none where there are no devices."""
-    of_modules = [vars(module).get(KEY, (None, None))[1] for module in model.modules()]
-    found = {id(state): state for state in of_modules if isinstance(state, FullyShardState) and state.slots}
-    return [*found.values()]
-
-
 # ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def _to_load(model: nn.Module, state: Any, optimizer: Optimizer | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The state dicts, once they are checked."""
+    _check_optimizer(optimizer)
+    of_model, of_optimizer = _taken_apart(state, optimizer)
+    _check_model(model, of_model)
+    if optimizer is not None:
+        _check_groups(optimizer, of_optimizer)
+        _check_state(optimizer, of_optimizer)
+    return of_model, of_optimizer
 
 
 def _wait_for_uploads(model: nn.Module) -> None:
     """Has the CPU wait until host memory of offloaded units is not read any more. Streams wait by themselves."""
-    for state in _states(model):
+    for state in states_of(model):
         if state.unit.is_offloaded:
             for event in state.unit.lines.now().values():
                 event.synchronize()
@@ -156,7 +190,7 @@ def _wait_for_uploads(model: nn.Module) -> None:
 @torch.no_grad()
 def _give_memory(model: nn.Module) -> None:
     """Gives memory to parameters and buffers on meta. They stay the same objects."""
-    states = _states(model)
+    states = states_of(model)
     in_host_memory = {id(p) for state in states if state.unit.is_offloaded for p in state.unit.parameters}
     elsewhere = _place(model)
     for tensor in chain(model.parameters(), model.buffers()):
@@ -172,19 +206,12 @@ def _give_memory(model: nn.Module) -> None:
         torch.utils.swap_tensors(tensor, made)
 
 
-def _parameters(optimizer: Optimizer, of_optimizer: Mapping[str, Any]) -> dict[Any, Tensor]:
-    """The optimizer's parameters, by their keys in the saved state."""
-    saved = chain.from_iterable(group["params"] for group in of_optimizer["param_groups"])
-    present = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return dict(zip(saved, present, strict=True))
-
-
 def _sharded(optimizer: Optimizer, of_optimizer: Mapping[str, Any]) -> StateDict:
     """The saved state with each value sharded as its parameter. It shares no tensor with what was saved.
 
     Optimizers write into the tensors that they load, and two may be given one state.
     """
-    parameters, saved = _parameters(optimizer, of_optimizer), of_optimizer["state"]
+    parameters, saved = saved_parameters(optimizer, of_optimizer), of_optimizer["state"]
     plain = counters([(parameters[key], state) for key, state in saved.items()])
 
     def own(name: str, value: Any, parameter: Tensor) -> Any:
@@ -204,9 +231,12 @@ def _copied(leaf: Any) -> Any:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(model: object, optimizer: object) -> None:
+def _check_model_is_one(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module; got {type(model).__name__}")
+
+
+def _check_optimizer(optimizer: object) -> None:
     if optimizer is None:
         return
     if not isinstance(optimizer, Optimizer):
@@ -266,7 +296,7 @@ def _check_model(model: nn.Module, given: Mapping[str, Any]) -> None:
 
 def _place(model: nn.Module) -> torch.device:
     """Where buffers are."""
-    states = _states(model)
+    states = states_of(model)
     return states[0].slots[0] if states else CPU
 
 
@@ -282,7 +312,7 @@ def _check_groups(optimizer: Optimizer, of_optimizer: Mapping[str, Any]) -> None
 
 def _check_state(optimizer: Optimizer, of_optimizer: Mapping[str, Any]) -> None:
     """Checks that each tensor of the state can be divided as its parameter."""
-    parameters = _parameters(optimizer, of_optimizer)
+    parameters = saved_parameters(optimizer, of_optimizer)
     for key, state in of_optimizer["state"].items():
         parameter = parameters.get(key)
         if parameter is None:

@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from dataparallel.composable.managed import KEY, own_modules, own_parameters
 from dataparallel.composable.policies import MixedPrecisionPolicy, OffloadPolicy
-from dataparallel.modules.references import compiled_over
 from dataparallel.sharded.placements import check_placement
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -32,23 +31,16 @@ __all__ = [
 
 
 def check_kind(module: nn.Module) -> None:
-    """Checks that the module can be a unit: that it has a forward, and is no wrapper, compiled or a ScriptModule."""
+    """Checks that the module can be a unit: that it has a forward, and is no wrapper or ScriptModule."""
     name = type(module).__name__
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise TypeError(f"the module is wrapped already, in a {name}; shard its .module instead: forms do not nest")
-    named = [*own_modules([module])]
-    known = {id(child) for _, child in named}
-    for path, child in named:
+    for path, child in own_modules([module]):
         if isinstance(child, torch.jit.ScriptModule):
             what = f"{path!r}, a {type(child).__name__}" if path else f"a {name}"
             raise TypeError(
                 f"cannot shard {what}: the parameters of a ScriptModule belong to TorchScript and cannot be replaced. "
                 "Shard the module that is not scripted"
-            )
-        if child._compiled_call_impl is not None or compiled_over([child], known):
-            raise TypeError(
-                f"cannot shard {path or name!r}: it was compiled with torch.compile, and the compiled code computes "
-                "with the parameters that it has now. Shard the module that is not compiled"
             )
     if type(module).forward is nn.Module.forward and "forward" not in vars(module):
         raise TypeError(
@@ -69,8 +61,11 @@ def check_options(dim: object, mp_policy: object, offload_policy: object) -> Non
             raise TypeError(f"{name}={policy!r}: expected a dataparallel.composable.{expected.__name__}")
 
 
-def check_reshard(value: object, slots: int) -> None:
-    """Checks that the value is a bool, or a number of slots that makes groups. ``slots`` is 0 without devices."""
+def check_reshard(value: object, slots: int, machines: int = 1) -> None:
+    """Checks that the value is a bool, or a number of slots that makes groups.
+
+    Over several machines all slots of one make a group. ``slots`` is 0 without devices.
+    """
     if isinstance(value, bool):
         return
     if not isinstance(value, int):
@@ -81,7 +76,7 @@ def check_reshard(value: object, slots: int) -> None:
         raise ValueError("reshard_after_forward=1: each slot would keep all parameters; pass False for that")
     if value < 1:
         raise ValueError(f"reshard_after_forward={value}: expected a number of slots above 1, or True or False")
-    if slots and value == slots:
+    if slots and value == slots and machines == 1:
         raise ValueError(f"reshard_after_forward={value} is the number of all slots; pass True for that")
     if slots and slots % value:
         groups = [size for size in range(2, slots) if slots % size == 0]
@@ -143,14 +138,22 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-def check_children(modules: Sequence[nn.Module], slots: Sequence[torch.device]) -> None:
-    """Checks that units below are sharded over the same devices as this one."""
+def check_children(modules: Sequence[nn.Module], slots: Sequence[torch.device], groups: tuple[Any, Any]) -> None:
+    """Checks that units below are sharded over the same devices as this one, and over the same groups of machines."""
     for path, state in _children(modules):
         if [*state.slots] != [*slots]:
             theirs, ours = (", ".join(map(str, each)) or "no devices" for each in (state.slots, slots))
             raise ValueError(
                 f"the child {path!r} is sharded over {theirs}, and this module would be over {ours}; give all modules "
                 "of one tree the same devices, in the same order"
+            )
+        given = (None, None) if state.machines is None else state.machines.given
+        if given != groups:
+            theirs, ours = ("one machine" if each == (None, None) else "several machines" for each in (given, groups))
+            raise ValueError(
+                f"the child {path!r} is spread over {theirs}, and this module would be over {ours}"
+                + (", with another group or mesh" if ours == theirs else "")
+                + ". Give all modules of one tree the same process_group or mesh, the same object"
             )
 
 

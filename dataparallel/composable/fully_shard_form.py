@@ -9,11 +9,12 @@ parents. This file has the function. ``composable.fully_sharded_module`` has the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from dataparallel.compiled.argument import CompileArgument
 from dataparallel.composable import replaced_parameters
 from dataparallel.composable.contract import Form
 from dataparallel.composable.full_state import full_state_dict, load_full_state_dict
@@ -26,12 +27,17 @@ from dataparallel.composable.fully_shard_arguments import (
     parameters_of_unit,
     places_of,
 )
+from dataparallel.composable.fully_shard_machines import send_values, start_over_machines
 from dataparallel.composable.fully_shard_state import FullyShardState
 from dataparallel.composable.fully_sharded_module import FullyShardedModule
 from dataparallel.composable.managed import own_parameters
 from dataparallel.composable.policies import MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.composable.rebound_attributes import rebind
-from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
+from dataparallel.devices import CPU, DeviceLike, resolve_output, resolve_slots
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["fully_shard"]
 
@@ -49,6 +55,9 @@ def _prepare(
     ignored_params: Iterable[Tensor] | None = None,
     output_device: DeviceLike | None = None,
     dim: int = 0,
+    process_group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    compile: bool | dict[str, Any] | None = None,
 ) -> FullyShardState:
     """Shards the parameters of ``module`` over the devices, in place, and makes it run on all slots.
 
@@ -84,34 +93,62 @@ def _prepare(
             are allowed.
         output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
+        process_group: a ``torch.distributed`` group with one process for each machine. Parameters are sharded over the
+            devices of each machine, and replicated over machines.
+        mesh: the same as a mesh over processes, with the meaning that it has for ``torch.distributed.fsdp``. One
+            dimension shards over all devices of all machines. Of two dimensions the first replicates and the second
+            shards. Each machine computes with its own part of the batch, and gradients are averaged over machines: if
+            machine r of R has the loss :math:`L_r`, they are :math:`\\frac{1}{R} \\sum_r \\partial L_r / \\partial p`.
+            All ranks apply this to the same modules in the same order, and then call them in the same order. Parameters
+            and buffers get the values of rank 0; parameters on meta get them in the first call, where they are
+            replicated.
+        compile: compile the module on the slots: ``True``, or a dict of arguments for ``torch.compile`` (``backend``,
+            ``mode``, ``dynamic``, ``fullgraph``, ``options``). Each unit below is compiled by itself, in the same way
+            unless it has its own. A module that is compiled needs no argument.
 
     Returns:
         ``module``.
 
     Raises:
         TypeError: ``module`` is no module, has no ``forward``, or is a wrapper or a ScriptModule; an argument or what
-            ``shard_placement_fn`` returns is of another type.
+            ``shard_placement_fn`` returns is of another type. A parameter is a ``DTensor``. ``compile`` is something
+            else.
         ValueError: devices as for `dataparallel.DataParallel`; nothing to shard, parameters on two devices, a
             ``reshard_after_forward`` that does not divide the number of slots, a dimension that cannot be cut, a child
-            that is sharded over other devices; a list that is empty or has a module twice.
+            that is sharded over other devices; a list that is empty or has a module twice; ``compile`` for a module
+            that is compiled.
         RuntimeError: the module or a parent is fully sharded already, a module or a parameter of the tree has another
-            form, a parameter is shared with another unit, or a lazy one is not initialised.
+            form, a parameter is shared with another unit, or a lazy one is not initialised. There is no process group.
+        dataparallel.machines.errors.MachinesError: ranks differ in what they are about to do, or one has failed or is
+            gone.
     """
-    for each in module:
-        check_kind(each)
     slots = resolve_slots(devices)
-    if slots:
-        resolve_output(output_device, slots)
-    check_options(dim, mp_policy, offload_policy)
-    if reshard_after_forward is not None:
-        check_reshard(reshard_after_forward, len(slots))
-    ignored = [] if ignored_params is None else [*ignored_params]
-    named = parameters_of_unit(module, ignored)
-    fully_shard.check_unshared(named)
-    check_parameters(named)
-    check_children(module, slots)
-    kept = {id(parameter) for parameter in ignored}
-    placements = places_of(named, shard_placement_fn, len(slots))
+    if not slots and (process_group is not None or mesh is not None):
+        slots = [CPU]
+    start = start_over_machines(process_group, mesh, slots)
+    with start.failing_together():
+        for each in module:
+            check_kind(each)
+        if slots:
+            resolve_output(output_device, slots)
+        check_options(dim, mp_policy, offload_policy)
+        compiled = [CompileArgument.checked(each, compile) for each in module]
+        if reshard_after_forward is not None:
+            check_reshard(reshard_after_forward, len(slots), start.parts)
+        ignored = [] if ignored_params is None else [*ignored_params]
+        named = parameters_of_unit(module, ignored)
+        fully_shard.check_unshared(named)
+        check_parameters(named)
+        check_children(module, slots, start.given)
+        kept = {id(parameter) for parameter in ignored}
+        placements = places_of(named, shard_placement_fn, len(slots) * start.parts)
+    settings = {
+        "reshard_after_forward": reshard_after_forward,
+        "placements": placements,
+        "mp_policy": mp_policy,
+        "offload_policy": type(offload_policy).__name__,
+    }
+    machines = start.machines(module, named, slots, settings)
     return FullyShardState(
         module,
         [parameter for _, parameter in named],
@@ -124,14 +161,21 @@ def _prepare(
         ignored_parameters=[parameter for _, parameter in own_parameters(module) if id(parameter) in kept],
         output_device=output_device,
         dim=dim,
+        machines=machines,
+        compile=compiled[0],
     )
 
 
 def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
     """Replaces the parameters by sharded ones."""
     if not state.slots:
+        if state.compile is not None:
+            for module in modules:
+                module.compile(**state.compile.options)
         return
     before = own_parameters(modules)
+    if state.machines is not None:
+        send_values(state.machines, modules, {name: p for name, p in before if state.manages(p)})
     state.shard()
     now = dict(own_parameters(modules))
     replaced = [(name, parameter, now[name]) for name, parameter in before if now[name] is not parameter]

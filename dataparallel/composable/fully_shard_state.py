@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.compiled.argument import CompileArgument
 from dataparallel.composable.managed import KEY, ManagedModule
 from dataparallel.composable.on_slots import Method
 from dataparallel.composable.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -33,6 +34,7 @@ from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.stages import Call
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
+from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.tree import Tree
 from dataparallel.units.unit import Precision, Unit
 
@@ -49,6 +51,8 @@ class FullyShardState:
         placements: for each parameter how it is cut.
         reshard_after_forward, is_reshard_automatic: as for `Unit`; automatic means that the user gave ``None``.
         ignored_parameters: those that all replicas share.
+        machines: over which the unit is spread, if there are several.
+        compile: how replicas of the modules are compiled, if these are not compiled themselves.
 
     Attributes:
         unit: the unit, once `shard` has been called.
@@ -71,7 +75,10 @@ class FullyShardState:
         ignored_parameters: Sequence[Tensor],
         output_device: DeviceLike | None,
         dim: int,
+        machines: MachinesOfTree | None = None,
+        compile: CompileArgument | None = None,
     ) -> None:
+        self.machines, self.compile = machines, compile
         self.slots, self.output_device, self.dim = list(slots), output_device, dim
         self.methods = {"forward"}
         self._modules = [weakref.ref(module) for module in modules]
@@ -87,7 +94,7 @@ class FullyShardState:
 
     def manages(self, parameter: Tensor) -> bool:
         """True if it is a parameter of the unit, or registered in the place of one: the next call will adopt it."""
-        if not self.slots:
+        if self._parameters:  # plain ones: `shard` comes later, or never without slots
             return any(parameter is own for own in self._parameters)
         if not isinstance(parameter, ShardedTensor):  # most are not, and forms ask about each parameter of each unit
             return False
@@ -101,7 +108,7 @@ class FullyShardState:
         modules = [self._module(i) for i in range(len(self._modules))]
         is_offloaded = isinstance(self._offload, CPUOffloadPolicy)
         sharded = [
-            _sharded(parameter, self.slots, placement, is_offloaded)
+            _sharded(parameter, self.slots, placement, is_offloaded, self.machines)
             for parameter, placement in zip(self._parameters, self._placements, strict=True)
         ]
         name = " and ".join(type(module).__name__ for module in modules)
@@ -112,6 +119,7 @@ class FullyShardState:
             self._precision,
             is_offloaded=is_offloaded,
             pin=isinstance(self._offload, CPUOffloadPolicy) and self._offload.pin_memory,
+            machines=self.machines,
         )
         unit.reshard_after_forward, unit.is_reshard_automatic = self._reshard, self._is_automatic
         unit.number_of_modules = len(modules)
@@ -141,8 +149,18 @@ class FullyShardState:
         if not self.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
             return method.of_module(*inputs, **kwargs)
-        run = _run_not_traced if _torch.is_compiler_loaded() else FullyShardState._run
-        return run(self, method, inputs, kwargs)
+        return self._run_outside_the_compiler(method, inputs, kwargs)
+
+    @_torch.not_traced
+    def _run_outside_the_compiler(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.machines is None:
+            return self._run(method, inputs, kwargs)
+        try:
+            return self._run(method, inputs, kwargs)
+        except BaseException as error:
+            if not _torch.is_in_backward():  # else the pass has failed, and tells the other machines
+                self.machines.forward_failed(error, was_recorded=torch.is_grad_enabled())
+            raise
 
     def _run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The checks before the four stages, and the context around them."""
@@ -169,7 +187,7 @@ class FullyShardState:
             inputs, kwargs = ((),), ({},)
         slots = slots[: len(inputs)]
         with tree.calling(len(slots)) as forward:
-            with stage("replicate"):
+            with stage("replicate", "fully_shard"):
                 twin = self._twin.update(self._source, method.name)
                 replicas = call.uses(self._kept.replicas(twin, slots, _CAP_BYTES))
                 self._tensors.bind(replicas, forward)
@@ -218,21 +236,26 @@ class FullyShardState:
         ignored = [parameter for _, state in states for parameter in state._ignored]
         info = TwinInfo(id(source), ignored_parameters=frozenset(map(id, ignored)), allowed=ManagedModule)
         self._twin = Twin(type(source), info)
-        self._tensors = UnitTensors(units, [[*map(state._module, range(len(state._modules)))] for _, state in states])
+        tops = [[*map(state._module, range(len(state._modules)))] for _, state in states]
+        self._tensors = UnitTensors(units, tops, [state.compile for _, state in states])
         self._kept = KeptReplicas(self._tensors)
         return Tree(units, self.slots)
 
 
 _CAP_BYTES = cap_in_bytes(BUCKET_CAP_MB)
 
-_run_not_traced = _torch.not_traced(FullyShardState._run)
-
 
 def _sharded(
-    parameter: nn.Parameter, slots: Sequence[torch.device], placement: Shard, is_offloaded: bool
+    parameter: nn.Parameter,
+    slots: Sequence[torch.device],
+    placement: Shard,
+    is_offloaded: bool,
+    machines: MachinesOfTree | None,
 ) -> ShardedTensor:
     """The parameter, sharded over the slots; its shards are in host memory if it is offloaded."""
     places = [torch.device("cpu")] * len(slots) if is_offloaded else slots
+    if machines is not None:
+        places, slots = machines.owners(places), machines.owners(slots)
     made = distribute_tensor(parameter.detach(), places, placement)
     sharded = ShardedTensor(made.shards, made.placement, made.shape, devices=slots)
     found: Any = nn.Parameter(sharded, requires_grad=parameter.requires_grad)

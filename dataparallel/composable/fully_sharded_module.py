@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dataparallel import _torch
+from dataparallel.compiled.recognise import CALL
 from dataparallel.composable.contract import are_in_one_tree
 from dataparallel.composable.fully_shard_arguments import check_reshard
 from dataparallel.composable.managed import ManagedModule
@@ -51,6 +53,7 @@ class FullyShardedModule(ManagedModule):
 
     forward = OnSlots("forward")
 
+    @_torch.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module. In a replica the full parameters of its unit are there, for its hooks too."""
         unit = vars(self).get(UNIT_ON_SLOT)
@@ -63,7 +66,23 @@ class FullyShardedModule(ManagedModule):
         unit = vars(self).get(UNIT_ON_SLOT)
         if unit is None:
             return state_of(self).run(method, args, kwargs)
-        return unit.run(method.of_module, *args, **kwargs)
+        # The slots call `forward` of the outermost replica, because hooks run around the call on the whole batch.
+        compiled = self._compiled_call_impl if unit.is_root and method.name == "forward" else None
+        return unit.run(compiled or method.of_module, *args, **kwargs)
+
+    @property
+    @_torch.leave_alone
+    def _compiled_call_impl(self) -> Any:
+        """What torch calls in place of the module, if it is compiled. Only replicas are: this module splits the batch.
+
+        In a replica it runs inside of the unit's call, so the compiler sees full parameters and no gathers.
+        """
+        is_replica = UNIT_ON_SLOT in vars(self)
+        return vars(self).get(CALL) if is_replica or not state_of(self).slots else None
+
+    @_compiled_call_impl.setter
+    def _compiled_call_impl(self, call: Any) -> None:
+        vars(self)[CALL] = call
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # `to` and the like are for the sharded parameters: they would be lost on full ones, which are freed. All units
@@ -72,6 +91,7 @@ class FullyShardedModule(ManagedModule):
             unit.reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
+    @_torch.not_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module, for the gradients of the sharded parameters, also while the module has full ones."""
         for unit in _units(self) if UNIT_ON_SLOT not in vars(self) else ():
@@ -97,6 +117,7 @@ class FullyShardedModule(ManagedModule):
             if any(on_slot.is_started for on_slot in unit.on_slots):
                 unit.reshard()
 
+    @_torch.not_traced
     def reshard(self) -> None:
         """Frees the full parameters of this module's unit. The module has the sharded ones again.
 
@@ -105,6 +126,7 @@ class FullyShardedModule(ManagedModule):
         for unit in _units(self, recurse=False):
             unit.reshard()
 
+    @_torch.not_traced
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this module's unit on all slots, in ``param_dtype`` if its policy has one.
 
@@ -160,10 +182,19 @@ class FullyShardedModule(ManagedModule):
                 unit.requires_gradient_sync = flag
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, recurse: bool = True) -> None:
-        """Does nothing: on one machine there is no all-reduce between groups of devices.
+        """With ``False`` each later ``backward()`` sums gradients only over devices that have different parameters.
 
-        It is there so that programs written for ``torch.distributed.fsdp`` run.
+        The next ``backward()`` with ``True`` adds them up over machines that have the same ones too, with a
+        ``process_group`` or the first dimension of a ``mesh``. Until then they wait, in memory of the size of the
+        shards. ``.grad`` stays as it is or becomes zeros, and ``zero_grad`` drops what waits. Without such machines
+        this does nothing.
+
+        Args:
+            requires_all_reduce: sum them there or not.
+            recurse: if true, this also holds for the units of all children.
         """
+        for unit in _units(self, recurse):
+            unit.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Changes what `fully_shard` was given: whether units free their full parameters after forward.
@@ -178,7 +209,8 @@ class FullyShardedModule(ManagedModule):
             TypeError: it is neither a bool nor an int.
             ValueError: it does not divide the number of slots.
         """
-        check_reshard(reshard_after_forward, len(state_of(self).slots))
+        state = state_of(self)
+        check_reshard(reshard_after_forward, len(state.slots), 1 if state.machines is None else state.machines.parts)
         for state in _states(self, recurse):
             state.unit.is_reshard_automatic = False
             state.unit.reshard_after_forward = reshard_after_forward
@@ -237,6 +269,8 @@ class FullyShardedModule(ManagedModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the gradients of this unit by ``factor`` when they are summed. At the beginning it is 1: a plain sum.
 
+        Over several machines they are averaged too, so this comes on top.
+
         Raises:
             ValueError: ``factor`` is not above 0.
         """
@@ -254,7 +288,13 @@ class FullyShardedModule(ManagedModule):
             unit.unshard_in_backward = unshard_in_backward
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Keeps a function for summed gradients that is called between machines. On one machine nothing calls it.
+        """Has a function called for each owner's part of this unit's summed gradients, before it goes to ``.grad``.
+
+        The part is a flat tensor on the owner's device, in the dtype in which gradients are summed, which is at least
+        32 bits wide. It is the sum over slots and, if there are several machines, the mean over them. The function may
+        change it in place. Over machines it is called at the end of the backward, for units in the same order on all of
+        them, so it may call collectives of a group of its own; if it raises, it raises on this machine only. On one
+        machine it may be called by any thread, and the stream that adds up gradients is current.
 
         Raises:
             TypeError: ``hook`` cannot be called.

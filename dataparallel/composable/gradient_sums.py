@@ -34,7 +34,7 @@ from dataparallel.autograd.bucket_nodes import ToSlots
 from dataparallel.streams.current import streams_joined, streams_set
 from dataparallel.streams.gradients import GradientStreams, Made
 
-__all__ = ["GradientSums", "PersistentToSlots", "WaitingBucket"]
+__all__ = ["EndOfPass", "FormerGrad", "GradientSums", "Kept", "PersistentToSlots", "WaitingBucket", "reached_sources"]
 
 
 class PersistentToSlots(ToSlots):
@@ -56,7 +56,8 @@ class PersistentToSlots(ToSlots):
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
         """The sums over the slots, or slot 0's gradients."""
         waiting: WaitingBucket = ctx.waiting
-        reached, written = _reached_sources(ctx, waiting.sources)
+        from_source = next(following for following, _ in ctx.next_functions if following is not None)
+        reached, written = reached_sources(from_source, waiting.sources)
         by_slot = ToSlots.brought(envelopes[:-1])
         if not reached:  # only the order of the nodes makes the engine run this one
             return None, None, None, None
@@ -71,12 +72,12 @@ class PersistentToSlots(ToSlots):
             return None, None, ToSlots.summed(ctx, by_slot), None
 
 
-def _reached_sources(node: Any, sources: Sequence[Tensor]) -> tuple[bool, set[int]]:
+def reached_sources(from_source: Any, sources: Sequence[Tensor]) -> tuple[bool, set[int]]:
     """True if the running pass goes on behind a bucket's node; and positions of the sources whose ``.grad`` it writes.
 
     These sources are leaves. A buffer may be the result of a computation: its gradient goes on into that graph.
+    ``from_source`` is the bucket's `FromSource` node.
     """
-    from_source = next(following for following, _ in node.next_functions if following is not None)
     reached, written = False, set()
     for position, (following, _) in enumerate(from_source.next_functions):
         try:
@@ -135,7 +136,7 @@ class GradientSums:
             bucket.drop_void()
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """A kept gradient. ``made`` is as in `SlotGradients`."""
 
     grad: Tensor
@@ -148,7 +149,7 @@ class _Kept(NamedTuple):
         return self.grad
 
 
-class _FormerGrad:
+class FormerGrad:
     """A source's ``.grad`` and its version, as they were when gradients were kept for it."""
 
     def __init__(self, grad: Tensor | None) -> None:
@@ -162,13 +163,14 @@ class _FormerGrad:
         return _torch.version_of(grad) != self._version and not bool(grad.any())
 
 
-class _EndOfPass:
+class EndOfPass:
     """A callback for the end of a pass that keeps gradients. Only the engine holds it, until the pass ends or fails."""
 
     def __init__(self, bucket: WaitingBucket, written: set[int]) -> None:
         self._bucket, self.written = bucket, written
 
     def __call__(self) -> None:
+        """The pass has ended."""
         self._bucket.end_pass(self)
 
 
@@ -186,10 +188,10 @@ class WaitingBucket:
         # A buffer that is the result of a computation has no ``.grad``.
         self._has_leaves_only = all(source.is_leaf for source in sources)
         self._streams = streams
-        self._kept: dict[tuple[int, int], _Kept] = {}  # by slot and source
-        self._former: dict[int, _FormerGrad] = {}  # by source
+        self._kept: dict[tuple[int, int], Kept] = {}  # by slot and source
+        self._former: dict[int, FormerGrad] = {}  # by source
         # Several at a time if reentrant checkpoints nest passes, one for each slot.
-        self._under_way: weakref.WeakSet[_EndOfPass] = weakref.WeakSet()
+        self._under_way: weakref.WeakSet[EndOfPass] = weakref.WeakSet()
 
     @property
     def may_keep(self) -> bool:
@@ -209,17 +211,17 @@ class WaitingBucket:
             for source in kept:
                 # The ``.grad`` from before this pass, until it ends. If the pass fails, kept gradients belong to that
                 # one; if there was none, they are void.
-                self._former.setdefault(source, _FormerGrad(self.sources[source].grad))
+                self._former.setdefault(source, FormerGrad(self.sources[source].grad))
                 if first[source] is None:
                     first[source] = torch.zeros_like(self.sources[source])
             if (of_slot := by_slot[slot]) is not None:
                 self._add(slot, kept, of_slot.made)
-        end = _EndOfPass(self, written)
+        end = EndOfPass(self, written)
         self._under_way.add(end)
         _torch.queue_callback(end)
         return [grad if source in written else None for source, grad in enumerate(first)]
 
-    def take_kept(self, written: set[int]) -> dict[tuple[int, int], _Kept]:
+    def take_kept(self, written: set[int]) -> dict[tuple[int, int], Kept]:
         """The gradients that a pass with sums adds to those of the ``written`` sources. They are removed here."""
         if self.sums.are_on:
             # Gradients that are kept for sources that this pass does not reach belong to their ``.grad`` too.
@@ -233,7 +235,7 @@ class WaitingBucket:
         return self._take(written)
 
     def added(
-        self, by_slot: Sequence[SlotGradients | None], taken: dict[tuple[int, int], _Kept]
+        self, by_slot: Sequence[SlotGradients | None], taken: dict[tuple[int, int], Kept]
     ) -> list[SlotGradients | None]:
         """The gradients of this pass plus those that `take_kept` has taken, on the current streams."""
         unflattened = [None if of_slot is None else of_slot.unflattened() for of_slot in by_slot]
@@ -261,7 +263,7 @@ class WaitingBucket:
         if not self._kept:
             return
         self.drop_void()
-        terms: dict[int, list[_Kept]] = defaultdict(list)
+        terms: dict[int, list[Kept]] = defaultdict(list)
         taken = self._take({source for _, source in [*self._kept]})
         for (_, source), kept in sorted(taken.items(), key=itemgetter(0)):
             terms[source].append(kept)
@@ -273,13 +275,13 @@ class WaitingBucket:
                     grads = [kept.received() for kept in of_source]
                     parameter.grad.add_(comm.reduce_add(grads, parameter.device))
 
-    def end_pass(self, end: _EndOfPass) -> None:
+    def end_pass(self, end: EndOfPass) -> None:
         """From here on kept gradients belong to the ``.grad`` that the pass has written."""
         self._under_way.discard(end)
         for source in end.written & self._former.keys():
             grad = self.sources[source].grad
             if grad is not None:
-                self._former[source] = _FormerGrad(grad)
+                self._former[source] = FormerGrad(grad)
 
     def _add(self, slot: int, grads: dict[int, Tensor], made: Made | None) -> None:
         """Adds to a slot's kept gradients, by source, on the stream that makes the slot's gradients.
@@ -294,10 +296,10 @@ class WaitingBucket:
                         grads[source] = kept.received() + grads[source]
                 made = None if made is None else Made(made.stream)
             for source, grad in [*grads.items()]:
-                if self._kept.setdefault((slot, source), kept := _Kept(grad, made)) is kept:
+                if self._kept.setdefault((slot, source), kept := Kept(grad, made)) is kept:
                     del grads[source]
 
-    def _take(self, sources: Set[int]) -> dict[tuple[int, int], _Kept]:
+    def _take(self, sources: Set[int]) -> dict[tuple[int, int], Kept]:
         """Removes and returns the gradients that are kept for ``sources``, by slot and source."""
         taken = {}
         for key in [*self._kept]:

@@ -17,8 +17,10 @@ import torch
 import torch.fx
 from torch import nn
 
+from dataparallel import _torch
 from dataparallel.composable.managed import KEY, ManagedModule, held_by, original_class
-from dataparallel.modules.signatures import StandIns
+from dataparallel.modules.plan import UNIT_ON_SLOT
+from dataparallel.modules.signatures import StandIns, left_alone
 
 __all__ = ["Method", "OnSlots", "register_forward_method", "state_of"]
 
@@ -53,23 +55,26 @@ class OnSlots:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._functions = StandIns(self._around)
+        self._functions = {traced: StandIns(self._around, traced) for traced in (True, False)}
 
+    @_torch.leave_alone
     def __get__(self, module: Any, cls: type) -> Any:
         if module is None:
             if not issubclass(cls, nn.Module):
                 return self  # the class is no module's
             original = original_class(cls)
             if isinstance(inspect.getattr_static(original, self._name), FunctionType):
-                return self._functions.of(getattr(original, self._name))
+                return self._functions[True].of(getattr(original, self._name))
             return getattr(original, self._name)  # for example a static method, which takes no module
-        held = held_by(module, self._name)
-        if self._name not in state_of(module).methods:
+        held, state = held_by(module, self._name), state_of(module)
+        if self._name not in state.methods:
             return held
-        if torch.compiler.is_compiling():  # the compiler needs no signature
+        if torch.compiler.is_dynamo_compiling():  # the compiler needs no signature
             return functools.partial(self._call, module, held)
+        # In a replica, and without slots, the method itself runs, and the compiler may compile it.
+        traced = not state.slots or UNIT_ON_SLOT in vars(module)
         if isinstance(held, MethodType) and held.__self__ is module:
-            return MethodType(self._functions.of(held.__func__), module)
+            return MethodType(self._functions[traced].of(held.__func__), module)
 
         # A lambda on the instance, a partial, a method of another object: all are called without the module.
         @functools.wraps(held)
@@ -78,7 +83,7 @@ class OnSlots:
             # and there `module` and `held` are the replica's.
             return self._call(module, held, *args, **kwargs)
 
-        return on_slots
+        return on_slots if traced else left_alone(on_slots)
 
     def __set__(self, module: Any, value: Any) -> None:
         vars(module)[self._name] = value

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.comm.buckets import Bucket, flatten, plan_buckets, unflatten
+from dataparallel.comm.sent import note
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.streams.arrivals import Arrivals
@@ -96,6 +97,7 @@ class CurrentValues:
             self.launch(late, arrivals)
         for i, copies in self._singles:
             for copy in copies:
+                note("direct", tensors[i], copy.device)
                 copy.copy_(tensors[i])
         for i, own in self._sparse:
             self._replace_sparse(i, own)

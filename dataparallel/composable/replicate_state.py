@@ -7,13 +7,18 @@ object of the original class with all attributes of the module. Only ``composabl
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.compiled.argument import CompileArgument
+from dataparallel.compiled.recognise import call_of, compiled_here
+from dataparallel.composable.comm_hooks import CommHook, GradBucket
+from dataparallel.composable.hooked_sums import HookedSums
 from dataparallel.composable.managed import KEY
 from dataparallel.composable.on_slots import Method
 from dataparallel.composable.persistent_tensors import PersistentTensors
@@ -29,6 +34,10 @@ from dataparallel.stages import Call, run_alone
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
 
+if TYPE_CHECKING:
+    from dataparallel.composable.machine_sums import Agreement
+    from dataparallel.machines.group import Machines
+
 __all__ = ["ReplicateState"]
 
 
@@ -39,10 +48,14 @@ class ReplicateState:
         module: a module that is not replicated yet; replicas get its class.
         slots: the slots; none if there is no accelerator.
         cap_bytes, first_bytes: sizes of the buckets, and of the bucket whose gradients come first.
+        machines: over which gradients are summed too; ``None``: this one alone.
+        average: if true, the sums of all machines are divided by their number.
+        compile: how replicas are compiled, if the module is not compiled itself.
 
     Attributes:
         methods: names of methods that run on replicas.
         tensors: the tensors of the replicas.
+        machines: the same ranks, with a group of the module's own.
     """
 
     def __init__(
@@ -57,6 +70,9 @@ class ReplicateState:
         broadcast_buffers: bool,
         ignored_modules: Sequence[nn.Module] = (),
         ignored_parameters: Sequence[Tensor] = (),
+        machines: Machines | None = None,
+        average: bool = True,
+        compile: CompileArgument | None = None,
     ) -> None:
         self.slots, self.output_device, self.dim = list(slots), output_device, dim
         self.cap_bytes = cap_bytes
@@ -68,8 +84,19 @@ class ReplicateState:
         )
         self._twin = Twin(type(module), self._twin_info)
         self._permits = PermitChooser()
+        self.machines = machines
+        self._settings: dict[str, Any] = {
+            "first_bytes": first_bytes,
+            "cap_bytes": cap_bytes,
+            "broadcast_buffers": broadcast_buffers,
+        }
+        self._agreement: Agreement | None = None
+        self._hook: CommHook | None = None
         self.tensors = PersistentTensors(self.slots, first_bytes, cap_bytes, broadcast_buffers)
-        self._kept = KeptReplicas(self.tensors)
+        if machines is not None:
+            self._settings["average"] = average
+        self._compile = compile
+        self._kept = KeptReplicas(self.tensors, compile)
 
     def manages(self, parameter: Tensor) -> bool:
         """True if replicas have copies of it."""
@@ -85,10 +112,15 @@ class ReplicateState:
         """
         if not self.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
-            return method.of_module(*inputs, **kwargs)
-        # torch.compile does not trace the stages. `_run_not_traced` imports the compiler, so only if that is loaded.
-        run = _run_not_traced if _torch.is_compiler_loaded() else ReplicateState._run
-        return run(self, method, inputs, kwargs)
+            return self._alone(method)(*inputs, **kwargs)
+        return self._run_outside_the_compiler(method, inputs, kwargs)
+
+    @_torch.not_traced
+    def _run_outside_the_compiler(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._agreement is not None and torch.is_grad_enabled():
+            with self._failing_together(self._agreement):
+                return self._run(method, inputs, kwargs)
+        return self._run(method, inputs, kwargs)
 
     def _run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The checks before the four stages, and the context around them."""
@@ -113,19 +145,106 @@ class ReplicateState:
             inputs, kwargs = scatter_arguments(inputs, kwargs, slots, self.dim, None, call.reads)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
-        if len(slots) == 1:
-            return run_alone(method.of_module, inputs[0], kwargs[0], slots[0], output_device)
+        passes = self.tensors.passes if torch.is_grad_enabled() else None
+        if len(slots) == 1 and passes is None:
+            return run_alone(self._alone(method), inputs[0], kwargs[0], slots[0], output_device)
         slots = slots[: len(inputs)]
-        with stage("replicate"), call.replicates():
+        with stage("replicate", "replicate"), call.replicates():
             replicas = call.uses(self.replicate(self._updated_twin(method.name), slots))
         with stage("parallel_apply"):
             outputs = run_replicas(replicas, inputs, kwargs, slots, chooser=self._permits, method=method.name)
         with stage("gather"):
-            return gather(outputs, output_device, self.dim)
+            output = gather(outputs, output_device, self.dim)
+        if passes is not None:
+            passes.notice(output)
+        return output
+
+    def _alone(self, method: Method) -> Callable[..., Any]:
+        """What runs ``method`` without replicas: compiled if replicas would be, by way of the twin."""
+        # What is being compiled contains the module.
+        if torch.compiler.is_dynamo_compiling() or method.name != "forward" or not _torch.is_compiler_loaded():
+            return method.of_module
+        twin = self._updated_twin(method.name)
+        root = compiled_here(twin) if self._compile is None else self._compile.of(twin)
+        return method.of_module if root is None or root.child is not None else call_of(twin, root)
 
     def replicate(self, source: nn.Module, slots: list[torch.device]) -> list[Any]:
         """The stage that makes replicas; override it on this object to make them in another way."""
         return self._kept.replicas(source, slots, self.cap_bytes)
+
+    def check_for_machines(self) -> None:
+        """Checks that the module can be replicated over machines.
+
+        Raises:
+            TypeError: its parameters are DTensors, sparse or nested.
+            ValueError: it has torch's SyncBatchNorm, and several slots.
+        """
+        from dataparallel.machines.arguments import refuse_tensor_parallel
+
+        source = self._source
+        refuse_tensor_parallel(source)
+        synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in source.modules())
+        if len(self.slots) > 1 and synchronised:
+            raise ValueError(
+                f"the {type(source).__name__} has a torch.nn.SyncBatchNorm and {len(self.slots)} slots: the slots of "
+                "one process would call collectives of one group at the same time. Use one slot for each process, or "
+                "torch.nn.BatchNorm"
+            )
+
+    def begin(self) -> None:
+        """Compares the module with that of the other machines, and gives it the values of rank 0.
+
+        Raises:
+            MachinesDiffer: on every rank; the message names what differs.
+        """
+        if self.machines is None:
+            return
+        from dataparallel.composable.machine_sums import Agreement, MachineSums
+        from dataparallel.machines.start import compare, describe, send_values
+
+        source = self._source
+        ignored = {id(tensor) for module in self._twin_info.ignored_modules for tensor in module.buffers()}
+        parameters = {name: each for name, each in source.named_parameters() if self.manages(each)}
+        buffers = {name: each for name, each in source.named_buffers() if id(each) not in ignored}
+        what = f"`replicate` of a {type(self._twin.module).__name__}"
+        compare(self.machines, what, describe(parameters, buffers, self.slots, self._settings))
+        # A group pairs collectives by their order, and those of the launcher's thread have none among the user's, or
+        # among those of another module. So each module has a group.
+        self.machines = self.machines.another()
+        send_values(self.machines, {**parameters, **buffers})
+        self._agreement = Agreement(self.machines)
+        self.tensors.agree_by(self._agreement, MachineSums(self.machines, bool(self._settings["average"])))
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
+        """See `ReplicatedModule.register_comm_hook`."""
+        registered = CommHook(state, hook)
+        if self._hook is not None:
+            raise RuntimeError(
+                f"the module has the communication hook {self._hook.name} already. It can have one, and keeps it; a "
+                "hook of your own can call others"
+            )
+        if not self.slots:
+            raise RuntimeError(
+                "there is no accelerator, so the module just runs, and no gradients are summed: call replicate with "
+                "devices=['cpu'] if a hook is to get them"
+            )
+        if self.machines is None:
+            self.tensors.take_further(HookedSums(registered))
+        else:
+            from dataparallel.composable.hooked_machine_sums import HookedMachineSums
+
+            self.tensors.take_further(HookedMachineSums(registered, self.machines))
+        self._hook = registered
+
+    @contextmanager
+    def _failing_together(self, agreement: Agreement) -> Iterator[None]:
+        """If the forward fails here, the other machines raise too, instead of waiting for its backward."""
+        try:
+            yield
+        except BaseException as error:
+            if self.tensors.sums.are_on and any(parameter.requires_grad for parameter in self._source.parameters()):
+                agreement.signal_failure(error)
+            raise
 
     @property
     def _source(self) -> nn.Module:
@@ -146,6 +265,3 @@ class ReplicateState:
         twin = self._twin.update(source, method)
         del vars(twin)[KEY]
         return twin
-
-
-_run_not_traced = _torch.not_traced(ReplicateState._run)

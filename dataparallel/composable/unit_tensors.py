@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import comm
+from dataparallel.compiled.argument import CompileArgument
+from dataparallel.composable.compiled_units import compile_by_unit
 from dataparallel.modules.plan import UNIT_ON_SLOT, ModulePlan, dotted
 from dataparallel.modules.references import Rebinding, reached
 from dataparallel.streams.arrivals import Arrivals
@@ -29,9 +31,16 @@ class UnitTensors:
     Args:
         units: of the tree.
         tops: for each unit its modules, which are referred to weakly.
+        compile: for each unit how its modules are compiled, if they are not compiled themselves.
     """
 
-    def __init__(self, units: Sequence[Unit], tops: Sequence[Sequence[nn.Module]]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        tops: Sequence[Sequence[nn.Module]],
+        compile: Sequence[CompileArgument | None],
+    ) -> None:
+        self._compile = list(compile)
         self._units, self._modules = list(units), [[weakref.ref(module) for module in modules] for modules in tops]
         # Paths in the tree, as it was at the last call.
         self._tops: list[list[str]] = []
@@ -106,6 +115,10 @@ class UnitTensors:
             places = [(numbers[path], name, i) for path, name, i in of_unit]
             for number, path in enumerate(tops):
                 plan.entries[numbers[path]].attributes[UNIT_ON_SLOT] = UnitInReplica(at, number, places)
+        arguments = {
+            numbers[path]: argument for argument, tops in zip(self._compile, self._tops, strict=True) for path in tops
+        }
+        compile_by_unit(plan, arguments)
 
     def _references_from_outside(self, plan: ModulePlan) -> list[tuple[str, str, list[Unit]]]:
         """Attributes that lead to parameters of a unit, of modules outside of it: path, name, units.

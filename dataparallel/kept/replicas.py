@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import ownership
+from dataparallel.compiled.argument import CompileArgument
 from dataparallel.forks import in_forked_child
 from dataparallel.kept.frozen import FrozenSet
 from dataparallel.kept.shell import Shell
@@ -30,6 +31,7 @@ from dataparallel.kept.tensors import KeptCopies
 from dataparallel.modules.build import build_replica, collector_paused, make_parameters
 from dataparallel.modules.cycles import CycleBreaker
 from dataparallel.modules.plan import ModulePlan
+from dataparallel.modules.scripts import refuse_constants
 from dataparallel.modules.snapshot import TreeSnapshot
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicate import build_replicas, copy_tensors
@@ -115,17 +117,22 @@ class KeptReplicas:
     Args:
         tensors: makes the replicas' tensors outside of ``frozen``. Default: new ones for each call that records a
             graph, kept copies for others.
+        compile: how replicas are compiled, if their module is not compiled itself.
     """
 
-    def __init__(self, tensors: CallTensors | None = None) -> None:
+    def __init__(self, tensors: CallTensors | None = None, compile: CompileArgument | None = None) -> None:
         self._tensors = _NewOrKeptTensors() if tensors is None else tensors
+        self._compile = compile
         self._lock = threading.Lock()
         self._frozen = 0  # open blocks
         self._clear()
         _all.add(self)
 
-    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[CallTensors]]:
-        return KeptReplicas, (copy.copy(self._tensors),)
+    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[CallTensors, CompileArgument | None]]:
+        return KeptReplicas, (copy.copy(self._tensors), self._compile)
+
+    def _plan_of(self, network: nn.Module) -> ModulePlan:
+        return ModulePlan.of(network, None if self._compile is None else self._compile.of(network))
 
     def _clear(self) -> None:
         self._plan: ModulePlan | None = None
@@ -203,7 +210,8 @@ class KeptReplicas:
         for kept in self._frozen_sets:
             if kept.is_free() and kept.serves(network, slots):
                 return kept.lease(len(slots))
-        plan = ModulePlan.of(network)
+        plan = self._plan_of(network)
+        refuse_constants(plan, slots)
         copies = KeptCopies().refreshed(plan, slots, cap_bytes)
         made = FrozenSet(network, slots, [build_replica(plan, tensors, record=False) for tensors in copies])
         # A set of fewer slots was made for a smaller batch. It is dropped if the new set serves its calls too.
@@ -218,9 +226,10 @@ class KeptReplicas:
         self._reset()
         if self._plan is None or self._snapshot is None or not self._snapshot.still_holds(network):
             self._shells = []
-            self._plan = ModulePlan.of(network)
+            self._plan = self._plan_of(network)
             self._snapshot = TreeSnapshot(self._plan) if self._plan.is_plain else None
         plan = self._plan
+        refuse_constants(plan, slots)
         arrivals = arrivals_for(slots, plan.tensors)
         copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
         if self._snapshot is None:

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from dataparallel import ownership
 from dataparallel._torch import HOOK_TABLES
-from dataparallel.modules.build import bare_module, empty_hook_flags, own_attributes, parameter_registry, tell_units
+from dataparallel.compiled.calls import CompiledCall
+from dataparallel.modules.build import (
+    bare_module,
+    call_compiled,
+    device_of,
+    empty_hook_flags,
+    own_attributes,
+    parameter_registry,
+    tell_units,
+)
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.streams.arrivals import Arrivals, Expected
 
@@ -50,16 +59,28 @@ class Shell:
             self._parts.append((attributes, [*entry.parameters.items()], [*entry.buffers.items()], children))
         self._parents = [module for module, part in zip(self._modules, self._parts, strict=True) if part[-1]]
         self._children = [child for *_, children in self._parts for child in children.values()]
+        self._calls = self._make_calls(plan)
+        self._weakly_held = ownership.weak_references(self._modules)  # by the calls
         self._renew_attributes()
         self._as_made: _AttributeSnapshot | None = _AttributeSnapshot(self._modules, self._of_tensors)
         self._holders = ownership.Holders(self._counted, self._with_children)
         self._is_in_use = False
+
+    def _make_calls(self, plan: ModulePlan) -> list[CompiledCall]:
+        """Makes calls of compiled code, which stay with the modules."""
+        calls = call_compiled(plan, self._modules)
+        if calls:
+            for module, (attributes, *_) in zip(self._modules, self._parts, strict=True):
+                attributes.update(vars(module))
+        return calls
 
     def filled(self, tensors: list[Tensor], arrivals: Arrivals | None = None, slot: int = 0) -> nn.Module:
         """The replica with ``tensors``, for the next call on ``slot``. Needs ``arrivals`` if it may be late."""
         self._is_in_use = True
         if self._expected is not None and arrivals is not None:
             arrivals.expect(self._expected, slot, len(tensors) + len(self._shared))
+        for call in self._calls:
+            call.device = device_of(tensors)
         held = [*tensors, *self._shared]
         for registry, positions in self._to_fill:
             for key, i in positions:
@@ -92,7 +113,7 @@ class Shell:
         return (
             self._holders.are_unchanged()
             and self._children_are_in_place()
-            and not ownership.are_weakly_held(self._modules)
+            and ownership.weak_references(self._modules) == self._weakly_held
             and all(map(is_, map(type, self._modules), self._classes))
             and not any(self._hook_tables)
         )

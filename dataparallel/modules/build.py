@@ -11,13 +11,18 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
+from dataparallel.compiled.calls import CompiledCall
+from dataparallel.modules.graphs import forward_on
 from dataparallel.modules.plan import (
+    HAS_COMPILED,
     MADE_FOR_ATTRIBUTES,
     NONE_POSITION,
     TWIN_INFO,
@@ -25,6 +30,7 @@ from dataparallel.modules.plan import (
     ModuleEntry,
     ModulePlan,
     dotted,
+    instance_slots,
     original_class,
 )
 from dataparallel.modules.references import Rebinding
@@ -35,7 +41,9 @@ from dataparallel.streams.arrivals import Expected
 __all__ = [
     "bare_module",
     "build_replica",
+    "call_compiled",
     "collector_paused",
+    "device_of",
     "empty_hook_flags",
     "make_parameters",
     "own_attributes",
@@ -70,6 +78,7 @@ def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool, expecte
     make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
     tensor_table = [*tensors, *plan.shared, None]  # None at `NONE_POSITION`
     flags = empty_hook_flags()
+    device = device_of(tensors)
     modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
     module_table = [*modules, *plan.shared, None]
     for entry, module in zip(plan.entries, modules, strict=True):
@@ -84,9 +93,48 @@ def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool, expecte
                 if hasattr(entry.module, name):
                     setattr(module, name, getattr(entry.module, name))
     if plan.has_references:
-        _rebind_attributes(plan, modules, tensors)
+        _rebind_attributes(plan, modules, tensors, device)
+    for call in call_compiled(plan, modules):
+        call.device = device
     tell_units(modules)
     return modules[0]
+
+
+def call_compiled(plan: ModulePlan, modules: list[nn.Module]) -> list[CompiledCall]:
+    """Makes modules that are compiled in the source call compiled code. Returns the calls, which need their device."""
+    calls: list[CompiledCall] = []
+    if not plan.has_compiled:
+        return calls
+    table: list[Any] = [*modules, *plan.shared, None]
+    for entry, module in zip(plan.entries, modules, strict=True):
+        if entry.compiled is not None:
+            functions, attribute, child, _ = entry.compiled
+            called = module if child is None else table[entry.children[child]]
+            is_managed = child is None and original_class(entry.cls) is not entry.cls
+            call = CompiledCall(functions, called, _as_written if is_managed else None)
+            vars(module)[attribute] = call
+            calls.append(call)
+    vars(modules[0])[HAS_COMPILED] = True
+    return calls
+
+
+def _as_written(module: Any) -> nn.Module:
+    """A module with the class that ``module`` had without a form, and with the same dict of attributes.
+
+    The compiler traces this one. A form's class is about what happens around a call, and that is not to be compiled.
+    """
+    cls = original_class(type(module))
+    seen = bare_module(cls)
+    object.__setattr__(seen, "__dict__", vars(module))
+    for name in instance_slots(cls):
+        if hasattr(module, name):
+            setattr(seen, name, getattr(module, name))
+    return seen
+
+
+def device_of(tensors: list[Tensor]) -> torch.device | None:
+    """The device of a replica with these tensors."""
+    return tensors[0].device if tensors else None
 
 
 def tell_units(modules: list[nn.Module]) -> None:
@@ -105,7 +153,9 @@ def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) 
             tensors[i].__class__ = cls
 
 
-def _rebind_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor]) -> None:
+def _rebind_attributes(
+    plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor], device: torch.device | None
+) -> None:
     """Makes attributes outside of the registries refer to the replica instead of the source."""
     table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
     table[plan.source_id] = modules[0]
@@ -122,6 +172,10 @@ def _rebind_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list
                         f"cannot replicate {dotted(entry.name, key)!r}: it refers to modules of the tree, and another "
                         f"{type(attributes[key]).__name__} that refers to their replicas could not be built"
                     ) from error
+        if entry.fixed_to is not None and device not in (None, entry.fixed_to) and "forward" not in attributes:
+            code = forward_on(original_class(entry.cls).forward, entry.fixed_to, device)
+            attributes["forward"] = MethodType(code, module)
+            rebinding.made.append(attributes["forward"])
     if plan.may_hold_cycles:
         vars(modules[0])[MADE_FOR_ATTRIBUTES] = rebinding.made  # for a `CycleBreaker`
 
@@ -178,6 +232,8 @@ def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any
     if UNIT_ON_SLOT in own:
         own[UNIT_ON_SLOT] = own[UNIT_ON_SLOT].for_replica()
     own.pop(TWIN_INFO, None)
+    for name in entry.left_out:
+        own.pop(name, None)
     for name in REGISTRIES:
         own[name] = {}
     own["_non_persistent_buffers_set"] = attributes["_non_persistent_buffers_set"].copy()

@@ -13,14 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.comm.buckets import PLAIN_TYPES
+from dataparallel.compiled.recognise import Compiled, compiled_here
+from dataparallel.devices import CPU
+from dataparallel.modules.graphs import constants_of, devices_of, is_graph
 from dataparallel.modules.references import ATOMIC, behind_proxy, compiled_over, reached
 
 __all__ = [
+    "HAS_COMPILED",
     "ORIGINAL_CLASS",
     "REFUSAL",
     "TWIN_INFO",
@@ -30,17 +35,23 @@ __all__ = [
     "TwinInfo",
     "dotted",
     "instance_slots",
+    "names_of",
     "original_class",
 ]
 
 TABLES = frozenset({dict, OrderedDict, list, tuple, set})
 """Types of containers that refer to nothing while they are empty."""
 
+_RULE_OF_GRAPHS = torch.fx.GraphModule._replicate_for_data_parallel
+
 NONE_POSITION = -1
 """The position of a name that is registered for ``None``."""
 
 MADE_FOR_ATTRIBUTES = "_dataparallel_made_for_attributes"
 """Attribute of a replica's root: the objects that were made for its attributes."""
+
+HAS_COMPILED = "_dataparallel_has_compiled"
+"""Attribute of a replica's root: true if a module of the replica calls compiled code."""
 
 TWIN_INFO = "_dataparallel_twin_info"
 """Attribute of a root that is the twin of another module: a `TwinInfo`. Replicas do not have it."""
@@ -82,7 +93,9 @@ class ModuleEntry:
 
     A name that is registered for ``None`` has the position `NONE_POSITION`, which is -1. That and lower positions count
     from the end of ``[*plan.shared, None]``. ``attributes`` is a copy of the module's ``__dict__``, registries
-    included; ``proxied`` names the children that are weak proxies of a module.
+    included; ``proxied`` names the children that are weak proxies of a module. ``compiled``: how replicas call it, if
+    it is compiled. ``constants`` names plain attributes whose tensors are buffers in replicas, and ``fixed_to`` is the
+    device that its graph names; see ``modules.graphs``.
     """
 
     module: nn.Module
@@ -98,6 +111,9 @@ class ModuleEntry:
     has_hooks: bool = field(init=False)
     has_own_rule: bool = False
     is_script: bool = field(init=False)
+    compiled: Compiled | None = None
+    constants: list[str] = field(default_factory=list)
+    fixed_to: torch.device | None = None
 
     def __post_init__(self) -> None:
         self.cls = type(self.module)
@@ -105,6 +121,11 @@ class ModuleEntry:
         self.attributes.pop(MADE_FOR_ATTRIBUTES, None)
         self.has_hooks = any(map(self.attributes.get, HOOK_TABLES))
         self.is_script = isinstance(self.module, torch.jit.ScriptModule)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Attributes of the source that its replicas have no copy of."""
+        return (*self.constants, *(() if self.compiled is None else self.compiled.left_out))
 
 
 @dataclass
@@ -132,8 +153,10 @@ class ModulePlan:
     may_hold_cycles: bool = False
 
     @classmethod
-    def of(cls, network: nn.Module) -> ModulePlan:
+    def of(cls, network: nn.Module, root_call: Compiled | None = None) -> ModulePlan:
         """The plan of ``network`` as it is now.
+
+        ``root_call``: how its replicas are called, although it is not compiled itself.
 
         Raises:
             RuntimeError: the tree cannot be replicated; the message names the module or parameter.
@@ -142,6 +165,8 @@ class ModulePlan:
         ignored = twin.ignored_modules
         entries = [ModuleEntry(module, name) for name, module in network.named_modules(memo={*ignored})]
         _check_replicatable(entries, twin.allowed)
+        if root_call is not None:
+            _compile_root(entries[0], root_call)
         position = {id(entry.module): i for i, entry in enumerate(entries)}
         plan = cls(entries, [], [], twin.source_id, twin.ignored_parameters)
         position.update((id(module), plan._share(module)) for module in ignored)
@@ -159,10 +184,16 @@ class ModulePlan:
                     at = position[id(behind_proxy(child))]
                     entry.proxied.append(key)
                 entry.children[key] = at
+        plan._find_graphs(position, found)
         modules = {id(entry.module) for entry in entries} | {plan.source_id}
         plan._find_references(modules, {name: at for name, at in found.items() if name not in plan.ignored_parameters})
         plan._find_shared_storages()
         return plan
+
+    @property
+    def has_compiled(self) -> bool:
+        """True if a module of the tree is compiled."""
+        return any(entry.compiled is not None for entry in self.entries)
 
     @property
     def is_plain(self) -> bool:
@@ -197,6 +228,25 @@ class ModulePlan:
         self.shared.insert(0, item)
         return NONE_POSITION - len(self.shared)
 
+    def _find_graphs(self, position: Mapping[int, int], found: dict[int, int]) -> None:
+        """Makes tensors of graphs in plain attributes buffers of the replicas, and notes graphs that name the root.
+
+        On the CPU all slots share them.
+        """
+        root = self.tensors[0].device if self.tensors else CPU
+        for entry in self.entries if root != CPU else ():
+            if not is_graph(entry.module):
+                continue
+            for holder, key, tensor in constants_of(entry.module, root):
+                at = position.get(id(holder), NONE_POSITION)
+                if at >= 0:
+                    of = self.entries[at]
+                    of.buffers[key] = self._add(tensor, False, found, of, key)
+                    of.constants.append(key)
+            if root in devices_of(entry.module):
+                entry.fixed_to = root
+                self.has_references = self.may_hold_cycles = True  # replicas have a bound method
+
     def _find_references(self, modules: Set[int], tensors: Mapping[int, int]) -> None:
         known = modules | tensors.keys()
         rules: dict[type, tuple[tuple[str, ...], bool]] = {}
@@ -204,7 +254,8 @@ class ModulePlan:
             cls = entry.cls
             if cls not in rules:
                 rule = original_class(cls)._replicate_for_data_parallel
-                has_own_rule = rule is not nn.Module._replicate_for_data_parallel
+                # The rule of graphs makes their code anew, with a class of its own for each copy.
+                has_own_rule = rule not in (nn.Module._replicate_for_data_parallel, _RULE_OF_GRAPHS)
                 rules[cls] = instance_slots(cls), has_own_rule
             entry.slots, entry.has_own_rule = rules[cls]
             if entry.has_own_rule or entry.is_script:
@@ -216,7 +267,7 @@ class ModulePlan:
                 if type(value) not in ATOMIC and (type(value) not in TABLES or value)
             ]
             for key, value in held:
-                if key in REGISTRIES:  # they are read above
+                if key in REGISTRIES or key in entry.left_out:  # they are read above
                     continue
                 items = reached(value)
                 if compiled_over(items, known):
@@ -241,6 +292,15 @@ class ModulePlan:
             address = tensor.untyped_storage().data_ptr()
             if address and (other := first.setdefault(address, i)) != i:
                 self.read_directly |= parameters & {i, other}
+
+
+def names_of(plan: ModulePlan) -> dict[int, str]:
+    """The name of each tensor, by its position; that of its first place if it has several."""
+    found: dict[int, str] = {}
+    for entry in plan.entries:
+        for key, position in (*entry.parameters.items(), *entry.buffers.items()):
+            found.setdefault(position, dotted(entry.name, key))
+    return found
 
 
 def instance_slots(cls: type) -> tuple[str, ...]:
@@ -269,9 +329,8 @@ def dotted(module_name: str, key: str) -> str:
 def _check_replicatable(entries: list[ModuleEntry], allowed: type | None) -> None:
     """Raises ``RuntimeError`` if replicas of the tree would not be copies. ``allowed``: see `TwinInfo`.
 
-    TorchScript keeps the code of a Python module inside a ScriptModule, and compiled code holds the source's weights.
+    TorchScript keeps the code of a Python module inside a ScriptModule. Also says of each entry how it is compiled.
     """
-    known = {id(entry.module) for entry in entries}
     for entry in entries:
         module = entry.module
         refusal = getattr(entry.cls, REFUSAL, None)
@@ -284,12 +343,28 @@ def _check_replicatable(entries: list[ModuleEntry], allowed: type | None) -> Non
                         f"cannot replicate the ScriptModule {entry.name or 'at the root'!r}: it holds the Python "
                         f"module {name!r} ({type(child).__name__}). Script that one too, or keep it outside"
                     )
-        elif compiled_over([module], known) or module._compiled_call_impl is not None:
-            raise _compiled(entry.name or type(module).__name__)
+            continue
+        try:
+            entry.compiled = compiled_here(module, [other.compiled.functions for other in entries if other.compiled])
+        except LookupError:
+            raise RuntimeError(
+                f"cannot replicate {entry.name or type(module).__name__!r}: it was compiled, and torch does not say "
+                "how, so its replicas cannot be compiled likewise. Wrap the module that is not compiled, and pass "
+                "compile=... to the wrapper"
+            ) from None
+
+
+def _compile_root(root: ModuleEntry, call: Compiled) -> None:
+    if root.compiled is not None:
+        raise RuntimeError(
+            f"this {root.cls.__name__} was compiled, and its wrapper has compile= as well. Compile the module, or pass "
+            "compile= to the wrapper, not both"
+        )
+    root.compiled = call
 
 
 def _compiled(name: str) -> RuntimeError:
     return RuntimeError(
         f"cannot replicate {name!r}: it was compiled with torch.compile, and the compiled code computes with the "
-        "weights of the source. Wrap the module that is not compiled"
+        "weights of the source. Compile modules of the tree instead: by torch.compile(module) or module.compile()"
     )

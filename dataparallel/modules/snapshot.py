@@ -50,7 +50,7 @@ class _ModuleSnapshot:
     @classmethod
     def of(cls, entry: ModuleEntry) -> _ModuleSnapshot:
         attributes = entry.attributes
-        not_looked_into = {*REGISTRIES, *HOOK_TABLES, "_non_persistent_buffers_set"}
+        not_looked_into = {*REGISTRIES, *HOOK_TABLES, "_non_persistent_buffers_set", *entry.left_out}
         return cls(
             module=entry.module,
             cls=entry.cls,

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from dataparallel.devices import DeviceLike, resolve_each
-from dataparallel.sharded.parts import copy_parts, empty_parts, split_into
+from dataparallel.sharded.owners import Owners, over_of
+from dataparallel.sharded.parts import empty_parts
 from dataparallel.sharded.placements import Placement, Shard, check_placement
-from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded.tensor import ShardedTensor, fill_parts
 
 __all__ = ["distribute_tensor"]
 
@@ -31,7 +32,9 @@ def distribute_tensor(
     Args:
         tensor: dense, of any shape and dtype, on any device. The parts of a tensor on meta stay there. A sharded tensor
             is divided anew.
-        devices: the owners, in the order of the parts. A device may be listed several times.
+        devices: the owners, in the order of the parts. A device may be listed several times. With
+            ``owners.Owners`` the tensor is sharded over machines: all of them call this with the same values, of which
+            each keeps its parts. Nothing is sent, unless ``tensor`` is itself sharded over machines.
         placement: ``Shard(dim)`` or ``Replicate()``.
         requires_grad: default: as ``tensor``.
 
@@ -40,13 +43,13 @@ def distribute_tensor(
         ValueError: no devices, devices that the machine lacks, a dimension that the tensor lacks.
     """
     _check_dense(tensor)
-    owners = resolve_each(devices)
+    over = over_of(devices)
+    owners = resolve_each(devices) if over is None else Owners(resolve_each(devices), over)
     placement = check_placement(placement, tensor.shape)
-    parts = empty_parts(tensor.shape, placement, [_ON_META] * len(owners) if tensor.is_meta else owners, tensor.dtype)
-    if isinstance(tensor, ShardedTensor):
-        copy_parts(parts, placement, tensor.shards, tensor.placement, tensor.shape)
-    elif not tensor.is_meta:
-        split_into(parts, placement, tensor.detach())
+    places = [_ON_META] * len(owners) if tensor.is_meta else owners
+    parts = empty_parts(tensor.shape, placement, places, tensor.dtype, over)
+    if not tensor.is_meta:
+        fill_parts(parts, placement, tensor, over)
     wants_gradient = tensor.requires_grad if requires_grad is None else requires_grad
     return ShardedTensor(parts, placement, tensor.shape, owners, wants_gradient)
 

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
+
 __all__ = ["METHODS"]
 
 Method = Callable[[Any, Any], Any]
@@ -108,9 +110,19 @@ REFUSED = (
 )
 
 
+class _NoMemory(TypeError, _torch.UnsupportedFakeTensor):
+    """``torch.compile`` takes it for a tensor that cannot be in a graph: it ends the graph, and goes on after it."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = sentence  # torch reads it
+
+    __repr__ = TypeError.__repr__
+
+
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def method(self: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
+        raise _NoMemory(
             f"{name} does not work on sharded tensors, whose memory is that of their shards; "
             "use full_tensor() to get the whole tensor first"
         )

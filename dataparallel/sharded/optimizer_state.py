@@ -8,6 +8,7 @@ state before it is loaded, so that no device ever has it whole.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dataparallel import _torch
 from dataparallel.sharded.tensor import ShardedTensor, divided_like, is_divided_alike
 
 __all__ = ["counters", "sharded_value"]
@@ -71,12 +73,15 @@ def _shard(optimizer: Optimizer) -> None:
             state[name] = sharded_value(state[name], parameter)
 
 
+@_torch.not_traced
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs before each step of every optimizer. It looks at parameters once, and again when there are more groups."""
     groups = optimizer.param_groups
     if _seen.get(optimizer) == len(groups):
         return
     if any(isinstance(parameter, ShardedTensor) for group in groups for parameter in group["params"]):
+        # Sharded tensors are in no graph, so the compiler would look through a step in vain, and compile scraps of it.
+        _torch.leave_alone(inspect.unwrap(type(optimizer).step))
         _shard(optimizer)
         with _lock:
             if optimizer not in _watched:

@@ -3,6 +3,9 @@
 Parts that lie on other devices travel through ``comm``. Every copy is launched on the current streams of its devices;
 what arrives on the CPU is complete when a function returns, unless the caller said ``non_blocking``. No graph is
 recorded. This file knows parts and placements, not the tensor's class. ``sharded`` calls it, nobody else.
+
+``over`` are the machines over which a tensor is sharded, if there are several: then the parts are those of this one.
+To join parts is collective then. To divide a whole is not: every machine has the whole, and takes its parts.
 """
 
 from __future__ import annotations
@@ -15,16 +18,22 @@ from torch.distributed.tensor import Replicate
 
 from dataparallel import comm
 from dataparallel.devices import CPU
-from dataparallel.sharded.placements import Placement, part_shapes
+from dataparallel.sharded.across import from_first, local_shapes, rows_of_all
+from dataparallel.sharded.owners import Over
+from dataparallel.sharded.placements import Placement, rows_of_parts
 
-__all__ = ["copy_parts", "empty_parts", "join", "move", "split_into"]
+__all__ = ["copy_parts", "empty_parts", "join", "move", "split_into", "the_value"]
 
 
 def empty_parts(
-    shape: Sequence[int], placement: Placement, devices: Sequence[torch.device], dtype: torch.dtype
+    shape: Sequence[int],
+    placement: Placement,
+    devices: Sequence[torch.device],
+    dtype: torch.dtype,
+    over: Over | None = None,
 ) -> list[Tensor]:
     """Contiguous parts without values, one on each of the devices."""
-    shapes = part_shapes(shape, placement, len(devices))
+    shapes = local_shapes(shape, placement, len(devices), over)
     return [torch.empty(part, dtype=dtype, device=device) for part, device in zip(shapes, devices, strict=True)]
 
 
@@ -40,25 +49,51 @@ def move(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
 
 
 @torch.no_grad()
-def split_into(parts: Sequence[Tensor], placement: Placement, tensor: Tensor, non_blocking: bool = False) -> None:
+def split_into(
+    parts: Sequence[Tensor],
+    placement: Placement,
+    tensor: Tensor,
+    non_blocking: bool = False,
+    over: Over | None = None,
+) -> None:
     """Copies each part of the whole ``tensor`` into one of ``parts``."""
-    for part, piece in zip(parts, _views(tensor, placement, len(parts)), strict=True):
+    for part, piece in zip(parts, _views(tensor, placement, len(parts), over), strict=True):
         if part.numel():
             move(part, piece, non_blocking)
 
 
 @torch.no_grad()
-def join(parts: Sequence[Tensor], placement: Placement, shape: Sequence[int], device: torch.device) -> Tensor:
+def join(
+    parts: Sequence[Tensor],
+    placement: Placement,
+    shape: Sequence[int],
+    device: torch.device,
+    over: Over | None = None,
+) -> Tensor:
     """The whole on ``device``, in memory of its own."""
     whole = torch.empty(torch.Size(shape), dtype=parts[0].dtype, device=device)
     if whole.is_meta:
         return whole
-    if isinstance(placement, Replicate) or not shape:
-        near = [part for part in parts if part.device == device and part.shape == whole.shape]
+    if isinstance(placement, Replicate):
+        near = [part for part in parts if part.device == device]
         move(whole, near[0] if near else parts[0])
-    else:
+    elif not shape:
+        move(whole, the_value(parts, over))
+    elif over is None:
         comm.gather(parts, placement.dim, out=whole)
+    else:
+        start = 0
+        for rows in rows_of_all(parts, placement, shape, over):
+            move(whole.narrow(placement.dim, start, rows.shape[placement.dim]), rows)
+            start += rows.shape[placement.dim]
     return whole
+
+
+def the_value(parts: Sequence[Tensor], over: Over | None) -> Tensor:
+    """The one element of a 0-dim tensor that is divided. The first owner has it, on the first machine."""
+    if over is None:
+        return parts[0]
+    return from_first(parts[0] if over.rank == 0 else parts[0].new_zeros(()), over)
 
 
 @torch.no_grad()
@@ -69,18 +104,24 @@ def copy_parts(
     of: Placement,
     shape: Sequence[int],
     non_blocking: bool = False,
+    *,
+    to_over: Over | None = None,
+    of_over: Over | None = None,
 ) -> None:
     """Copies parts of one tensor of this shape into parts that are placed in another way.
 
     Each target takes from each source what both of them have; of replicated sources, from one on its own device if
-    there is one.
+    there is one. Sources over machines are joined first, unless they are divided as the targets are.
     """
-    if to == of and len(targets) == len(sources):
+    if to == of and len(targets) == len(sources) and to_over == of_over:
         for target, source in zip(targets, sources, strict=True):
             if target.numel():
                 move(target, source, non_blocking)
         return
-    starts = _starts(shape, to, len(targets))
+    if of_over is not None and not isinstance(of, Replicate):
+        split_into(targets, to, join(sources, of, shape, targets[0].device, of_over), non_blocking, to_over)
+        return
+    starts = _starts(shape, to, len(targets), to_over)
     source_starts = _starts(shape, of, len(sources))
     for target, start in zip(targets, starts, strict=True):
         if not target.numel():
@@ -108,21 +149,22 @@ def _copy_common(
     move(target, source, non_blocking)
 
 
-def _starts(shape: Sequence[int], placement: Placement, parts: int) -> list[list[int]]:
+def _starts(shape: Sequence[int], placement: Placement, parts: int, over: Over | None = None) -> list[list[int]]:
     """Where in the whole each part begins."""
     starts = [[0] * len(shape) for _ in range(parts)]
     if shape and not isinstance(placement, Replicate):
-        rows = 0
-        for start, part in zip(starts, part_shapes(shape, placement, parts), strict=True):
-            start[placement.dim] = rows
-            rows += part[placement.dim]
+        rank, size = (0, 1) if over is None else (over.rank, over.size)
+        rows = rows_of_parts(shape[placement.dim], parts * size)
+        for index, start in enumerate(starts):
+            start[placement.dim] = sum(rows[: index * size + rank])
     return starts
 
 
-def _views(tensor: Tensor, placement: Placement, parts: int) -> Sequence[Tensor]:
+def _views(tensor: Tensor, placement: Placement, parts: int, over: Over | None) -> Sequence[Tensor]:
     if isinstance(placement, Replicate):
         return [tensor] * parts
+    rank, size = (0, 1) if over is None else (over.rank, over.size)
     if tensor.dim() == 0:
-        return [tensor, *[tensor.new_empty(0)] * (parts - 1)]
-    sizes = [part[placement.dim] for part in part_shapes(tensor.shape, placement, parts)]
-    return torch.split(tensor, sizes, placement.dim)
+        return [tensor if rank == 0 else tensor.new_empty(0), *[tensor.new_empty(0)] * (parts - 1)]
+    rows = rows_of_parts(tensor.shape[placement.dim], parts * size)
+    return torch.split(tensor, rows, placement.dim)[rank::size]

@@ -20,11 +20,11 @@ from torch.utils.hooks import warn_if_has_hooks
 from dataparallel import _torch
 from dataparallel.devices import DeviceLike, resolve
 from dataparallel.sharded import in_backward, methods, operators
-from dataparallel.sharded.owners import after_loading
+from dataparallel.sharded.owners import Over, after_loading, over_of
 from dataparallel.sharded.parts import copy_parts, empty_parts, join, move, split_into
 from dataparallel.sharded.placements import Placement
 
-__all__ = ["ShardedTensor", "divided_like", "is_divided_alike"]
+__all__ = ["ShardedTensor", "divided_like", "fill_parts", "is_divided_alike"]
 
 _OWN = {"_shards", "_placement", "_devices", "_zeroed"}
 # torch's own, which the class overrides. Type checkers take them for the values.
@@ -70,10 +70,13 @@ class ShardedTensor(Tensor):
         _torch.refuse_data_pointers(made)
         made._shards = tuple(shards)
         made._placement = placement
-        made._devices = tuple(shard.device for shard in shards) if devices is None else tuple(devices)
+        if devices is None:
+            devices = tuple(shard.device for shard in shards)
+        made._devices = devices if isinstance(devices, tuple) else tuple(devices)
         return made
 
     @classmethod
+    @_torch.not_traced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -92,6 +95,11 @@ class ShardedTensor(Tensor):
         return self._devices
 
     @property
+    def over(self) -> Over | None:
+        """The machines over which it is sharded, or ``None``. The shards and devices are those of this machine."""
+        return over_of(self._devices)
+
+    @property
     def placement(self) -> Placement:
         """How the whole is divided: ``Shard(dim)`` or ``Replicate()``."""
         return self._placement
@@ -99,7 +107,8 @@ class ShardedTensor(Tensor):
     def full_tensor(self, device: DeviceLike | None = None) -> Tensor:
         """The whole tensor on one device, in memory of its own and without a graph.
 
-        On the CPU it is complete when the call returns; elsewhere it is ordered on the current streams.
+        On the CPU it is complete when the call returns; elsewhere it is ordered on the current streams. Over machines
+        all of them call it, and each gets the whole.
 
         Args:
             device: default: where the first part is, on the first owner unless the parts have been moved.
@@ -108,16 +117,17 @@ class ShardedTensor(Tensor):
             TypeError, ValueError: as ``devices.resolve``.
         """
         target = self.device if device is None else resolve(device)
-        return join(self._shards, self._placement, self.shape, target)
+        return join(self._shards, self._placement, self.shape, target, self.over)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         places = [str(shard.device) for shard in self._shards]
         owners = [str(device) for device in self._devices]
+        over = "" if self.over is None else f" of {self.over.describe()}"
         now = "" if places == owners else f", now on {places[0] if len({*places}) == 1 else places}"
         gradient = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, placement={self._placement!r}, "
-            f"devices={owners}{now}{gradient})"
+            f"devices={owners}{over}{now}{gradient})"
         )
 
     # ---- gradient and data -------------------------------------------------------------------------------------------
@@ -209,6 +219,11 @@ class ShardedTensor(Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if self.over is not None:
+            raise TypeError(
+                f"{self!r} cannot be pickled: this machine has a part of its values only. Save the plain tensors of "
+                "fully_shard.full_state_dict(model), which all machines call, or full_tensor()"
+            )
         warn_if_has_hooks(self)
         dim = None if isinstance(self._placement, Replicate) else self._placement.dim
         owners = [str(device) for device in self._devices]
@@ -245,7 +260,8 @@ def _check_divided_alike(role: str, tensor: object, like: ShardedTensor) -> Shar
         raise TypeError(f"{role} a sharded tensor is a sharded tensor; got {type(tensor).__name__}")
     if isinstance(tensor, ShardedTensor) and is_divided_alike(tensor, like) and tensor.shape == like.shape:
         return tensor
-    how = f"distribute_tensor(tensor, {[str(device) for device in like._devices]}, {like._placement!r})"
+    owners = [str(device) for device in like._devices] if like.over is None else like._devices
+    how = f"distribute_tensor(tensor, {owners}, {like._placement!r})"
     if not isinstance(tensor, ShardedTensor):
         raise TypeError(
             f"{role} a sharded tensor must be sharded as it is; got a plain tensor of shape {tuple(tensor.shape)} on "
@@ -254,16 +270,24 @@ def _check_divided_alike(role: str, tensor: object, like: ShardedTensor) -> Shar
     raise ValueError(f"{role} {like!r} must be sharded as it is; got {tensor!r}: pass {how}")
 
 
+def fill_parts(
+    parts: Sequence[Tensor], placement: Placement, tensor: Tensor, over: Over | None, non_blocking: bool = False
+) -> None:
+    """Copies the values of ``tensor``, plain or sharded in any way, into parts of its shape that are placed so."""
+    if isinstance(tensor, ShardedTensor):
+        sources, of = tensor._shards, tensor._placement
+        copy_parts(parts, placement, sources, of, tensor.shape, non_blocking, to_over=over, of_over=tensor.over)
+    else:
+        split_into(parts, placement, tensor.detach(), non_blocking, over)
+
+
 def divided_like(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:
     """The values of ``tensor``, plain or sharded in any way, divided as ``like`` is, with parts where its parts are."""
     if tensor.shape != like.shape:
         raise ValueError(f"expected a tensor of the shape {tuple(like.shape)} of {like!r}; got {tuple(tensor.shape)}")
     places = [shard.device for shard in like._shards]
-    parts = empty_parts(like.shape, like._placement, places, tensor.dtype)
-    if isinstance(tensor, ShardedTensor):
-        copy_parts(parts, like._placement, tensor._shards, tensor._placement, like.shape)
-    else:
-        split_into(parts, like._placement, tensor.detach())
+    parts = empty_parts(like.shape, like._placement, places, tensor.dtype, like.over)
+    fill_parts(parts, like._placement, tensor, like.over)
     return ShardedTensor(parts, like._placement, like.shape, like._devices)
 
 

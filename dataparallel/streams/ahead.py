@@ -39,6 +39,7 @@ from dataparallel.comm import copies
 from dataparallel.comm.buckets import PLAIN_TYPES, is_dense
 from dataparallel.comm.copies import alias
 from dataparallel.comm.host import can_pin
+from dataparallel.comm.sent import note
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
 from dataparallel.streams.current import Event, current_streams, kept_stream, streams_set
@@ -160,6 +161,7 @@ class SentTensor:
         """Copies the chunks of one device, on its current stream."""
         for chunk, part in zip(self.chunks, self.pinned, strict=True):
             if chunk.device == device:
+                note("direct", part, device)
                 chunk.copy_(part, non_blocking=True)
 
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:

@@ -23,7 +23,7 @@ import torch
 from dataparallel._torch import current_stream_at, exchange_device, go_back_to_device
 from dataparallel.devices import CPU, current_device_set
 
-__all__ = ["Event", "current_streams", "kept_stream", "make_current", "streams_joined", "streams_set"]
+__all__ = ["Event", "TimedEvent", "current_streams", "kept_stream", "make_current", "streams_joined", "streams_set"]
 
 _kept: dict[tuple[torch.device, str, int], torch.Stream] = {}
 
@@ -114,3 +114,24 @@ class Event:
                 del self._event
             finally:
                 go_back(before)
+
+
+class TimedEvent(Event):
+    """An event that knows when it has passed on its device.
+
+    Raises:
+        RuntimeError, NotImplementedError: the backend has no events with times.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._index = stream.device_index
+        before = exchange_device(self._index)
+        try:
+            self._event = torch.Event(stream.device, enable_timing=True)
+            self._event.record(stream)
+        finally:
+            go_back_to_device(before)
+
+    def seconds_until(self, later: TimedEvent) -> float:
+        """The seconds between two events of one device. Both must have passed."""
+        return 1e-3 * float(self._event.elapsed_time(later._event))

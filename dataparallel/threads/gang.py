@@ -25,7 +25,9 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
+from dataparallel.compiled.gate import gate
 from dataparallel.forks import in_forked_child
+from dataparallel.profiling import Replicas
 from dataparallel.threads import pool
 from dataparallel.threads.pool import Worker
 
@@ -79,6 +81,7 @@ class Gang:
         stall_timeout: after so many seconds without a task ending, waiting tasks need no permit. ``None``: never.
         devices: for each slot the device, or another key, whose threads should run the task.
         outer: the gang whose task the waiting thread runs. Default: `current_gang` of the thread that makes this gang.
+        watch: is told when a task gets its permit, if anybody records that.
 
     Attributes:
         stalled: true once ``stall_timeout`` has run out.
@@ -99,6 +102,7 @@ class Gang:
         stall_timeout: float | None = None,
         devices: Sequence[Hashable] | None = None,
         outer: Gang | None = None,
+        watch: Replicas | None = None,
     ) -> None:
         if permits < 1:
             raise ValueError(f"a gang needs at least 1 permit; got {permits}")
@@ -108,6 +112,7 @@ class Gang:
         self._permits = permits
         self._stall_timeout = stall_timeout
         self._outer = current_gang() if outer is None else outer
+        self._watch = watch
         self.stalled = False
         self._outcomes = [Outcome() for _ in self._tasks]
         self._lock = threading.Lock()
@@ -155,8 +160,10 @@ class Gang:
         return [] if self._stopped else self._run([self._stop, self._wait])
 
     def _run(self, steps: Sequence[Callable[[], None]]) -> list[Outcome]:
-        if not self._tasks:
-            return []
+        # A task of an outer gang may be inside compiled code, which its own tasks may have to compile.
+        return gate.run_aside(self._run_steps, steps) if self._tasks else []
+
+    def _run_steps(self, steps: Sequence[Callable[[], None]]) -> list[Outcome]:
         outer, slot = _current.gang, _current.slot
         if outer is not None:
             outer._pause(slot)
@@ -193,8 +200,10 @@ class Gang:
             self._over.acquire(timeout=POLL_SECONDS)
             if self._stall_timeout is None or self.stalled:
                 continue
-            # Polls are counted, not seconds, because time in which the whole process was stopped does not count.
-            polls = polls + 1 if self._steps == steps and (self._waiting or self._resuming) else 0
+            # Polls are counted, not seconds, because time in which the whole process was stopped does not count. Nor
+            # does time in which replicas wait for one that compiles.
+            waits = (self._waiting or self._resuming) and not gate.is_taken
+            polls = polls + 1 if self._steps == steps and waits else 0
             steps = self._steps
             if polls * POLL_SECONDS >= self._stall_timeout:
                 self.stalled = True
@@ -242,11 +251,15 @@ class Gang:
                 break
             if slot in self._resuming:
                 self._running.add(slot)
+                if self._watch is not None:
+                    self._watch.admitted(slot)
                 self._resuming.pop(slot).set()
             elif self._groups[slot] is None or self._groups[slot] not in busy:
                 busy.add(self._groups[slot])
                 self._waiting.remove(slot)
                 self._running.add(slot)
+                if self._watch is not None:
+                    self._watch.admitted(slot)
                 slots.append(slot)
         return slots
 
@@ -305,6 +318,8 @@ class Gang:
         with self._lock:
             self._paused.discard(slot)
             self._resuming[slot] = admitted
+            if self._watch is not None:
+                self._watch.waits(slot)
             slots = self._admit()
         self._start(slots)
         admitted.wait()

@@ -18,7 +18,9 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+from dataparallel.compiled.gate import gate
 from dataparallel.forks import in_forked_child
+from dataparallel.profiling import Replicas
 from dataparallel.threads import gang, pool
 from dataparallel.threads.gang import Gang, Outcome, Skipped
 
@@ -36,6 +38,7 @@ class SerialTasks:
         stall_timeout: after so many seconds without a task ending, workers run those that have not started. ``None``:
             never. Otherwise ``for_workers`` and ``devices`` are needed.
         devices: the devices of the tasks, as in `Gang`.
+        watch: as in `Gang`. A task whose turn has not come has no permit.
 
     Attributes:
         stalled: true once ``stall_timeout`` has run out.
@@ -51,9 +54,11 @@ class SerialTasks:
         for_workers: Sequence[Callable[[], Any]] = (),
         stall_timeout: float | None = None,
         devices: Sequence[Hashable] | None = None,
+        watch: Replicas | None = None,
     ) -> None:
         self._tasks, self._for_workers, self._stall_timeout = list(tasks), list(for_workers), stall_timeout
         self._devices: Sequence[Hashable] = [None] * len(self._tasks) if devices is None else devices
+        self._watch = watch
         self.stalled = False
         self._outer = gang.current_gang()
         self._outcomes = [Outcome() for _ in self._tasks]
@@ -91,6 +96,8 @@ class SerialTasks:
             if self._outer is not None and self._outer.is_stopped:
                 outcome.error = Skipped()
                 continue
+            if self._watch is not None:
+                self._watch.admitted(slot)
             try:
                 outcome.value = task()
             except BaseException as error:
@@ -127,8 +134,9 @@ class SerialTasks:
     def poll(self) -> None:
         """Called by the watcher every `dataparallel.threads.gang.POLL_SECONDS` seconds."""
         waiting = len(self._waiting)
-        # Polls are counted, not seconds, because time in which the whole process was stopped does not count.
-        self._polls = self._polls + 1 if waiting and waiting == self._seen else 0
+        # Polls are counted, not seconds, because time in which the whole process was stopped does not count. Nor does
+        # time in which a task compiles.
+        self._polls = self._polls + 1 if waiting and waiting == self._seen and not gate.is_taken else 0
         self._seen = waiting
         if self._stall_timeout is not None and self._polls * gang.POLL_SECONDS >= self._stall_timeout:
             with self._lock:

@@ -76,24 +76,29 @@ class PermitChooser:
         # Weak, so that a call counts as running no longer than it exists, also if Ctrl-C keeps it from being ended.
         self._running: weakref.WeakSet[CallPermits] = weakref.WeakSet()
         self._wait_for_each_other: set[int] = set()  # numbers of replicas that had to run at the same time
+        self.largest = 1  # the largest number of replicas that could run at a time
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PermitChooser, ()
 
-    def begin(self, kind: Hashable, size: Hashable, at_once: int) -> CallPermits:
+    def begin(self, kind: Hashable, size: Hashable, at_once: int, first_in_turn: bool = False) -> CallPermits:
         """The permits of the next call. `end` has to follow.
 
         Args:
             kind: modes and similar things. A choice for one kind says nothing about another.
             size: the size of the inputs. The search for a new size begins at the last choice for its kind.
             at_once: how many replicas can run at a time, at least 1.
+            first_in_turn: the first call of a situation has one permit. So what it compiles is compiled once.
         """
         with self._lock:
+            self.largest = max(self.largest, at_once)
             kind = (kind, at_once)
             situation = self._situation(kind, size, at_once)
             alone = len(self._running) == 0
             if at_once in self._wait_for_each_other:
                 call = CallPermits(kind, situation, at_once, False, alone)
+            elif first_in_turn and situation.calls == 1:
+                call = CallPermits(kind, situation, 1, False, alone)
             else:
                 number = situation.next_to_measure() if alone else None
                 measured = number is not None

@@ -91,6 +91,12 @@ REFUSED: tuple[tuple[str, Callable[[], bool], str], ...] = (
         lambda: bool(torch.jit.is_tracing()),  # type: ignore[attr-defined]
         "torch.jit.trace is running around the call, and sees its own thread only. Trace the module without wrapper",
     ),
+    (
+        "export",
+        torch.compiler.is_exporting,
+        "torch.export is running around the call, and an exported program runs on the devices of its example. Export "
+        "the module without wrapper: the program's module() can be wrapped",
+    ),
 )
 """States that cannot be extended to other threads: a name, a function that detects it, and the error's sentence."""
 

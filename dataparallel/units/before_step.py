@@ -14,6 +14,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dataparallel import _torch
+
 __all__ = ["before_next_step"]
 
 _lock = threading.Lock()
@@ -33,6 +35,7 @@ def before_next_step(method: Callable[[Optimizer], bool]) -> None:
         _waiting[weakref.WeakMethod(method)] = None
 
 
+@_torch.not_traced
 def _run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs before each step of every optimizer."""
     if not _waiting:

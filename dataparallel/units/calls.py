@@ -94,6 +94,9 @@ class ModuleOnSlot:
             registry[name] = parameters[position]
 
 
+_run_not_traced = _torch.not_traced(ModuleOnSlot.run)
+
+
 class UnitInReplica:
     """One of a unit's modules in a replica, for as long as that lives: each call has a `ModuleOnSlot` of its own.
 
@@ -103,6 +106,9 @@ class UnitInReplica:
         unit: which of the tree's units.
         number: which of its modules.
         places: where the unit's parameters are registered: number of the module in the replica, name, position.
+
+    Attributes:
+        is_root: the module is the outermost one of the replica.
     """
 
     def __init__(self, unit: int, number: int, places: Sequence[tuple[int, str, int]]) -> None:
@@ -110,6 +116,7 @@ class UnitInReplica:
         self._places = places
         self.places: list[tuple[dict[str, Any], str, int]] = []
         self.others: list[UnitInReplica] = []
+        self.is_root = False
         self.now: ModuleOnSlot | None = None
 
     def for_replica(self) -> UnitInReplica:
@@ -120,14 +127,19 @@ class UnitInReplica:
         """The replica's modules have their registries now. At the root ``others`` are those of the modules below."""
         registries = [vars(module)["_parameters"] for module in modules]
         self.places = [(registries[at], name, position) for at, name, position in self._places]
-        if vars(modules[0])[UNIT_ON_SLOT] is self:
+        self.is_root = vars(modules[0])[UNIT_ON_SLOT] is self
+        if self.is_root:
             below = [vars(module).get(UNIT_ON_SLOT) for module in modules[1:]]
             self.others = [found for found in below if found is not None]
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`ModuleOnSlot.run` for the call that was bound last."""
+        """`ModuleOnSlot.run` for the call that was bound last.
+
+        If a function that the user has compiled calls the module, this runs between two of its graphs.
+        """
+        run = _run_not_traced if _torch.is_compiler_loaded() else ModuleOnSlot.run
         assert self.now is not None
-        return self.now.run(function, *args, **kwargs)
+        return run(self.now, function, *args, **kwargs)
 
 
 class UnitCall:
@@ -274,6 +286,7 @@ class _Hook:
         self._hooks = weakref.ref(hooks)
         self.keeps: TensorHooks | None = None
 
+    @_torch.not_traced
     def __call__(self, grad: object) -> None:
         hooks = self._hooks()
         if hooks is not None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -19,9 +19,10 @@ from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event
 from dataparallel.units.layout import Layout
 from dataparallel.units.lines import wait_for
+from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.owned import OwnedShards
 
-__all__ = ["Delivery", "Group", "OfUnit", "SumsOfPass", "added_in"]
+__all__ = ["Delivery", "Group", "OfUnit", "OverMachines", "SumsOfPass", "added_in"]
 
 Group: TypeAlias = "tuple[list[int], Layout, torch.dtype]"
 """Parameters of one dtype that need gradients: their positions in the unit, their layout, the dtype."""
@@ -39,6 +40,13 @@ class OfUnit(Protocol):
     requires_gradient_sync: bool
     gradient_divide_factor: float
     is_offloaded: bool
+    machines: MachinesOfTree | None
+    requires_all_reduce: bool
+    all_reduce_hook: Callable[[Tensor], None] | None
+
+    @property
+    def sharded_over(self) -> tuple[int, int]:
+        """Over how many machines, and which of them this is."""
 
     def dtype_of_sums(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients travel."""
@@ -47,15 +55,35 @@ class OfUnit(Protocol):
         """A copy in host memory, complete after an event on the current stream."""
 
 
+class OverMachines(Protocol):
+    """What has to be known of ``units.sums_over_machines``."""
+
+    def take(self, unit: OfUnit, at: int, owner: int, total: Tensor) -> None:
+        """An owner has added up its part of a unit's gradients of one dtype."""
+
+    def came(self, unit: OfUnit, present: Sequence[bool]) -> None:
+        """All owners have."""
+
+    def end(self) -> None:
+        """All slots have delivered what they have."""
+
+    def fail(self, error: BaseException) -> None:
+        """The pass has failed here."""
+
+    def finish(self, summed: dict[int, ShardedTensor]) -> None:
+        """Adds the sums to ``.grad``."""
+
+
 @dataclass
 class Delivery:
     """What one slot brings for one unit.
 
     Attributes:
-        matrices: for each dtype the gradients in the layout of the gathered matrix.
+        matrices: for each dtype the gradients in the layout of the gathered matrix, with a row for each owner on this
+            machine: over machines it has the owner's parts on all of them.
         sums: for each dtype memory on the slot's device in which its part is added up; it begins as the slot's own row,
             or that is copied when a small unit is added up.
-        parts: the same in the dtype of the parameters, which may be the same memory.
+        parts: the same in the dtype of the parameters, which may be the same memory. Not used over machines.
         present: which of the parameters that need gradients have one.
         made: after the writes to all of this, on the slot's computing stream. ``None`` on the CPU.
     """
@@ -80,6 +108,7 @@ class SumsOfPass:
         summed: the parameters that have got gradients.
         added_to: gradients of earlier passes that the sums are added to: others may drop them meanwhile.
         latest: after the reads of the sums that were launched last.
+        over_machines: adds up over machines what slots have added up.
         put_back: for a unit and a slot (their ``id`` and number) what leaves gradients of earlier passes on the slot
             again, if the pass fails. They are part of deliveries that have not been added up.
     """
@@ -93,6 +122,7 @@ class SumsOfPass:
     latest: Event | None = None
     added_to: list[Tensor] = field(default_factory=list)
     put_back: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
+    over_machines: OverMachines | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def hold(self, slot: int, delivery: Delivery, events: list[Event]) -> None:
@@ -112,6 +142,8 @@ class SumsOfPass:
     def drop(self) -> None:
         """Drops everything, in order with what reads it. The pass has failed."""
         wait_for(self.added.values(), self.computing.values())
+        if self.over_machines is not None:
+            self.over_machines.fail(RuntimeError("its backward has failed, with an error that is shown there"))
         self.in_flight.clear()
         self.waiting.clear()
         self.added_to.clear()
@@ -124,6 +156,8 @@ class SumsOfPass:
         for slot in [*self.in_flight]:
             self.release(slot)
         self.added_to.clear()
+        if self.over_machines is not None:
+            self.over_machines.finish(self.summed)
         if self.waiting:
             for event in self.added.values():
                 event.synchronize()

@@ -51,13 +51,20 @@ class FullBuffer:
         """
         self._gathered_as = layout = layout or self.layout
         made = self._buffer.new_empty(layout.owners, layout.numel)
+        rows = made if len(made) == len(pieces) else made.view(len(pieces), -1)  # over machines a piece has several
         order = [(first + i) % len(pieces) for i in range(len(pieces))]
-        comm.copy_each([made[i] for i in order], [pieces[i] for i in order])
+        comm.copy_each([rows[i] for i in order], [pieces[i] for i in order])
         self.gathered = made
 
     def take(self, full: Tensor) -> None:
         """Takes what has arrived by a joint gather in place of a matrix. It lies as in the full buffer."""
         self._gathered_as, self.gathered = None, full
+
+    def copy_to(self, device: torch.device) -> Tensor:
+        """A copy of the full buffer on the device of another slot, for `take` there."""
+        copied = torch.empty_like(self._buffer, device=device)
+        comm.broadcast(self._buffer, out=[copied])
+        return copied
 
     def fill(self) -> Tensor:
         """Copies the parameters out of the matrix, and returns that."""

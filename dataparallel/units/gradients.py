@@ -16,19 +16,20 @@ pass all computing streams wait for all sums.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.profiling import stage
 from dataparallel.streams.current import Event, current_streams, streams_joined, streams_set
 from dataparallel.units.deliveries import Delivery, Group, OfUnit, SumsOfPass, added_in
+from dataparallel.units.former_grad import FormerGrad, zeros_of
 from dataparallel.units.layout import Layout
 from dataparallel.units.lines import Lines
 from dataparallel.units.no_room import named_if_no_room
+from dataparallel.units.partial_sums import PartialSums
 from dataparallel.units.sums import UnitSums
 
 __all__ = ["UnitGradients"]
@@ -41,6 +42,10 @@ class UnitGradients:
         unit: the unit; its parameters, dtypes and settings.
         recorded: positions of the parameters that need gradients.
         lines: the streams of the tree.
+
+    Attributes:
+        groups: for each dtype the parameters that need gradients, and their layout.
+        partial: sums of this machine, or of its shard group, that wait for those of other machines.
     """
 
     def __init__(self, unit: OfUnit, recorded: Sequence[int], lines: Lines) -> None:
@@ -51,20 +56,22 @@ class UnitGradients:
         needs = set(recorded)
         self.recorded = list(recorded)
         self._order = {parameter: at for at, parameter in enumerate(recorded)}
-        # For each dtype its parameters that need gradients, and their layout.
-        self._groups: list[Group] = []
+        self.groups: list[Group] = []
         for indices, owned in zip(unit.indices, unit.owned, strict=True):
             kept = [i for i in indices if i in needs]
             if kept:
-                layout = Layout([unit.shapes[i] for i in kept], [unit.cuts[i] for i in kept], len(lines.slots))
-                self._groups.append((kept, layout, owned.dtype))
-        self._sums = UnitSums(unit, self._groups, self._order, lines)
+                parts, part = unit.sharded_over
+                shapes, cuts = [unit.shapes[i] for i in kept], [unit.cuts[i] for i in kept]
+                layout = Layout(shapes, cuts, len(lines.slots), machines=parts, machine=part)
+                self.groups.append((kept, layout, owned.dtype))
+        self._sums = UnitSums(unit, self.groups, self._order, lines)
         self._rounds: list[dict[int, Delivery]] = []
         self._delivered: dict[int, int] = {}
         self._held: dict[int, Delivery] = {}
         self._new: set[int] = set()  # slots whose held gradients are of this pass alone
-        self._former: dict[int, _FormerGrad] = {}
-        self._lost: dict[int, _FormerGrad] = {}  # parameters whose gradients are incomplete until they are zeroed
+        self._former: dict[int, FormerGrad] = {}
+        self.partial: PartialSums | None = None  # what has been added up here and waits for other machines
+        self._lost: dict[int, FormerGrad] = {}  # parameters whose gradients are incomplete until they are zeroed
 
     @property
     def full_bytes(self) -> int:
@@ -80,7 +87,7 @@ class UnitGradients:
         """
         device = self._lines.slots[slot]
         joined = streams_joined({device: sums.computing[device]} if device in sums.computing else {})
-        with self._packing[slot], joined:
+        with stage("reduce_add", slot=slot), self._packing[slot], joined:
             return self._take(slot, grads, sums)
 
     def _take(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
@@ -148,7 +155,8 @@ class UnitGradients:
             if self._sums.is_torn:
                 self._note_lost()
             raise
-        if sums.put_back and not self._unit.is_offloaded:  # else they are added when the pass ends
+        # Those in host memory and over machines are added when the pass ends.
+        if sums.put_back and not self._unit.is_offloaded and sums.over_machines is None:
             for slot in found:
                 sums.put_back.pop((id(self), slot), None)
 
@@ -164,12 +172,12 @@ class UnitGradients:
         with self._lock, streams_set(computing), torch.inference_mode(False), torch.no_grad():
             for i in self.recorded:
                 if self._unit.parameters[i].grad is None:
-                    self._unit.parameters[i].grad = _zeros_of(self._unit.parameters[i])
+                    self._unit.parameters[i].grad = zeros_of(self._unit.parameters[i])
             self._note_lost()
 
     def _note_lost(self) -> None:
         grads = {i: self._unit.parameters[i].grad for i in self.recorded}
-        self._lost.update({i: _FormerGrad(grad) for i, grad in grads.items() if grad is not None})
+        self._lost.update({i: FormerGrad(grad) for i, grad in grads.items() if grad is not None})
         self._sums.is_torn = False
 
     def refuse_lost(self) -> None:
@@ -191,8 +199,8 @@ class UnitGradients:
 
     @property
     def are_held(self) -> bool:
-        """True if gradients wait on the slots for the next sum."""
-        return bool(self._held)
+        """True if gradients wait on the slots for the next sum, or with the owners for that over machines."""
+        return bool(self._held) or self.partial is not None
 
     def drop_void(self) -> None:
         """Drops gradients that are held on the slots if the user has thrown away those that they would be added to.
@@ -205,11 +213,20 @@ class UnitGradients:
                 del self._former[i]
                 for delivery in self._held.values():
                     delivery.present[self._order[i]] = False
-                    for (kept, layout, _), matrix in zip(self._groups, delivery.matrices, strict=True):
+                    for (kept, layout, _), matrix in zip(self.groups, delivery.matrices, strict=True):
                         if i in kept:
                             place = layout.places[kept.index(i)]
-                            matrix[:, place.start : place.start + place.numel].zero_()
+                            rows = matrix.view(layout.owners, layout.numel)
+                            rows[:, place.start : place.start + place.numel].zero_()
             self._held = {slot: held for slot, held in self._held.items() if any(held.present)}
+            if self.partial is not None:
+                self.partial.drop_void()
+                self.partial = self.partial if self.partial.present else None
+
+    def set_sums(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool]) -> None:
+        """Adds what has been added up over machines to ``.grad``, on the current streams."""
+        with self._lock:
+            self._sums.set(totals, present)
 
     def _note_held(self) -> None:
         """Notes to which ``.grad`` the held gradients belong. Where there is none it becomes zeros.
@@ -221,10 +238,10 @@ class UnitGradients:
                 if held.present[self._order[i]]:
                     parameter = self._unit.parameters[i]
                     if parameter.grad is None:
-                        parameter.grad = _zeros_of(parameter)
+                        parameter.grad = zeros_of(parameter)
                     grad = parameter.grad
                     assert grad is not None
-                    self._former[i] = _FormerGrad(grad)
+                    self._former[i] = FormerGrad(grad)
 
     def _packed(self, slot: int, grads: Sequence[Tensor | None]) -> Delivery:
         """The slot's delivery, with what is held on it."""
@@ -233,35 +250,21 @@ class UnitGradients:
         matrices: list[Tensor] = []
         sums: list[Tensor] = []
         parts: list[Tensor] = []
-        for at, (kept, layout, dtype) in enumerate(self._groups):
+        for at, (kept, layout, dtype) in enumerate(self.groups):
             summed = self._unit.dtype_of_sums(dtype)
             matrix = torch.empty(layout.owners, layout.numel, dtype=summed, device=device)
             layout.copy_in([grads[self._order[i]] for i in kept], matrix)
+            matrix = matrix.view(len(self._lines.slots), -1)  # what an owner sums, for all machines, is a row
             if held is not None:
                 matrix.add_(held.matrices[at])
             matrices.append(matrix)
             if self._unit.requires_gradient_sync:
                 sums.append(self._sums.begun(matrix[slot], added_in(summed, dtype)))
-                parts.append(sums[-1] if sums[-1].dtype == dtype else torch.empty_like(sums[-1], dtype=dtype))
+                is_sent = self._unit.machines is not None
+                is_part = is_sent or sums[-1].dtype == dtype
+                parts.append(sums[-1] if is_part else torch.empty_like(sums[-1], dtype=dtype))
         present = [grad is not None for grad in grads]
         if held is not None:
             present = [a or b for a, b in zip(present, held.present, strict=True)]
         stream = current_streams([device]).get(device)
         return Delivery(matrices, sums, parts, present, None if stream is None else Event(stream))
-
-
-def _zeros_of(parameter: ShardedTensor) -> ShardedTensor:
-    """Zeros on the current streams. An operator on sharded tensors would run on other streams in a backward."""
-    zeros = [torch.zeros_like(shard) for shard in parameter.shards]
-    return ShardedTensor(zeros, parameter.placement, parameter.shape, devices=parameter.devices)
-
-
-class _FormerGrad:
-    """A parameter's ``.grad`` as it was when gradients were held for it."""
-
-    def __init__(self, grad: ShardedTensor) -> None:
-        self._grad, self._zeroed = weakref.ref(grad), grad._zeroed
-
-    def is_void(self, grad: ShardedTensor | None) -> bool:
-        """True if the parameter's ``.grad`` is another one now, or ``zero_`` was called on it."""
-        return grad is None or self._grad() is not grad or grad._zeroed != self._zeroed

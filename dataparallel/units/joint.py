@@ -49,6 +49,10 @@ class OfUnit(Protocol):
     def full_bytes(self) -> int:
         """The size of the full parameters."""
 
+    @property
+    def sharded_over(self) -> tuple[int, int]:
+        """Over how many machines, and which of them this is."""
+
     def dtype_on_slots(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which slots compute."""
 
@@ -105,7 +109,9 @@ class JointGathers:
         self._unit, self._lines = unit, lines
         slots = lines.slots
         are_apart = len({*slots}) == len(slots) and CPU not in slots
-        self._is_small = are_apart and 0 < unit.full_bytes <= _GATHERED_JOINTLY
+        # Over machines slots wait for gathers when they need them, so nothing is launched for others.
+        is_here = unit.sharded_over[0] == 1
+        self._is_small = are_apart and is_here and 0 < unit.full_bytes <= _GATHERED_JOINTLY
         self._streams = {device: s for device, s in zip(slots, lines.receiving, strict=True) if s is not None}
         self.room, self.number = Room(), 0
         self._lock = threading.Lock()

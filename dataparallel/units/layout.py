@@ -6,6 +6,10 @@ An owner's *flat shard* holds its part of each parameter, one after the other. A
 size: a part counts with ``ceil(rows / owners)`` rows, also where the owner has fewer. So the flat shards of all owners,
 one after the other, are a matrix with a row for each owner, the *gathered* matrix. A parameter is a range of its
 columns. The *full* buffer of a slot holds the parameters themselves, each contiguous: its range of columns, copied out.
+
+Over several machines the gathered matrix has a row for each owner on each of them. Those of one owner's number come one
+after the other, in the order of the machines: so what owner j gathers from the other machines is one piece again.
+
 The layout of per-parameter sharding follows FSDP2 (``torch.distributed.fsdp.fully_shard``).
 """
 
@@ -57,13 +61,15 @@ class Layout:
 
     Args:
         shapes, placements: of the parameters.
-        owners: how many.
+        owners: how many on this machine.
         full_offsets: where each parameter begins in a full buffer, if that was laid out for a multiple of ``owners``.
+        machines, machine: over how many machines parameters are sharded, with as many owners on each, and which of
+            them this one is.
 
     Attributes:
         places: one for each parameter.
         numel: columns of the gathered matrix, which are the elements of a flat shard.
-        owners: its rows.
+        owners: its rows: all owners, on all machines.
         full_offsets: where each parameter begins in a full buffer, which has ``owners * numel`` elements.
     """
 
@@ -73,7 +79,11 @@ class Layout:
         placements: Sequence[Shard],
         owners: int,
         full_offsets: Sequence[int] | None = None,
+        machines: int = 1,
+        machine: int = 0,
     ) -> None:
+        here = range(machine, owners * machines, machines)
+        owners *= machines
         self.owners, self.numel = owners, 0
         self.places: list[Place] = []
         for shape, placement in zip(shapes, placements, strict=True):
@@ -84,7 +94,7 @@ class Layout:
             self.numel += numel + padding
         self._views = [
             [(place.part_shapes[owner], _contiguous(place.part_shapes[owner]), place.start) for place in self.places]
-            for owner in range(owners)
+            for owner in here
         ]
         self.full_offsets = [owners * p.start for p in self.places] if full_offsets is None else [*full_offsets]
         # Of a full buffer: where the columns of each parameter and its padding begin, and how many there are.
@@ -94,7 +104,7 @@ class Layout:
             self._blocks += [(start + owners * place.numel, place.padding)] if place.padding else []
 
     def parts_of(self, flat: Tensor, owner: int) -> list[Tensor]:
-        """The owner's part of each parameter, as views of its flat shard."""
+        """The part of each parameter that an owner on this machine has, as views of its flat shard."""
         offset = flat.storage_offset()
         # One operator for each: backward asks for a view of every gradient at every owner.
         return [flat.as_strided(size, stride, offset + start) for size, stride, start in self._views[owner]]

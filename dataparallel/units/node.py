@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from dataparallel.autograd.node import Node
 from dataparallel.autograd.node_order import run_first
 
 __all__ = ["make_outputs"]
@@ -32,7 +32,7 @@ def make_outputs(
         _ToOwners.apply(handle, list(tensors), weakref.WeakMethod(receive))
 
 
-class _ToOwners(Function):
+class _ToOwners(Node):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, tensors: list[Tensor], receive: weakref.WeakMethod[Any]) -> Any:
         ctx.set_materialize_grads(False)

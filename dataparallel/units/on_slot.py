@@ -7,8 +7,10 @@ registries hold the sharded parameters except while the unit runs there (``units
 
 A gather has two steps. `start` lets the slot pull all pieces into a matrix, on side streams, and may come early.
 `make_full` makes the computing stream wait for that, copies parameters out, and drops the matrix. Small units are
-gathered for all slots together (``units.joint``). Memory is freed to the stream it belongs to: the full buffer to the
-computing stream, which alone uses it, and the matrix to the receiving stream after an event at the end of the copy out.
+gathered for all slots together (``units.joint``). Of parameters that are sharded over machines, `start` only has the
+shards of other machines sent, and `make_full` pulls (``units.gathers_over_machines``). Memory is freed to the stream it
+belongs to: the full buffer to the computing stream, which alone uses it, and the matrix to the receiving stream after
+an event at the end of the copy out.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
+from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams, streams_set
@@ -64,6 +67,12 @@ class OfUnit(Protocol):
     def sources(self) -> list[Source]:
         """What slots pull from."""
 
+    def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[Source] | None:
+        """What the slot pulls from next, on its way from other machines; ``None`` if nothing is."""
+
+    def has_group(self, slot: int, size: int) -> bool:
+        """False if the slot has to keep all of the parameters, because its group is not complete in this call."""
+
     def refuse_overwritten(self, slot: int) -> None:
         """Raises if other code has written to the full parameters on the slot."""
 
@@ -102,6 +111,7 @@ class UnitOnSlot:
         self.is_full = False
         self.last_pull: Event | None = None
         self._pulled: Event | None = None  # after the pulls that have been started
+        self._sent: Sequence[Source] | None = None  # on their way from other machines, to be pulled
         self._stream: torch.Stream | None = None  # the computing stream that used the parameters last
         self._filled_on: torch.Stream | None = None  # the one that their memory belongs to
         self._versions: list[int] = []  # of the values that are here or on their way
@@ -118,7 +128,8 @@ class UnitOnSlot:
     @property
     def is_started(self) -> bool:
         """True if values are here or on their way."""
-        return self.is_full or self._pulled is not None or any(full.gathered is not None for full in self._groups)
+        is_pulled = self._pulled is not None or any(full.gathered is not None for full in self._groups)
+        return self.is_full or is_pulled or self._sent is not None
 
     # ---- gathering and freeing ---------------------------------------------------------------------------------------
 
@@ -136,16 +147,27 @@ class UnitOnSlot:
         with self._lock:
             if self.is_started:
                 return
-            own = self._lines.receiving[self.slot]
-            with torch.no_grad(), _OutOfMemory(self):
-                has_pulled = _torch.is_in_backward() and self._pull_from_group(own)
-            if not has_pulled and self._take_joint(ready):
+            with stage("unshard", slot=self.slot):
+                self._start(ready)
+
+    def _start(self, ready: Mapping[torch.device, Event]) -> None:
+        """`start`, under the lock."""
+        own = self._lines.receiving[self.slot]
+        with torch.no_grad(), _OutOfMemory(self):
+            has_pulled = _torch.is_in_backward() and self._pull_from_group(own)
+        if not has_pulled:
+            self._sent = self.unit.sent_sources(self.slot, ready)
+            if self._sent is not None:
+                self._versions = self.unit.versions()
                 return
-            with torch.no_grad(), _OutOfMemory(self):
-                if not has_pulled:
-                    self._pull_from_owners(own, ready)
-                if own is not None and self._groups:
-                    self.last_pull = self._pulled = Event(own)
+            if self._take_joint(ready):
+                return
+        with torch.no_grad(), _OutOfMemory(self):
+            if not has_pulled:
+                self._versions = self.unit.versions()
+                self._pull_from_owners(self.unit.sources(), own, ready)
+            if own is not None and self._groups:
+                self.last_pull = self._pulled = Event(own)
 
     def _take_joint(self, ready: Mapping[torch.device, Event]) -> bool:
         """Takes what arrives by a joint gather. Returns false if the slot has to pull by itself.
@@ -160,12 +182,13 @@ class UnitOnSlot:
         self._pulled, self._versions = arrived.event, arrived.versions
         return True
 
-    def _pull_from_owners(self, own: torch.Stream | None, ready: Mapping[torch.device, Event]) -> None:
-        self._versions = self.unit.versions()
+    def _pull_from_owners(
+        self, sources: Sequence[Source], own: torch.Stream | None, ready: Mapping[torch.device, Event]
+    ) -> None:
         streams = self._lines.pulling(self.slot)
         if own is not None:  # copies to this stream begin after it, so the streams on which they leave need not wait
             wait_for({*ready.values()}, [own])
-        for full, source in zip(self._groups, self.unit.sources(), strict=True):
+        for full, source in zip(self._groups, sources, strict=True):
             pieces, made = source.pieces(ready)
             try:
                 for device, event in made.items():
@@ -198,23 +221,31 @@ class UnitOnSlot:
         """Makes the parameters full. The computing stream is current, and waits for the gather."""
         with self._lock:
             self.start(ready)
-            computing = current_streams([self.device])
             self._order_computing_streams()
-            if self.is_full:
-                return
-            own = self._lines.receiving[self.slot]
-            with torch.no_grad(), _OutOfMemory(self):
-                if self._pulled is not None:
-                    wait_for([self._pulled], computing.values())
-                for full in self._groups:
-                    gathered = full.fill()
-                    if own is not None:
-                        wait_for([Event(stream) for stream in computing.values()], [own])
-                    del gathered
-            self._pulled, self._filled_on = None, self._stream
-            self.is_full = True
-            if not self._full_versions:
-                self._full_versions = self._versions_of_full()
+            if not self.is_full:
+                with stage("unshard", slot=self.slot):
+                    self._fill(ready)
+
+    def _fill(self, ready: Mapping[torch.device, Event]) -> None:
+        """`make_full` of what has been started, under the lock."""
+        computing, own = current_streams([self.device]), self._lines.receiving[self.slot]
+        with torch.no_grad(), _OutOfMemory(self):
+            if self._sent is not None:
+                sent, self._sent = self._sent, None
+                self._pull_from_owners(sent, own, ready)
+                if own is not None:
+                    self.last_pull = self._pulled = Event(own)
+            if self._pulled is not None:
+                wait_for([self._pulled], computing.values())
+            for full in self._groups:
+                gathered = full.fill()
+                if own is not None:
+                    wait_for([Event(stream) for stream in computing.values()], [own])
+                del gathered
+        self._pulled, self._filled_on = None, self._stream
+        self.is_full = True
+        if not self._full_versions:
+            self._full_versions = self._versions_of_full()
 
     def use(self, ready: Mapping[torch.device, Event], registers: Registers) -> None:
         """Makes the parameters full, and keeps them so until `end_use`."""
@@ -245,11 +276,21 @@ class UnitOnSlot:
             for full in self._groups:
                 full.gathered = None  # memory of the receiving stream, which alone has used it
                 full.free()
-            self._pulled = None
+            self._pulled = self._sent = None
             self.is_full = False
             for registers in self._shown_in:
                 registers.register(self.unit.parameters)
             self._shown_in.clear()
+
+    def copy_from(self, other: UnitOnSlot) -> None:
+        """Has what another slot has, unless values are here or on their way. The computing streams are current."""
+        with self._lock:
+            if self.is_started:
+                return
+            with torch.no_grad(), _OutOfMemory(self):
+                for full, theirs in zip(self._groups, other._groups, strict=True):
+                    full.take(theirs.copy_to(self.device))
+                self._versions = other._versions
 
     def free_if_changed(self) -> None:
         """Frees values that the sharded parameters do not have any more."""
@@ -310,6 +351,8 @@ class UnitOnSlot:
         keeps = unit.reshard_after_forward is False and (has_backward or not unit.is_reshard_automatic)
         if not keeps and not self._is_in_backward:
             size = unit.reshard_after_forward
+            if has_backward and not isinstance(size, bool) and not unit.has_group(self.slot, size):
+                return
             if has_backward and not isinstance(size, bool) and self.is_full and not self._users:
                 stream = self._stream
                 with _OutOfMemory(self), torch.no_grad(), streams_set({} if stream is None else {self.device: stream}):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.host import can_pin
+from dataparallel.comm.sent import note
 from dataparallel.devices import CPU
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
@@ -36,15 +37,23 @@ class OwnedShards:
         parameters: sharded over the same owners. Their shards are repacked in place.
         owners: the devices that compute on the shards.
         pin: if true, shards in host memory are pinned, where an accelerator is among the owners.
+        over: over how many machines the parameters are sharded, and which of them this is.
 
     Attributes:
         flats: for each owner its flat shard.
     """
 
-    def __init__(self, parameters: Sequence[ShardedTensor], owners: Sequence[torch.device], pin: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[ShardedTensor],
+        owners: Sequence[torch.device],
+        pin: bool = False,
+        over: tuple[int, int] = (1, 0),
+    ) -> None:
         self.parameters, self.owners = list(parameters), list(owners)
         self.dtype = parameters[0].dtype
-        self.layout = Layout([p.shape for p in parameters], [cut_of(p) for p in parameters], len(owners))
+        shapes, cuts = [p.shape for p in parameters], [cut_of(p) for p in parameters]
+        self.layout = Layout(shapes, cuts, len(owners), machines=over[0], machine=over[1])
         self._pin = pin
         self.flats: list[Tensor] = []
         self._addresses: list[int] = []
@@ -165,7 +174,7 @@ class Source:
                     with torch.no_grad(), streams_set(self._streams):
                         # First sent and then cast: a cast on the host would hold up this thread.
                         self._made = [
-                            flat.to(owner, non_blocking=True).to(self._dtype)
+                            _sent(flat, owner).to(self._dtype)
                             for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
                         ]
                 finally:
@@ -180,6 +189,11 @@ class Source:
             self._pulls -= 1
             if self._pulls <= 0:
                 self._made = None
+
+
+def _sent(flat: Tensor, owner: torch.device) -> Tensor:
+    note("direct", flat, owner)
+    return flat.to(owner, non_blocking=True)
 
 
 def cut_of(parameter: ShardedTensor) -> Shard:

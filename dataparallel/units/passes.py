@@ -22,8 +22,9 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.devices import CPU
+from dataparallel.profiling import stage
 from dataparallel.streams.current import streams_set
-from dataparallel.units.deliveries import SumsOfPass
+from dataparallel.units.deliveries import OverMachines, SumsOfPass
 from dataparallel.units.unit import Unit
 
 __all__ = ["BackwardPass"]
@@ -45,6 +46,7 @@ class BackwardPass:
         before_last_sums: called before the sums of this pass are waited for. They are not if ``is_last_backward`` is
             false for a unit.
         when_ended: called at the end, with true if the pass has failed.
+        over_machines: adds up over machines, if there are several.
         when_returned: called when a task has ended before others of the pass: a ``backward()`` returns, and if the pass
             fails later, gradients of it are lost.
 
@@ -62,11 +64,12 @@ class BackwardPass:
         before_last_sums: Callable[[], None],
         when_ended: Callable[[BackwardPass, bool], None],
         when_returned: Callable[[], None] = lambda: None,
+        over_machines: OverMachines | None = None,
     ) -> None:
         self._units, self._before_last_sums, self._when_ended = units, before_last_sums, when_ended
         self._when_returned, self._has_returned = when_returned, False
         self.has_finished = False
-        self.sums = SumsOfPass(len(slots), computing)
+        self.sums = SumsOfPass(len(slots), computing, over_machines=over_machines)
         self._have_own_threads, self._included = False, 0
         self.include(slots)
         self.is_recorded = False
@@ -152,12 +155,8 @@ class BackwardPass:
             self._changed.notify_all()
         try:
             if not has_failed:
-                for unit in self._units:
-                    unit.gradients.end(self.sums)
-                if all(unit.is_last_backward for unit in self._units):
-                    self._before_last_sums()
-                    self.sums.end()
-                    self.has_finished = True
+                with stage("reduce_add"):
+                    self._finish()
         except BaseException:
             has_failed = True
             raise
@@ -172,6 +171,16 @@ class BackwardPass:
                         unit.gradients.note_lost(self.sums.computing)
                 self.has_finished = True
             self._when_ended(self, has_failed)
+
+    def _finish(self) -> None:
+        for unit in self._units:
+            unit.gradients.end(self.sums)
+        if self.sums.over_machines is not None:
+            self.sums.over_machines.end()
+        if all(unit.is_last_backward for unit in self._units):
+            self._before_last_sums()
+            self.sums.end()
+            self.has_finished = True
 
 
 class _End:

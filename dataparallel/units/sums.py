@@ -52,7 +52,8 @@ class UnitSums:
         self.is_torn = False
         sizes = [layout.owners * layout.numel * unit.dtype_of_sums(dtype).itemsize for _, layout, dtype in groups]
         are_apart = len({*lines.slots}) == len(lines.slots) > 2 and CPU not in lines.slots
-        self._is_small = are_apart and sum(sizes) <= _ADDED_ON_ONE
+        # Sums that are scattered over machines have other rows.
+        self._is_small = are_apart and sum(sizes) <= _ADDED_ON_ONE and unit.sharded_over[0] == 1
 
     @property
     def full_bytes(self) -> int:
@@ -95,12 +96,17 @@ class UnitSums:
                 else:
                     self._add_rows(found, owns, orders, totals, present, sums)
             except BaseException:
-                self.is_torn = any(totals) and not self._unit.is_offloaded
+                self.is_torn = any(totals) and not self._unit.is_offloaded and sums.over_machines is None
                 # Deliveries are dropped now, which sums that have been launched read.
                 launched = [Event(stream) for stream in lines.summing if stream is not None]
                 wait_for(launched, sums.computing.values())
                 raise
         read = sums.latest = lines.meet("sums", sums.added.values())  # each follows the copies to its stream
+        for slot, delivery in in_flight:
+            sums.hold(slot, delivery, [] if read is None else [read])
+        if sums.over_machines is not None:
+            sums.over_machines.came(self._unit, present)
+            return
         if self._unit.is_offloaded:
             for owner in range(len(slots)):
                 sums.waiting.append(partial(self._add_to_gradients, owner, totals, present))
@@ -109,8 +115,12 @@ class UnitSums:
             self._set_gradients(totals, present)
         summed = [i for kept, _, _ in self._groups for i in kept if present[self._order[i]]]
         sums.summed.update((id(parameter), parameter) for parameter in map(self._unit.parameters.__getitem__, summed))
-        for slot, delivery in in_flight:
-            sums.hold(slot, delivery, [] if read is None else [read])
+
+    def set(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool]) -> None:
+        """Adds the owners' parts to gradients, or makes them that, on the current streams."""
+        for owner in range(len(self._lines.slots)):
+            self._add_to_gradients(owner, totals, present)
+        self._set_gradients(totals, present)
 
     def _zeros(self, owner: int, found: Mapping[int, Delivery], sums: SumsOfPass) -> Delivery:
         """A delivery of zeros, for an owner whose slot has no memory for a sum."""
@@ -154,7 +164,7 @@ class UnitSums:
                             total.copy_(own.matrices[at][owner])
                         self._add([found[slot].matrices[at][owner] for slot in few], total)
                     if first + together >= most:
-                        sums.added_to += self._end_sum(owner, own, totals, present)
+                        self._end_sum(owner, own, totals, present, sums)
                         if (stream := lines.summing[owner]) is not None:
                             sums.added[owner] = Event(stream)
 
@@ -186,7 +196,7 @@ class UnitSums:
                     total[count - i :].add_(rows[count - i : i * count : count + 1])
                 comm.scatter(total.flatten(), out=[own.sums[at] for own in owns])
             for owner, own in enumerate(owns):
-                sums.added_to += self._end_sum(owner, own, totals, present)
+                self._end_sum(owner, own, totals, present, sums)
                 sums.added[owner] = Event(streams[slots[owner]])
 
     def _received_together(self) -> int:
@@ -209,20 +219,27 @@ class UnitSums:
             total.add_(row)
 
     def _end_sum(
-        self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], present: Sequence[bool]
-    ) -> list[Tensor]:
+        self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], present: Sequence[bool], sums: SumsOfPass
+    ) -> None:
         """The owner has added all rows: its part goes into ``totals``, and to gradients that there are already.
 
-        Returns the owner's parts of these.
+        Over machines it is sent instead.
         """
-        factor = self._unit.gradient_divide_factor
-        for total, part, of_owners in zip(own.sums, own.parts, totals, strict=True):
+        unit = self._unit
+        factor = unit.gradient_divide_factor * (1 if unit.machines is None else unit.machines.ranks)
+        for at, (total, part, of_owners) in enumerate(zip(own.sums, own.parts, totals, strict=True)):
             if factor != 1:
                 total.div_(factor)
+            if sums.over_machines is not None:
+                sums.over_machines.take(unit, at, owner, total)
+                continue
+            if unit.all_reduce_hook is not None:
+                unit.all_reduce_hook(total)
             if part is not total:
                 part.copy_(total)
-            of_owners.append(self._unit.to_host(part) if self._unit.is_offloaded else part)
-        return [] if self._unit.is_offloaded else self._add_to_gradients(owner, totals, present)
+            of_owners.append(unit.to_host(part) if unit.is_offloaded else part)
+        if sums.over_machines is None and not unit.is_offloaded:
+            sums.added_to += self._add_to_gradients(owner, totals, present)
 
     def _add_to_gradients(
         self, owner: int, totals: Sequence[Sequence[Tensor]], present: Sequence[bool]

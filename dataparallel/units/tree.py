@@ -26,8 +26,10 @@ from dataparallel.units.deliveries import SumsOfPass
 from dataparallel.units.joint import Room
 from dataparallel.units.lines import GivenEvents, wait_for
 from dataparallel.units.on_slot import UnitOnSlot
+from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.owned import LastCopies
 from dataparallel.units.passes import BackwardPass
+from dataparallel.units.sums_over_machines import SumsOverMachines
 from dataparallel.units.unit import Unit
 
 __all__ = ["ForwardCall", "Tree"]
@@ -39,6 +41,9 @@ class Tree:
     Args:
         units: all of them, the root's first.
         slots: devices.
+
+    Attributes:
+        machines: those that the units are spread over, if there are several.
     """
 
     def __init__(self, units: Sequence[Unit], slots: Sequence[torch.device]) -> None:
@@ -53,6 +58,10 @@ class Tree:
         self._copies = LastCopies()
         self._room = Room()
         self._unfinished: list[SumsOfPass] = []  # of passes that were not the last of a step
+        self.machines = self.units[0].machines
+        # In which units are added up over machines: at first the reverse of that of their names.
+        self._order = [*reversed(range(len(self.units)))]
+        self._is_order_known = False
 
     @contextmanager
     def calling(self, number_of_slots: int) -> Iterator[ForwardCall]:
@@ -154,11 +163,28 @@ class Tree:
     def _new_pass(self, call: ForwardCall) -> BackwardPass:
         for unit in self.units:
             unit.renew_sources(len(call.slots))
+            unit.level(len(call.slots))
             unit.gradients.drop_void()
             # Until the pass has ended, however that may be. Replicas have the full parameters.
             unit.register_sharded()
         returned = partial(before_next_step, self._before_step)
-        return BackwardPass(self.units, call.slots, call.computing, self._finish_sums, self._pass_ended, returned)
+        over = None if self.machines is None else self._sums_over(self.machines, call.computing)
+        return BackwardPass(self.units, call.slots, call.computing, self._finish_sums, self._pass_ended, returned, over)
+
+    def _sums_over(
+        self, machines: MachinesOfTree, computing: Mapping[torch.device, torch.Stream]
+    ) -> SumsOverMachines | None:
+        """What adds up over machines in a new pass. ``None`` if no unit is synchronised."""
+        if not any(unit.requires_gradient_sync for unit in self.units):
+            return None
+        if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
+            self._finish_sums()  # what waits for other machines is part of the next sums
+        learn = None if self._is_order_known else self._learn_order
+        return SumsOverMachines(machines, self.units, self.slots, self._order, computing, learn)
+
+    def _learn_order(self, order: list[int]) -> None:
+        """That of rank 0, in which units are added up over machines from the next pass on."""
+        self._order, self._is_order_known = order, True
 
     def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
         """Takes all gradients of a unit on a slot, in the backward of their node."""
@@ -174,6 +200,8 @@ class Tree:
             self._failed = [failed for failed in [*self._failed, ended] if failed.has_tasks]
             if not ended.has_finished:
                 self._unfinished.append(ended.sums)
+        if has_failed and self.machines is not None:
+            self.machines.step_failed(RuntimeError("its backward has failed, with an error that is shown there"))
         try:
             for unit in self.units:
                 for on_slot in unit.on_slots:
@@ -211,6 +239,7 @@ class ForwardCall:
         tree.last_call = self
         for number, unit in enumerate(tree.units):
             unit.renew_sources(len(slots))
+            unit.level(len(slots))
             unit.joint.room, unit.joint.number = tree._room, number
             unit.deliver, unit.settle, unit.copies = tree.deliver, tree.settle, tree._copies
         self.computing = current_streams(tree.slots)

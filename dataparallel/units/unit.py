@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +17,27 @@ from torch.optim import Optimizer
 
 from dataparallel import _torch
 from dataparallel.comm.host import can_pin
+from dataparallel.comm.sent import note
 from dataparallel.devices import CPU
+from dataparallel.sharded.owners import over_of
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams
 from dataparallel.units.before_step import before_next_step
+from dataparallel.units.gathers_over_machines import SourceOverMachines, SourcesOverMachines
 from dataparallel.units.gradients import UnitGradients
 from dataparallel.units.joint import JointGathers
 from dataparallel.units.lines import Lines, wait_for
 from dataparallel.units.no_room import named_if_no_room
 from dataparallel.units.node import make_outputs
 from dataparallel.units.on_slot import UnitOnSlot
+from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.owned import LastCopies, OwnedShards, Source, cut_of
 from dataparallel.units.pieces import Pieces
 from dataparallel.units.precision import Precision
+
+if TYPE_CHECKING:
+    from dataparallel.machines.group import Machines
 
 __all__ = ["Precision", "Unit"]
 
@@ -44,11 +52,13 @@ class Unit:
         precision: dtypes.
         is_offloaded: shards and gradients lie in host memory.
         pin: that memory is pinned.
+        machines: over which the unit is spread, if there are several.
 
     Attributes:
         reshard_after_forward: free the parameters after forward (``True``), keep them (``False``), or keep a part of
             them on each slot, so that so many slots have the whole (a number).
         reshard_after_backward: free the parameters after backward.
+        requires_all_reduce: add gradients over the machines that have the same parts; else they wait for that.
         requires_gradient_sync: add gradients of all slots in backward; else they stay on the slots.
         gradient_divide_factor: sums are divided by it.
         forward_prefetch, backward_prefetch: units whose gathers start when this one begins; ``None``: the next one.
@@ -70,13 +80,15 @@ class Unit:
         *,
         is_offloaded: bool = False,
         pin: bool = False,
+        machines: MachinesOfTree | None = None,
     ) -> None:
         self.name, self.slots, self.precision = name, list(slots), precision
-        self.is_offloaded, self._pin = is_offloaded, pin
+        self.is_offloaded, self._pin, self.machines = is_offloaded, pin, machines
         self.parameters = list(parameters)
         self.reshard_after_forward: bool | int = True
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
+        self.requires_all_reduce = True
         self.gradient_divide_factor = 1.0
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
@@ -98,7 +110,11 @@ class Unit:
         for i, parameter in enumerate(self.parameters):
             by_dtype.setdefault(parameter.dtype, []).append(i)
         self.indices = [*by_dtype.values()]
-        self.owned = [OwnedShards([self.parameters[i] for i in of], self.slots, self._pin) for of in self.indices]
+        self.owned = [
+            OwnedShards([self.parameters[i] for i in of], self.slots, self._pin, self.sharded_over)
+            for of in self.indices
+        ]
+        self._had_no_values = any(owned.are_on_meta for owned in self.owned)
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.cuts = [cut_of(parameter) for parameter in self.parameters]
         self._flags = self._present_flags()
@@ -111,6 +127,7 @@ class Unit:
         self.on_slots: list[UnitOnSlot] = []
         self._receivers: list[_Receiver] = []  # nodes refer to them weakly
         self._sources: list[Source] = []
+        self._over_machines: SourcesOverMachines | None = None
         self._pulls = len(self.slots)
 
     def _present_flags(self) -> list[Any]:
@@ -122,6 +139,11 @@ class Unit:
         return sum(
             owned.layout.owners * owned.layout.numel * self.dtype_on_slots(owned.dtype).itemsize for owned in self.owned
         )
+
+    @property
+    def sharded_over(self) -> tuple[int, int]:
+        """Over how many machines the parameters are sharded, and which of them this is."""
+        return (1, 0) if self.machines is None else (self.machines.parts, self.machines.part)
 
     def dtype_on_slots(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that the slots compute in, for parameters of ``dtype``."""
@@ -137,12 +159,15 @@ class Unit:
             return part
         pinned = self._pin and can_pin(part.device.type)
         host = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
+        note("direct", part, CPU)
         return host.copy_(part, non_blocking=pinned)
 
     def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:
         """Before a call: sees what other code has done to the parameters since the last one.
 
         ``before_packing``: called before shards are copied.
+
+        Over machines the first call after parameters have got memory gives those that are replicated the same values.
 
         Raises:
             RuntimeError: a parameter has no memory, or is offloaded and not in host memory; or it is no sharded tensor
@@ -171,6 +196,9 @@ class Unit:
             if owned.is_stale():
                 before_packing()
                 owned.pack()
+        if self._had_no_values and self.machines is not None:
+            self.machines.send_first_values(self.name, [flat for owned in self.owned for flat in owned.flats])
+        self._had_no_values = False
         if not self.on_slots:
             on_slots, receivers = [], []
             for slot, device in enumerate(self.slots):
@@ -206,6 +234,13 @@ class Unit:
             if any(found is known[position] for known in shown) or position in adopted:
                 continue
             own = self.parameters[position]
+            if not isinstance(found, nn.Parameter) and isinstance(found, Tensor):
+                raise RuntimeError(
+                    f"{name!r} in the unit {self.name!r} was replaced by {_described(found)} that is no parameter, as "
+                    "torch.func.functional_call does for one call. A unit keeps the parameters that it finds, and no "
+                    "gradient would reach what they were computed from. Use functional_call on a plain module or on a "
+                    "replicated one, or load the values with load_state_dict"
+                )
             if not _can_replace(found, own):
                 raise RuntimeError(
                     f"{name!r} in the unit {self.name!r} was replaced by {_described(found)}; fully_shard needs a "
@@ -242,6 +277,45 @@ class Unit:
                 ]
             return self._sources
 
+    def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[Source] | None:
+        """If the unit is sharded over machines, what this slot pulls from next, on its way from now on."""
+        if self.machines is None or self.machines.gathers is None:
+            return None
+        with self._lock:
+            if self._over_machines is None:
+                self._over_machines = SourcesOverMachines(
+                    len(self.slots), partial(self._sources_of, self.machines.gathers)
+                )
+            return self._over_machines.next(slot, ready)
+
+    def _sources_of(self, machines: Machines) -> list[SourceOverMachines]:
+        pulls, casting, copies = self._pulls, self.lines.casting, self.copies
+        return [
+            SourceOverMachines(owned, self.dtype_on_slots(owned.dtype), pulls, casting, copies, machines, self.name)
+            for owned in self.owned
+        ]
+
+    def has_group(self, slot: int, size: int) -> bool:
+        """True if all slots of a group of this size take part in the call, or nobody else knows if they do.
+
+        Where parameters are sharded over machines, all have to gather them from each other, or none.
+        """
+        return self.sharded_over[0] == 1 or slot - slot % size + size <= self._pulls
+
+    def level(self, slots: int) -> None:
+        """Over machines: these slots have full parameters if the first one has, so that all machines gather alike.
+
+        Slots may have been left with full parameters by calls in which other machines used more or fewer slots.
+        """
+        if self.machines is None or self.machines.gathers is None:
+            return
+        first, *others = self.on_slots[:slots]
+        for other in others:
+            if first.is_full:
+                other.copy_from(first)
+            elif not first.is_started and isinstance(self.reshard_after_forward, bool):
+                other.free()  # with a number, the first one may have a piece for a backward that the other waits for
+
     def versions(self) -> list[int]:
         """A number for each parameter that grows with every change in place."""
         return [*map(_torch.version_of, self.parameters)]
@@ -256,7 +330,7 @@ class Unit:
     def renew_sources(self, pulls: int | None = None) -> None:
         """Has values cast or sent again before ``pulls`` slots pull, by default all."""
         with self._lock:
-            self._sources = []
+            self._sources, self._over_machines = [], None
             self._pulls = len(self.slots) if pulls is None else pulls
         self.joint.renew(self._pulls)
 
@@ -385,11 +459,12 @@ def _can_replace(value: object, own: ShardedTensor) -> TypeGuard[ShardedTensor]:
     """True if other code may register ``value`` in the place of the parameter ``own``."""
     if not isinstance(value, ShardedTensor) or value.devices != own.devices or value.shape != own.shape:
         return False
-    placement = value.placement
+    placement, own_over = value.placement, over_of(own.devices)
     if not isinstance(placement, Shard):
         return False
     # Along other dimensions than 0 parts have to be even.
-    return placement.dim in (0, cut_of(own).dim) or value.shape[placement.dim] % len(value.devices) == 0
+    owners = len(value.devices) * (1 if own_over is None else own_over.size)
+    return placement.dim in (0, cut_of(own).dim) or value.shape[placement.dim] % owners == 0
 
 
 def _described(value: object) -> str:

@@ -255,10 +255,10 @@ class TestRefusedAtApplication:
 def test_the_room_exports_its_names_and_the_package_does_not():
     policies = {"MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"}
     forms = {"replicate", "ReplicatedModule", "fully_shard", "FullyShardedModule", "register_forward_method"}
-    assert set(dataparallel.composable.__all__) == forms | policies
+    assert set(dataparallel.composable.__all__) == forms | policies | {"GradBucket"}
     assert dataparallel.replicate is not replicate
     names = ["devices", "ignored_params", "output_device", "dim", "bucket_cap_mb"]
-    names += ["first_bucket_mb", "broadcast_buffers"]
+    names += ["first_bucket_mb", "broadcast_buffers", "process_group", "mesh", "device_id", "average", "compile"]
     signature = inspect.signature(replicate)
     assert list(signature.parameters) == ["module", "ignored_modules", *names]
     assert all(signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names)

@@ -80,11 +80,10 @@ class TestFlags:
         net.set_reshard_after_forward(True)
         assert not unit(net).is_reshard_automatic
 
-    def test_all_reduce_is_nothing_here(self, net):
-        before = [dict(vars(each)) for each in units(net)]
+    def test_all_reduce_can_be_of_the_module_alone(self, net):
         net.set_requires_all_reduce(False)
-        net.set_requires_all_reduce(False, recurse=False)
-        assert [dict(vars(each)) for each in units(net)] == before
+        net.set_requires_all_reduce(True, recurse=False)
+        assert [each.requires_all_reduce for each in units(net)] == [True, False, False]
 
     @pytest.mark.parametrize("inner", [True, False])
     def test_no_sync_ends_with_what_was_before(self, net, inner):

@@ -290,14 +290,37 @@ class TestUnshardInBackward:
         assert len(gathered) == 4 * len(slots)
 
 
-def test_the_hook_for_machines_is_kept_and_not_called(slots):
-    def hook(gradient: Tensor) -> None:
-        raise AssertionError("there is one machine")
+class TestAllReduceHook:
+    """It sees what each owner has added up of its unit, before that is the gradient."""
 
-    model = make(slots)
-    model.set_all_reduce_hook(hook)
-    backward(model, slots)
-    assert fully_shard.state(model).unit.all_reduce_hook is hook
+    def test_it_can_change_the_gradients_of_its_unit(self, slots):
+        model, twin = make(slots), twin_of(slots)
+        model.set_all_reduce_hook(lambda part: part.mul_(2))
+        backward(model, slots)
+        backward(twin, slots)
+        own = {name for name, parameter in model.named_parameters() if fully_shard.state(model).manages(parameter)}
+        expected = {name: grad * (2 if name in own else 1) for name, grad in gradients(twin).items()}
+        assert_equal(gradients(model), expected, "gradients", atol=1e-9)
+
+    def test_it_is_called_once_for_each_owner(self, slots):
+        devices = []
+        model = make(slots)
+        model.set_all_reduce_hook(lambda part: devices.append(part.device))
+        backward(model, slots)
+        assert sorted(map(str, devices)) == sorted(map(str, slots))
+
+    def test_without_other_machines_nothing_waits_for_an_all_reduce(self, slots):
+        model, twin = make(slots), twin_of(slots)
+        model.set_requires_all_reduce(False)
+        backward(model, slots)
+        backward(twin, slots)
+        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
+
+    def test_an_error_of_it_is_that_of_the_backward(self, slots):
+        model = make(slots)
+        model.set_all_reduce_hook(lambda part: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, slots)
 
 
 class TestGradientsThatWait:

@@ -108,7 +108,9 @@ def test_nothing_is_built_anew_at_the_next_call(build, batch, which, record, mon
     net.ran.clear()
     built: list[str] = []
     of = kept_replicas.ModulePlan.of
-    monkeypatch.setattr(kept_replicas.ModulePlan, "of", lambda network: built.append("a plan") or of(network))
+    monkeypatch.setattr(
+        kept_replicas.ModulePlan, "of", lambda network, *call: built.append("a plan") or of(network, *call)
+    )
     for room, name in ((kept_replicas, "build_replica"), (shell, "bare_module")):
         make = getattr(room, name)
         monkeypatch.setattr(room, name, lambda *args, name=name, make=make: built.append(name) or make(*args))

@@ -165,7 +165,9 @@ class TestCall:
         affine(batch)
         made = []
         of = replicas.ModulePlan.of
-        monkeypatch.setattr(replicas.ModulePlan, "of", lambda network: made.append(network) or of(network))
+        monkeypatch.setattr(
+            replicas.ModulePlan, "of", lambda network, *call: made.append(network) or of(network, *call)
+        )
         affine(batch)
         assert not made
         affine.new = 1
@@ -247,8 +249,8 @@ class TestErrors:
 
     def test_a_tree_that_cannot_be_replicated(self, affine, slots, batch):
         replicate(affine, devices=slots)
-        affine.linear.compile(backend="eager")
-        with pytest.raises(RuntimeError, match=r"cannot replicate 'linear': it was compiled"):
+        affine.linear.forward = torch.compile(affine.linear.forward, backend="eager")
+        with pytest.raises(RuntimeError, match=r"cannot replicate 'linear\.forward': it was compiled"):
             affine(batch)
 
     @pytest.mark.parametrize("apply", WAYS_TO_REPLICATE.values(), ids=WAYS_TO_REPLICATE)

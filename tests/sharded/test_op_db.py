@@ -2,78 +2,12 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
-from torch import Tensor
 
-from dataparallel.sharded import Replicate, Shard
-from every_operator import Outcomes, outcomes
-
-PLACEMENTS: dict[str, Callable[[Tensor], Any]] = {
-    "rows": lambda tensor: Shard(0),
-    "last": lambda tensor: Shard(-1),
-    "replicated": lambda tensor: Replicate(),
-}
-
-FEW = frozenset(
-    [
-        "add",
-        "addcdiv",
-        "all",
-        "amax",
-        "any",
-        "bernoulli",
-        "cat",
-        "clamp",
-        "clone",
-        "copysign",
-        "div",
-        "empty_like",
-        "equal",
-        "erfinv",
-        "expand",
-        "fill",
-        "frexp",
-        "full_like",
-        "index_select",
-        "isclose",
-        "lerp",
-        "linalg.norm",
-        "linalg.vector_norm",
-        "masked_fill",
-        "masked_select",
-        "matmul",
-        "max",
-        "maximum",
-        "mean",
-        "mul",
-        "nn.functional.dropout",
-        "nn.functional.gelu",
-        "nn.functional.linear",
-        "norm",
-        "ones_like",
-        "pow",
-        "prod",
-        "rand_like",
-        "randn_like",
-        "reshape",
-        "rsub",
-        "select",
-        "softmax",
-        "sum",
-        "sum_to_size",
-        "t",
-        "uniform",
-        "unsqueeze",
-        "view",
-        "where",
-        "zero_",
-        "zeros_like",
-    ]
-)
+from every_operator import COMMON, PLACEMENTS, Outcomes, outcomes
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +34,7 @@ def test_common_ones_are_right_or_refused(slots: list, requires_grad: bool) -> N
         dict.fromkeys(PLACEMENTS.values(), 3),
         dtypes=[torch.float64],
         requires_grad=requires_grad,
-        chosen=FEW.__contains__,
+        chosen=COMMON.__contains__,
     )
     check(found, right=22, refused=15)
 

@@ -59,6 +59,17 @@ def capture(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
         call(x)
 
 
+class Calls(nn.Module):
+    """What is exported is a module."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        vars(self)["call"] = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
 REFUSALS: dict[str, dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]]] = {
     "functorch transform": {
         "vmap": lambda call, x: torch.func.vmap(call)(x),
@@ -68,6 +79,7 @@ REFUSALS: dict[str, dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any
     },
     "CUDA graph capture": {"graph": capture},
     "jit trace": {"trace": lambda call, x: torch.jit.trace(call, x)},
+    "export": {"export": lambda call, x: torch.export.export(Calls(call), (x,), strict=False)},
 }
 
 

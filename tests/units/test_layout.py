@@ -95,6 +95,23 @@ class TestParameters:
         assert layout.numel == free
 
 
+@given(layouts(), st.sampled_from([2, 3]))
+def test_over_machines_an_owner_has_every_so_many_rows(drawn, machines):
+    """Those of one owner follow each other, and all machines together have what one machine with as many owners has."""
+    alone, values = drawn
+    owners = alone.owners
+    shapes = [place.shape for place in alone.places]
+    cuts = [Shard(0)] * len(shapes)
+    of_all = Layout(shapes, cuts, owners * machines)
+    gathered = packed(of_all, values)
+    for machine in range(machines):
+        layout = Layout(shapes, cuts, owners, machines=machines, machine=machine)
+        assert (layout.owners, layout.numel) == (of_all.owners, of_all.numel)
+        for owner in range(owners):
+            row = gathered[owner * machines + machine]
+            assert_all_equal(layout.parts_of(row, owner), of_all.parts_of(row, owner * machines + machine))
+
+
 class TestGradients:
     @given(layouts(), st.data())
     def test_arrive_at_their_owners_and_nothing_else_does(self, drawn, data):

@@ -24,6 +24,7 @@ from dataparallel.comm.buckets import Bucket, Layout, Planned, is_dense, plan_bu
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS
 from dataparallel.comm.routes import STAR
+from dataparallel.comm.sent import note, note_bytes
 from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling, travel_flat_on_every_slot
 
 __all__ = ["Kernels"]
@@ -81,6 +82,8 @@ class Kernels(Transport):
         if not out or not all(_lies_alike(target, tensor) for target in out) or _overlap([tensor, *out]):
             STAR.broadcast_into(out, tensor)
             return
+        for target in out:
+            note("cupy", tensor, target.device)
         rows = [[each.data_ptr()] for each in (tensor, *out)]
         launch.launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in out])
         # Autograd does not see what kernels write, so it is told that these tensors have changed.
@@ -140,6 +143,8 @@ def _copy_bucket(
     addresses += [_addresses(buffer, nbytes) for buffer in buffers]
 
     def read_and_write() -> Tensor:
+        for buffer in buffers:
+            note_bytes("cupy", sum(nbytes), first.device, buffer.device)
         launch.launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
         return buffers[0]
 
@@ -182,6 +187,8 @@ def _sum_bucket(
         results[index] = total
     rows = [_addresses(buffer, [numel * dtype.itemsize for numel in numels]), *addresses]
     counts = [numel * (dtype.itemsize // kernel.itemsize) for numel in numels]
+    for tensor in of_slots:
+        note_bytes("cupy", sum(numels) * dtype.itemsize, tensor.device, destination)
     launch.launch(kernel, rows, counts, destination, [tensor.device for tensor in of_slots])
     return left
 

@@ -1,7 +1,8 @@
 """Operators that copy: to other devices and dtypes, into other tensors, to the host; and second objects on one memory.
 
 ``tensor.to("cpu")`` takes every part to the CPU and keeps the owners, so that ``.to`` their type brings the parts back
-(``sharded.owners``). Results are divided as their input is. `copy_` divides anew where target and source differ.
+(``sharded.owners``). Results are divided as their input is. `copy_` divides anew where target and source differ. Over
+machines that, `copy_` to a plain tensor and ``item`` are collective.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from dataparallel import _torch
 from dataparallel.devices import CPU
 from dataparallel.sharded.operators import refusal, register
 from dataparallel.sharded.owners import destinations
-from dataparallel.sharded.parts import copy_parts, join, move, split_into
+from dataparallel.sharded.parts import join, move
 from dataparallel.sharded.placements import Shard
-from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded.tensor import ShardedTensor, fill_parts
 
 __all__: list[str] = []
 
@@ -75,16 +76,17 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     if not isinstance(target, ShardedTensor):
         # The whole, on the target's device; copy_ checks shapes.
-        target.copy_(join(source._shards, source._placement, source.shape, target.device), non_blocking)
+        full = join(source._shards, source._placement, source.shape, target.device, source.over)
+        target.copy_(full, non_blocking)
         return target
     if target.is_meta:
         source.expand(target.shape) if not isinstance(source, ShardedTensor) else _check_shape(target, source)
         return target
     if isinstance(source, ShardedTensor):
         _check_shape(target, source)
-        copy_parts(target._shards, target._placement, source._shards, source._placement, target.shape, non_blocking)
     else:
-        split_into(target._shards, target._placement, source.expand(target.shape), non_blocking)
+        source = source.expand(target.shape)
+    fill_parts(target._shards, target._placement, source, target.over, non_blocking)
     return target
 
 
@@ -111,6 +113,8 @@ def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: ShardedTensor = args[0]
     if tensor.numel() != 1:
         raise RuntimeError(f"only a tensor with one element has an item; got {tensor!r}")
+    if tensor.over is not None:
+        return tensor.full_tensor(CPU).item()
     return next(shard for shard in tensor._shards if shard.numel()).to(CPU).item()
 
 

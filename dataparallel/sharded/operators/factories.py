@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dataparallel._torch import OpOverload
+from dataparallel.sharded.across import local_shapes
 from dataparallel.sharded.operators import refusal, register
-from dataparallel.sharded.placements import part_shapes
 from dataparallel.sharded.tensor import ShardedTensor
 
 __all__ = ["owners_device"]
@@ -56,7 +56,7 @@ def new(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     if torch.Size(size) != tensor.shape:
         return func(tensor._shards[0], *args[1:], **kwargs)
     device, options = owners_device(func, tensor, kwargs), _options(func, kwargs)
-    shapes = part_shapes(tensor.shape, tensor._placement, len(tensor._shards))
+    shapes = local_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
     parts = [
         func(shard, shape, *args[2:], device=device or shard.device, **options)
         for shard, shape in zip(tensor._shards, shapes, strict=True)

@@ -16,10 +16,11 @@ from torch import Tensor
 from dataparallel import comm
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import refusal
+from dataparallel.sharded.parts import the_value
 from dataparallel.sharded.placements import Replicate, rows_of_parts
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__ = ["check_alike", "leading", "on_each", "parts_of", "places", "sharded_in", "single_value", "whole"]
+__all__ = ["check_alike", "leading", "on_each", "parts_of", "places", "sharded_in", "single_value", "stand_in", "whole"]
 
 
 def sharded_in(values: Iterable[Any]) -> Iterator[ShardedTensor]:
@@ -67,8 +68,18 @@ def _names(devices: Sequence[torch.device]) -> str:
 
 
 def single_value(tensor: ShardedTensor) -> Tensor:
-    """The one element of a sharded 0-dim tensor, as a plain tensor on the first owner."""
-    return tensor._shards[0]
+    """The one element of a sharded 0-dim tensor, as a plain tensor on the first owner. Collective over machines."""
+    if isinstance(tensor._placement, Replicate):
+        return tensor._shards[0]
+    return the_value(tensor._shards, tensor.over)
+
+
+def stand_in(part: Tensor) -> Tensor:
+    """A first part of a 0-dim tensor that has the element, also on machines that do not have it.
+
+    An operator finds the dtype of its result by whether tensors are 0-dim. So on all machines it gets one that is.
+    """
+    return part if part.dim() == 0 else part.new_ones(())
 
 
 def parts_of(func: OpOverload, value: Any, lead: ShardedTensor) -> Sequence[Any]:
@@ -108,11 +119,22 @@ def _plain_parts(func: OpOverload, tensor: Tensor, lead: ShardedTensor) -> Seque
     # One row for all rows is copied as it is.
     if dim < 0 or tensor.shape[dim] != shape[lead._placement.dim]:
         return on_each(tensor, lead)
-    rows = rows_of_parts(tensor.shape[dim], len(lead._shards))
     devices = places(lead)
+    over = lead.over
+    if over is not None:
+        rows = rows_of_parts(tensor.shape[dim], len(devices) * over.size)
+        mine = tensor.detach().split(rows, dim)[over.rank :: over.size]
+        return [_on(device, part) for part, device in zip(mine, devices, strict=True)]
+    rows = rows_of_parts(tensor.shape[dim], len(devices))
     if all(device == tensor.device for device in devices) or tensor.is_meta or devices[0].type == "meta":
         return [part.to(device) for part, device in zip(tensor.detach().split(rows, dim), devices, strict=True)]
     return comm.scatter(tensor.detach(), devices, rows, dim)
+
+
+def _on(device: torch.device, part: Tensor) -> Tensor:
+    if device == part.device or part.is_meta or device.type == "meta":
+        return part.to(device)
+    return comm.broadcast(part, [device])[0]
 
 
 def on_each(tensor: Tensor, lead: ShardedTensor) -> Sequence[Tensor]:
@@ -132,12 +154,21 @@ def whole(func: OpOverload, results: Sequence[Tensor], lead: ShardedTensor) -> S
         TypeError: parts have other shapes than those of ``lead``.
     """
     shards = lead._shards
-    if len(results) < len(shards):  # 0-dim: the operator ran on the first part only
-        first = results[0]
-        results = [first, *[first.new_empty(part.shape, device=part.device) for part in shards[1:]]]
-    elif lead.dim() == 0 and any(result.dtype != results[0].dtype for result in results):
-        raise refusal(func, " with 0-dim tensors of several dtypes in lists")
+    if lead.dim() == 0:
+        results = _of_single(func, results, shards)
     for result, shard in zip(results, shards, strict=True):
         if result.shape != shard.shape:
             raise refusal(func, f": a part of shape {tuple(shard.shape)} became {tuple(result.shape)}")
     return ShardedTensor(results, lead._placement, lead.shape, lead._devices)
+
+
+def _of_single(func: OpOverload, results: Sequence[Tensor], shards: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The parts of a 0-dim result."""
+    first = results[0]
+    if shards[0].dim():  # the element is on another machine, and something stood in for it
+        first = first.new_empty(shards[0].shape)
+    if len(results) < len(shards):  # the operator ran on the first part only
+        return [first, *[first.new_empty(part.shape, device=part.device) for part in shards[1:]]]
+    if any(result.dtype != first.dtype for result in results):
+        raise refusal(func, " with 0-dim tensors of several dtypes in lists")
+    return [first, *results[1:]]

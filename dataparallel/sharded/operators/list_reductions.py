@@ -1,7 +1,7 @@
 """Reductions of each tensor of a list, which clipping of gradients uses: one call for each owner.
 
 Results are plain 0-dim tensors on the first owner, as those of ``reductions`` are. What the owners send there travels
-as one tensor for each of them.
+as one tensor for each of them; over machines all results of a dtype travel at once.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
+from dataparallel.sharded.across import joined, of_all_owners
 from dataparallel.sharded.operators import register
 from dataparallel.sharded.operators.lists import Group, groups_of
-from dataparallel.sharded.operators.reductions import combined_norm, joined, summed_in
+from dataparallel.sharded.operators.reductions import combined_norm, summed_in
 from dataparallel.sharded.placements import Replicate
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -75,6 +76,9 @@ def _reduced(
         for alike in _alike(group) if group.leads else []:
             parts = zip(*(_parts(tensor, neutral) for tensor in alike.leads), strict=True)
             partials = joined([torch.stack(reduce([*of_owner])) for of_owner in parts])
+            over = alike.leads[0].over
+            if over is not None and not isinstance(alike.leads[0]._placement, Replicate):
+                partials = of_all_owners(partials, over)
             found = finish(partials, alike.leads[0].dtype).unbind()
             for position, result in zip(alike.positions, found, strict=True):
                 results[position] = result

@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
+from dataparallel.sharded.across import from_all
 from dataparallel.sharded.operators import Operator, refusal, register, register_rule
 from dataparallel.sharded.operators.layout import on_each, parts_of, single_value, whole
 from dataparallel.sharded.tensor import ShardedTensor
@@ -141,6 +142,8 @@ def on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for group in groups:
         if group.leads:
             _check_written(func, signature, args, kwargs, group)
+            if signature.returns and group.leads[0].over is not None:
+                _check_dtypes(func, [args[i] for i in lists], group)
     # Everything is divided before anything is written: wrong arguments change nothing.
     calls = [(group, _calls(func, signature, lists, args, kwargs, group)) for group in groups]
     results: list[Any] = [None] * len(args[lists[0]])
@@ -187,6 +190,14 @@ def _check_written(
                 raise refusal(func, f" if it writes to a plain tensor (position {position})")
             if target.shape != lead.shape:
                 raise refusal(func, f" if it writes a result of shape {tuple(lead.shape)} to {tuple(target.shape)}")
+
+
+def _check_dtypes(func: OpOverload, columns: Sequence[Sequence[Any]], group: Group) -> None:
+    """Raises ``TypeError`` if machines might find several dtypes for a result: one only has a 0-dim part."""
+    for position, lead in zip(group.positions, group.leads, strict=True):
+        tensors = [column[position] for column in columns if isinstance(column[position], Tensor)]
+        if lead.dim() == 0 and any(tensor.dtype != lead.dtype for tensor in tensors):
+            raise refusal(func, " with 0-dim tensors of several dtypes in lists")
 
 
 def _calls(
@@ -276,7 +287,10 @@ def _singles(values: Sequence[Tensor], lead: ShardedTensor) -> Sequence[Sequence
 
 @register(_torch.unscale)
 def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Takes the scale out of gradients. ``found_inf`` is 1 if any owner has found something that is not finite."""
+    """Takes the scale out of gradients. ``found_inf`` is 1 if any owner has found something that is not finite.
+
+    Over machines it is collective, and so are the skipped steps of a scaler.
+    """
     gradients, found, inverse_scale = args
     increment_version(gradients)
     for group in groups_of(func, [gradients]):
@@ -289,6 +303,8 @@ def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             func([*parts], founds[i], inverses[i])
         for there in {id(copy): copy for copy in founds if copy is not found}.values():
             found.copy_(torch.maximum(found, there.to(found.device)))
+        if lead.over is not None:
+            found.copy_(from_all(found, lead.over).amax(0))
 
 
 # torch takes its operators on lists for parameters and gradients of these types only.

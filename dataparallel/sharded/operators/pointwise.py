@@ -18,7 +18,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import Operator, refusal, register, register_rule
-from dataparallel.sharded.operators.layout import leading, parts_of, whole
+from dataparallel.sharded.operators.layout import leading, parts_of, stand_in, whole
 from dataparallel.sharded.placements import Replicate
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -118,7 +118,12 @@ def pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     columns: list[Sequence[Any]] = [parts_of(func, value, lead) for value in args]
     named = {name: parts_of(func, value, lead) for name, value in kwargs.items()}
     owners = len(lead._shards)
-    calls = 1 if lead.dim() == 0 and not isinstance(lead._placement, Replicate) else owners
+    calls = owners
+    if lead.dim() == 0 and not isinstance(lead._placement, Replicate):
+        calls = 1
+        if lead._shards[0].dim():
+            columns = [_standing_in(column) for column in columns]
+            named = {name: _standing_in(column) for name, column in named.items()}
     results = [
         func(*[column[i] for column in columns], **{name: column[i] for name, column in named.items()})
         for i in range(calls)
@@ -126,6 +131,10 @@ def pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if targets:
         return targets[0] if len(targets) == 1 else tuple(targets)
     return _wholes(func, results, lead)
+
+
+def _standing_in(column: Sequence[Any]) -> Sequence[Any]:
+    return [stand_in(column[0]) if isinstance(column[0], Tensor) else column[0]]
 
 
 def _alike(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Operators that answer with a Python value, or with the tensor that they got."""
+"""Operators that answer with a Python value, or with the tensor that they got. Comparisons are collective."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dataparallel._torch import OpOverload
+from dataparallel.sharded.across import from_all
 from dataparallel.sharded.operators import register
 from dataparallel.sharded.operators.layout import leading, parts_of
 from dataparallel.sharded.placements import Replicate
@@ -23,8 +24,13 @@ def equal(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     lead = leading(args)
     pairs = [*zip(parts_of(func, one, lead), parts_of(func, other, lead), strict=True)]
     if lead.dim() == 0 and not isinstance(lead._placement, Replicate):
-        pairs = pairs[:1]
-    return all(func(a, b) for a, b in pairs)
+        pairs = pairs[: lead._shards[0].dim() == 0]  # on one machine the first part has the element
+    is_equal = all(func(a, b) for a, b in pairs)
+    over = lead.over
+    if over is None or isinstance(lead._placement, Replicate):
+        return is_equal
+    of_all = from_all(torch.tensor(is_equal, device=lead.device), over)
+    return bool(of_all.all())
 
 
 @register(aten.allclose.default)

@@ -3,24 +3,29 @@
 Each owner reduces its part, the first owner reduces what they send. Of replicated tensors it reduces its own copy: the
 others hold the same. A reduction along dimensions that are not divided has a sharded result, without any copy. One
 along the divided dimension and not all others is refused.
+
+Over machines a reduction of a whole tensor is collective. Every machine gets what all owners have found and reduces it
+in their order, so results have the same bits everywhere, and those of as many owners on one machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dataparallel import _torch, comm
+from dataparallel import _torch
 from dataparallel._torch import OpOverload
+from dataparallel.sharded.across import joined, of_all_owners
 from dataparallel.sharded.operators import refusal, register
-from dataparallel.sharded.placements import Replicate, Shard
+from dataparallel.sharded.operators.layout import single_value
+from dataparallel.sharded.placements import Replicate, Shard, part_shapes
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__ = ["combined_norm", "joined", "summed_in"]
+__all__ = ["combined_norm", "summed_in"]
 
 aten = torch.ops.aten
 
@@ -30,29 +35,35 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def joined(partials: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape from all owners, stacked on the first one's device."""
-    first = partials[0]
-    if len(partials) == 1 or all(partial.device == first.device for partial in partials):
-        return torch.stack([*partials])
-    return comm.gather([partial.unsqueeze(0) for partial in partials], 0, first.device)
-
-
 def combined_norm(partials: Tensor, order: float) -> Tensor:
     """The norm of a whole from those of its parts, along dimension 0. Norm 0 counts, so it is added up."""
     return torch.linalg.vector_norm(partials, 1 if order == 0 else order, dim=0)
 
 
-def _reduced(tensor: ShardedTensor) -> list[Tensor]:
-    """The parts that a reduction reads: of 0-dim and of replicated tensors only the first."""
-    shards = tensor._shards
-    return [shards[0]] if tensor.dim() == 0 or isinstance(tensor._placement, Replicate) else [*shards]
+def _partials(tensor: ShardedTensor, reduce: Callable[[Tensor], Tensor], has_neutral: bool = True) -> Tensor:
+    """The results of parts, stacked on the first owner's device. Of 0-dim and replicated tensors it is one result.
+
+    Args:
+        reduce: the reduction of a part to a 0-dim tensor.
+        has_neutral: the reduction of nothing changes no other result. Else parts without elements are left out; if none
+            has any, it is for torch to say what a reduction of nothing is.
+    """
+    shards, over = tensor._shards, tensor.over
+    if isinstance(tensor._placement, Replicate):
+        return joined([reduce(shards[0])])
+    if tensor.dim() == 0:
+        return joined([reduce(single_value(tensor))])
+    if over is None or tensor.numel() == 0:
+        parts = shards if has_neutral else [part for part in shards if part.numel()] or shards[:1]
+        return joined([reduce(part) for part in parts])
+    # Every owner sends a result, also one whose part is empty. That is left out afterwards.
+    found = of_all_owners(joined([reduce(part if part.numel() else _ones(part)) for part in shards]), over)
+    shapes = part_shapes(tensor.shape, tensor._placement, len(found))
+    return found[[i for i, shape in enumerate(shapes) if shape.numel()]]
 
 
-def _not_empty(tensor: ShardedTensor) -> list[Tensor]:
-    """The parts of `_reduced` that have elements. If none has any, the first: torch knows what its reduction is."""
-    parts = _reduced(tensor)
-    return [part for part in parts if part.numel()] or parts[:1]
+def _ones(part: Tensor) -> Tensor:
+    return part.new_ones([1] * part.dim())
 
 
 def _dims(func: OpOverload, tensor: ShardedTensor, dim: Any, none_means_all: bool = True) -> list[int]:
@@ -115,8 +126,7 @@ def add_up(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         func(tensor._shards[0], *args[1:], **kwargs)  # raises torch's own error
     add = aten.nansum.default if func.overloadpacket is aten.nansum else aten.sum.default
     is_exact = named["dtype"] is None and not (dtype.is_floating_point or dtype.is_complex)
-    partials = [add(part, dtype=None if is_exact else summed_in(dtype)) for part in _reduced(tensor)]
-    total = joined(partials).sum(0)
+    total = _partials(tensor, lambda part: add(part, dtype=None if is_exact else summed_in(dtype))).sum(0)
     if is_mean:
         total = total / tensor.numel()
     return _shaped(total if is_exact else total.to(dtype), tensor, keepdim)
@@ -137,7 +147,7 @@ def along(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 @register(aten.prod.default)
 def product(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The product of all elements."""
-    return joined([func(part, **kwargs) for part in _reduced(args[0])]).prod(0, **kwargs)
+    return _partials(args[0], lambda part: func(part, **kwargs)).prod(0, **kwargs)
 
 
 @register(aten.count_nonzero.default)
@@ -146,7 +156,7 @@ def count(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     tensor = args[0]
     dim = _named(func, args, kwargs)["dim"]
     if dim is None:
-        return joined([func(part) for part in _reduced(tensor)]).sum(0)
+        return _partials(tensor, func).sum(0)
     return _along(func, args, kwargs, _dims(func, tensor, dim), False)
 
 
@@ -164,7 +174,7 @@ def extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if len(dims) < tensor.dim():
         return _along(func, args, kwargs, dims, keepdim)
     simple = func.overloadpacket.default
-    return _shaped(simple(joined([simple(part) for part in _not_empty(tensor)])), tensor, keepdim)
+    return _shaped(simple(_partials(tensor, simple, has_neutral=False)), tensor, keepdim)
 
 
 @register(aten.linalg_vector_norm.default)
@@ -196,5 +206,7 @@ def norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _norm(tensor: ShardedTensor, order: float, dtype: torch.dtype | None) -> Tensor:
     """The norm of all elements."""
     given = dtype or tensor.dtype
-    partials = [torch.linalg.vector_norm(part, order, dtype=summed_in(given)) for part in _not_empty(tensor)]
-    return combined_norm(joined(partials), order).to(given.to_real())
+    partials = _partials(
+        tensor, lambda part: torch.linalg.vector_norm(part, order, dtype=summed_in(given)), has_neutral=False
+    )
+    return combined_norm(partials, order).to(given.to_real())

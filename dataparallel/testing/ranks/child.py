@@ -117,7 +117,8 @@ def _call(folder: Path, number: int) -> Ended:
         torch.cuda.set_device(device)
     rank = Rank(number, call.count, device, [device], "processes")
     torch.manual_seed(0)
-    comms.ours = comms.Group(f"file://{folder}/store", call.backend, call.timeout)
+    # Longer than the test's own timeout, which shows the stacks of all ranks.
+    comms.ours = comms.Group(f"file://{folder}/store", call.backend, call.timeout + 30)
     with comms.ours.made(rank) if call.comms else nullcontext():
         result = function(rank, *arguments, **keywords)
     return Ended(number, "returned", at=time.monotonic(), result=result)

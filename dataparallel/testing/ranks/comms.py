@@ -59,7 +59,13 @@ def require(backend: str | None) -> None:
 
 
 class Group:
-    """How the ranks of one run find each other: through a file of the run, so that no port is guessed."""
+    """How the ranks of one run find each other: through a file of the run, so that no port is guessed.
+
+    Args:
+        where: the URL of that file.
+        backend: what torch calls it.
+        timeout: seconds, of the process group.
+    """
 
     def __init__(self, where: str, backend: str | None, timeout: float) -> None:
         self.where = where
@@ -79,20 +85,27 @@ class Group:
         if distributed.is_initialized():
             yield
             return
+        self.begin(rank, backend, eager)
+        yield
+        if distributed.is_initialized():
+            distributed.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
+            distributed.destroy_process_group()
+
+    def begin(self, rank: Rank, backend: str | None, eager: bool = False) -> None:
+        """Makes the process group, which ends with the process."""
+        from torch import distributed
+
         _stay_on_this_machine()
+        # torch has read TORCH_DISTRIBUTED_DEBUG when it was imported, which was before this process was forked.
+        getattr(distributed, "set_debug_level_from_env")()  # noqa: B009 -- not declared for type checkers
         distributed.init_process_group(
             backend,
             init_method=self.where,
             rank=rank.number,
             world_size=rank.count,
-            # Longer than the test's own, which shows the stacks of all ranks.
-            timeout=timedelta(seconds=self.timeout + 30),
+            timeout=timedelta(seconds=self.timeout),
             device_id=rank.device if eager and rank.device.type == "cuda" else None,
         )
-        yield
-        if distributed.is_initialized():
-            distributed.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
-            distributed.destroy_process_group()
 
 
 def _stay_on_this_machine() -> None:

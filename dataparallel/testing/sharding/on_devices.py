@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.sharded import Replicate, ShardedTensor, distribute_tensor
+from dataparallel.sharded.owners import Owners, over_of
 from dataparallel.testing.sharding.choices import Placements
 from dataparallel.testing.sharding.differences import same_bits
 
@@ -16,18 +17,25 @@ __all__ = ["OnDevices"]
 
 
 class OnDevices:
-    """Sharded tensors of this library, over a list of devices.
+    """Sharded tensors of this library, over a list of devices, or over `Owners` on several machines.
+
+    Over machines the methods that ``targets`` calls collective are.
 
     Attributes:
         parts: into how many parts each dimension is cut; a list of devices has one.
     """
 
+    LETTERS = 300
+    """Of what a machine says to the others."""
+
     def __init__(self, devices: Sequence[DeviceLike]) -> None:
-        self.devices = resolve_each(devices)
-        self.parts = [len(self.devices)]
+        self.over = over_of(devices)
+        self.devices = Owners(resolve_each(devices), self.over)
+        self.parts = [len(self.devices) * (1 if self.over is None else self.over.size)]
 
     def __str__(self) -> str:
-        return f"{len(self.devices)} devices ({', '.join(map(str, self.devices))})"
+        machine = "" if self.over is None else f" of {self.over.describe()}"
+        return f"{len(self.devices)} devices ({', '.join(map(str, self.devices))}){machine}"
 
     def can_carry(self, dtype: torch.dtype) -> bool:
         """Tensors of every dtype travel between devices."""
@@ -80,9 +88,15 @@ class OnDevices:
         return isinstance(error, RuntimeError) and "to a plain tensor; use full_tensor()" in message
 
     def codes_of_all(self, codes: Sequence[int]) -> list[list[int]]:
-        """What each rank has seen: there is one."""
-        return [list(codes)]
+        """What each machine has seen."""
+        if self.over is None:
+            return [list(codes)]
+        gathered: list[list[int]] = self.over.all_gather(torch.tensor(codes, dtype=torch.int64)).tolist()
+        return gathered
 
     def texts_of_all(self, text: str) -> list[str]:
-        """What each rank says: there is one."""
-        return [text]
+        """What each machine says, shortened if there are several."""
+        if self.over is None:
+            return [text]
+        mine = text.encode("ascii", "replace")[: self.LETTERS].ljust(self.LETTERS)
+        return [bytes(letters).decode("ascii").rstrip() for letters in self.codes_of_all(list(mine))]

@@ -1,12 +1,13 @@
 """`with_comms` where there is no process group to make, and the choice of a backend."""
 
+import os
 import unittest
 
 import pytest
 import torch
 
-from dataparallel.testing import with_comms
-from dataparallel.testing.ranks import comms, on_slots, on_threads
+from dataparallel.testing import Rank, with_comms
+from dataparallel.testing.ranks import comms, on_processes, on_slots, on_threads
 
 pytestmark = pytest.mark.devices("cpu")
 
@@ -42,3 +43,14 @@ def test_the_backend_is_what_is_there(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     with pytest.raises(unittest.SkipTest, match="without the backend gloo"):
         comms.choose_backend(2)
+
+
+def debug_level(rank: Rank) -> str:
+    return torch.distributed.get_debug_level().name
+
+
+@pytest.mark.skipif(bool(comms.why_not("gloo")) or not hasattr(os, "fork"), reason="processes with gloo")
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_ranks_have_the_debug_level_that_the_environment_asks_for(level, monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    assert on_processes(debug_level, ranks=1) == [level]

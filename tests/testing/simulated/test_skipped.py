@@ -15,8 +15,9 @@ from processes import environment
 # These tests start their own processes, so one kind of devices is enough.
 pytestmark = pytest.mark.devices("cpu")
 
-SHORT = ["operators", "images", "gpt", "bert", "lstm"]
+SHORT = ["images", "gpt", "bert", "lstm"]
 LONG = [
+    "operators",
     "images-channels_last",
     "images-autocast",
     "images-bfloat16",
@@ -122,6 +123,7 @@ def test_an_operator_without_a_meta_kernel_says_what_to_do(available, printed):
     assert printed == ""
 
 
+@pytest.mark.long
 @pytest.mark.ahead("""
 import resource, torch
 from torch import nn

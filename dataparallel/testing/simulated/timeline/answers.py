@@ -12,6 +12,7 @@ from dataparallel.testing.simulated.timeline.launches import Recording
 from dataparallel.testing.simulated.timeline.machine import Machine
 from dataparallel.testing.simulated.timeline.occupied import Busy
 from dataparallel.testing.simulated.timeline.solve import Solution, solve
+from dataparallel.tracing.intervals import length_of_union
 
 __all__ = ["Answers"]
 
@@ -122,4 +123,4 @@ class Answers:
     def host_idle(self) -> float:
         """Seconds in which no thread of the host issues a launch."""
         spans = zip(self.solution.issue, self.solution.reached, strict=True)
-        return self.time - occupied.seconds_of_union(spans)
+        return self.time - length_of_union(spans)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dataparallel.testing.simulated.timeline.launches import Launch, StreamName
 from dataparallel.testing.simulated.timeline.solve import Solution
+from dataparallel.tracing.intervals import length_of_union
 
-__all__ = ["Busy", "busy_devices", "busy_links", "busy_streams", "seconds_of_union", "time_of_copies"]
+__all__ = ["Busy", "busy_devices", "busy_links", "busy_streams", "time_of_copies"]
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,6 @@ class Busy:
     launches: int
     kernels: float
     copies: float
-
-
-def seconds_of_union(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that at least one of the spans covers."""
-    total, until = 0.0, 0.0
-    for start, end in sorted(spans):
-        if end > until:
-            total += end - max(start, until)
-            until = end
-    return total
 
 
 def busy_streams(solution: Solution) -> list[Busy]:
@@ -63,7 +53,7 @@ def _kernels_and_copies(solution: Solution, launches: list[Launch]) -> tuple[flo
     spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for launch in launches:
         spans[launch.copy is not None].append((solution.start[launch.index], solution.end[launch.index]))
-    return seconds_of_union(spans[False]), seconds_of_union(spans[True])
+    return length_of_union(spans[False]), length_of_union(spans[True])
 
 
 def busy_links(solution: Solution) -> dict[str, float]:
@@ -72,10 +62,10 @@ def busy_links(solution: Solution) -> dict[str, float]:
     for launch in solution.recording.launches:
         for link in solution.machine.wiring.paths[launch.copy].links if launch.copy else ():
             spans[link].append((solution.start[launch.index], solution.end[launch.index]))
-    return {link: seconds_of_union(found) for link, found in spans.items()}
+    return {link: length_of_union(found) for link, found in spans.items()}
 
 
 def time_of_copies(solution: Solution) -> float:
     """Seconds in which any copy between two places runs."""
     launches = solution.recording.launches
-    return seconds_of_union((solution.start[one.index], solution.end[one.index]) for one in launches if one.copy)
+    return length_of_union((solution.start[one.index], solution.end[one.index]) for one in launches if one.copy)

@@ -1,0 +1,118 @@
+"""The gate: while one thread compiles, no other thread of the library is in compiled code.
+
+``torch.compile`` is not made for threads. While it traces it sets flags of the whole process, and compiled code that
+another thread enters meanwhile raises or runs without its compiled graphs. So every call of compiled code goes through
+`run_inside`, and whatever compiles goes through `run_alone`. Who waits for whom:
+
+- A thread that enters compiled code waits until nobody compiles.
+- A thread that has to compile is inside compiled code, where it looked for a graph. It counts as outside from then on,
+  waits for its turn, and then until every other thread is outside. At the end it goes inside again.
+- A thread that waits at the gate is outside. So is one that waits, inside compiled code, for other threads of the
+  library: `run_aside` says so. So no thread waits for one that waits for it.
+
+A thread that fails or is interrupted leaves the gate behind it open: the steps that let others pass are single
+operations of a dict, in a ``finally``. Waiting threads look again and again, so nobody has to wake them. Looking is
+cheap beside compiling, which takes seconds. ``compiled.functions`` calls `run_inside` and `run_alone`, ``threads.gang``
+and ``threads.in_turn`` call `run_aside`. This file knows nothing of the compiler.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from dataparallel.forks import in_forked_child
+
+__all__ = ["Gate", "gate"]
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.002
+
+
+class Gate:
+    """See the top of the file. There is one for the process, `gate`; tests make others.
+
+    The tables are keyed by thread. Each thread writes its own entries only, and each write is one atomic operation. A
+    thread that enters writes its entry first, and looks for one that compiles afterwards. A thread that is to compile
+    does it the other way round. So at least one of the two sees the other.
+    """
+
+    def __init__(self) -> None:
+        self._inside: dict[int, bool] = {}
+        self._alone: dict[int, bool] = {}  # at most one thread
+        self._turn = threading.Lock()  # held for a moment, to take a turn
+        self.turns = 0
+        """How many turns have begun."""
+
+    @property
+    def is_taken(self) -> bool:
+        """True while a thread compiles, or waits for others to leave compiled code."""
+        return bool(self._alone)
+
+    def run_inside(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Calls ``function``, which runs compiled code, once nobody compiles."""
+        me = threading.get_ident()
+        if me in self._inside or me in self._alone:
+            return function(*args, **kwargs)
+        try:
+            self._enter(me)
+            return function(*args, **kwargs)
+        finally:
+            self._inside.pop(me, None)
+
+    def run_alone(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls ``function``, which compiles, once no other thread is inside."""
+        me = threading.get_ident()
+        if me in self._alone:
+            return function(*args)
+        was_inside = self._inside.pop(me, False)
+        try:
+            self._take_turn(me)
+            while self._inside:
+                time.sleep(_POLL_SECONDS)
+            return function(*args)
+        finally:
+            self._alone.pop(me, None)
+            if was_inside:
+                self._enter(me)
+
+    def run_aside(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls ``function``, which waits for other threads and runs no compiled code of this thread meanwhile."""
+        me = threading.get_ident()
+        if not self._inside.pop(me, False):
+            return function(*args)
+        try:
+            return function(*args)
+        finally:
+            self._enter(me)
+
+    def _enter(self, me: int) -> None:
+        while True:
+            self._inside[me] = True
+            if not self._alone:
+                return
+            del self._inside[me]
+            while self._alone:
+                time.sleep(_POLL_SECONDS)
+
+    def _take_turn(self, me: int) -> None:
+        while True:
+            with self._turn:
+                if not self._alone:
+                    self._alone[me] = True
+                    self.turns += 1
+                    return
+            time.sleep(_POLL_SECONDS)
+
+
+gate = Gate()
+"""The gate of this process."""
+
+
+@in_forked_child
+def _start_afresh_after_fork() -> None:
+    """Threads of the parent that were inside, or compiled, do not exist in a forked child."""
+    gate.__init__()  # type: ignore[misc]

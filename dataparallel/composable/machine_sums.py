@@ -1,0 +1,125 @@
+"""What `replicate` does over machines: it adds the sums of all machines, and has them agree before a forward.
+
+`MachineSums` follows the slots (``composable.after_slots``). `Agreement` is what a recorded forward begins with: the
+buffers of rank 0, and the order of buckets after the first pass. Only these talk to other machines; a forward without
+grad mode does not, so one machine may evaluate alone.
+
+This file is imported where a group or a mesh was given, and imports ``machines``. The launcher there makes every wait
+end, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dataparallel.composable.after_slots import Arriving, BucketSum
+from dataparallel.machines.arguments import machines_of
+from dataparallel.machines.collectives import Transfer, all_reduce, broadcast
+from dataparallel.machines.errors import MachinesError
+from dataparallel.machines.group import Machines
+from dataparallel.machines.rounds import Round
+from dataparallel.machines.staging import stage
+from dataparallel.machines.start import failing_together, send_values
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Agreement", "MachineSums", "machines_for"]
+
+
+def machines_for(
+    process_group: ProcessGroup | None, mesh: DeviceMesh | None
+) -> tuple[Machines | None, AbstractContextManager[None]]:
+    """The machines of a group or a mesh, and a context in which errors here are errors of all ranks."""
+    machines = machines_of(process_group, mesh)
+    return machines, failing_together(machines)
+
+
+class MachineSums:
+    """An `AfterSlots`: the sums of all machines, divided by their number if ``average``."""
+
+    def __init__(self, machines: Machines, average: bool) -> None:
+        self._machines, self._average = machines, average
+
+    def begin(self, contents: str) -> _Backward:
+        """A pass begins."""
+        launcher = self._machines.launcher
+        return _Backward(self._machines, launcher.begin("backward", contents), self._average)
+
+    def signal_failure(self, error: BaseException) -> None:
+        """A pass has failed before it began, or a recorded forward has. What all machines know of is not told again."""
+        if not isinstance(error, MachinesError):
+            self._machines.launcher.signal_failure(error)
+
+
+class _Backward:
+    def __init__(self, machines: Machines, round: Round, average: bool) -> None:
+        self._machines, self._round, self._average = machines, round, average
+
+    def launch(self, sums: BucketSum) -> Arriving:
+        flat = sums.flat
+        if self._average:
+            flat.div_(self._machines.size)
+        sent = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        # Staged here, where the current stream has made the sum.
+        issue = partial(all_reduce, self._machines, stage(self._machines, sent))
+        what = f"bucket {sums.index} of {sums.count}, with {sums.names[0]!r}"
+        launched = self._round.launch(what, issue)
+        return _Complex(launched) if flat.is_complex() else launched
+
+    def end(self, used: Sequence[bool], error: BaseException | None = None) -> Arriving:
+        return self._round.end(used, error)
+
+
+class _Complex:
+    """A sum of complex numbers, which travels as pairs of real ones."""
+
+    def __init__(self, launched: Arriving) -> None:
+        self._launched = launched
+
+    def wait(self) -> Tensor:
+        return torch.view_as_complex(self._launched.wait().view(-1, 2))
+
+
+class Agreement:
+    """What the machines agree on before a recorded forward."""
+
+    def __init__(self, machines: Machines) -> None:
+        self._machines = machines
+
+    def send_buffers(self, named: Mapping[str, Tensor]) -> None:
+        """Gives buffers the values of rank 0, as slots get those of slot 0: their versions stay as they are.
+
+        So a graph that saved a buffer can still run its backward. The copies run on the current streams.
+        """
+        if named:
+            send_values(self._machines, {name: tensor.data for name, tensor in named.items()})
+
+    def order(self, positions: Sequence[int], device: torch.device) -> list[int]:
+        """Rank 0's order of tensors that all machines have. ``device``: of the root."""
+        machines = self._machines
+        sent = torch.tensor(positions, dtype=torch.int64, device=device)
+        exchange = machines.launcher.begin("order of buckets", f"{len(positions)} parameters")
+
+        staged = stage(machines, sent)
+
+        def issue() -> Transfer:
+            return broadcast(machines, staged)
+
+        arriving = exchange.launch("rank 0's order", issue)
+        ended = exchange.end([])
+        found: list[int] = arriving.wait().tolist()
+        ended.wait()
+        return found
+
+    def signal_failure(self, error: BaseException) -> None:
+        """A recorded forward has failed here."""
+        if not isinstance(error, MachinesError):
+            self._machines.launcher.signal_failure(error)

@@ -1,0 +1,192 @@
+"""`Board`: what the ranks of a group tell each other beside the collectives, through the group's store.
+
+Three things are on it. A rank that has waited for `LATE` seconds says what for, so that the error of another rank can
+name who waits too. A rank that has failed before a round says so, in case that it ends before the round. A rank whose
+group is broken gives the reason: the others then stop waiting, also those that the network has not told.
+
+All of this is best effort. A thread of its own talks to the store, because a store whose machine is gone may not
+answer. Nobody waits for that thread for more than `ANSWER` seconds. It is started when there is something to say.
+``launcher`` calls this file, for the waits in ``rounds`` too.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import distributed
+
+from dataparallel.machines.backend import Group
+
+__all__ = ["ANSWER", "LATE", "Board"]
+
+LATE = 0.5
+"""Seconds after which a wait is worth telling."""
+
+ANSWER = 1.5
+"""Seconds that somebody waits for the store. With monitored barriers another rank notices a failure a second later."""
+
+POLL = 0.5
+"""Seconds between two looks at the store, while somebody waits."""
+
+BROKEN = "broken"
+
+
+class Board:
+    """The board of one group.
+
+    Attributes:
+        broken: the reason that another rank has given why the group is broken.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.broken: dict[str, Any] | None = None
+        self._rank, self._size = group.rank, group.size
+        self._store = _store_of(group)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._waits: dict[int, str] = {}  # by thread: what for
+        self._word = {"waits": "", "failed": ""}
+        self._told = dict(self._word)
+        self._is_over = False
+        self._asked = ""
+        self._heard: str | None = None
+
+    def note_wait(self, what: str) -> None:
+        """The calling thread has waited for more than `LATE` seconds. From now on the store is read now and then."""
+        thread = threading.get_ident()
+        if self._waits.get(thread) != what:
+            self._waits[thread] = what
+            self._do(self._tell_word)
+
+    def forget_wait(self) -> None:
+        """The calling thread waits no longer."""
+        if self._waits.pop(threading.get_ident(), None) is not None:
+            self._do(self._tell_word)
+
+    def tell_broken(self, reason: dict[str, Any]) -> None:
+        """Tells the others that the group is broken, unless another rank has done so."""
+        self._do(lambda: self._tell_broken(reason))
+
+    def wait_until_told(self, seconds: float) -> None:
+        """Waits until all that was told so far is on the board, but no longer than ``seconds``."""
+        if self._store is not None:
+            told = threading.Event()
+            self._do(told.set)
+            told.wait(seconds)
+
+    def tell_failure(self, text: str) -> None:
+        """Tells the others that this rank has failed; with an empty text, that this is over."""
+        self._word["failed"] = text
+        self._do(self._tell_word)
+
+    def say(self, key: str, text: str) -> None:
+        """Puts a text on the board."""
+        self._do(lambda: self._store.set(key, json.dumps(text)))
+
+    def ask(self, key: str) -> None:
+        """From now on, whoever waits also looks for this text, and no longer for the one before."""
+        self._asked, self._heard = key, None
+
+    def heard(self, key: str) -> str | None:
+        """The text, if it was found."""
+        return self._heard if self._asked == key else None
+
+    def words_of_others(self) -> dict[int, dict[str, str]]:
+        """What other ranks have said, by rank: what they wait for, how they have failed. `broken` is up to date then.
+
+        A rank that fails at the same time may be about to say so: this waits until all have said something, for
+        `ANSWER` seconds at most.
+        """
+        found: dict[int, dict[str, str]] = {}
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        if self._store is None:
+            return found
+        until = time.monotonic() + ANSWER
+        while len(found) < len(others) and (left := until - time.monotonic()) > 0:
+            read = threading.Event()
+            self._do(lambda read=read: self._read_words(others, found, read))  # type: ignore[misc]
+            read.wait(left)
+            if len(found) < len(others):
+                time.sleep(0.1)
+        return dict(found)
+
+    def _read_words(self, others: list[int], found: dict[int, dict[str, str]], read: threading.Event) -> None:
+        self._look()
+        for rank in others:
+            word = self._read(f"word/{rank}")
+            if word and any(word.values()):
+                found[rank] = word
+        read.set()
+
+    def close(self, seconds: float) -> None:
+        """Ends the thread after what it has to say; waits for that no longer than ``seconds``."""
+        thread = self._thread
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(seconds)
+
+    def _do(self, job: Callable[[], None]) -> None:
+        if self._store is None:
+            return
+        self._jobs.put(job)
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._talk, name="machines: board", daemon=True)
+                self._thread.start()
+
+    def _talk(self) -> None:
+        """The thread."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=POLL if self._waits and not self._is_over else None)
+                if job is None:
+                    return
+            except queue.Empty:
+                job = self._look
+            try:
+                job()
+            except Exception:
+                time.sleep(0.01)  # the store is gone, which the collectives find out by themselves
+
+    def _look(self) -> None:
+        if self.broken is None:
+            found = self._read(BROKEN)
+            if found:
+                self.broken = found
+        key = self._asked
+        if key and self._heard is None:
+            heard = self._read(key)
+            if self._asked == key:
+                self._heard = heard
+
+    def _tell_word(self) -> None:
+        if self._is_over:
+            return  # the last word stays, for others that compose their errors
+        self._word["waits"] = next(iter([*self._waits.values()]), "")
+        if self._word != self._told:
+            self._told = dict(self._word)
+            self._store.set(f"word/{self._rank}", json.dumps(self._word))
+        self._look()
+
+    def _tell_broken(self, reason: dict[str, Any]) -> None:
+        self._is_over = True
+        if not self._store.check([BROKEN]):
+            self._store.set(BROKEN, json.dumps(reason))
+
+    def _read(self, key: str) -> Any:
+        """The value, or `None`: asked for first, because a store waits for a key that is not there."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+def _store_of(group: Group) -> Any:
+    """The group's store, with names of our own; `None` for a group that has none: nothing is told then."""
+    try:
+        return distributed.distributed_c10d.PrefixStore("dataparallel", group.group.get_group_store())
+    except RuntimeError:
+        return None

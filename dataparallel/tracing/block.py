@@ -1,0 +1,158 @@
+"""`trace`: a block over a few steps, which then says where the time went. Only users call it."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from contextlib import ExitStack
+from functools import cached_property
+from types import TracebackType
+
+from dataparallel.tracing import picture, saved
+from dataparallel.tracing.advice import advice
+from dataparallel.tracing.clocks import ThreadClocks
+from dataparallel.tracing.memory import DeviceMemory, MemoryBefore
+from dataparallel.tracing.recorder import Recorder, start, stop
+from dataparallel.tracing.results import Results, results
+from dataparallel.tracing.table import text_of
+from dataparallel.tracing.torch_calls import recorded
+
+__all__ = ["Trace", "trace"]
+
+_TRIES, _RANGES = 20, 10
+"""So many times so many ranges are recorded to see how long one takes; the shortest time counts."""
+
+
+class Trace:
+    """What `dataparallel.trace` returns: a context, and after its block the results.
+
+    ``str(trace)`` and `table` are the tables. All but the block itself raises ``RuntimeError`` before the block has
+    ended.
+    """
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        self._begin = self._end = 0
+        self._behind = 0.0
+        self._memory: list[DeviceMemory] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Trace:
+        """
+        Raises:
+            RuntimeError: another trace runs in this process, or this one has recorded a block already.
+        """
+        if self._recorder is not None:
+            raise RuntimeError("a trace records one block: call dataparallel.trace() again for another one")
+        recorder = Recorder()
+        with ExitStack() as stack:  # ends what has begun if the rest fails
+            start(recorder)
+            stack.callback(stop, recorder)
+            stack.enter_context(recorded(recorder))
+            memory = MemoryBefore()
+            stack.callback(self._note_end, recorder, memory)
+            self._stack = stack.pop_all()
+        self._recorder = recorder
+        self._begin = time.perf_counter_ns()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end = time.perf_counter_ns()
+        assert self._recorder is not None
+        self._stack.close()
+        if kind is None:
+            self._wait_for_devices(self._recorder)
+        else:  # a device may have failed: nothing is asked of it any more
+            for span in self._recorder.spans:
+                span.marks = None
+
+    def _note_end(self, recorder: Recorder, memory: MemoryBefore) -> None:
+        slots = [device for _, device in sorted(recorder.devices.items())]
+        self._memory = memory.until_now(slots)
+
+    def _wait_for_devices(self, recorder: Recorder) -> None:
+        marks = [end for span in recorder.spans if span.marks is not None for end in span.marks]
+        if not marks:
+            return
+        clocks, begin = ThreadClocks(), time.perf_counter_ns()
+        ran, core = clocks.ran(), clocks.waited_for_core() or 0
+        recorder.clock.wait_for(marks)
+        # What the thread itself takes to ask for thousands of events, also on a busy machine, is no wait for devices.
+        own = clocks.ran() - ran + (clocks.waited_for_core() or 0) - core
+        self._behind = 1e-9 * max(0, time.perf_counter_ns() - begin - own)
+
+    @property
+    def _ended(self) -> Recorder:
+        if self._recorder is None or not self._end:
+            raise RuntimeError("the trace has no results yet: they are made when its block has ended")
+        return self._recorder
+
+    @cached_property
+    def results(self) -> Results:
+        """All figures."""
+        seconds = 1e-9 * (self._end - self._begin) if self._ended else 0.0
+        return results(self._ended, seconds, self._behind, self._memory)
+
+    @property
+    def advice(self) -> str:
+        """The last line of the tables: the largest cost, and what to try."""
+        return advice(self.results)
+
+    def table(self) -> str:
+        """The tables, as text."""
+        found = self.results
+        return text_of(found, found.records * _cost_of_a_record())
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Writes a timeline as a picture, in the format of the file's ending: ``trace.plot("step.png")``.
+
+        It has a row for the caller, one for each slot, one for sums, and one for each other thread that called. Needs
+        matplotlib.
+
+        Raises:
+            RuntimeError: matplotlib is not installed.
+        """
+        found, recorder = self.results, self._ended
+        modules = ", ".join(found.modules)
+        steps = f", {found.steps} steps" if found.steps > 1 else ""
+        title = f"{modules}: {1e3 * found.seconds:.1f} ms{steps}" if modules else "no replica ran"
+        picture.draw(recorder, self._begin, found.seconds, path, title)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file that https://ui.perfetto.dev and ``chrome://tracing`` show: ``trace.save("step.json")``."""
+        saved.save(self._ended, self._begin, path)
+
+
+def trace() -> Trace:
+    """Records a few steps, to see where their time goes: ``with dataparallel.trace() as trace: ...; print(trace)``.
+
+    It records the calls of all wrappers and forms, in all threads, and on the thread of the block all that happens in
+    between. Let the steps before it settle what is only done once: the choice of permits, compilers, allocators.
+
+    The tables say how long each stage took on the calling thread, what each replica did and waited for, what was sent
+    between devices, and what memory it took. Times are the host's. Where devices have events with times, the replicas'
+    forward passes and the backward passes are timed on the devices too.
+
+    When the block begins, the peaks of ``torch.accelerator.max_memory_allocated`` are set back on all devices. When it
+    ends, the host waits for the devices. In between ``torch.autograd.backward`` and ``torch.autograd.grad`` are other
+    functions, which call torch's. One trace runs at a time.
+    """
+    return Trace()
+
+
+def _cost_of_a_record() -> float:
+    """Seconds that one range takes, by trying."""
+    recorder, seconds = Recorder(), math.inf
+    for _ in range(_TRIES):
+        begin = time.perf_counter()
+        for _ in range(_RANGES):
+            with recorder.stage("tried"):
+                pass
+        seconds = min(seconds, (time.perf_counter() - begin) / _RANGES)
+    return seconds

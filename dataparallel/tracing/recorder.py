@@ -1,0 +1,300 @@
+"""Takes down what happens while a trace runs, from any thread: ranges, waits for permits, copies, gradients.
+
+It is the `dataparallel.profiling.Recorder` of the process between `start` and `stop`. It computes nothing: the results
+are made after the block. Nothing here waits, and lists are only appended to, which is one step of the interpreter. So
+threads need no lock, and a range that another thread ends after the block is in no result.
+
+Times are nanoseconds of ``time.perf_counter_ns``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from dataparallel import _torch, profiling
+from dataparallel.forks import in_forked_child
+from dataparallel.streams.current import current_streams
+from dataparallel.tracing.clocks import ThreadClocks
+from dataparallel.tracing.device_times import DeviceClock, Marks
+
+__all__ = ["ENGINE", "Copy", "Gradients", "Recorder", "Span", "Thread", "Wait", "start", "stop"]
+
+T = TypeVar("T")
+
+ENGINE = "autograd engine"
+"""The name of threads that Python has not started: those are torch's."""
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A thread that has recorded something. Numbers are in the order of first use; the caller's is 0."""
+
+    number: int
+    name: str
+
+
+@dataclass
+class Span:
+    """A range that has ended.
+
+    Attributes:
+        name: of the stage; "replica" for a replica's forward.
+        detail: what it belongs to: a form, or the class of a replica or of an optimizer.
+        slot: the slot that it works for, if it is one slot's.
+        call: the number of the call whose replica it is, or of the optimizer; else -1.
+        thread: the thread that it ran in.
+        start, end: when.
+        ran: for how long its thread ran.
+        core: for how long its thread had no core; ``None`` if the system does not tell, or if it was not asked. Ranges
+            of one slot inside of others are many and short, and asking would take longer than anything else here.
+        marks: marks on a device's stream at both ends, if it is timed there.
+    """
+
+    name: str
+    detail: str
+    slot: int | None
+    call: int
+    thread: Thread
+    start: int
+    end: int
+    ran: int
+    core: int | None
+    marks: tuple[Marks, Marks] | None
+
+
+class Wait(NamedTuple):
+    """A replica had no permit."""
+
+    call: int
+    slot: int
+    start: int
+    end: int
+
+
+class Copy(NamedTuple):
+    """A copy was launched, in a range of this name ("" outside of all)."""
+
+    stage: str
+    route: str
+    number_of_bytes: int
+    source: torch.device
+    target: torch.device
+    time: int
+
+
+class Gradients(NamedTuple):
+    """A bucket was complete on a slot."""
+
+    slot: int
+    thread: Thread
+    time: int
+
+
+class _OfThread(threading.local):
+    """What one thread has of one recorder."""
+
+    def __init__(self, made: Callable[[], Thread]) -> None:
+        self.thread = made()
+        self.clocks = ThreadClocks()
+        self.open: list[str] = []
+        self.optimizers: dict[int, _Range] = {}  # by id: their steps that have begun
+
+
+class Recorder:
+    """What is recorded.
+
+    Attributes:
+        spans, waits, copies, marks: see the classes; in the order in which they ended.
+        devices: of the slots that have run, in order.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.waits: list[Wait] = []
+        self.copies: list[Copy] = []
+        self.marks: list[Gradients] = []
+        self.devices: dict[int, torch.device] = {}
+        self.clock = DeviceClock()
+        self._optimizers: dict[int, int] = {}
+        self._numbers, self._calls = itertools.count(), itertools.count()
+        self._of_thread = _OfThread(self._new_thread)
+        self.caller = self._of_thread.thread
+
+    def _new_thread(self) -> Thread:
+        ident = threading.get_ident()
+        thread = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
+        # Python makes a thread object with such a name when code in a thread of torch asks for the current thread.
+        if thread is None or thread.name.startswith("Dummy-"):
+            return Thread(next(self._numbers), ENGINE)
+        return Thread(next(self._numbers), thread.name)
+
+    # ---- profiling.Recorder ------------------------------------------------------------------------------------------
+
+    def stage(
+        self, name: str, detail: str = "", slot: int | None = None, profiled: AbstractContextManager[Any] | None = None
+    ) -> _Range:
+        """See `profiling.Recorder`."""
+        return _Range(self, self._of_thread, name, detail, slot, profiled=profiled)
+
+    def replicas(self, module: str, devices: list[torch.device]) -> _Replicas:
+        """See `profiling.Recorder`."""
+        self.devices.update(enumerate(devices))
+        return _Replicas(self, next(self._calls), module, devices)
+
+    def sent(self, route: str, number_of_bytes: int, source: torch.device, target: torch.device) -> None:
+        """See `profiling.Recorder`."""
+        now, ranges = time.perf_counter_ns(), self._of_thread.open
+        # In a thread of the engine most copies are in no range: those of the gather's backward, for example.
+        stage = ranges[-1] if ranges else "backward" if _torch.is_in_backward() else ""
+        self.copies.append(Copy(stage, route, number_of_bytes, source, target, now))
+
+    def gradients(self, slot: int) -> None:
+        """See `profiling.Recorder`."""
+        self.marks.append(Gradients(slot, self._of_thread.thread, time.perf_counter_ns()))
+
+    # ---- what `torch_calls` sees -------------------------------------------------------------------------------------
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """The range of a call of the autograd engine, timed on the devices of all slots too."""
+        return _Range(self, self._of_thread, "backward", streams=current_streams(self.devices.values()))
+
+    def optimizer_begins(self, optimizer: object) -> None:
+        """The step of an optimizer begins. If it fails, nobody says so, and its range is dropped."""
+        number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
+        begun = _Range(self, self._of_thread, "optimizer", type(optimizer).__name__, call=number)
+        self._of_thread.optimizers[id(optimizer)] = begun.begin()
+
+    def optimizer_ends(self, optimizer: object) -> None:
+        """The step has ended. It may have begun before the block."""
+        begun = self._of_thread.optimizers.pop(id(optimizer), None)
+        if begun is not None:
+            begun.end()
+
+
+class _Range:
+    """A context: one range of the thread that enters it."""
+
+    __slots__ = (
+        "_asks_for_core", "_call", "_core", "_detail", "_marks", "_name", "_of_thread", "_profiled", "_ran",
+        "_recorder", "_slot", "_start", "_streams",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        of_thread: _OfThread,
+        name: str,
+        detail: str = "",
+        slot: int | None = None,
+        call: int = -1,
+        profiled: AbstractContextManager[Any] | None = None,
+        streams: Mapping[torch.device, torch.Stream] | None = None,
+    ) -> None:
+        self._recorder, self._of_thread = recorder, of_thread
+        self._name, self._detail, self._slot, self._call = name, detail, slot, call
+        self._profiled, self._streams = profiled, streams
+        self._asks_for_core = slot is None or call >= 0
+
+    def begin(self) -> _Range:
+        """Reads the clocks last, so that the range has as little of its own cost as possible."""
+        clocks = self._of_thread.clocks
+        self._marks = self._recorder.clock.marks(self._streams) if self._streams else None
+        self._core = clocks.waited_for_core() if self._asks_for_core else None
+        self._ran = clocks.ran()
+        self._start = time.perf_counter_ns()
+        return self
+
+    def end(self) -> None:
+        """Reads the clocks first."""
+        end = time.perf_counter_ns()
+        of_thread, recorder = self._of_thread, self._recorder
+        ran = of_thread.clocks.ran() - self._ran
+        core = of_thread.clocks.waited_for_core() if self._asks_for_core else None
+        marks = None
+        if self._marks and self._streams:
+            marks = self._marks, recorder.clock.marks(self._streams)
+        recorder.spans.append(
+            Span(
+                self._name, self._detail, self._slot, self._call, of_thread.thread, self._start, end, ran,
+                None if core is None or self._core is None else core - self._core, marks,
+            )
+        )  # fmt: skip
+
+    def __enter__(self) -> _Range:
+        if self._profiled is not None:
+            self._profiled.__enter__()
+        self._of_thread.open.append(self._name)
+        return self.begin()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.end()
+        self._of_thread.open.pop()
+        if self._profiled is not None:
+            self._profiled.__exit__(kind, error, traceback)
+
+
+class _Replicas:
+    """The `profiling.Replicas` of one call."""
+
+    def __init__(self, recorder: Recorder, call: int, module: str, devices: list[torch.device]) -> None:
+        self._recorder, self._call, self._module, self._devices = recorder, call, module, devices
+        self._streams = current_streams(devices)  # the caller's, which become the replicas'
+        self._waiting = dict.fromkeys(range(len(devices)), time.perf_counter_ns())
+
+    def run(self, slot: int, task: Callable[[], T]) -> T:
+        """See `profiling.Replicas`."""
+        recorder = self._recorder
+        device, profiled = self._devices[slot], profiling.profiled(f"replica {slot}")
+        own = {device: self._streams[device]} if device in self._streams else None
+        with _Range(recorder, recorder._of_thread, "replica", self._module, slot, self._call, profiled, own):
+            return task()
+
+    def waits(self, slot: int) -> None:
+        """See `profiling.Replicas`."""
+        self._waiting[slot] = time.perf_counter_ns()
+
+    def admitted(self, slot: int) -> None:
+        """See `profiling.Replicas`."""
+        since = self._waiting.pop(slot, None)
+        if since is not None:
+            self._recorder.waits.append(Wait(self._call, slot, since, time.perf_counter_ns()))
+
+
+_changing = threading.Lock()
+
+
+@in_forked_child
+def _start_afresh_after_fork() -> None:
+    """Another thread may have held the lock when the process was forked."""
+    global _changing
+    _changing = threading.Lock()
+
+
+def start(recorder: Recorder) -> None:
+    """From now on this records.
+
+    Raises:
+        RuntimeError: another trace runs in this process.
+    """
+    with _changing:
+        if profiling.recorder is not None:
+            raise RuntimeError(
+                "a trace runs in this process already, and it records the calls of all threads: end its block before "
+                "another one begins"
+            )
+        profiling.recorder = recorder
+
+
+def stop(recorder: Recorder) -> None:
+    """From now on this records no more, except what has begun."""
+    with _changing:
+        if profiling.recorder is recorder:
+            profiling.recorder = None

@@ -1,0 +1,82 @@
+"""What tests of programs around a wrapper share: the ways to use several slots, models of two parts, and counts.
+
+A *way* makes a module run on slots and returns what to call. `Between` has layers of its own before and after a module,
+so a compiled program has something to compile on both sides of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from dataparallel import DataParallel
+from dataparallel.composable import fully_shard, replicate
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "DataParallel": lambda module, slots: DataParallel(module, slots),
+    "replicate": lambda module, slots: replicate(module, devices=slots),
+    "fully_shard": lambda module, slots: fully_shard(module, devices=slots),
+}
+
+
+class Between(nn.Module):
+    """Two layers, and between them another module."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(4, 4), inner, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.inner(self.before(x).relu()).tanh())
+
+
+def inner() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def between(root: Any) -> Between:
+    """With the same values each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Between(inner()).double().to(root)
+
+
+def batches(root: Any, sizes: Sequence[int]) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for size in sizes:
+        yield torch.randn(size, 4, dtype=torch.float64, generator=generator).to(root)
+
+
+def whole(tensor: Any) -> Tensor:
+    """The tensor, or the whole of a sharded one."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_same_parameters(model: nn.Module, expected: nn.Module, atol: float = 1e-9) -> None:
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.detach()), theirs.detach(), atol=atol, rtol=0)
+
+
+def number_of_graphs() -> int:
+    """How many graphs have been compiled since the counters were cleared."""
+    return counters["stats"]["unique_graphs"]
+
+
+def graph_breaks() -> dict[str, int]:
+    """Why graphs have ended, and how often, since the counters were cleared."""
+    return dict(counters["graph_break"])
+
+
+def compiled_files() -> set[str]:
+    """The files of all functions that the compiler has looked at since `forget_what_was_compiled`."""
+    return {metrics.co_filename for metrics in torch._dynamo.utils.get_compilation_metrics()}
+
+
+def forget_what_was_compiled() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    counters.clear()

@@ -1,0 +1,132 @@
+"""`replicate` with compiled modules: the replicas are compiled, and the module's own call is not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compiled_nets import (
+    BACKEND,
+    Breaks,
+    Net,
+    Tied,
+    assert_same,
+    batch,
+    build,
+    steps,
+)
+from dataparallel import composable
+
+Since = Callable[[], Any]
+
+
+def compile_argument(net: nn.Module, slots: list, **options: Any) -> nn.Module:
+    return composable.replicate(net, devices=slots, compile={"backend": BACKEND, **options})
+
+
+def compiled_before(net: nn.Module, slots: list, **options: Any) -> nn.Module:
+    return composable.replicate(torch.compile(net, **{"backend": BACKEND, **options}), devices=slots)
+
+
+def compiled_in_place(net: nn.Module, slots: list, **options: Any) -> nn.Module:
+    net.compile(**{"backend": BACKEND, **options})
+    return composable.replicate(net, devices=slots)
+
+
+def compiled_after(net: nn.Module, slots: list, **options: Any) -> nn.Module:
+    composable.replicate(net, devices=slots)
+    net.compile(**{"backend": BACKEND, **options})
+    return net
+
+
+def parts_compiled(net: nn.Module, slots: list, **options: Any) -> nn.Module:
+    for child in net.children():
+        child.compile(**{"backend": BACKEND, **options})
+    return composable.replicate(net, devices=slots)
+
+
+WAYS = [compile_argument, compiled_before, compiled_in_place, compiled_after, parts_compiled]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def way(request: pytest.FixtureRequest) -> Callable[..., nn.Module]:
+    return request.param
+
+
+def expected_steps(slots: list, root: torch.device, batches: list, make: type[nn.Module] = Net) -> list:
+    net = build(root, make)
+    return steps(composable.replicate(net, devices=slots), net, batches)
+
+
+@pytest.mark.slots(2, long=[3, 8])
+@pytest.mark.parametrize("make", [Net, Tied, Breaks], ids=lambda make: make.__name__)
+def test_steps_equal_those_of_replicas_that_are_not_compiled(
+    make: type[nn.Module], way: Callable, slots: list, root: torch.device, since: Since
+):
+    size = 4 * len(slots)
+    batches = [batch(root, count) for count in (size, size, size - len(slots), size, size - len(slots))]
+    expected = expected_steps(slots, root, batches, make)
+    net = build(root, make)
+    assert_same(steps(way(net, slots), net, batches), expected)
+    assert since().total > 0
+    assert since().eager.total() == 0
+
+
+@pytest.mark.slots(1)
+@pytest.mark.parametrize("make", [compile_argument, compiled_in_place, compiled_after], ids=lambda make: make.__name__)
+def test_a_single_slot_is_compiled_too(make: Callable, slots: list, root: torch.device, since: Since):
+    batches = [batch(root)] * 2
+    expected = expected_steps(slots, root, batches)
+    net = build(root)
+    assert_same(steps(make(net, slots), net, batches), expected)
+    assert since().compilations == {torch.device(slots[0]): 1}
+
+
+def test_one_compilation_for_each_device_and_mode(way: Callable, slots: list, root: torch.device, since: Since):
+    net = build(root)
+    model = way(net, slots)
+    parts = 1 if way is not parts_compiled else 3
+    devices = {torch.device(slot) for slot in slots}
+    for _ in range(4):
+        model(batch(root)).sum().backward()
+    assert since().compilations == dict.fromkeys(devices, parts)
+    net.eval()
+    expected = net.last(net.norm(net.first(batch(root))).relu()).detach() if parts == 1 else None
+    with torch.no_grad():
+        for _ in range(4):
+            found = model(batch(root))
+    assert since().compilations == dict.fromkeys(devices, 2 * parts)
+    if expected is not None:
+        torch.testing.assert_close(found, expected)
+
+
+def test_hooks_on_the_module_run_once_on_the_whole_batch(way: Callable, slots: list, root: torch.device):
+    net = build(root)
+    model = way(net, slots)
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    model(batch(root))
+    assert seen == [12]
+
+
+def test_accumulation_without_sums(way: Callable, slots: list, root: torch.device):
+    def gradients(make: Callable) -> list:
+        net = build(root)
+        model = make(net, slots)
+        with model.no_sync():
+            model(batch(root)).square().sum().backward()
+        model(batch(root, 9)).square().sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    expected = gradients(lambda net, slots: composable.replicate(net, devices=slots))
+    assert_same(gradients(way), expected)
+
+
+def test_a_compiled_module_needs_no_argument(slots: list, root: torch.device):
+    net = build(root)
+    net.compile(backend=BACKEND)
+    with pytest.raises(ValueError, match="this Net is compiled already"):
+        composable.replicate(net, devices=slots, compile=True)
+    assert type(net) is Net

@@ -1,0 +1,107 @@
+"""What tests of compiled replicas share: models, ways to compile them, and what one device computes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel
+
+BACKEND = "aot_eager"
+
+
+class Net(nn.Module):
+    """Two layers and a norm, so that a forward changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).relu())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.out.weight = self.into.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.out(self.into(x).tanh())
+
+
+class Breaks(nn.Module):
+    """A graph break in its forward, and an attribute that forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        h = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.last(h)
+
+
+def compile_argument(net: nn.Module, slots: list, **options: Any) -> DataParallel:
+    return DataParallel(net, slots, compile={"backend": BACKEND, **options})
+
+
+def compiled_before(net: nn.Module, slots: list, **options: Any) -> DataParallel:
+    return DataParallel(torch.compile(net, **{"backend": BACKEND, **options}), slots)
+
+
+def compiled_in_place(net: nn.Module, slots: list, **options: Any) -> DataParallel:
+    net.compile(**{"backend": BACKEND, **options})
+    return DataParallel(net, slots)
+
+
+def parts_compiled(net: nn.Module, slots: list, **options: Any) -> DataParallel:
+    for child in net.children():
+        child.compile(**{"backend": BACKEND, **options})
+    return DataParallel(net, slots)
+
+
+def parts_wrapped(net: nn.Module, slots: list, **options: Any) -> DataParallel:
+    for name, child in [*net.named_children()]:
+        setattr(net, name, torch.compile(child, **{"backend": BACKEND, **options}))
+    return DataParallel(net, slots)
+
+
+WAYS = [compile_argument, compiled_before, compiled_in_place, parts_compiled, parts_wrapped]
+
+
+def build(root: Any, make: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return make().double().to(root)
+
+
+def batch(root: Any, count: int = 12) -> Tensor:
+    return torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
+
+
+def state_and_gradients(net: nn.Module) -> list[Tensor]:
+    return [*net.state_dict().values(), *(p.grad for p in net.parameters() if p.grad is not None)]
+
+
+def steps(wrapper: nn.Module, net: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    """Losses, then parameters, buffers and last gradients, after a step of AdamW for each batch."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    losses = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss = wrapper(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *state_and_gradients(net)]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,343 @@
+"""Full states of models over machines: saved together, loaded with other machines, other devices, or one device."""
+
+import contextlib
+import io
+import time
+import warnings
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, distributed, nn
+
+from dataparallel.composable import CPUOffloadPolicy, fully_shard, replicate
+from dataparallel.sharded import ShardedTensor
+from dataparallel.testing.cases import adamw
+from dataparallel.testing.steps import assert_equal
+from machine_ranks import on_machines
+from sharded_machines import EACH_SPREAD, SPREADS, batches, batches_of_rank, mean_of, spread, sum_of_squares
+from sharded_models import on_meta
+from sharded_steps import MODELS, Trained, assert_all_sharded, assert_same, on_device, sharded, train
+
+pytestmark = [pytest.mark.usefixtures("one_intra_op_thread")]
+
+MODEL = "gpt"
+STEPS = 2
+LIMIT = 20.0
+"""Seconds for what would otherwise wait for the group's timeout of 90."""
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def resumed(model: nn.Module, saved: Any) -> torch.optim.Optimizer:
+    """An optimizer for the model, with the saved state of both, if there is one."""
+    optimizer = adamw(model.parameters())
+    if saved is not None:
+        fully_shard.load_full_state_dict(model, saved, optimizer)
+    return optimizer
+
+
+def load(path: Path | None) -> Any:
+    return None if path is None else torch.load(path, weights_only=True)
+
+
+def steps_of_rank(
+    rank: int, devices: list, way: str, begin: int, path: Path | None, to: Path, **options: Any
+) -> Trained:
+    """Some steps of one machine, from the state in one file to that in another one, which the first machine writes."""
+    model = sharded(on_device(MODELS[MODEL].build, devices[0]), devices, **spread(way), **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0 if path is not None else 0.0)  # other values, which the load replaces
+    optimizer = resumed(model, load(path))
+    ranks = distributed.get_world_size()
+    of_rank = islice(batches_of_rank(MODEL, rank, ranks, devices[0]), begin, None)
+    found = train(model, of_rank, optimizer, STEPS, loss=sum_of_squares)
+    saved = fully_shard.full_state_dict(model, optimizer)
+    assert_plain(saved)
+    if rank == 0:
+        torch.save(saved, to)
+    if way != "hybrid":
+        assert_all_sharded(model)
+    found.losses = []
+    return found
+
+
+def assert_plain(saved: Any) -> None:
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(saved) if isinstance(leaf, Tensor)]
+    assert {(type(leaf), leaf.device.type, leaf.requires_grad) for leaf in leaves} == {(Tensor, "cpu", False)}
+
+
+def steps_here(slots: list | None, ranks: int, begin: int, path: Path | None, to: Path) -> Trained:
+    """The same steps of one machine with all samples, on these slots or on one device."""
+    model = on_device(MODELS[MODEL].build, "cpu" if slots is None else slots[0])
+    if slots is not None:
+        sharded(model, slots)
+    optimizer = resumed(model, load(path))
+    found = train(model, islice(batches(MODEL, ranks), begin, None), optimizer, STEPS, loss=mean_of(ranks))
+    torch.save(fully_shard.full_state_dict(model, optimizer), to)
+    return found
+
+
+@EACH_SPREAD
+def test_training_moves_between_machines_and_devices(
+    way: str, make_slots: Callable[[int], list], tmp_path: Path
+) -> None:
+    """From machines with two devices each to one with three, to one device, and to machines again."""
+    ranks = SPREADS[way][0]
+    slots = 1 if ranks > 2 else 2
+    files = [tmp_path / f"{number}.pt" for number in range(4)]
+    moving = [on_machines(steps_of_rank, way, 0, None, files[0], ranks=ranks, slots=slots)]
+    moving += [[steps_here(make_slots(3), ranks, STEPS, files[0], files[1])]]
+    moving += [[steps_here(None, ranks, 2 * STEPS, files[1], files[2])]]
+    moving += [on_machines(steps_of_rank, way, 3 * STEPS, files[2], files[3], ranks=ranks, slots=slots)]
+    before = None
+    for number, all_found in enumerate(moving):
+        still = tmp_path / f"still {number}.pt"
+        expected = steps_here(None, ranks, number * STEPS, before, still)
+        before = still
+        for found in all_found:
+            assert_same(found, expected, losses=False)
+        for mine, theirs in zip(load(files[number]), load(still), strict=True):
+            assert_equal(dict(mine), dict(theirs), "state", atol=1e-9)
+
+
+def goes_on(rank: int, devices: list, way: str, options: dict[str, Any]) -> None:
+    """A training that is saved and loaded has the bits of one that is not."""
+    ranks = distributed.get_world_size()
+    found = []
+    for is_moved in (False, True):
+        model, saved = None, None
+        for begin in (0, STEPS):
+            if model is None or is_moved:
+                model = sharded(on_device(MODELS[MODEL].build, devices[0]), devices, **spread(way), **options)
+                optimizer = resumed(model, saved)
+            of_rank = islice(batches_of_rank(MODEL, rank, ranks, devices[0]), begin, None)
+            trained = train(model, of_rank, optimizer, STEPS, loss=sum_of_squares)
+            saved = fully_shard.full_state_dict(model, optimizer)
+        found.append(trained)
+    assert_same(*found, losses=False, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}], ids=["", "offloaded"])
+@pytest.mark.parametrize("way", ["1-D", "hybrid"])
+def test_training_goes_on_to_the_bit(way: str, options: dict[str, Any]) -> None:
+    on_machines(goes_on, way, options)
+
+
+# ---- what is saved and loaded ----------------------------------------------------------------------------------------
+
+
+class Kept(nn.Module):
+    """Parts of all sizes, a tied weight, a 0-dim parameter, buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.few = nn.Parameter(torch.arange(3.0))
+        self.register_buffer("table", torch.randn(5))
+        self.register_buffer("scratch", torch.zeros(5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))) * self.scale + self.few.sum() + self.table
+
+
+def kept(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return Kept().double()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, device: Any) -> None:
+    model(torch.ones(4, 5, dtype=torch.float64, device=device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saves(rank: int, devices: list, way: str) -> Any:
+    model = fully_shard(on_device(kept, devices[0]), devices=devices, **spread(way))
+    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
+    step(model, optimizer, devices[0])
+    saved = fully_shard.full_state_dict(model, optimizer)
+    assert saved[0]["first.weight"] is saved[0]["second.weight"]
+    before = {name: value.clone() for name, value in saved[0].items()}
+    step(model, optimizer, devices[0])
+    assert_equal(dict(saved[0]), before, "saved", atol=0)  # no memory of the model
+    return saved
+
+
+@pytest.mark.parametrize("way", ["1-D", "2-D", "hybrid"])
+def test_every_rank_has_what_one_device_saves(way: str) -> None:
+    ranks = SPREADS[way][0]
+    found = on_machines(saves, way, ranks=ranks, slots=1 if ranks > 2 else 2)
+    one = kept()
+    optimizer = torch.optim.NAdam(one.parameters(), lr=1e-2)
+    step(one, optimizer, "cpu")
+    for of_model, of_optimizer in found:
+        assert [*of_model] == [*one.state_dict()]
+        assert of_model._metadata == one.state_dict()._metadata
+        assert_equal(dict(of_model), dict(one.state_dict()), "model", atol=1e-12)
+        assert_equal(of_optimizer["state"], optimizer.state_dict()["state"], "optimizer", atol=1e-12)
+        assert_equal(
+            [dict(of_model), of_optimizer["state"]], [dict(found[0][0]), found[0][1]["state"]], "ranks", atol=0
+        )
+
+
+def loads_on_meta(rank: int, devices: list, way: str, state: Any) -> None:
+    model = on_meta(kept)
+    fully_shard(model, devices=devices, **spread(way))
+    model.scratch = torch.zeros(5, dtype=torch.float64, device=devices[0])
+    parameters = [*model.parameters()]
+    fully_shard.load_full_state_dict(model, state)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert_equal(dict(fully_shard.full_state_dict(model)), dict(state), "state", atol=0)
+
+
+@pytest.mark.parametrize("way", ["1-D", "hybrid"])
+def test_a_model_on_meta_gets_memory(way: str) -> None:
+    on_machines(loads_on_meta, way, kept(3).state_dict())
+
+
+def pickles(rank: int, devices: list) -> None:
+    model = fully_shard(on_device(kept, devices[0]), devices=devices, **spread("1-D"))
+    with pytest.raises(TypeError, match=r"cannot be pickled.*fully_shard\.full_state_dict\(model\)"):
+        torch.save(model.state_dict(), io.BytesIO())
+    hybrid = fully_shard(on_device(kept, devices[0]), devices=devices, **spread("hybrid"))
+    torch.save(hybrid.state_dict(), io.BytesIO())  # every rank has all of it
+    if rank == 0:
+        assert_plain(fully_shard.full_state_dict(hybrid))  # no other rank is asked
+
+
+def test_what_is_here_in_part_is_not_pickled() -> None:
+    on_machines(pickles)
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The type and the words of an error that does not come late."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        seconds = time.monotonic() - began
+        return f"{type(error).__name__}: {error}" if seconds < LIMIT else f"late, after {seconds} s: {error}"
+    return "nothing was raised"
+
+
+def fails(rank: int, devices: list, way: str) -> dict[str, str]:
+    """What each rank says where the last one fails. In between everything works."""
+    is_last = rank == distributed.get_world_size() - 1
+    model = fully_shard(on_device(kept, devices[0]), devices=devices, **spread(way))
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, devices[0])
+    good = fully_shard.full_state_dict(model, optimizer)
+    lacking = {name: value for name, value in good[0].items() if name != "few"}
+    another = ({**good[0], "first.weight": good[0]["first.weight"] + 1}, good[1])
+    found = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        before = [shard.clone() for p in model.parameters() for shard in p.shards]
+        found[name] = said(call)
+        after = [shard for p in model.parameters() for shard in p.shards]
+        if name != "in the middle":
+            assert_equal(after, before, name, atol=0)
+        fully_shard.load_full_state_dict(model, good, optimizer)
+
+    attempt("lacking", lambda: fully_shard.load_full_state_dict(model, lacking if is_last else good[0]))
+    attempt("no dict", lambda: fully_shard.load_full_state_dict(model, 3 if is_last else good[0]))
+    attempt("both lacking", lambda: fully_shard.load_full_state_dict(model, lacking))
+    attempt("others", lambda: fully_shard.load_full_state_dict(model, another if is_last else good, optimizer))
+    with failing_load(model) if is_last else contextlib.nullcontext():
+        attempt_in_the_middle = said(lambda: fully_shard.load_full_state_dict(model, good[0]))
+    found["in the middle"] = attempt_in_the_middle
+    if way != "hybrid":
+        attempt("save", lambda: fully_shard.full_state_dict(model, "optimizer" if is_last else optimizer))
+        attempt(
+            "other states", lambda: fully_shard.full_state_dict(model, adamw([model.few]) if is_last else optimizer)
+        )
+    step(model, optimizer, devices[0])
+    return found
+
+
+@contextlib.contextmanager
+def failing_load(model: nn.Module) -> Any:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no more memory")
+
+    hook = model._register_load_state_dict_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("way", ["1-D", "2-D", "hybrid"])
+def test_an_error_on_one_rank_is_one_on_all(way: str) -> None:
+    """Nobody waits for the timeout, and nothing is changed before all ranks can go on."""
+    ranks = SPREADS[way][0]
+    *others, last = on_machines(fails, way, ranks=ranks, slots=1 if ranks > 2 else 2)
+    assert last["lacking"].startswith("ValueError: this state dict does not fit the")
+    assert last["no dict"].startswith("TypeError: expected the state dict of a model; got int")
+    assert last["in the middle"] == "RuntimeError: no more memory"
+    for found in others:
+        assert "it lacks 'few'" in found["lacking"]
+        assert "got int" in found["no dict"]
+        assert "no more memory" in found["in the middle"]
+        for name in ("lacking", "no dict", "in the middle"):
+            assert found[name].startswith("PeerFailed: ")
+    for found in (*others, last):
+        assert "it lacks 'few'" in found["both lacking"]
+        assert found["others"].startswith(("MachinesDiffer", "PeerFailed"))
+        assert "first.weight" in found["others"]
+    if way != "hybrid":
+        assert "expected a torch.optim.Optimizer; got str" in last["save"]
+        for found in others:
+            # Without the other row of a mesh: a row saves by itself.
+            assert "got str" in found["save"] or (way == "2-D" and found["save"] == "nothing was raised")
+        for found in (others[-1], last):
+            assert found["other states"].startswith("MachinesDiffer")
+            assert "exp_avg" in found["other states"]
+
+
+# ---- torch.distributed.checkpoint ------------------------------------------------------------------------------------
+
+
+def checkpoints(rank: int, devices: list, form: str, directory: Path) -> None:
+    """All ranks save with torch's own function, and load into a model of other values."""
+    made = {
+        "fully_shard": lambda: fully_shard(on_device(kept, devices[0]), devices=devices, **spread("1-D")),
+        "replicate": lambda: replicate(on_device(kept, devices[0]), devices=devices),
+    }[form]
+    model = made()
+    state: Any = fully_shard.full_state_dict(model)  # the form's own, or a plain copy
+    dcp.save({"model": dict(state)}, checkpoint_id=directory)
+    other = made()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(3)
+    into = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
+    dcp.load(into, checkpoint_id=directory)
+    fully_shard.load_full_state_dict(other, into["model"])
+    assert_equal(dict(fully_shard.full_state_dict(other)), dict(state), "state", atol=0)
+
+
+@pytest.mark.parametrize("form", ["fully_shard", "replicate"])
+def test_torchs_checkpoints_take_full_states(form: str, slots: list, tmp_path: Path) -> None:
+    """Written by two machines, read by them, and by one process without ranks."""
+    on_machines(checkpoints, form, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that there is one process
+        into = {"model": {name: torch.zeros_like(value) for name, value in kept(5).state_dict().items()}}
+        dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
+    model = fully_shard(on_device(lambda: kept(5), slots[0]), devices=slots)
+    fully_shard.load_full_state_dict(model, into["model"])
+    assert all(isinstance(parameter, ShardedTensor) for parameter in model.parameters())
+    assert_equal(dict(fully_shard.full_state_dict(model)), dict(kept().state_dict()), "state", atol=0)

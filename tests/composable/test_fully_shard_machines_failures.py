@@ -1,0 +1,226 @@
+"""`fully_shard` over machines: what fails on one machine fails on all in the same step, and changes no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+from dataparallel.composable import fully_shard
+from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
+from machine_ranks import on_machines
+from sharded_machines import EACH_SPREAD, SPREADS, spread
+from sharded_steps import gradients, whole
+
+pytestmark = [pytest.mark.usefixtures("one_intra_op_thread")]
+
+
+class Fault(Exception):
+    """What a test raises."""
+
+
+class Failing(torch.autograd.Function):
+    """Raises in backward if it is told to."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Failing.fails:
+            raise Fault("backward")
+        return grad
+
+
+class Net(nn.Module):
+    """Three units. ``fails_in`` says where its next step fails; ``swapped`` runs units in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.last = nn.Linear(5, 1)
+        self.double()
+
+    fails_in = ""
+    swapped = False
+    skipped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        Failing.fails = Net.fails_in == "backward"
+        layers = [self.layers[i] for i in ((1, 0, 2) if Net.swapped else (0, 1, 2))]
+        for number, layer in enumerate(layers[: 2 if Net.skipped else 3]):
+            if Net.fails_in == f"forward {number}":
+                raise Fault("forward")
+            x = torch.tanh(layer(x))
+            if number == 1:
+                x = Failing.apply(x)
+        if Net.fails_in == "the last of forward":
+            raise Fault("forward")
+        return self.last(x)
+
+
+def made(devices: list[Any], way: str, **options: Any) -> Any:
+    net, where = Net().to(devices[0]), spread(way)
+    for layer in net.layers:
+        fully_shard(layer, devices=devices, **where, **options)
+    return fully_shard(net, devices=devices, **where, **options)
+
+
+def batch(devices: list[Any], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 10 + distributed.get_rank())
+    return torch.randn(4, 5, dtype=torch.float64, generator=generator).to(devices[0])
+
+
+def step(net: Any, devices: list[Any], seed: int) -> None:
+    net(batch(devices, seed)).square().sum().backward()
+
+
+def raised(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(ours.values(), theirs.values(), strict=True)
+    )
+
+
+def a_step_that_fails(rank: int, devices: list[Any], way: str, where: str, options: dict[str, Any]) -> Any:
+    """The errors of two bad steps. Gradients do not change in them, and in the next step they are right."""
+    net, twin = made(devices, way, **options), made(devices, way, **options)
+    step(net, devices, 1)
+    step(twin, devices, 1)
+    before, errors = gradients(net), []
+    for seed in (2, 3):
+        Net.fails_in = where if rank == distributed.get_world_size() - 1 else ""
+        error = raised(lambda seed=seed: step(net, devices, seed))
+        Net.fails_in = ""
+        errors.append((type(error), str(error)))
+        assert same(gradients(net), before)
+    step(net, devices, 4)
+    step(twin, devices, 4)
+    assert same(gradients(net), gradients(twin))
+    return errors
+
+
+@EACH_SPREAD
+@pytest.mark.parametrize("where", ["forward 0", "forward 2", "the last of forward", "backward"])
+def test_a_step_that_fails_on_one_machine_fails_on_all_and_the_next_works(way, where):
+    ranks = SPREADS[way][0]
+    found = on_machines(a_step_that_fails, way, where, {}, ranks=ranks, slots=1 if ranks > 2 else 2, group_timeout=20)
+    *others, failed = found
+    for kind, text in failed:
+        assert (kind, text) == (Fault, where.split()[0].replace("the", "forward"))
+    for errors in others:
+        for kind, text in errors:
+            assert kind is PeerFailed
+            assert "Fault" in text or "has failed" in text
+
+
+@pytest.mark.parametrize("where", ["forward 2", "backward"])
+def test_also_if_nothing_is_gathered_in_backward(where):
+    found = on_machines(a_step_that_fails, "1-D", where, {"reshard_after_forward": False}, group_timeout=20)
+    assert [[kind for kind, _ in errors] for errors in found] == [[PeerFailed] * 2, [Fault] * 2]
+
+
+def another_order(rank: int, devices: list[Any], way: str) -> Any:
+    net = made(devices, way)
+    Net.swapped = rank == 1
+    error = raised(lambda: step(net, devices, 1))
+    Net.swapped = False
+    clean = all(grad is None for grad in gradients(net).values())
+    step(net, devices, 2)
+    return type(error), str(error), clean
+
+
+def test_units_in_another_order_are_an_error_on_each_machine():
+    for kind, text, clean in on_machines(another_order, "1-D", group_timeout=20):
+        assert kind is MachinesDiffer
+        assert "layers.1" in text
+        assert "layers.0" in text
+        assert clean
+
+
+def fewer_units(rank: int, devices: list[Any], way: str) -> Any:
+    net = made(devices, way)
+    Net.skipped = rank == 1
+    return type(raised(lambda: step(net, devices, 1)))
+
+
+def test_a_unit_that_one_machine_does_not_use_is_an_error_where_it_is_sharded_over_machines():
+    assert all(issubclass(kind, MachinesError) for kind in on_machines(fewer_units, "1-D", group_timeout=5))
+
+
+def another_model(rank: int, devices: list[Any], way: str) -> Any:
+    net = nn.Linear(5, 4 + (rank == 0))
+    error = raised(lambda: fully_shard(net, devices=devices, **spread(way)))
+    return type(error), str(error), isinstance(net, fully_shard._form_class)
+
+
+@EACH_SPREAD
+def test_models_that_differ_are_not_sharded(way):
+    ranks = SPREADS[way][0]
+    for kind, text, is_sharded in on_machines(another_model, way, ranks=ranks, slots=1, group_timeout=20):
+        assert issubclass(kind, MachinesError)
+        assert "weight" in text
+        assert not is_sharded
+
+
+def other_values(rank: int, devices: list[Any], way: str) -> Any:
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).to(devices[0])
+    net[1].running_mean.fill_(rank)
+    fully_shard(net, devices=devices, **spread(way))
+    return whole(net.state_dict())
+
+
+@EACH_SPREAD
+def test_all_have_the_values_of_the_first(way):
+    ranks = SPREADS[way][0]
+    first, *others = on_machines(other_values, way, ranks=ranks, slots=1)
+    assert all(same(first, other) for other in others)
+
+
+def values_that_come_later(rank: int, devices: list[Any], way: str) -> Any:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4))
+    where = spread(way)
+    for unit in (net[0], net):
+        fully_shard(unit, devices=devices, **where)
+    net.to_empty(device=devices[0])
+    torch.manual_seed(rank)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter)
+    with torch.no_grad():
+        net(torch.zeros(2, 5, device=devices[0]))
+    return whole(dict(net.named_parameters()))
+
+
+@EACH_SPREAD
+def test_all_have_the_same_values_also_if_they_come_after_the_form(way):
+    ranks = SPREADS[way][0]
+    first, *others = on_machines(values_that_come_later, way, ranks=ranks, slots=1)
+    assert all(same(first, other) for other in others)
+
+
+def another_group_below(rank: int, devices: list[Any]) -> Any:
+    net = nn.Sequential(nn.Linear(5, 4))
+    fully_shard(net[0], devices=devices)
+    return str(raised(lambda: fully_shard(net, devices=devices, **spread("hybrid"))))
+
+
+def test_a_tree_is_over_the_same_machines():
+    for text in on_machines(another_group_below, slots=1):
+        assert "'0' is spread over one machine" in text

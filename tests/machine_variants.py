@@ -1,0 +1,36 @@
+"""In which variants tests of several machines run, and which of them are short tests.
+
+A file of tests takes part if it imports a function that starts ranks.
+
+- With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` they run a second time, as long tests, only on slots of the CPU: what torch
+  checks is the same on all kinds of devices. It then meets all ranks before each collective and compares what they
+  issue. It waits and fails in other places than without. A test marked `not_detail` does not take part, and says why.
+- On simulated devices they are long tests, except those marked `on_streams`: most of what they see is on the host.
+"""
+
+import pytest
+
+STARTS_RANKS = {"on_machines", "on_mortal_machines", "assert_train_as_one"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "not_detail(why): does not run with TORCH_DISTRIBUTED_DEBUG=DETAIL")
+    config.addinivalue_line("markers", "on_streams: a test of several machines that is short on simulated devices too")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if not STARTS_RANKS & vars(metafunc.module).keys():
+        return
+    is_on_cpu = metafunc.config.getoption("--devices") == "cpu"
+    is_short = is_on_cpu or metafunc.definition.get_closest_marker("on_streams")
+    levels = [pytest.param("OFF", marks=() if is_short else pytest.mark.long)]
+    if is_on_cpu and not metafunc.definition.get_closest_marker("not_detail"):
+        levels.append(pytest.param("DETAIL", marks=pytest.mark.long))
+    metafunc.parametrize("debug_level", levels, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def debug_level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks of a test find in their environment."""
+    if hasattr(request, "param"):
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", request.param)

@@ -1,0 +1,182 @@
+"""Groups, meshes and devices: what they mean, and sentences for those that cannot be meant."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel.machines.arguments import (
+    machines_of,
+    one_device,
+    refuse_tensor_parallel,
+    shard_and_replicate_groups,
+)
+from machine_ranks import on_machines
+
+CPU = torch.device("cpu")
+
+
+def said(function, *args):
+    """The type and the words of the error that a call raises."""
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_nothing_given_is_no_machines():
+    assert machines_of(None, None) is None
+    assert shard_and_replicate_groups(None, None) == (None, None)
+
+
+def test_a_group_and_a_mesh():
+    for function in (machines_of, shard_and_replicate_groups):
+        with pytest.raises(ValueError, match="pass process_group or mesh, not both"):
+            function(object(), object())
+
+
+@pytest.mark.parametrize("arguments", [(object(), None), (None, object())], ids=["process_group", "mesh"])
+def test_torch_distributed_that_is_not_there(arguments, monkeypatch):
+    name = "mesh" if arguments[0] is None else "process_group"
+    for function in (machines_of, shard_and_replicate_groups):
+        with pytest.raises(RuntimeError, match=rf"^{name} was passed.* Call torch.distributed.init_process_group"):
+            function(*arguments)
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=f"^{name} was passed, but torch .* has been built without torch.distribut"):
+        machines_of(*arguments)
+
+
+def meanings(rank, devices):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = torch.distributed.group.WORLD
+    line = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = {
+        "group": machines_of(world, None, devices),
+        "mesh": machines_of(None, line),
+        "part": machines_of(None, square["shard"], devices),
+        "hybrid": shard_and_replicate_groups(world, None),
+        "1-D": shard_and_replicate_groups(None, line, devices),
+        "2-D": shard_and_replicate_groups(None, square, devices),
+    }
+    return {
+        name: [each and each.ranks for each in value] if isinstance(value, tuple) else value.ranks
+        for name, value in found.items()
+    }
+
+
+def test_what_groups_and_meshes_mean():
+    for rank, found in enumerate(on_machines(meanings, ranks=4, slots=1)):
+        row, column = rank // 2 * 2, rank % 2
+        everyone = [0, 1, 2, 3]
+        assert found == {
+            "group": everyone,
+            "mesh": everyone,
+            "part": [row, row + 1],
+            "hybrid": [None, everyone],
+            "1-D": [everyone, None],
+            "2-D": [[row, row + 1], [column, column + 2]],
+        }
+
+
+def for_cuda(mesh):
+    """The mesh, as if it were for devices that this machine lacks."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    class ForCuda(DeviceMesh):
+        device_type = "cuda"
+
+    mesh.__class__ = ForCuda
+    return mesh
+
+
+def that_sends_nothing():
+    """A group, whose backend knows no device of this process from now on."""
+    from dataparallel.machines.group import Machines
+
+    Machines.can_send = lambda self, device: False
+    return torch.distributed.group.WORLD
+
+
+def refusals(rank, devices):
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    alone = torch.distributed.new_group([0])
+    of_rank_0 = DeviceMesh("cpu", [0])
+    square = init_device_mesh("cpu", (2, 1))
+    named = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("machines", "tp", "cp"))
+    line = init_device_mesh("cpu", (2,))
+    found = {
+        "3-D": said(shard_and_replicate_groups, None, named),
+        "2-D": said(machines_of, None, square),
+        "named": said(machines_of, None, named),
+        "numbers": said(machines_of, [0, 1], None),
+        "devices": said(machines_of, None, devices),
+        "type": said(machines_of, None, for_cuda(line), [CPU]),
+        "stuck": said(machines_of, that_sends_nothing(), None, [CPU]),
+    }
+    if rank == 1:
+        found["no member"] = said(machines_of, alone, None)
+        found["not in the mesh"] = said(shard_and_replicate_groups, None, of_rank_0)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group(alone)
+    if rank == 0:
+        found["destroyed"] = said(machines_of, alone, None)
+    return found
+
+
+def test_what_is_refused():
+    first, second = on_machines(refusals, ranks=2, slots=1)
+    expected = {
+        "3-D": "ValueError: the mesh (machines=2, tp=1, cp=1) has 3 dimensions; expected one, to shard over, or two",
+        "2-D": "ValueError: the mesh (2, 1) has 2 dimensions, and a module is replicated over one dimension",
+        "named": "such as mesh['machines']",
+        "numbers": "TypeError: process_group=[0, 1]: expected a torch.distributed.ProcessGroup",
+        "devices": "TypeError: mesh=[device(type=",
+        "type": "ValueError: the mesh (2) is for devices of type cuda, and the slots of this process are of type cpu",
+        "stuck": "ValueError: the group's backend, cpu:gloo,cuda:gloo, can send neither tensors on cpu nor",
+    }
+    for found in (first, second):
+        for name, words in expected.items():
+            assert words in found[name], name
+    assert "rank 1 of all, is no member of the group" in second["no member"]
+    assert "the mesh (1): this process, rank 1 of all, is not in the mesh" in second["not in the mesh"]
+    assert "process_group has been destroyed" in first["destroyed"]
+
+
+def test_device_id_is_a_list_of_one_device():
+    assert one_device(None, None) is None
+    assert one_device(["cpu", "cpu"], None) == ["cpu", "cpu"]
+    assert one_device(None, 0) == [0]
+    assert one_device(None, "cpu") == ["cpu"]
+    with pytest.raises(ValueError, match=r"pass devices or device_id, not both: device_id=1 is devices=\[1\]"):
+        one_device([0], 1)
+    with pytest.raises(TypeError, match=r"device_id=\[0, 1\]: expected one device"):
+        one_device(None, [0, 1])
+
+
+def parallelised(rank, devices):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return [said(refuse_tensor_parallel, each) for each in (model, model[0], model[3])]
+
+
+def test_tensor_parallel_modules_are_refused_by_name():
+    for whole, part, plain in on_machines(parallelised, ranks=2, slots=1):
+        assert whole.startswith("TypeError: '0.weight', '0.bias', '2.weight' and 1 more of the Sequential are DTensors")
+        assert "use torch.distributed.fsdp.fully_shard on a mesh of two dimensions" in whole
+        assert part.startswith("TypeError: 'weight', 'bias' of the Linear are DTensors")
+        assert plain == "nothing was raised"
+
+
+def test_the_question_imports_nothing(monkeypatch):
+    """A process without DTensors need not import them."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
+    refuse_tensor_parallel(nn.Linear(2, 2))
+    assert "torch.distributed.tensor" not in sys.modules

@@ -1,0 +1,154 @@
+"""A rank is killed or stops: every other one raises within the group's timeout and five seconds, and says for what."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.futures import Future
+
+from dataparallel.machines.collectives import Transfer, all_gather_objects, all_reduce
+from dataparallel.machines.errors import PeerGone
+from dataparallel.machines.group import Machines
+from machine_ranks import Ended, on_mortal_machines
+
+GROUP_TIMEOUT = 3.0
+PHASES = [
+    "before the round",
+    "after the agreement",
+    "between collectives",
+    "in a hook",
+    "in a future",
+    "before the end",
+]
+
+
+def die(rank: int, here: bool) -> None:
+    if rank == 1 and here:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_in(rank: int, devices: list[torch.device], phase: str) -> None:
+    """One round in peace, then one in which rank 1 is killed. The others wait from the last launched to the first."""
+    machines = Machines.of(None)
+    for is_last in (False, True):
+
+        def at(here: str, is_last: bool = is_last) -> None:
+            die(rank, is_last and phase == here)
+
+        def reduce(before: str = "") -> Transfer:
+            at(before)
+            return all_reduce(machines, torch.ones(1000))
+
+        def hook() -> Future[torch.Tensor]:
+            at("in a hook")
+            flat = torch.ones(1000)
+            future = torch.distributed.all_reduce(flat, async_op=True).get_future()
+
+            def double(done: Future) -> torch.Tensor:
+                at("in a future")
+                return done.value()[0] * 2
+
+            return future.then(double)
+
+        at("before the round")
+        round = machines.launcher.begin("backward", "three buckets")
+        launched = [
+            round.launch("bucket 0", lambda: reduce("after the agreement")),
+            round.launch("bucket 1", lambda: reduce("between collectives")),
+            round.hook("bucket 2", hook),
+        ]
+        if is_last and phase == "before the end":
+            launched[-1].wait()
+            at("before the end")
+        launched.append(round.end([True]))
+        for each in reversed(launched):
+            each.wait()
+
+
+def assert_others_raise(ended: list[Ended], error: str, *words: str) -> None:
+    assert ended[1].code == -signal.SIGKILL
+    for rank, end in enumerate(ended):
+        if rank != 1:
+            assert end.code == 0
+            assert end.error is not None
+            assert end.error[0] == error, end.error
+            assert end.seconds < GROUP_TIMEOUT + 5
+            for word in words:
+                assert re.search(word, end.error[1]), end.error[1]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_is_killed(phase: str, ranks: int) -> None:
+    ended = on_mortal_machines(dies_in, phase, ranks=ranks, kind="cpu", group_timeout=GROUP_TIMEOUT)
+    assert_others_raise(
+        ended, "PeerGone", "waited for .* of .backward.", r"ranks? .*\b1\b", "Start all processes again"
+    )
+
+
+def hangs(rank: int, devices: list[torch.device]) -> None:
+    machines = Machines.of(None)
+    if rank == 1:
+        time.sleep(GROUP_TIMEOUT + 5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    machines.launcher.begin("backward", "").end([True]).wait()
+
+
+def test_a_rank_hangs() -> None:
+    ended = on_mortal_machines(hangs, ranks=3, kind="cpu", group_timeout=GROUP_TIMEOUT)
+    assert_others_raise(ended, "PeerGone", "waited for the (end|beginning) of 'backward'", "No word from rank 1\\.")
+    for rank, other in ((0, 2), (2, 0)):
+        error = ended[rank].error
+        assert error is not None
+        assert re.search(f"rank {other} (for|has)", error[1]), error[1]
+
+
+def waits_again(rank: int, devices: list[torch.device]) -> list[str]:
+    """What is raised by the first wait, by another one of the round, by a later round, and how long those take."""
+    machines = Machines.of(None)
+    if rank == 1:
+        all_gather_objects(machines, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    all_gather_objects(machines, 0)
+    round = machines.launcher.begin("backward", "")
+    waits: list[Callable[[], object]] = [round.launch("bucket 0", lambda: all_reduce(machines, torch.ones(1))).wait]
+    waits.append(round.end([True]).wait)
+    waits.append(lambda: machines.launcher.begin("backward", "").end([True]).wait())
+    said = []
+    for wait in waits:
+        with pytest.raises(PeerGone) as raised:
+            wait()
+        said.append(f"{type(raised.value).__name__}: {raised.value}")
+        began = time.monotonic()
+    assert time.monotonic() - began < 0.1
+    return said
+
+
+def test_later_waits_raise_the_same_sentence_at_once() -> None:
+    ended = on_mortal_machines(waits_again, kind="cpu", group_timeout=GROUP_TIMEOUT)
+    assert ended[0].error is None
+    assert len({*ended[0].result}) == 1
+    assert ended[0].result[0].startswith("PeerGone: rank 0 has waited for ")
+
+
+def never_done(rank: int, devices: list[torch.device]) -> None:
+    machines = Machines.of(None)
+    round = machines.launcher.begin("backward", "")
+    futures: list[Future[torch.Tensor]] = [Future()]
+    launched = round.hook("bucket 0", futures.pop)
+    end = round.end([True])
+    for each in (launched, end):
+        with pytest.raises(PeerGone, match="nothing has come within the group's timeout of 1 s"):
+            each.wait()
+
+
+def test_a_future_that_nobody_sets() -> None:
+    for ended in on_mortal_machines(never_done, kind="cpu", group_timeout=1):
+        assert ended.error is None
+        assert ended.seconds < 1 + 5

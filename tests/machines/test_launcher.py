@@ -1,0 +1,72 @@
+"""The launcher issues collectives in one order on all ranks, whatever order they are asked for in."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from dataparallel.machines.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from dataparallel.machines.group import Machines
+from dataparallel.machines.staging import stage
+from machine_ranks import on_machines
+
+
+def every_collective(rank: int, devices: list[torch.device]) -> None:
+    machines = Machines.of(None)
+    device = devices[-1]
+    round = machines.launcher.begin("backward", "one of each")
+    x = torch.arange(4.0, device=device) + rank
+    staged = [stage(machines, x.clone()) for _ in range(5)]
+    launched = [
+        round.launch("a sum", lambda: all_reduce(machines, staged[0])),
+        round.launch("a maximum", lambda: all_reduce(machines, staged[1], "max")),
+        round.launch("a broadcast", lambda: broadcast(machines, staged[2], 1)),
+        round.launch("a gather", lambda: all_gather(machines, staged[3])),
+        round.launch("a sum to all", lambda: reduce_scatter(machines, staged[4])),
+    ]
+    end = round.end([rank == 0, False, rank == 1])
+    results = [each.wait() for each in launched]
+    assert {result.device for result in results} == {device}
+    assert [result.tolist() for result in results] == [
+        [1, 3, 5, 7],
+        [1, 2, 3, 4],
+        [1, 2, 3, 4],
+        [0, 1, 2, 3, 1, 2, 3, 4],
+        [[1, 3], [5, 7]][rank],
+    ]
+    assert end.wait() == [True, False, True]
+
+
+def test_every_collective() -> None:
+    on_machines(every_collective)
+
+
+def other_streams(rank: int, devices: list[torch.device]) -> None:
+    """One stream computes, another one takes the result and uses the memory again."""
+    machines = Machines.of(None)
+    device = devices[1]
+    out = torch.zeros(8, device=device)
+    for step in range(3):
+        round = machines.launcher.begin("backward", str(step))
+        side = torch.Stream(device)
+        with side:
+            flat = torch.ones(4, device=device) * (step + rank)
+            staged = [stage(machines, flat), stage(machines, flat)]
+        launched = [
+            round.launch("a sum", partial(all_reduce, machines, staged[0])),
+            round.launch("a gather", partial(all_gather, machines, staged[1], out)),
+        ]
+        end = round.end([])
+        total, whole = (each.wait() for each in launched)
+        flat.zero_()
+        assert total.tolist() == [2.0 * step + 1] * 4
+        assert whole is out
+        assert whole.tolist() == [float(step)] * 4 + [step + 1.0] * 4
+        end.wait()
+
+
+@pytest.mark.devices("sim")
+def test_the_stream_that_takes_a_result_comes_after_the_one_that_has_computed() -> None:
+    on_machines(other_streams)

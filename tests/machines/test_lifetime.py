@@ -1,0 +1,230 @@
+"""A launcher belongs to its process, keeps nothing alive, and holds up no end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from dataparallel.machines.collectives import all_reduce, broadcast
+from dataparallel.machines.errors import MachinesError, PeerFailed
+from dataparallel.machines.group import Machines
+from dataparallel.machines.staging import stage
+from machine_ranks import on_machines, on_mortal_machines
+from processes import environment
+
+EXIT = """
+import sys, time, torch
+from datetime import timedelta
+from torch import distributed
+rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+distributed.init_process_group(
+    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=100)
+)
+from dataparallel.machines.collectives import all_reduce
+from dataparallel.machines.group import Machines
+machines = Machines.of(None)
+if what == "collective" or rank == 0:
+    round = machines.launcher.begin("backward", "")
+if rank == 0:
+    launched = round.launch("bucket 0", lambda: all_reduce(machines, torch.ones(3)))
+    if what == "failure":
+        machines.launcher.signal_failure(ValueError("no such column"))
+    time.sleep(0.5)
+    print("rank 0 ends", flush=True)
+else:
+    sys.stdin.read()  # until the test has seen rank 0 end
+"""
+
+
+@pytest.mark.parametrize("what", ["agreement", pytest.param("collective", marks=pytest.mark.long)])
+def test_the_interpreter_ends_with_work_under_way(what: str, tmp_path: Path) -> None:
+    """torch alone would wait for the other rank, or for the group's timeout."""
+    variables = environment(GLOO_SOCKET_IFNAME="lo0" if sys.platform == "darwin" else "lo")
+    second, first = (
+        subprocess.Popen(
+            [sys.executable, "-c", EXIT, rank, str(tmp_path), what],
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "10"
+    )
+    try:
+        assert first.stdin is not None
+        assert first.communicate(timeout=40)[0] == "rank 0 ends\n"
+        assert first.returncode == 0
+    finally:
+        first.kill()
+        second.kill()
+        first.wait()
+        second.communicate()
+
+
+def forks(rank: int, devices: list[torch.device]) -> None:
+    machines = Machines.of(None)
+    round = machines.launcher.begin("backward", "")
+    launched = round.launch("bucket 0", lambda: all_reduce(machines, torch.ones(1)))
+    with machines.launcher._line.changed:  # as another thread may hold it at a fork
+        child = os.fork()
+    if child == 0:
+        said = 0
+        calls = [launched.wait, lambda: round.end([]), lambda: machines.launcher.begin("backward", "")]
+        for call in calls:
+            try:
+                call()
+            except MachinesError as error:
+                said += "forked" in str(error)
+        os._exit(said)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    end = round.end([True])  # the parent goes on
+    assert launched.wait().tolist() == [2]
+    assert end.wait() == [True]
+
+
+def test_a_forked_child_is_told_that_it_is_no_rank() -> None:
+    on_machines(forks, kind="cpu")
+
+
+def threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("machines"))
+
+
+def drops(rank: int, devices: list[torch.device]) -> None:
+    class Held:
+        pass
+
+    machines = Machines.of(None)
+    assert Machines.of(None) is machines
+    held = Held()
+    alive = weakref.ref(held)
+    round = machines.launcher.begin("backward", "")
+    launched = round.launch("bucket 0", lambda held=held: all_reduce(machines, torch.ones(1)))
+    launched.wait()
+    end = round.end([True])
+    del held
+    end.wait()
+    deadline = time.monotonic() + 5
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive() is None  # what was issued is dropped
+    assert threads() == ["machines: launcher"]
+    del machines, round, launched, end
+    gc.collect()
+    assert threads() == []
+    machines = Machines.of(None)  # and another one works
+    assert machines.launcher.begin("backward", "").end([True]).wait() == [True]
+
+
+def test_a_launcher_that_is_dropped_ends_its_thread() -> None:
+    on_machines(drops, kind="cpu")
+
+
+def destroys(rank: int, devices: list[torch.device]) -> None:
+    """Whether torch goes on with a group that is held, or refuses it, is up to torch."""
+    machines = Machines.of(None)
+    machines.launcher.begin("backward", "").end([True]).wait()
+    distributed.barrier()
+    distributed.destroy_process_group()
+    with contextlib.suppress(MachinesError):
+        assert machines.launcher.begin("backward", "").end([True]).wait() == [True]
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        Machines.of(None)
+
+
+def fails_and_forgets(rank: int, devices: list[torch.device]) -> None:
+    if rank == 1:
+        Machines.of(None).launcher.signal_failure(ValueError("no such thing"))
+        gc.collect()
+    else:
+        time.sleep(0.5)
+        with pytest.raises(PeerFailed, match="rank 1 failed before a round: ValueError: no such thing"):
+            Machines.of(None).launcher.begin("a start", "").end([]).wait()
+    assert Machines.of(None).launcher.begin("the next start", "").end([rank == 1]).wait() == [True]
+
+
+def test_a_failure_is_told_even_if_nobody_holds_the_launcher() -> None:
+    """As after a form that has refused its arguments. Another launcher of the group comes after it."""
+    on_machines(fails_and_forgets)
+
+
+def test_destroy_process_group_while_there_is_a_launcher() -> None:
+    for ended in on_mortal_machines(destroys, kind="cpu", group_timeout=30):
+        assert ended.error is None
+        assert ended.seconds < 5
+
+
+def two_groups(rank: int, devices: list[torch.device]) -> None:
+    """Each rank uses them in another order, and waits in another order."""
+    machines = Machines.of(None)
+    other = machines.another()
+    assert (other.ranks, other.timeout) == (machines.ranks, machines.timeout)
+    assert other.group is not machines.group
+    for step in range(20):
+        both = [machines, other]
+        flats = [torch.full((3,), float(place + step)) for place in range(2)]
+        places = [0, 1] if rank == 0 else [1, 0]
+        rounds = {place: both[place].launcher.begin("backward", f"{place}") for place in places}
+        sums = [partial(all_reduce, *pair) for pair in zip(both, flats, strict=True)]
+        launched = {place: rounds[place].launch("a", sums[place]) for place in places}
+        assert [launched[place].wait().tolist() for place in places] == [[2.0 * (place + step)] * 3 for place in places]
+        ends = [rounds[place].end([True]) for place in places]
+        assert [end.wait() for end in ends] == [[True], [True]]
+
+
+def test_two_groups_do_not_wait_for_each_other() -> None:
+    on_machines(two_groups)
+
+
+def parts(rank: int, devices: list[torch.device]) -> None:
+    pairs = [distributed.new_group([0, 1]), distributed.new_group([1, 2])]
+    for pair, ranks in zip(pairs, ([0, 1], [1, 2]), strict=True):
+        if rank in ranks:
+            machines = Machines.of(pair)
+            assert (machines.rank, machines.size, machines.ranks) == (ranks.index(rank), 2, ranks)
+            assert machines.names([0, 1]) == f"ranks {ranks[0]} and {ranks[1]}"
+            flat = torch.ones(1) * rank
+            assert (
+                machines.launcher.begin("buffers", "").launch("a", partial(broadcast, machines, flat, 1)).wait()
+                == (ranks[1])
+            )
+            # Rank 1 is in more groups than the others. Some releases of torch give a new group two names then.
+            with contextlib.suppress(RuntimeError):
+                assert machines.another().ranks == ranks
+        else:
+            with pytest.raises(ValueError, match="no rank of the process group"):
+                Machines.of(pair)
+
+
+def test_groups_of_some_ranks() -> None:
+    on_machines(parts, ranks=3, kind="cpu")
+
+
+def test_without_a_group_there_is_a_sentence() -> None:
+    with pytest.raises(RuntimeError, match=re.escape("call torch.distributed.init_process_group first")):
+        Machines.of(None)
+
+
+def not_dense(rank: int, devices: list[torch.device]) -> None:
+    machines = Machines.of(None)
+    for tensor in (torch.ones(3, 4).t(), torch.eye(3).to_sparse()):
+        with pytest.raises(ValueError, match="flatten it first"):
+            stage(machines, tensor)
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    on_machines(not_dense, kind="cpu")

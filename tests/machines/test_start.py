@@ -1,0 +1,371 @@
+"""The start: what has to be the same on all ranks, and rank 0's values on all of them."""
+
+import copy
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel.machines import start
+from dataparallel.machines.group import Machines
+from dataparallel.machines.start import compare, describe, failing_together, send_values
+from machine_ranks import on_machines, on_mortal_machines
+
+
+def said(function, *args):
+    """The type and the words of the error that a call raises."""
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def net(width=8):
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2, bias=False))
+
+
+def description_of(module, slots, **settings):
+    return describe(dict(module.named_parameters()), dict(module.named_buffers()), slots, settings)
+
+
+# ---- descriptions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_description_has_all_that_ranks_need_to_share(slots):
+    found = description_of(net(), [torch.device(slot) for slot in slots], bucket_cap_mb=25)
+    assert [*found] == [
+        "slots",
+        "bucket_cap_mb",
+        *(f"parameter {name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight")),
+        *(f"buffer 1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")),
+    ]
+    assert found["slots"] == {"number": 3, "type": torch.device(slots[0]).type}
+    assert found["parameter 0.weight"] == {
+        "shape": (8, 4),
+        "dtype": torch.float32,
+        "device": "cpu",
+        "requires_grad": True,
+        "strides": "row-major",
+    }
+
+
+def test_strides_count_only_where_elements_lie_in_another_order():
+    image = torch.empty(2, 3, 4, 4)
+    for tensor, strides in (
+        (image, "row-major"),
+        (image.to(memory_format=torch.channels_last), (48, 1, 12, 3)),
+        (torch.empty(1, 3).t(), "row-major"),
+        (torch.empty(2, 3).t(), (1, 3)),
+    ):
+        assert describe({"w": tensor}, {}, [], {})["parameter w"]["strides"] == strides
+
+
+def test_tensors_without_strides_are_described_too():
+    lazy = nn.LazyLinear(3)
+    assert describe({"w": lazy.weight}, {}, [], {})["parameter w"]["shape"] == "not initialised"
+    sparse = describe({}, {"m": torch.eye(3).to_sparse()}, [], {})["buffer m"]
+    assert (sparse["shape"], sparse["layout"]) == ((3, 3), torch.sparse_coo)
+
+
+# ---- comparison ------------------------------------------------------------------------------------------------------
+
+
+def same(rank, devices):
+    module = net()
+    return said(compare, Machines.of(None), "replicate", description_of(module, devices, bucket_cap_mb=25))
+
+
+def test_ranks_that_agree_go_on():
+    assert on_machines(same, ranks=3) == ["nothing was raised"] * 3
+
+
+def wrong_on_a_rank(rank):
+    """The net of a rank, each with a fault of its own."""
+    module = net(9 if rank == 1 else 8)
+    if rank == 2:
+        del module[1]
+        module[1].half()
+        module[0].bias.requires_grad_(False)
+    return module
+
+
+def different(rank, devices):
+    module = wrong_on_a_rank(rank)
+    before = copy.deepcopy(module.state_dict())
+    machines = Machines.of(None)
+    slots = devices if rank else devices[:1]
+    words = said(compare, machines, "replicate", description_of(module, slots, bucket_cap_mb=25 - rank // 2))
+    unchanged = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    return words, unchanged, said(compare, machines, "again", {"slots": 2})
+
+
+def test_differences_are_named_on_every_rank_and_the_next_start_works():
+    results = on_machines(different, ranks=3)
+    words = results[0][0]
+    assert results == [(words, True, "nothing was raised")] * 3
+    for part in (
+        "MachinesDiffer: the ranks differ in what they do next ('the start of replicate'), so nothing has been sent: ",
+        "slots: number 1 on rank 0, 2 on ranks 1 and 2; ",
+        "bucket_cap_mb: 25 on ranks 0 and 1, 24 on rank 2; ",
+        "parameter 0.weight: shape (8, 4) on ranks 0 and 2, (9, 4) on rank 1; ",
+        "parameter 0.bias: requires_grad True on ranks 0 and 1, False on rank 2; ",
+        "rank 2 lacks parameter 1.bias, parameter 2.weight, buffer 1.running_mean",
+    ):
+        assert part in words
+
+
+def differing_in_one(rank, devices, ranks, entries):
+    machines = Machines.of(None)
+    return [said(compare, machines, "a start", each) for each in entries[rank]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "ours", "theirs", "words"),
+    [
+        (
+            "type of slots",
+            {"slots": {"type": "cuda"}},
+            {"slots": {"type": "cpu"}},
+            "slots: type cuda on rank 0, cpu on r",
+        ),
+        ("order", {"a": 1, "b": 2}, {"b": 2, "a": 1}, "the order: number 0 is a on rank 0, b on rank 1"),
+        ("nothing", {"a": 1}, {}, "rank 1 lacks a"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_one_difference(entry, ours, theirs, words):
+    first, second = on_machines(differing, ours, theirs)
+    assert words in first
+    assert first == second
+
+
+def differing(rank, devices, ours, theirs):
+    return said(compare, Machines.of(None), "a start", theirs if rank else ours)
+
+
+def error_before(rank, devices):
+    machines = Machines.of(None)
+
+    def begin():
+        with failing_together(machines):
+            if rank == 1:
+                raise ValueError("bucket_cap_mb=-1: a bucket holds more than 0 MiB")
+        compare(machines, "replicate", {"slots": 2})
+
+    return said(begin), said(compare, machines, "again", {"slots": 2})
+
+
+def test_an_error_on_one_rank_is_an_error_on_all():
+    (zero, again), (one, again_too), (two, _) = on_machines(error_before, ranks=3)
+    assert one == "ValueError: bucket_cap_mb=-1: a bucket holds more than 0 MiB"
+    for words in (zero, two):
+        assert words.startswith("PeerFailed: ")
+        assert "rank 1" in words
+        assert "bucket_cap_mb=-1: a bucket holds more than 0 MiB" in words
+    assert again == again_too == "nothing was raised"
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def awkward_tensors(rank, device):
+    """Tensors of the same names, with other values on each rank."""
+    torch.manual_seed(rank)
+
+    def values(*shape):
+        return torch.randint(0, 100, shape, device=device)
+
+    tensors = {str(dtype): values(3, 5).to(dtype) for dtype in DTYPES}
+    tensors["scalar"] = values().double()
+    tensors["empty"] = values(0, 4)
+    tensors["transposed"] = values(5, 3).t()
+    tensors["channels_last"] = values(2, 3, 4, 4).float().to(memory_format=torch.channels_last)
+    tensors["strided"] = values(4, 10)[:, ::3]
+    tensors["other strides"] = values(4, 6) if rank else values(6, 4).t()
+    tensors["expanded"] = values(1, 4).expand(3, 4)
+    tensors["parameter"] = nn.Parameter(values(7).float())
+    tensors["large"] = values(1000)
+    tensors["tied"] = tensors["parameter"]
+    return tensors
+
+
+def received(rank, devices, cap_bytes):
+    tensors = awkward_tensors(rank, devices[0])
+    parts = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    versions = {name: tensor._version for name, tensor in tensors.items()}
+    send_values(Machines.of(None), tensors, cap_bytes)
+    assert all(tensor.data_ptr() == parts[name] for name, tensor in tensors.items())
+    moved = {name for name, tensor in tensors.items() if tensor._version != versions[name]}
+    assert moved == ({*tensors} - {"empty"} if rank else set())
+    return [name for name, tensor in awkward_tensors(0, devices[0]).items() if not torch.equal(tensor, tensors[name])]
+
+
+@pytest.mark.parametrize("cap_bytes", [100, 25 * 2**20], ids=["many buckets", "one bucket"])
+def test_all_ranks_get_the_values_of_rank_0(cap_bytes):
+    assert on_machines(received, cap_bytes, ranks=3) == [[]] * 3
+
+
+def received_by_a_part(rank, devices):
+    """The first rank of the group is rank 1 of all."""
+    group = torch.distributed.new_group([1, 2])
+    value = torch.full((3,), float(rank))
+    if rank:
+        send_values(Machines.of(group), {"w": value})
+    torch.distributed.barrier()
+    return value.tolist()
+
+
+def test_rank_0_is_that_of_the_group():
+    assert on_machines(received_by_a_part, ranks=3) == [[0.0] * 3, [1.0] * 3, [1.0] * 3]
+
+
+def values_on_two_devices(rank, devices):
+    tensors = {str(i): torch.full((3,), float(10 * rank + i), device=devices[i % 2]) for i in range(6)}
+    send_values(Machines.of(None), tensors, 30)
+    return [tensor.tolist() for tensor in tensors.values()]
+
+
+def test_values_on_several_devices():
+    expected = [[float(i)] * 3 for i in range(6)]
+    assert on_machines(values_on_two_devices) == [expected] * 2
+
+
+def refused(rank, devices):
+    machines = Machines.of(None)
+    with torch.inference_mode():
+        frozen = torch.ones(2)
+    good = torch.full((2,), float(rank))
+    tensors = {
+        "meta": torch.empty(2, device="meta"),
+        "lazy": nn.LazyLinear(2).weight,
+        "inference": frozen,
+        "sparse": torch.eye(2).to_sparse(),
+        "quantised": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    }
+    found = {name: said(send_values, machines, {"good": good, name: each}) for name, each in tensors.items()}
+    lopsided = torch.empty(2, device="meta" if rank else "cpu")
+    found["meta on one rank"] = said(send_values, machines, {"good": good, "w": lopsided})
+    machines.can_send = lambda device: device.type == "cuda"
+    found["device"] = said(send_values, machines, {"good": good})
+    del machines.can_send
+    found["shapes"] = said(send_values, machines, {"good": good, "w": torch.empty(2 + rank)})
+    return found, good.tolist()
+
+
+def test_what_cannot_be_sent():
+    (first, kept), (second, changed) = on_machines(refused)
+    for name, words in {
+        "meta": "ValueError: cannot send the values of rank 0: 'meta' of shape (2,) is on the meta device",
+        "lazy": "ValueError: cannot send the values of rank 0: 'lazy' is an uninitialised lazy parameter",
+        "inference": "ValueError: cannot send the values of rank 0: 'inference' was made under torch.inference_mode()",
+        "device": "ValueError: the group's backend, ",
+        "sparse": "TypeError: cannot send the values of rank 0: 'sparse' is a tensor of layout torch.sparse_coo",
+        "quantised": "TypeError: cannot send the values of rank 0: 'quantised' is a ",
+    }.items():
+        assert first[name].startswith(words)
+        assert second[name].startswith(words)
+    assert first["shapes"] == second["shapes"]
+    assert "w: shape (2,) on rank 0, (3,) on rank 1" in first["shapes"]
+    assert first["meta on one rank"].startswith("PeerFailed: ")
+    assert second["meta on one rank"].startswith(
+        "ValueError: cannot send the values of rank 0: 'w' of shape (2,) is on"
+    )
+    assert (kept, changed) == ([0.0, 0.0], [1.0, 1.0])
+
+
+def graphs_recorded_before(rank, devices):
+    weight = nn.Parameter(torch.full((2,), 1.0 + rank))
+    loss = (weight * weight).sum()
+    send_values(Machines.of(None), {"w": weight})
+    return said(loss.backward)
+
+
+def test_a_graph_that_reads_the_former_values_raises():
+    """As after any other change in place; rank 0 has changed nothing."""
+    zero, one = on_machines(graphs_recorded_before)
+    assert zero == "nothing was raised"
+    assert "modified by an inplace operation" in one
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------------
+
+
+def sent_on_a_side_stream(rank, devices):
+    """The values are written on one stream of the thread, just before, and read on it, just after."""
+    device = devices[0]
+    stream = torch.Stream(device)
+    with stream:
+        weights = [torch.full((1000,), float(rank), device=device).mul_(i) for i in range(1, 4)]
+        send_values(Machines.of(None), {str(i): weight for i, weight in enumerate(weights)}, 4000)
+        return [weight.mul_(2).sum().item() for weight in weights]
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_values_are_ordered_by_the_current_stream():
+    """On simulated devices the clocks say so."""
+    assert on_machines(sent_on_a_side_stream) == [[0.0] * 3] * 2
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def failing_on_the_way(rank, devices):
+    tensors = {str(i): torch.full((100,), float(rank)) for i in range(6)}
+    filled = start._fill
+
+    def fails(bucket, flat):
+        if bucket.parts[0].name == "3":
+            raise MemoryError("no room for 3")
+        filled(bucket, flat)
+
+    start._fill = fails
+    began = time.monotonic()
+    words = said(send_values, Machines.of(None), tensors, 400)
+    seconds = time.monotonic() - began
+    time.sleep(0.5)  # an interpreter that ends lets the launcher say why; these processes just end
+    return words, seconds
+
+
+def test_an_error_on_the_way_is_an_error_on_all():
+    """The other ranks wait for what rank 0 cannot send."""
+    zero, *others = on_mortal_machines(failing_on_the_way, ranks=3, group_timeout=20.0)
+    assert zero.result[0] == "MemoryError: no room for 3"
+    for ended in others:
+        words, seconds = ended.result
+        assert words.startswith("PeerFailed: ")
+        assert "rank 0 failed in the rest of 'values of rank 0': MemoryError: no room for 3" in words
+        assert seconds < 15
+
+
+def killed(rank, devices, where):
+    machines = Machines.of(None)
+    tensors = {str(i): torch.full((100,), float(rank)) for i in range(6)}
+    send_values(machines, tensors)
+    if rank == 1 and where == "between":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        start._arrive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    compare(machines, "replicate", {"slots": 2})
+    send_values(machines, tensors, 400)
+
+
+@pytest.mark.parametrize(
+    ("where", "named"), [("between", "the start of replicate"), ("on the way", "values of rank 0")]
+)
+def test_a_rank_that_is_killed_is_an_error_on_all_others(where, named):
+    zero, one, two = on_mortal_machines(killed, where, ranks=3, group_timeout=3.0)
+    assert one.code == -signal.SIGKILL
+    for ended in (zero, two):
+        kind, words = ended.error
+        assert kind == "PeerGone"
+        assert named in words
+        assert ended.seconds < 3.0 + 5

@@ -1,0 +1,137 @@
+"""Sharded tensors over processes: what tests with machines in threads promise, with real collectives."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.machines.errors import MachinesDiffer
+from dataparallel.machines.group import Machines
+from dataparallel.machines.over import OverMachines
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
+from dataparallel.sharded.owners import Owners
+from machine_ranks import on_machines, on_mortal_machines
+from sharded_parameters import PLACEMENTS, SHAPES, STEPS, assert_same, gradients, whole_parameters
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+DTYPES = [torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.complex64]
+
+
+def owners_here(devices: list) -> Owners:
+    return Owners(devices, OverMachines(Machines.of(None).another()))
+
+
+def divided(tensors: list, owners: Owners) -> list[ShardedTensor]:
+    return [
+        distribute_tensor(tensor.detach(), owners, placement)
+        for tensor, placement in zip(tensors, PLACEMENTS, strict=True)
+    ]
+
+
+def computes(rank: int, devices: list) -> None:
+    owners = owners_here(devices)
+    whole = torch.arange(21.0).reshape(7, 3)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for dtype in DTYPES:
+            tensor = distribute_tensor(whole.to(dtype), owners, placement)
+            assert torch.equal(tensor.full_tensor("cpu"), whole.to(dtype))
+            assert tensor.full_tensor().device == devices[0]
+        tensor = distribute_tensor(whole, owners, placement)
+        assert tensor.sum().item() == whole.sum().item()
+        assert (tensor * 2).amax().item() == 40
+        assert torch.equal(tensor, tensor.clone())
+        assert not torch.equal(tensor, tensor + (tensor > 19))
+        assert torch.equal(distribute_tensor(tensor, owners, Shard(0)).full_tensor("cpu"), whole)
+        torch.manual_seed(3 + rank)  # that of the first counts
+        if devices[0].type != "cpu":
+            torch.get_device_module(devices[0]).manual_seed_all(3 + rank)
+        drawn = tensor.normal_().full_tensor("cpu")
+        torch.manual_seed(3)
+        if devices[0].type != "cpu":
+            torch.get_device_module(devices[0]).manual_seed_all(3)
+        assert torch.equal(drawn, torch.empty(7, 3, device=devices[0]).normal_().cpu())
+    number = distribute_tensor(torch.tensor(2.5), owners)
+    assert number.item() == 2.5
+    assert (distribute_tensor(whole, owners) * number).sum().item() == 2.5 * whole.sum().item()
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(2, 2), (3, 1)])
+def test_values_reductions_and_draws(ranks: int, each: int) -> None:
+    on_machines(computes, ranks=ranks, slots=each)
+
+
+def trains(rank: int, devices: list) -> tuple[list[Tensor], float]:
+    """Steps with clipping, and with a scaler that finds an infinity on one machine. Returns parameters and scale."""
+    parameters = [nn.Parameter(tensor) for tensor in divided(whole_parameters(), owners_here(devices))]
+    return (*steps(parameters, devices[0]),)
+
+
+def steps(parameters: list, device: torch.device) -> tuple[list[Tensor], float]:
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, foreach=True)
+    scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=4.0, growth_interval=2)
+    for step in range(STEPS):
+        scaler.scale(torch.zeros((), device=device))
+        for parameter, gradient in zip(parameters, gradients(step), strict=True):
+            if step == 2 and parameter is parameters[0]:
+                gradient[7, 1] = float("inf")
+            is_divided = isinstance(parameter, ShardedTensor)
+            parameter.grad = (
+                distribute_tensor(gradient, parameter.devices, parameter.placement)
+                if is_divided
+                else gradient.to(device)
+            )
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    found = [p.full_tensor("cpu") if isinstance(p, ShardedTensor) else p.detach().cpu() for p in parameters]
+    return found, float(scaler.get_scale())
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(2, 2), (3, 1)])
+def test_steps_equal_one_device(ranks: int, each: int, root: torch.device) -> None:
+    assert len(SHAPES) == len(PLACEMENTS)
+    expected, scale = steps(whole_parameters(root), root)
+    for found, its_scale in on_machines(trains, ranks=ranks, slots=each):
+        assert_same(found, expected)
+        assert its_scale == scale
+
+
+def differs(rank: int, devices: list) -> str:
+    """Ranks call different operators. Those that follow work."""
+    owners = owners_here(devices)
+    tensor = distribute_tensor(torch.ones(7, 3), owners)
+    with pytest.raises(MachinesDiffer) as raised:
+        _ = tensor.sum() if rank == 0 else tensor.full_tensor("cpu")
+    assert tensor.sum().item() == 21
+    return str(raised.value)
+
+
+def test_different_operators_are_an_error_on_all_ranks() -> None:
+    first, second = on_machines(differs)
+    assert first == second
+    assert "an operator on sharded tensors" in first
+
+
+def dies(rank: int, devices: list) -> None:
+    owners = owners_here(devices)
+    parameters = [nn.Parameter(tensor) for tensor in divided(whole_parameters(), owners)]
+    for parameter in parameters:
+        parameter.grad = parameter.detach().clone()
+    for step in range(3):
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+
+
+def test_a_rank_that_is_gone_is_named() -> None:
+    first, second = on_mortal_machines(dies, kind="cpu", group_timeout=3.0)
+    assert second.code == -signal.SIGKILL
+    assert first.error is not None
+    kind, words = first.error
+    assert kind == "PeerGone"
+    assert "an operator on sharded tensors" in words
+    assert first.seconds < 3.0 + 5.0 + 3.0

@@ -1,0 +1,369 @@
+"""What a sharded tensor over machines is: parts here, the whole everywhere that asks, copies, refusals."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, across, distribute_tensor
+from dataparallel.sharded.owners import Owners, over_of
+from dataparallel.sharded.placements import part_shapes
+from fake_machines import FakeOver, OutOfStep, on_fake_machines, owners_of
+from sharding import full, sharded
+
+pytestmark = [pytest.mark.slots(4), pytest.mark.usefixtures("one_intra_op_thread")]
+
+SHAPES = [(7, 3), (8, 2), (3, 5), (1,), (), (0, 3), (4, 9, 2)]
+PLACEMENTS = [Shard(0), Shard(-1), Replicate()]
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+def same(tensor: Tensor, expected: Tensor, places: tuple[torch.device, ...]) -> bool:
+    """True if it is sharded over these owners with this whole, which every machine gets."""
+    assert type(tensor) in (ShardedTensor, nn.Parameter)
+    assert isinstance(tensor, ShardedTensor)
+    assert tensor.devices == places
+    return torch.equal(full(tensor), expected) and torch.equal(tensor.full_tensor("cpu"), expected)
+
+
+# Owners
+
+
+def test_owners_are_equal_if_devices_and_machines_are(slots: list) -> None:
+    devices = tuple(torch.device(slot) for slot in slots)
+
+    def compare(over: FakeOver) -> None:
+        owners, other = Owners(devices, over), FakeOver(over.machines, over.rank)
+        assert owners == Owners(devices, over)
+        assert hash(owners) == hash(Owners(devices, over))
+        assert owners != devices
+        assert devices != owners
+        assert owners != Owners(devices, other)
+        assert owners != Owners(devices[:2], over)
+        assert (Owners(devices) == devices, hash(Owners(devices)) == hash(devices)) == (True, True)
+        assert (over_of(owners), over_of(devices), over_of(Owners(devices))) == (over, None, None)
+        assert f"of machine {over.rank} of 2" in repr(owners)
+
+    on_fake_machines(compare)
+
+
+# Parts and wholes
+
+
+@pytest.mark.parametrize("machines", [2, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_machines_have_parts_in_turn(slots: list, shape: tuple, placement: Any, machines: int) -> None:
+    whole = values(shape)
+
+    def divide(over: FakeOver) -> None:
+        owners = owners_of(slots, over)
+        tensor = distribute_tensor(whole, owners, placement)
+        shapes = part_shapes(shape, tensor.placement, len(slots))
+        assert [shard.shape for shard in tensor.shards] == shapes[over.rank :: over.size]
+        assert tensor.over is over
+        assert [shard.device for shard in tensor.shards] == [*owners]
+        assert same(tensor, whole, owners)
+
+    on_fake_machines(divide, machines)
+
+
+@pytest.mark.parametrize("at_once", [0, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int16, torch.complex128])
+def test_the_whole_has_every_dtype_and_comes_in_pieces(
+    slots: list, root: torch.device, dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(across, "AT_ONCE", at_once)
+    whole = values((9, 3), dtype)
+
+    def join(over: FakeOver) -> None:
+        for placement in (Shard(0), Shard(1)):
+            tensor = distribute_tensor(whole, owners_of(slots, over), placement)
+            before = len(over.machines.calls)
+            joined = tensor.full_tensor(root)
+            assert len(over.machines.calls) - before == (1 if at_once else 2)
+            assert joined.device == root
+            assert torch.equal(joined.cpu(), whole)
+
+    on_fake_machines(join)
+
+
+def test_nothing_is_sent_to_divide(slots: list) -> None:
+    whole = values((7, 3))
+
+    def divide(over: FakeOver) -> None:
+        tensor = distribute_tensor(whole, owners_of(slots, over))
+        with torch.no_grad():
+            tensor.copy_(whole + 1)
+        tensor.to(torch.float64).mul_(2).add_(tensor)
+        assert over.machines.calls == []
+
+    on_fake_machines(divide)
+
+
+def test_one_that_is_on_meta_stays_there(slots: list) -> None:
+    def divide(over: FakeOver) -> None:
+        owners = owners_of(slots, over)
+        tensor = distribute_tensor(torch.empty(7, 3, device="meta"), owners)
+        assert tensor.is_meta
+        assert tensor.full_tensor().shape == (7, 3)
+        assert tensor.sum().is_meta
+        assert torch._foreach_norm([tensor])[0].is_meta
+        made = torch.empty_like(tensor, device=owners[0])
+        assert [shard.device for shard in made.shards] == [*owners]
+        assert made.devices == owners
+        assert over.machines.calls == []
+
+    on_fake_machines(divide)
+
+
+def test_its_representation_names_the_machines(slots: list) -> None:
+    def represent(over: FakeOver) -> None:
+        tensor = distribute_tensor(values((7, 3)), owners_of(slots, over))
+        assert f"of machine {over.rank} of 2" in repr(tensor)
+        assert over.machines.calls == []
+
+    on_fake_machines(represent)
+
+
+# From one division to another
+
+
+@pytest.mark.parametrize("to", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("of", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_it_is_divided_anew(slots: list, of: Any, to: Any) -> None:
+    """Between placements, other owners on the same machines, other machines, and one machine."""
+    whole = values((7, 5))
+
+    def divide(over: FakeOver) -> None:
+        owners = owners_of(slots, over)
+        all_here = tuple(torch.device(slot) for slot in slots)
+        others = Owners(owners[:1], over), Owners(owners, FakeOver(over.machines, over.rank)), all_here
+        for start, end in [(owners, owners), *((owners, other) for other in others), *((o, owners) for o in others)]:
+            tensor = distribute_tensor(whole, start, of)
+            again = distribute_tensor(tensor, end, to)
+            assert same(again, whole, end)
+            with torch.no_grad():
+                again.copy_(tensor * 2)
+            assert same(again, whole * 2, end)
+
+    on_fake_machines(divide)
+
+
+def test_copies_to_and_from_plain_tensors(slots: list, root: torch.device) -> None:
+    whole = values((7, 3))
+
+    def copies(over: FakeOver) -> None:
+        owners = owners_of(slots, over)
+        tensor = distribute_tensor(whole, owners)
+        target = torch.zeros(7, 3, device=root, dtype=torch.float64)
+        target.copy_(tensor)
+        assert torch.equal(target.cpu(), whole.double())
+        tensor.copy_(torch.full((3,), 2.0))  # one row for all
+        assert same(tensor, torch.full((7, 3), 2.0), owners)
+        there = tensor.cpu()
+        assert there.devices == owners
+        assert {shard.device.type for shard in there.shards} == {"cpu"}
+        assert same(there.to(owners[0]), torch.full((7, 3), 2.0), owners)
+
+    on_fake_machines(copies)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1,), ()], ids=str)
+def test_every_machine_reads_an_item(slots: list, shape: tuple) -> None:
+    def read(over: FakeOver) -> None:
+        tensor = distribute_tensor(torch.full(shape, 3.0), owners_of(slots, over))
+        assert tensor.item() == 3.0
+        assert bool(tensor > 2)
+        assert torch.equal(tensor, tensor.clone())
+        assert not torch.equal(tensor, tensor + 1)
+
+    on_fake_machines(read)
+
+
+def test_a_difference_on_one_machine_is_seen_on_all(slots: list) -> None:
+    whole = values((7, 3))
+    other = whole.clone()
+    other[6, 2] = 0
+
+    def compare(over: FakeOver) -> None:
+        owners = owners_of(slots, over)
+        tensor = distribute_tensor(whole, owners)
+        assert not torch.equal(tensor, distribute_tensor(other, owners))
+        assert not torch.allclose(tensor, distribute_tensor(other, owners))
+        assert torch.equal(tensor, distribute_tensor(whole, owners))
+
+    on_fake_machines(compare)
+
+
+def test_a_number_over_machines_beside_larger_tensors(slots: list) -> None:
+    """The first machine has it; dtypes are found as for plain tensors."""
+    whole, number = values((7, 3)), torch.tensor(2.0, dtype=torch.float64)
+
+    def compute(over: FakeOver) -> None:
+        owners = owners_of(slots, over)
+        tensor, scale = distribute_tensor(whole, owners), distribute_tensor(number, owners)
+        assert same(tensor * scale, whole * number, owners)
+        assert same(scale * 2.5, number * 2.5, owners)
+        other = distribute_tensor(torch.tensor(3), owners)
+        assert same(other * scale, torch.tensor(3) * number, owners)
+        single = distribute_tensor(torch.tensor(3.0), owners)
+        assert same(single * number.to(owners[0]), torch.tensor(3.0) * number, owners)
+        assert torch._foreach_mul([tensor], scale)[0].dtype == torch.float32
+        with pytest.raises(TypeError, match=r"several dtypes.*full_tensor\(\)"):
+            torch._foreach_mul([other], [scale])
+
+    on_fake_machines(compute)
+
+
+# Gradients, parameters
+
+
+def test_gradients_and_data_are_divided_over_the_same_machines(slots: list) -> None:
+    whole = values((7, 3))
+
+    def check(over: FakeOver) -> None:
+        owners = owners_of(slots, over)
+        parameter = nn.Parameter(distribute_tensor(whole, owners))
+        (parameter * 2).sum().backward()
+        assert same(parameter.grad, torch.full((7, 3), 2.0), owners)
+        (parameter * parameter).sum().backward()
+        assert same(parameter.grad, 2 + 2 * whole, owners)
+        parameter.data = distribute_tensor(whole + 1, owners)
+        assert same(parameter.data, whole + 1, owners)
+        here = distribute_tensor(whole, tuple(owners))
+        for name in ("grad", "data"):
+            with pytest.raises(ValueError, match=r"must be sharded as it is; got .* of machine . of 2"):
+                setattr(parameter, name, distribute_tensor(whole, Owners(owners, FakeOver(over.machines, over.rank))))
+            with pytest.raises(ValueError, match=r"distribute_tensor\(tensor, Owners\(.* of machine . of 2"):
+                setattr(parameter, name, here)
+        with pytest.raises(ValueError, match="different owners"):
+            _ = parameter + here
+
+    on_fake_machines(check)
+
+
+def test_a_deep_copy_has_memory_of_its_own_and_the_same_machines(slots: list) -> None:
+    whole = values((7, 3))
+
+    def check(over: FakeOver) -> None:
+        owners = owners_of(slots, over)
+        module = nn.Module()
+        module.weight = module.tied = nn.Parameter(distribute_tensor(whole, owners))
+        module.weight.grad = distribute_tensor(whole * 2, owners)
+        copied = copy.deepcopy(module)
+        for shard in module.weight.shards:
+            shard.zero_()
+        assert copied.weight is copied.tied
+        assert copied.weight.over is over
+        assert same(copied.weight, whole, owners)
+        assert same(copied.weight.grad, whole * 2, owners)
+        assert over.machines.calls == ["objects", *over.machines.calls[1:]]  # nothing before the comparisons
+
+    on_fake_machines(check)
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, lambda tensor: torch.save(tensor, io.BytesIO()), copy.copy])
+def test_it_is_not_pickled(slots: list, write: Callable[[Any], Any]) -> None:
+    def check(over: FakeOver) -> None:
+        parameter = nn.Parameter(distribute_tensor(values((7, 3)), owners_of(slots, over)))
+        with pytest.raises(TypeError, match=r"cannot be pickled: .*full_state_dict\(model\).*full_tensor\(\)"):
+            write({"weight": parameter} if write is not copy.copy else parameter)
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(parameter.devices)
+
+    on_fake_machines(check)
+
+
+def test_a_module_swaps_what_it_loads(slots: list) -> None:
+    whole = values((7, 3))
+
+    def check(over: FakeOver) -> None:
+        owners = owners_of(slots, over)
+        module = nn.Module()
+        module.weight = nn.Parameter(distribute_tensor(torch.zeros(7, 3), owners))
+        for assign in (False, True):
+            module.load_state_dict({"weight": whole + assign}, assign=assign)
+            if not assign:
+                assert same(module.weight, whole, owners)
+        swapped = nn.Parameter(distribute_tensor(torch.zeros(7, 3), owners))
+        with torch.no_grad():
+            assert same(swapped.module_load(whole), whole, owners)
+            assert same(swapped.module_load(whole * 3, assign=True), whole * 3, owners)
+
+    on_fake_machines(check)
+
+
+# Draws
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("name", ["normal_", "bernoulli_", "rand_like", "randint_like", "kaiming_uniform_"])
+@pytest.mark.parametrize("seeds", [(3, 3), (3, 4)], ids=["one seed", "two seeds"])
+def test_draws_are_those_of_the_first_machine(
+    slots: list, root: torch.device, name: str, placement: Any, seeds: tuple[int, int]
+) -> None:
+    """Each machine's own generators advance as they do by one draw."""
+    draws: dict[str, Callable[[Tensor], Tensor]] = {
+        "normal_": lambda tensor: tensor.normal_(1, 2),
+        "bernoulli_": lambda tensor: tensor.bernoulli_(0.3),
+        "rand_like": torch.rand_like,
+        "randint_like": lambda tensor: torch.randint_like(tensor, 10),
+        "kaiming_uniform_": nn.init.kaiming_uniform_,
+    }
+
+    def seed(number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        if root.type != "cpu":
+            torch.get_device_module(root).manual_seed_all(number)
+
+    def draw(tensor: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        seed(number)
+        drawn = draws[name](tensor)
+        return drawn, torch.rand(3, device=tensor.device).cpu()
+
+    expected = [draw(torch.zeros(7, 5, device=root), number) for number in seeds]
+
+    def on_machine(over: FakeOver) -> None:
+        owners = owners_of(slots, over)
+        drawn, after = draw(sharded(torch.zeros(7, 5), owners, placement), seeds[over.rank])
+        assert same(drawn, expected[0][0].cpu(), owners)
+        assert torch.equal(after, expected[over.rank][1])
+
+    on_fake_machines(on_machine)
+
+
+def test_a_draw_takes_the_generator_that_is_passed(slots: list, root: torch.device) -> None:
+    expected = torch.zeros(7, device=root).normal_(generator=torch.Generator(root).manual_seed(5))
+
+    def draw(over: FakeOver) -> None:
+        owners = owners_of(slots, over)
+        generator = torch.Generator(owners[0]).manual_seed(5 + over.rank)
+        tensor = sharded(torch.zeros(7), owners).normal_(generator=generator)
+        assert same(tensor, expected.cpu(), owners)
+
+    on_fake_machines(draw)
+
+
+# The machines of these tests
+
+
+def test_machines_that_are_out_of_step_are_told() -> None:
+    def other_calls(over: FakeOver) -> None:
+        over.all_gather(torch.zeros(2 + over.rank))
+
+    def one_call(over: FakeOver) -> None:
+        if over.rank:
+            over.all_gather(torch.zeros(2))
+
+    for function in (other_calls, one_call):
+        with pytest.raises(OutOfStep):
+            on_fake_machines(function)

@@ -1,0 +1,418 @@
+"""A compiled program that calls replicas: one graph before the call and one after it, and the same numbers.
+
+The replicas themselves are not compiled by what is around them.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dataparallel
+from around import (
+    WAYS,
+    Between,
+    assert_same_parameters,
+    batches,
+    between,
+    compiled_files,
+    forget_what_was_compiled,
+    graph_breaks,
+    inner,
+    number_of_graphs,
+)
+from dataparallel import DataParallel, PerReplica
+from dataparallel.composable import replicate
+from processes import run_script
+
+PACKAGE = str(Path(dataparallel.__file__).parent)
+
+# An epoch of four batches, the last of which is smaller, several times.
+EPOCHS = [6, 6, 6, 5] * 3
+
+BACKENDS = ["eager", pytest.param("aot_eager", marks=pytest.mark.long)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    forget_what_was_compiled()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return WAYS[request.param]
+
+
+@pytest.fixture
+def model(way, slots, root):
+    made = between(root)
+    made.inner = way(made.inner, slots)
+    return made
+
+
+@pytest.fixture
+def reference(root):
+    return between(root)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(call, optimizer, x):
+    optimizer.zero_grad()
+    loss = call(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def step_of(model, optimizer):
+    return lambda x: train(model, optimizer, x)
+
+
+class TestModule:
+    """``torch.compile`` of a module that holds a wrapper."""
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.slots(3, long=[2])
+    def test_training_equals_one_device_and_nothing_is_compiled_again(self, model, reference, root, backend):
+        compiled, ours, theirs = torch.compile(model, backend=backend), adamw(model), adamw(reference)
+        graphs = []
+        for x in batches(root, EPOCHS):
+            torch.testing.assert_close(train(compiled, ours, x), train(reference, theirs, x), atol=1e-9, rtol=0)
+            graphs.append(number_of_graphs())
+        assert_same_parameters(model, reference)
+        # One graph before the wrapper and one after it, and both once more when the batch first has another size.
+        assert graphs == [2, 2, 2] + [4] * 9
+        assert sum(graph_breaks().values()) == 2
+
+    def test_a_break_in_one_place(self, model, root):
+        (x,) = batches(root, [6])
+        explained = torch._dynamo.explain(model)(x)
+        assert (explained.graph_count, explained.graph_break_count) == (2, 1)
+        (reason,) = explained.break_reasons
+        assert "dataparallel sends tensors between devices and runs replicas in threads" in reason.reason
+
+    def test_the_library_itself_is_not_compiled(self, model, root):
+        compiled, optimizer = torch.compile(model, backend="eager"), sgd(model)
+        for x in batches(root, [6, 5, 6]):
+            train(compiled, optimizer, x)
+        assert compiled_files()
+        assert not [file for file in compiled_files() if file.startswith(PACKAGE)]
+
+    @pytest.mark.long
+    def test_inputs_that_take_gradients(self, model, reference, root):
+        compiled = torch.compile(model, backend="aot_eager")
+        for x in batches(root, [6, 5, 6]):
+            ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+            compiled(ours).square().sum().backward()
+            reference(theirs).square().sum().backward()
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-9, rtol=0)
+
+    def test_fullgraph_is_refused_with_a_sentence(self, model, root):
+        (x,) = batches(root, [6])
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fullgraph=True"):
+            torch.compile(model, backend="eager", fullgraph=True)(x)
+
+    def test_without_a_graph_and_in_eval_mode(self, model, reference, root, without_graph):
+        compiled = torch.compile(model, backend="eager")
+        model.eval()
+        reference.eval()
+        graphs = []
+        with without_graph():
+            for x in batches(root, [6, 6, 5, 6, 5]):
+                torch.testing.assert_close(compiled(x), reference(x), atol=1e-9, rtol=0)
+                graphs.append(number_of_graphs())
+        assert graphs == [2, 2, 4, 4, 4]
+
+    @pytest.mark.long
+    def test_modes_take_turns(self, model, reference, root):
+        compiled, ours, theirs = torch.compile(model, backend="eager"), sgd(model), sgd(reference)
+        graphs = []
+        for epoch in range(4):
+            for x in batches(root, [6, 5]):
+                train(compiled, ours, x)
+                train(reference, theirs, x)
+            model.eval()
+            reference.eval()
+            with torch.no_grad():
+                for x in batches(root, [4, 3]):
+                    torch.testing.assert_close(compiled(x), reference(x), atol=1e-9, rtol=0)
+            model.train()
+            reference.train()
+            if epoch:
+                graphs.append(number_of_graphs())
+        assert len({*graphs}) == 1
+        assert_same_parameters(model, reference)
+
+    def test_many_models_are_no_reason_to_compile_again(self, way, slots, root):
+        """Functions of the library would be compiled for each, until the compiler gives up."""
+        (x,) = batches(root, [6])
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for number in range(10):
+                module = way(inner().double().to(root), slots)
+
+                def forward(x, module=module):
+                    return module(x + 1)
+
+                forward.__code__ = forward.__code__.replace(co_name=f"forward_{number}")  # with graphs of its own
+                torch.testing.assert_close(torch.compile(forward, backend="eager")(x), module(x + 1))
+        assert not [file for file in compiled_files() if file.startswith(PACKAGE)]
+
+
+class TestWrapper:
+    """``torch.compile`` of the wrapper itself: there is nothing around the call, so nothing is compiled."""
+
+    @pytest.mark.slots(3, long=[2])
+    def test_it_trains(self, way, slots, root):
+        reference = inner().double().to(root)
+        source = inner().double().to(root)
+        source.load_state_dict(reference.state_dict())
+        model = way(source, slots)
+        compiled, ours, theirs = torch.compile(model, backend="eager"), adamw(model), adamw(reference)
+        for x in batches(root, EPOCHS[:8]):
+            torch.testing.assert_close(train(compiled, ours, x), train(reference, theirs, x), atol=1e-9, rtol=0)
+        assert_same_parameters(model, reference)
+        assert number_of_graphs() == 0
+        assert graph_breaks() == {}
+
+    def test_its_forward_hooks_run_once(self, way, slots, root):
+        model, seen = way(inner().double().to(root), slots), []
+        model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+        (x,) = batches(root, [6])
+        torch.compile(model, backend="eager")(x)
+        assert seen == [6]
+
+    def test_the_compiled_wrapper_still_leads_to_the_module(self, slots, root):
+        module = inner().double().to(root)
+        compiled = torch.compile(DataParallel(module, slots), backend="eager")
+        assert compiled.module is module
+        assert isinstance(compiled._orig_mod, nn.DataParallel)
+
+    def test_without_devices_the_module_is_compiled(self, root, monkeypatch):
+        monkeypatch.setattr("dataparallel.devices.all_devices", list)
+        (x,) = batches(root, [6])
+        for wrapped in (DataParallel(inner().double().to(root)), replicate(inner().double().to(root))):
+            forget_what_was_compiled()
+            expected = wrapped(x)
+            torch.testing.assert_close(torch.compile(wrapped, backend="eager")(x), expected)
+            assert number_of_graphs() == 1
+            assert graph_breaks() == {}
+
+
+class TestTrainingStep:
+    """A compiled function with the forward, the loss, the backward and the optimizer's step."""
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.slots(3, long=[2])
+    def test_it_equals_one_device_and_nothing_is_compiled_again(self, model, reference, root, backend):
+        ours, theirs = step_of(model, sgd(model)), step_of(reference, sgd(reference))
+        compiled = torch.compile(ours, backend=backend)
+        graphs = []
+        for x in batches(root, EPOCHS):
+            torch.testing.assert_close(compiled(x), theirs(x), atol=1e-9, rtol=0)
+            graphs.append(number_of_graphs())
+        assert_same_parameters(model, reference)
+        assert len({*graphs[4:]}) == 1
+        assert graphs[-1] <= 9
+
+    @pytest.mark.long
+    def test_adamw_equals_the_compiled_step_of_one_device(self, model, reference, root, way):
+        """torch computes AdamW's corrections in other precisions where it compiles them; sharded steps never are."""
+        theirs = step_of(reference, adamw(reference))
+        if way is not WAYS["fully_shard"]:
+            theirs = torch.compile(theirs, backend="eager")
+        compiled = torch.compile(step_of(model, adamw(model)), backend="eager")
+        for x in batches(root, EPOCHS[:8]):
+            torch.testing.assert_close(compiled(x), theirs(x), atol=1e-9, rtol=0)
+        assert_same_parameters(model, reference)
+
+    def test_the_library_itself_is_not_compiled(self, model, root):
+        """Its backward, its hooks and what it does before a step run in the middle of the compiled function."""
+        compiled = torch.compile(step_of(model, adamw(model)), backend="eager")
+        for x in batches(root, [6, 6, 5]):
+            compiled(x)
+        assert compiled_files()
+        assert not [file for file in compiled_files() if file.startswith(PACKAGE)]
+
+    def test_gradients_that_wait_on_the_slots(self, slots, root, reference):
+        model = between(root)
+        model.inner = replicate(model.inner, devices=slots)
+
+        def micro_steps(model, optimizer, first, second):
+            optimizer.zero_grad()
+            if hasattr(model.inner, "no_sync"):
+                with model.inner.no_sync():
+                    model(first).square().sum().backward()
+            else:
+                model(first).square().sum().backward()
+            model(second).square().sum().backward()
+            optimizer.step()
+
+        compiled = torch.compile(micro_steps, backend="eager")
+        ours, theirs = sgd(model), sgd(reference)
+        for first, second in zip(batches(root, [6] * 4), batches(root, [5] * 4), strict=True):
+            compiled(model, ours, first, second)
+            micro_steps(reference, theirs, first, second)
+        assert_same_parameters(model, reference)
+
+
+def around_the_wrapper(slots, root, compile):
+    model = between(root)
+    model.inner = DataParallel(model.inner, slots, compile=compile)
+    return model, torch.compile(model, **compile)
+
+
+def the_wrapper(slots, root, compile):
+    model = DataParallel(between(root), slots, compile=compile)
+    return model, torch.compile(model, **compile)
+
+
+def the_wrapper_in_place(slots, root, compile):
+    model = DataParallel(between(root), slots, compile=compile)
+    model.compile(**compile)
+    return model, model
+
+
+def around_a_compiled_module(slots, root, compile):
+    model = between(root)
+    model.inner = DataParallel(torch.compile(model.inner, **compile), slots)
+    return model, torch.compile(model, **compile)
+
+
+class TestCompiledReplicas:
+    """What is compiled around the wrapper, and replicas that are compiled, have graphs of their own."""
+
+    @pytest.mark.parametrize(
+        ("make", "graphs_around"),
+        [(around_the_wrapper, 2), (around_a_compiled_module, 2), (the_wrapper, 0), (the_wrapper_in_place, 0)],
+    )
+    def test_training_equals_one_device(self, make, graphs_around, slots, root, reference):
+        model, call = make(slots, root, {"backend": "aot_eager"})
+        ours, theirs = sgd(model), sgd(reference)
+        graphs = []
+        for x in batches(root, EPOCHS[:8]):
+            torch.testing.assert_close(train(call, ours, x), train(reference, theirs, x), atol=1e-9, rtol=0)
+            graphs.append(number_of_graphs())
+        assert_same_parameters(model, reference)
+        on_each_device = len({*map(str, slots)})
+        # The smaller batch is for chunks of two sizes, but the slots that get the old size keep their graph.
+        assert graphs[0] == graphs_around + on_each_device
+        assert graphs[3] <= 2 * graphs[0]
+        assert len({*graphs[3:]}) == 1
+
+
+class TestWhatReachesReplicas:
+    @pytest.mark.parametrize(
+        "call",
+        [
+            torch.no_grad,
+            *(pytest.param(mode, marks=pytest.mark.long) for mode in (torch.enable_grad, torch.inference_mode)),
+        ],
+    )
+    def test_a_mode_that_the_compiled_function_sets(self, way, slots, root, call):
+        module, seen = inner().double().to(root), []
+        module[1].register_forward_hook(
+            lambda module, args, output: seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        )
+        model = way(module, slots)
+
+        def forward(x):
+            y = x * 2
+            with call():
+                y = model(y)
+            return y + 1
+
+        (x,) = batches(root, [6])
+        expected = forward(x)
+        ours, *theirs = {*seen}, *seen
+        seen.clear()
+        torch.testing.assert_close(torch.compile(forward, backend="eager")(x), expected)
+        assert {*seen} == ours
+        assert len(seen) == len(theirs)
+
+    def test_autocast_that_the_compiled_function_sets(self, slots, root):
+        model = DataParallel(nn.Linear(4, 4).to(root), slots)
+
+        def forward(x):
+            with torch.autocast(root.type, dtype=torch.bfloat16):
+                y = model(x * 2)
+            return y, model(x)
+
+        outputs = torch.compile(forward, backend="eager")(torch.ones(6, 4, device=root))
+        assert [output.dtype for output in outputs] == [torch.bfloat16, torch.float32]
+
+    def test_tensors_marked_whole_and_entries_per_replica(self, slots, root):
+        class Adds(nn.Module):
+            def forward(self, x, mask, numbers):
+                return x + mask.sum() + numbers[0]
+
+        model = DataParallel(Adds(), slots)
+
+        def forward(x, mask, numbers):
+            return model(x * 2, dataparallel.whole(mask + 1), numbers) * 2
+
+        x, mask = torch.ones(6, 4, device=root), torch.ones(6, device=root)
+        numbers = PerReplica([[1.0], [2.0], [3.0]])
+        torch.testing.assert_close(torch.compile(forward, backend="eager")(x, mask, numbers), forward(x, mask, numbers))
+
+    def test_the_stages_called_by_themselves(self, slots, root):
+        module = inner().double().to(root)
+
+        def forward(x):
+            chunks = dataparallel.scatter(x * 2, slots)
+            replicas = dataparallel.replicate(module, slots)
+            outputs = dataparallel.parallel_apply(replicas, [(chunk,) for chunk in chunks], devices=slots)
+            return dataparallel.gather(outputs, slots[0]) + 1
+
+        compiled = torch.compile(forward, backend="eager")
+        for x in batches(root, [6, 5, 6]):
+            torch.testing.assert_close(compiled(x), module(x * 2) + 1)
+        compiled(x).sum().backward()
+        ours = [parameter.grad for parameter in module.parameters()]
+        module.zero_grad()
+        (module(x * 2) + 1).sum().backward()
+        torch.testing.assert_close(ours, [parameter.grad for parameter in module.parameters()])
+        assert not [file for file in compiled_files() if file.startswith(PACKAGE)]
+
+
+WITHOUT_THE_COMPILER = """
+import sys
+
+import torch
+from torch import nn
+
+from dataparallel import DataParallel
+from dataparallel.composable import fully_shard, replicate
+
+x = torch.ones(4, 2)
+for model in (
+    DataParallel(nn.Linear(2, 2), ["cpu", "cpu"]),
+    replicate(nn.Linear(2, 2), devices=["cpu", "cpu"]),
+    fully_shard(nn.Linear(2, 2), devices=["cpu", "cpu"]),
+):
+    model(x).sum().backward()
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_program_that_compiles_nothing_loads_no_compiler():
+    assert run_script(WITHOUT_THE_COMPILER).split() == ["False"]
+
+
+def test_marks_outlive_what_was_compiled(slots, root):
+    """``torch._dynamo.reset()`` forgets how functions are to be treated that it has compiled."""
+    model, (x,) = Between(DataParallel(inner(), slots)).double().to(root), batches(root, [6])
+    for _ in range(2):
+        torch.compile(model, backend="eager")(x)
+        forget_what_was_compiled()
+    torch.compile(model, backend="eager")(x)
+    assert not [file for file in compiled_files() if file.startswith(PACKAGE)]

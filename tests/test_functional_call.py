@@ -1,0 +1,217 @@
+"""``torch.func.functional_call``: replicas compute with the values that are given by name, and gradients reach them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from around import assert_same_parameters, batches, inner, whole
+from dataparallel import DataParallel
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.sharded import Shard, distribute_tensor
+
+WAYS = {
+    "DataParallel": (lambda module, slots: DataParallel(module, slots), "held.module."),
+    "replicate": (lambda module, slots: replicate(module, devices=slots), "held."),
+}
+
+
+class Holder(nn.Module):
+    """``functional_call`` takes no ``torch.nn.DataParallel`` itself. It takes a module that holds one."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+    def forward(self, *args, **kwargs):
+        return self.held(*args, **kwargs)
+
+
+def build(root):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(inner(), nn.BatchNorm1d(3)).double().to(root)
+
+
+def leaves_for(module, seed=7):
+    """For each parameter other values, from which those that are given are computed."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
+        .to(parameter.device)
+        .requires_grad_()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def given(leaves, prefix=""):
+    return {prefix + name: leaf.sin() * 2 for name, leaf in leaves.items()}
+
+
+def gradients(leaves):
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.fixture
+def reference(root):
+    return build(root).eval()
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return WAYS[request.param]
+
+
+@pytest.fixture
+def model(way, slots, root):
+    return Holder(way[0](build(root).eval(), slots))
+
+
+@pytest.fixture
+def x(root):
+    return next(batches(root, [7]))
+
+
+@pytest.mark.slots(2, 3)
+def test_gradients_reach_what_was_given_and_nothing_else(model, reference, way, x):
+    for seed in range(3):
+        ours, theirs = leaves_for(reference, seed), leaves_for(reference, seed)
+        output = functional_call(model, given(ours, way[1]), (x,))
+        expected = functional_call(reference, given(theirs), (x,))
+        torch.testing.assert_close(output, expected, atol=1e-9, rtol=0)
+        output.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(gradients(ours), gradients(theirs), atol=1e-9, rtol=0)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_calls_between_see_the_model_as_it_is(model, reference, way, x):
+    optimizer, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference))
+    for seed in range(3):
+        functional_call(model, given(leaves_for(reference, seed), way[1]), (x,)).square().sum().backward()
+        for each, step in ((model, optimizer), (reference, theirs)):
+            step.zero_grad()
+            each(x).square().sum().backward()
+            step.step()
+    assert_same_parameters(model, reference)
+
+
+def test_some_of_the_values_and_keyword_arguments(model, reference, way, x):
+    name = "0.2.weight"
+    value = torch.ones(3, 8, dtype=torch.float64, device=x.device, requires_grad=True)
+    twin = torch.ones(3, 8, dtype=torch.float64, device=x.device, requires_grad=True)
+    functional_call(model, {way[1] + name: value}, kwargs={"input": x}).square().sum().backward()
+    functional_call(reference, {name: twin}, kwargs={"input": x}).square().sum().backward()
+    torch.testing.assert_close(value.grad, twin.grad, atol=1e-9, rtol=0)
+    for (of, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if of == way[1] + name:
+            assert ours.grad is None
+        else:
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-9, rtol=0)
+
+
+def test_buffers_that_are_given_get_the_statistics(model, reference, way, root):
+    """In training BatchNorm normalises each chunk by itself, so a twin runs the first chunk alone."""
+    (x,) = batches(root, [9])
+    model.train()
+    reference.train()
+    name = "1.running_mean"
+    ours, theirs = (torch.full((3,), 5.0, dtype=torch.float64, device=root) for _ in range(2))
+    before = {key: value.clone() for key, value in model.state_dict().items() if "num_batches" not in key}
+    functional_call(model, {way[1] + name: ours}, (x,))
+    functional_call(reference, {name: theirs}, (x[:3],))
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(model.state_dict()[way[1] + name], before[way[1] + name])
+
+
+def test_without_a_graph(model, reference, way, x, without_graph):
+    leaves = leaves_for(reference)
+    with without_graph():
+        for _ in range(2):
+            output = functional_call(model, given(leaves, way[1]), (x,))
+            torch.testing.assert_close(output, functional_call(reference, given(leaves), (x,)), atol=1e-9, rtol=0)
+            torch.testing.assert_close(model(x), reference(x), atol=1e-9, rtol=0)
+
+
+def test_inside_a_compiled_function(model, reference, way, x):
+    compiled = torch.compile(lambda values, x: functional_call(model, values, (x * 2,)) + 1, backend="eager")
+    for seed in range(3):
+        ours, theirs = leaves_for(reference, seed), leaves_for(reference, seed)
+        compiled(given(ours, way[1]), x).square().sum().backward()
+        (functional_call(reference, given(theirs), (x * 2,)) + 1).square().sum().backward()
+        torch.testing.assert_close(gradients(ours), gradients(theirs), atol=1e-9, rtol=0)
+        torch.testing.assert_close(model(x), reference(x), atol=1e-9, rtol=0)
+
+
+def test_a_value_on_another_device_is_refused_by_name(model, way, x):
+    with pytest.raises(RuntimeError, match=r"found one of them on device: meta\. It is parameter '0\.0\.bias'"):
+        functional_call(model, {way[1] + "0.0.bias": torch.ones(8, device="meta", dtype=torch.float64)}, (x,))
+    model(x)
+
+
+class TestInsideForward:
+    """Each replica gives values to modules of its own."""
+
+    class Gives(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = functional_call(self.a, {"weight": self.b.weight * 2, "bias": self.b.bias}, (x,))
+            slope = torch.func.grad(lambda p: functional_call(self.a, p, (x,)).square().mean())(
+                dict(self.a.named_parameters())
+            )
+            return y + self.a(x) + torch.func.vmap(self.b)(x) + 0 * slope["weight"].sum()
+
+    @pytest.mark.slots(2, 3)
+    def test_training_equals_one_device(self, slots, root):
+        for wrap in (
+            lambda module: DataParallel(module, slots),
+            lambda module: replicate(module, devices=slots),
+            lambda module: fully_shard(module, devices=slots),
+        ):
+            modules = []
+            for _ in range(2):
+                torch.manual_seed(0)
+                modules.append(self.Gives().double().to(root))
+            model, reference = wrap(modules[0]), modules[1]
+            ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference))
+            for x in batches(root, [7, 6, 5]):
+                for each, optimizer in ((model, ours), (reference, theirs)):
+                    optimizer.zero_grad()
+                    each(x).square().sum().backward()
+                    optimizer.step()
+            assert_same_parameters(model, reference)
+
+
+class TestRefused:
+    def test_a_wrapper_itself(self, slots, root, x):
+        """By torch: ``isinstance`` takes it for a ``torch.nn.DataParallel``."""
+        model = DataParallel(build(root), slots)
+        with pytest.raises(RuntimeError, match=r"can't be used with nn\.DataParallel"):
+            functional_call(model, {}, (x,))
+
+    def test_transforms_around(self, model, reference, way, x):
+        values = {name: value.detach() for name, value in given(leaves_for(reference), way[1]).items()}
+        with pytest.raises(RuntimeError, match=r"torch\.func transform"):
+            torch.func.grad(lambda values: functional_call(model, values, (x,)).sum())(values)
+        with pytest.raises(RuntimeError, match=r"torch\.func transform"):
+            torch.func.vmap(lambda x: functional_call(model, values, (x,)))(torch.stack([x, x]))
+
+    @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+    def test_values_for_sharded_parameters(self, slots, root, x, sharded):
+        """The module would keep them, and what they were computed from would get no gradient."""
+        model, reference = fully_shard(build(root).eval(), devices=slots), build(root).eval()
+        leaves = leaves_for(reference)
+        if sharded:
+            leaves = {name: distribute_tensor(leaf, slots, Shard(0)) for name, leaf in leaves.items()}
+        for values in (leaves, {name: leaf * 2 for name, leaf in leaves.items()}):
+            with pytest.raises(RuntimeError, match=r"is no parameter, as torch\.func\.functional_call does"):
+                functional_call(model, values, (x,))
+            model.zero_grad()
+            reference.zero_grad()
+            model(x).square().sum().backward()
+            reference(x).square().sum().backward()
+            ours = [whole(parameter.grad) for parameter in model.parameters()]
+            torch.testing.assert_close(ours, [parameter.grad for parameter in reference.parameters()])

@@ -1,0 +1,195 @@
+"""Modules of ``torch.jit`` as sources, in every form that they come in: they work, or are refused with a sentence."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from around import assert_same_parameters, batches
+from dataparallel import DataParallel
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.modules.scripts import refuse_constants
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4).eval()
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        return self.norm(self.first(x)).tanh() * self.shift
+
+
+class Ranges(nn.Module):
+    """It asks its input for a device, of which a trace makes a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.first(x) + torch.arange(4, dtype=x.dtype, device=x.device)
+
+
+class Above(nn.Module):
+    def __init__(self, child):
+        super().__init__()
+        self.child, self.top = child, nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.top(self.child(x))
+
+
+def loaded(module):
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer)
+
+
+def trace(module):
+    parameter = next(module.parameters())
+    return torch.jit.trace(module, torch.ones(2, 4, dtype=parameter.dtype, device=parameter.device))
+
+
+def trace_method(module):
+    parameter = next(module.parameters())
+    example = torch.ones(2, 4, dtype=parameter.dtype, device=parameter.device)
+    return torch.jit.trace_module(module, {"forward": example})
+
+
+FORMS = {"script": torch.jit.script, "trace": trace, "trace_module": trace_method, "loaded": loaded}
+
+
+def build(cls, root):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return cls().double().to(root)
+
+
+def above(child, root):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return Above(child).double().to(root)
+
+
+def assert_trains_alike(model, reference, root):
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference))
+    for x in batches(root, [7, 6, 5]):
+        for each, optimizer in ((model, ours), (reference, theirs)):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+    assert_same_parameters(model, reference)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slots(2, 3)
+def test_in_a_wrapper_each_form_equals_one_device(form, slots, root):
+    model = DataParallel(FORMS[form](build(Net, root)), slots)
+    assert_trains_alike(model, build(Net, root), root)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda module, slots: DataParallel(module, slots), lambda module, slots: replicate(module, devices=slots)],
+    ids=["DataParallel", "replicate"],
+)
+def test_below_a_python_module_each_form_equals_one_device(form, wrap, slots, root):
+    model = wrap(above(FORMS[form](build(Net, root)), root), slots)
+    assert_trains_alike(model, above(build(Net, root), root), root)
+
+
+def test_scripted_functions_in_attributes(slots, root):
+    class Calls(Net):
+        def forward(self, x):
+            return self.function(super().forward(x))
+
+    def made():
+        net = build(Calls, root)
+        net.function = torch.jit.trace(torch.sin, torch.ones(2, dtype=torch.float64))
+        return net
+
+    for wrap in (
+        lambda module: DataParallel(module, slots),
+        lambda module: replicate(module, devices=slots),
+        lambda module: fully_shard(module, devices=slots),
+    ):
+        assert_trains_alike(wrap(made()), made(), root)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("child", [False, True], ids=["root", "child"])
+def test_they_cannot_be_sharded(form, child, slots, root):
+    module = FORMS[form](build(Net, root))
+    with pytest.raises(
+        TypeError, match=r"cannot shard .* belong to TorchScript .* Shard the module that is not script"
+    ):
+        fully_shard(above(module, root) if child else module, devices=slots)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_they_cannot_be_replicated_in_place(form, slots, root):
+    with pytest.raises(TypeError, match=r"wrap this one in dataparallel\.DataParallel"):
+        replicate(FORMS[form](build(Net, root)), devices=slots)
+
+
+FIXED = {
+    "freeze": lambda root: torch.jit.freeze(torch.jit.script(build(Net, root).eval())),
+    "optimize_for_inference": lambda root: torch.jit.optimize_for_inference(torch.jit.script(build(Net, root).eval())),
+    "trace": lambda root: trace(build(Ranges, root)),
+    "a child": lambda root: above(trace(build(Ranges, root)), root),
+}
+
+
+class TestConstants:
+    """What was traced or frozen on one device is right there only."""
+
+    @pytest.mark.devices("sim")
+    @pytest.mark.parametrize("fixed", FIXED.values(), ids=FIXED)
+    def test_on_other_devices_they_are_refused(self, fixed, slots, root):
+        module, (x,) = fixed(root), batches(root, [6])
+        refused = r"cannot replicate the ScriptModule '(at the root|child)' to sim:1: .* on sim:0 is a constant"
+        for run in (lambda: DataParallel(module, slots)(x), lambda: _frozen(DataParallel(module, slots), x)):
+            with pytest.raises(RuntimeError, match=refused):
+                run()
+
+    @pytest.mark.parametrize("fixed", FIXED.values(), ids=FIXED)
+    def test_on_the_same_device_they_work(self, fixed, slots, root):
+        module, (x,) = fixed(root), batches(root, [6])
+        with torch.no_grad():
+            torch.testing.assert_close(DataParallel(module, [root] * 3)(x), module(x))
+
+    def test_a_script_asks_each_time(self, slots, root):
+        assert_trains_alike(DataParallel(torch.jit.script(build(Ranges, root)), slots), build(Ranges, root), root)
+
+    def test_code_is_read_once(self, slots, root, monkeypatch):
+        module, (x,) = torch.jit.script(build(Ranges, root)), batches(root, [6])
+        model = DataParallel(module, slots)
+        model(x)
+        monkeypatch.setattr(torch.jit.RecursiveScriptModule, "inlined_graph", property(lambda self: 1 / 0))
+        model(x)
+        assert refuse_constants.__module__ == "dataparallel.modules.scripts"
+
+
+def _frozen(model, x):
+    with torch.no_grad(), model.frozen():
+        return model(x)
+
+
+class TestAround:
+    @pytest.mark.parametrize("slots", [2], indirect=True)
+    def test_a_trace_of_a_wrapper_is_refused(self, slots, root):
+        (x,) = batches(root, [6])
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.trace is running around the call"):
+            torch.jit.trace(DataParallel(build(Net, root), slots), x)
+
+    def test_a_script_of_a_replicated_module_is_the_modules_own(self, slots, root):
+        (x,) = batches(root, [6])
+        module = replicate(build(Net, root), devices=slots)
+        torch.testing.assert_close(torch.jit.script(module)(x), module(x))

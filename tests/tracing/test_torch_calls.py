@@ -1,0 +1,168 @@
+"""Backward passes and optimizers' steps are recorded inside the block, and torch is as before after it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel.tracing.recorder import Recorder
+from dataparallel.tracing.torch_calls import recorded
+
+pytestmark = pytest.mark.devices("cpu")  # nothing here depends on devices
+
+BACKWARD, GRAD = torch.autograd.backward, torch.autograd.grad
+
+
+@pytest.fixture(autouse=True)
+def torch_is_as_before() -> Any:
+    yield
+    assert torch.autograd.backward is BACKWARD
+    assert torch.autograd.grad is GRAD
+
+
+def loss() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True).square().sum()
+
+
+def names(recorder: Recorder) -> list[str]:
+    return [span.name for span in recorder.spans]
+
+
+def test_each_way_to_run_the_engine(recorder: Recorder) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with recorded(recorder):
+        loss().backward()
+        torch.autograd.backward(loss())
+        (grad,) = torch.autograd.grad(x.square().sum(), [x])
+    assert names(recorder) == ["backward"] * 3
+    torch.testing.assert_close(grad, torch.full((2,), 2.0))
+    loss().backward()
+    assert len(recorder.spans) == 3
+
+
+def test_the_steps_of_all_optimizers(recorder: Recorder) -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    first, second = torch.optim.SGD(parameters[:1], lr=0.1), torch.optim.AdamW(parameters[1:])
+    first.step()
+    with recorded(recorder):
+        first.step()
+        second.step()
+        first.step()
+    first.step()
+    assert [(span.detail, span.call) for span in recorder.spans] == [("SGD", 0), ("AdamW", 1), ("SGD", 0)]
+
+
+def test_a_closure_is_inside_of_its_step(recorder: Recorder) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        result = parameter.square().sum()
+        result.backward()
+        return result
+
+    with recorded(recorder):
+        optimizer.step(closure)
+    backward, step = recorder.spans
+    assert (backward.name, step.name) == ("backward", "optimizer")
+    assert step.start <= backward.start <= backward.end <= step.end
+
+
+def test_a_step_that_fails_is_not_recorded(recorder: Recorder) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+
+    def fails() -> Any:
+        raise ValueError("as asked")
+
+    with recorded(recorder):
+        with pytest.raises(ValueError, match="as asked"):
+            optimizer.step(fails)
+        optimizer.step()
+    assert names(recorder) == ["optimizer"]
+
+
+def test_a_backward_that_fails_is_recorded(recorder: Recorder) -> None:
+    with recorded(recorder), pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(1).backward()
+    assert names(recorder) == ["backward"]
+
+
+def test_an_error_in_the_block_puts_torch_back(recorder: Recorder) -> None:
+    with pytest.raises(ValueError, match="as asked"), recorded(recorder):
+        raise ValueError("as asked")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.step()
+    assert names(recorder) == []
+
+
+def test_other_threads_are_recorded_as_themselves(recorder: Recorder) -> None:
+    with recorded(recorder):
+        thread = threading.Thread(target=lambda: loss().backward(), name="another")
+        thread.start()
+        thread.join()
+    assert [span.thread.name for span in recorder.spans] == ["another"]
+
+
+def test_a_function_that_somebody_has_kept_goes_on_to_torch(recorder: Recorder) -> None:
+    with recorded(recorder):
+        kept = torch.autograd.backward
+    from dataparallel.tracing.recorder import stop
+
+    stop(recorder)
+    kept(loss())
+    assert names(recorder) == []
+
+
+def test_what_others_have_put_there_stays(recorder: Recorder) -> None:
+    """They have wrapped this room's function, and go when they like."""
+
+    def others(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    with recorded(recorder):
+        inner = torch.autograd.backward
+        torch.autograd.backward = others
+    try:
+        assert torch.autograd.backward is others
+        loss().backward()
+    finally:
+        torch.autograd.backward = BACKWARD
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("error:.*trace.*:UserWarning")
+def test_a_compiled_step_is_recorded_and_not_compiled_again(recorder: Recorder) -> None:
+    """The clocks are read by ``ctypes``, which the compiler cannot trace: it must not try."""
+    from torch._dynamo.utils import counters
+
+    model, x = nn.Linear(4, 4), torch.ones(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    graphs = dict(counters["stats"])
+    with recorded(recorder):
+        for _ in range(2):
+            step()
+    step()
+    assert names(recorder) == ["backward", "optimizer"] * 2
+    assert dict(counters["stats"]) == graphs
+
+
+def test_the_functions_look_like_torchs(recorder: Recorder) -> None:
+    with recorded(recorder):
+        assert torch.autograd.backward.__doc__ == BACKWARD.__doc__
+        assert torch.autograd.grad.__name__ == "grad"
