@@ -26,6 +26,7 @@ from dataparallel.structures import tensors_in
 from dataparallel.threads.caller_state import CallerState
 from dataparallel.threads.gang import Gang, Outcome, Skipped
 from dataparallel.threads.in_turn import SerialTasks
+from dataparallel.threads.meetings import Meeting
 from dataparallel.threads.permits import CallPermits, PermitChooser, size_of
 
 __all__ = ["SERIAL_VARIABLE", "is_serial", "parallel_apply", "run_replicas"]
@@ -104,6 +105,8 @@ def run_replicas(
         partial(_called(module, method), *args, **kwargs)
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
+    meeting = Meeting(slots)
+    calls = [partial(meeting.run, slot, call) for slot, call in enumerate(calls)]
     state = CallerState(slots)
     watch = replicas(type(modules[0]).__name__, slots)
     for slot, own in state.isolated_streams.items():

@@ -1,9 +1,12 @@
 """Private names of torch: all of them are in one room, torch has them, and without them there is a sentence."""
 
 import ast
+import contextvars
 import importlib.util
 import pkgutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -322,3 +325,26 @@ print(_torch.is_compiler_in_use())
 def test_the_compiler_stays_in_use_when_torch_forgets_what_was_compiled(when: str) -> None:
     """A call has seen it. Functions that were compiled before stay compiled."""
     assert run_script(COMPILED, when).split() == ["True"]
+
+
+def test_backwards_of_several_threads_are_in_one_context_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = torch.autograd.graph
+    if not hasattr(graph, "contextvars"):
+        pytest.skip("this torch takes no context to the engine's threads")
+    monkeypatch.setattr(graph, "contextvars", contextvars)  # as in a process where nothing was compiled
+    _torch.let_backwards_run_at_once()
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(1)
+    context = graph.contextvars.copy_context()
+    barrier = threading.Barrier(2, timeout=10)
+
+    def read() -> int:
+        barrier.wait()
+        return variable.get()
+
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(context.run, read) for _ in range(2)]
+        assert [one.result() for one in found] == [1, 1]
+    replaced = graph.contextvars
+    _torch.let_backwards_run_at_once()
+    assert graph.contextvars is replaced

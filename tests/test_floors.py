@@ -21,6 +21,8 @@ FLOORS = """
     prefetch           a loader whose batches are on the devices before the call
     composable         forms without a wrapper
     data_parallel      the wrapper
+    nn                 modules whose replicas talk to each other
+    peers              collectives between the replicas of a call
     units              parameters that are gathered and freed together
     machines           what crosses the network, over a process group of torch.distributed
     sharded            tensors whose parts lie on several devices
