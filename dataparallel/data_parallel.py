@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.batch_split import BatchSplit
+from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.compiled.argument import CompileArgument
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.kept.replicas import KeptReplicas
@@ -47,8 +49,10 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             the module.
         output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
-        chunk_sizes: the number of samples for each slot, if the slots should not share the batch equally. It has to fit
-            every batch, and may be assigned between calls: ``model.chunk_sizes = [4, 8]``.
+        chunk_sizes: how the slots share a batch, if not equally. Ints are the number of samples for each slot, which
+            has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. With
+            ``"balanced"`` the library times the replicas and chooses: see :ref:`uneven-devices`. It may be assigned
+            between calls: ``model.chunk_sizes = [4, 8]``.
         workers: how many replicas may run Python at the same time; default: the library chooses. See `parallel_apply`.
         serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: the value of the
             environment variable ``DATAPARALLEL_SERIAL``.
@@ -66,9 +70,9 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         src_device_obj: the first slot as a ``torch.device``.
 
     Raises:
-        TypeError: ``module`` is no module, or is already wrapped; ``compile`` is something else.
+        TypeError: ``module`` is no module, or is already wrapped; ``chunk_sizes`` or ``compile`` is something else.
         ValueError: devices do not exist or do not go together; ``workers`` is below 1; ``bucket_cap_mb`` is not above
-            0; ``compile`` is given for a compiled module.
+            0; ``chunk_sizes`` are not one positive number for each slot; ``compile`` is given for a compiled module.
     """
 
     module: M
@@ -83,7 +87,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         output_device: DeviceLike | None = None,
         dim: int = 0,
         *,
-        chunk_sizes: Sequence[int] | None = None,
+        chunk_sizes: ChunkSizes = None,
         workers: int | None = None,
         serial: bool | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
@@ -95,6 +99,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         if workers is not None and workers < 1:
             raise ValueError(f"workers={workers}: at least 1 replica has to run")
         cap_in_bytes(bucket_cap_mb)
+        split = BatchSplit(chunk_sizes, len(slots))
         compiled = CompileArgument.checked(module, compile)
         nn.Module.__init__(self)
         self.module = module
@@ -102,7 +107,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         self.output_device = None if output is None else device_id(output)
         self.src_device_obj = slots[0] if slots else None
         self.dim = dim
-        self.chunk_sizes = chunk_sizes
+        self._split = split
         self.workers = workers
         self.serial = serial
         self.bucket_cap_mb = bucket_cap_mb
@@ -132,7 +137,8 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         slots = [resolve(device) for device in self.device_ids]
         output_device = resolve_output(self.output_device, slots)
         check_placement(self.module, slots[0])
-        with Call(slots, self._kept, self.serial, may_use_source=self._is_stage_overridden()) as call:
+        balanced = self._split.of_call(self.module, slots, inputs, kwargs)
+        with Call(slots, self._kept, self.serial, may_use_source=self._is_stage_overridden()) as call, balanced:
             return self._stages(call, slots, output_device, inputs, kwargs)
 
     def _stages(
@@ -151,6 +157,15 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             outputs = self.parallel_apply(replicas, inputs, kwargs)
         with stage("gather"):
             return self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
+
+    @property
+    def chunk_sizes(self) -> ChunkSizes:
+        """How the slots share a batch, as it was given; sequences as tuples."""
+        return self._split.given
+
+    @chunk_sizes.setter
+    def chunk_sizes(self, given: ChunkSizes) -> None:
+        self._split = BatchSplit(given, len(self.device_ids))
 
     @property
     def _alone(self) -> Callable[..., Any]:
@@ -207,13 +222,20 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         As a stage of a call it does not wait for copies from pinned memory: the call does, before it returns.
         """
         with reads_of_this_scatter() as reads:
-            return scatter_arguments(inputs, kwargs, device_ids, self.dim, self.chunk_sizes, reads)
+            return scatter_arguments(inputs, kwargs, device_ids, self.dim, self._split, reads)
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """The stage `dataparallel.parallel_apply`; override it to run replicas in another way."""
         devices = self.device_ids[: len(replicas)]
         return run_replicas(
-            replicas, inputs, kwargs, devices, workers=self.workers, serial=self.serial, chooser=self._permits
+            replicas,
+            inputs,
+            kwargs,
+            devices,
+            workers=self.workers,
+            serial=self.serial,
+            chooser=self._permits,
+            balanced=self._split.call,
         )
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:

@@ -23,11 +23,12 @@ from dataparallel.environment import says_no
 from dataparallel.modules.plan import HAS_COMPILED
 from dataparallel.profiling import Replicas, replicas
 from dataparallel.structures import tensors_in
+from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.caller_state import CallerState
 from dataparallel.threads.gang import Gang, Outcome, Skipped
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.meetings import Meeting
-from dataparallel.threads.permits import CallPermits, PermitChooser, size_of
+from dataparallel.threads.permits import CallPermits, PermitChooser, kind_of_call, size_of
 
 __all__ = ["SERIAL_VARIABLE", "is_serial", "parallel_apply", "run_replicas"]
 
@@ -83,11 +84,13 @@ def run_replicas(
     serial: bool | None = None,
     chooser: PermitChooser | None = None,
     method: str | None = None,
+    balanced: BalancedCall | None = None,
 ) -> list[Any]:
     """`parallel_apply`, for wrappers.
 
     ``chooser`` chooses how many replicas run at the same time, unless ``workers`` says so or only one replica can run
-    at a time. ``method`` names the method that is called instead of the module itself.
+    at a time. ``method`` names the method that is called instead of the module itself. ``balanced`` is the call whose
+    replicas may have to be timed, with ``chunk_sizes="balanced"``.
     """
     if not modules:
         raise ValueError("parallel_apply needs at least one module; got none")
@@ -107,15 +110,23 @@ def run_replicas(
     ]
     meeting = Meeting(slots)
     calls = [partial(meeting.run, slot, call) for slot, call in enumerate(calls)]
+    times = None if balanced is None else balanced.measures(slots)
+    if times is not None:
+        calls = [partial(times.run, slot, call) for slot, call in enumerate(calls)]
     state = CallerState(slots)
     watch = replicas(type(modules[0]).__name__, slots)
     for slot, own in state.isolated_streams.items():
         own.record_inputs(modules[slot], arguments[slot], keywords[slot])
     try:
         permits, groups = (1, None) if is_serial(serial) else _who_may_run_together(modules[0], slots, state, workers)
+        if times is not None:
+            times.begin(state.streams, zip(arguments, keywords, strict=True))
+        if balanced is not None:
+            balanced.runs_with(permits, groups)
         if permits == 1:
             outcomes = SerialTasks(_tasks(state.run_here, calls, watch), watch=watch).run()
-        elif chooser is None or workers is not None:
+        elif chooser is None or workers is not None or (times is not None and slots[0] != CPU):
+            # A replica that is timed waits for its device, so that all have to run at the same time.
             # Compiled code is for a number of intra-op threads, so that does not depend on the permits.
             parts = workers if workers is not None and _has_compiled(modules[0]) else permits
             with state.intra_op_threads_divided(parts):
@@ -123,12 +134,17 @@ def run_replicas(
                 outcomes = Gang(tasks, permits, groups, devices=slots, watch=watch).run()
         else:
             compiled = _has_compiled(modules[0])
-            kind, size = _kind_of_call(modules[0], slots), size_of(arguments[0], keywords[0])
-            call = chooser.begin(kind, size, permits, first_in_turn=compiled)
+            kind = kind_of_call(modules[0], slots)
+            size = size_of(arguments[0], keywords[0]) if balanced is None else balanced.size
+            call = chooser.begin(kind, size, permits, first_in_turn=compiled, fixed=times is not None)
+            if balanced is not None:
+                balanced.runs_with(call.permits, groups)
             parts = chooser.largest if compiled else call.permits
             outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, parts, watch)
         if any(outcome.error is not None for outcome in outcomes):
             raise _first_error(outcomes, slots)
+        if times is not None:
+            times.end()
         values = [outcome.value for outcome in outcomes]
     finally:
         for own in state.isolated_streams.values():
@@ -151,18 +167,6 @@ def _tasks(
     """Each of ``calls``, run by a method of `CallerState`, and recorded if anybody watches."""
     tasks: list[Callable[[], Any]] = [partial(run, slot, call) for slot, call in enumerate(calls)]
     return tasks if watch is None else [partial(watch.run, slot, task) for slot, task in enumerate(tasks)]
-
-
-def _kind_of_call(module: Any, slots: Sequence[torch.device]) -> Hashable:
-    """A key for calls that share a choice of permits, if their inputs have the same size."""
-    return (
-        len(slots),
-        getattr(module, "training", None),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        _torch.is_any_autocast_enabled(),
-        torch.get_num_threads() if slots[0] == CPU else None,
-    )
 
 
 def _run_with_permits(

@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from dataparallel import comm
 from dataparallel.data_parallel import DataParallel
 from dataparallel.devices import CPU, resolve
 from dataparallel.streams.ahead import Sender, SentBatch, can_be_sent
@@ -54,7 +53,8 @@ def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -
     Args:
         loader: any iterable; each loop over the result iterates over it again.
         model: the wrapper that is called with the batches. Its slots, ``dim`` and ``chunk_sizes`` decide which slot
-            gets which samples.
+            gets which samples. With ``chunk_sizes="balanced"`` a batch is sent as the call before was split. While the
+            split is being measured it may change, and then the call copies its chunks itself.
         depth: how many batches are read and sent before the loop asks for them. The devices hold ``depth`` batches
             besides the current one.
 
@@ -148,15 +148,15 @@ class Prefetch(Generic[T]):
         Tensors of one batch may have different sizes if no call gets both. A tensor that cannot be split is not sent:
         the call that gets it raises and says why.
         """
-        dim, given = self.model.dim, self.model.chunk_sizes
+        dim, split = self.model.dim, self.model._split
         for tensor in {id(tensor): tensor for tensor in tensors_in(batch)}.values():
             if not can_be_sent(tensor):
                 continue
             if is_whole(tensor):
                 yield tensor, None
             elif -tensor.dim() <= dim < tensor.dim():
-                size = tensor.shape[dim]
-                if given is None:
-                    yield tensor, comm.near_equal_sizes(size, len(slots))
-                elif len(given) == len(slots) and sum(given) == size and min(given) > 0:
-                    yield tensor, list(given)
+                try:
+                    sizes = split.sizes(tensor.shape[dim], len(slots))
+                except ValueError:  # numbers of samples that do not fit this tensor: a call with it says so
+                    continue
+                yield tensor, sizes

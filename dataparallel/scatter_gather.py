@@ -15,7 +15,8 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Gather, Scatter
 from dataparallel.batch_types import batch_of, container_of
-from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes, why_not_gatherable, why_not_movable
+from dataparallel.chunk_sizes import Splits, checked, near_equal
+from dataparallel.comm.checks import why_not_gatherable, why_not_movable
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
 from dataparallel.per_replica import PerReplica
 from dataparallel.streams.ahead import HostReads, copied_at_once, take_sent_chunks
@@ -30,7 +31,7 @@ def scatter(
     target_gpus: Sequence[DeviceLike],
     dim: int = 0,
     *,
-    chunk_sizes: Sequence[int] | None = None,
+    chunk_sizes: Sequence[float] | None = None,
 ) -> list[Any]:
     """Splits every tensor of a nested structure along ``dim``, and returns one structure for each slot.
 
@@ -44,7 +45,8 @@ def scatter(
         inputs: tensors, containers and batches (see ``batch_types``), nested to any depth.
         target_gpus: the slots, of any device type.
         dim: the batch dimension of the tensors; batch types have their own.
-        chunk_sizes: the number of samples for each slot, at least 1 each.
+        chunk_sizes: the number of samples for each slot, at least 1 each, which have to be all of the batch. With a
+            float among them they are shares of a batch of any size: ``[0.5, 1, 1]``. See `chunk_sizes.split_by_shares`.
 
     Returns:
         A list with one structure for each slot that has samples.
@@ -55,7 +57,7 @@ def scatter(
             there are replicas; several replicas would share a cache of ``transformers``.
     """
     with HostReads() as reads:
-        return _scatter(inputs, target_gpus, dim, chunk_sizes, "input", reads)
+        return _scatter(inputs, target_gpus, dim, checked(chunk_sizes), "input", reads)
 
 
 @_torch.not_traced
@@ -65,7 +67,7 @@ def scatter_kwargs(
     target_gpus: Sequence[DeviceLike],
     dim: int = 0,
     *,
-    chunk_sizes: Sequence[int] | None = None,
+    chunk_sizes: Sequence[float] | None = None,
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
     """`scatter` for the arguments of a call. Batch sizes of positional and keyword arguments must agree.
 
@@ -74,7 +76,7 @@ def scatter_kwargs(
         empty if there is no argument.
     """
     with HostReads() as reads:
-        return scatter_arguments(inputs, kwargs, target_gpus, dim, chunk_sizes, reads)
+        return scatter_arguments(inputs, kwargs, target_gpus, dim, checked(chunk_sizes), reads)
 
 
 def scatter_arguments(
@@ -82,7 +84,7 @@ def scatter_arguments(
     kwargs: dict[str, Any] | None,
     target_gpus: Sequence[DeviceLike],
     dim: int,
-    chunk_sizes: Sequence[int] | None,
+    chunk_sizes: Splits | None,
     reads: HostReads,
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
     """`scatter_kwargs` for the forms. When it returns, the copies in ``reads`` may still read pinned memory."""
@@ -97,32 +99,19 @@ def _scatter(
     inputs: Any,
     devices: Sequence[DeviceLike],
     dim: int,
-    chunk_sizes: Sequence[int] | None,
+    chunk_sizes: Splits | None,
     name: str,
     reads: HostReads,
 ) -> list[Any]:
     slots = resolve_slots(devices)
     found = list(leaves(inputs, name))
     size = _batch_size(found, dim)
-    sizes = _chunk_sizes(size, len(slots), chunk_sizes)
+    sizes = None if size is None else near_equal(size, len(slots), chunk_sizes)
     replicas = number_of_replicas(found, size, sizes, len(slots))
     walk = _Splitter(slots[:replicas], sizes, dim)
     tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}.values()
     with copied_at_once(((tensor, walk.sizes_of(tensor)) for tensor in tensors), walk.slots, dim, reads):
         return walk.split(inputs)
-
-
-def _chunk_sizes(batch_size: int | None, slots: int, given: Sequence[int] | None) -> list[int] | None:
-    if batch_size is None:
-        return None
-    if given is None:
-        return near_equal_sizes(batch_size, slots)
-    sizes = check_chunk_sizes(given, slots, batch_size)
-    if 0 in sizes:
-        raise ValueError(
-            f"chunk_sizes={sizes}: every slot needs at least one sample; leave a slot out of device_ids instead"
-        )
-    return sizes
 
 
 def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:

@@ -26,6 +26,7 @@ FLOORS = """
     units              parameters that are gathered and freed together
     machines           what crosses the network, over a process group of torch.distributed
     sharded            tensors whose parts lie on several devices
+    batch_split        how a form splits its batches
     stages             what surrounds the four stages of a call
     kept               replicas and tensors that later calls use again
     scatter_gather     nested structures in, nested structures out
@@ -37,6 +38,7 @@ FLOORS = """
     compiled           compiled functions that replicas call
     streams            which stream does what, and what orders them
     structures         nested arguments, walked
+    chunk_sizes        how many samples each slot gets
     comm               tensors between devices
     streams.current    current streams and events: comm's check of peers needs them too
     batch_types        which types are containers, which are batches

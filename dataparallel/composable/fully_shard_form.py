@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.compiled.argument import CompileArgument
 from dataparallel.composable import replaced_parameters
 from dataparallel.composable.contract import Form
@@ -55,6 +56,7 @@ def _prepare(
     ignored_params: Iterable[Tensor] | None = None,
     output_device: DeviceLike | None = None,
     dim: int = 0,
+    chunk_sizes: ChunkSizes = None,
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     compile: bool | dict[str, Any] | None = None,
@@ -93,6 +95,8 @@ def _prepare(
             are allowed.
         output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
+        chunk_sizes: how the slots share a batch, as for `dataparallel.DataParallel`. To change it, assign
+            ``fully_shard.state(module).chunk_sizes``. That of the outermost module counts.
         process_group: a ``torch.distributed`` group with one process for each machine. Parameters are sharded over the
             devices of each machine, and replicated over machines.
         mesh: the same as a mesh over processes, with the meaning that it has for ``torch.distributed.fsdp``. One
@@ -161,6 +165,7 @@ def _prepare(
         ignored_parameters=[parameter for _, parameter in own_parameters(module) if id(parameter) in kept],
         output_device=output_device,
         dim=dim,
+        chunk_sizes=chunk_sizes,
         machines=machines,
         compile=compiled[0],
     )

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.batch_split import BatchSplit
+from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.compiled.argument import CompileArgument
 from dataparallel.composable.managed import KEY, ManagedModule
 from dataparallel.composable.on_slots import Method
@@ -75,6 +77,7 @@ class FullyShardState:
         ignored_parameters: Sequence[Tensor],
         output_device: DeviceLike | None,
         dim: int,
+        chunk_sizes: ChunkSizes,
         machines: MachinesOfTree | None = None,
         compile: CompileArgument | None = None,
     ) -> None:
@@ -90,6 +93,7 @@ class FullyShardState:
         self._offload = offload_policy
         self._ignored = tuple(ignored_parameters)  # else other objects could get their ids
         self._permits = PermitChooser()
+        self._split = BatchSplit(chunk_sizes, len(slots))
         self._tree: Tree | None = None
 
     def manages(self, parameter: Tensor) -> bool:
@@ -137,6 +141,15 @@ class FullyShardState:
 
     # ---- a call ------------------------------------------------------------------------------------------------------
 
+    @property
+    def chunk_sizes(self) -> ChunkSizes:
+        """How the slots share a batch: may be assigned between calls, as that of `dataparallel.DataParallel`."""
+        return self._split.given
+
+    @chunk_sizes.setter
+    def chunk_sizes(self, given: ChunkSizes) -> None:
+        self._split = BatchSplit(given, len(self.slots))
+
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of ``method`` for the whole batch, on the output device.
 
@@ -167,7 +180,8 @@ class FullyShardState:
         slots = [resolve(device) for device in self.slots]
         output_device = resolve_output(self.output_device, slots)
         tree = self._updated_tree()
-        with Call(slots, self._kept, may_use_source=True) as call:
+        balanced = self._split.of_call(self._source, slots, inputs, kwargs, method.name)
+        with Call(slots, self._kept, may_use_source=True) as call, balanced:
             return self._stages(call, tree, slots, output_device, method, inputs, kwargs)
 
     def _stages(
@@ -182,7 +196,7 @@ class FullyShardState:
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
         with stage("scatter"), call.scatters():
-            inputs, kwargs = scatter_arguments(inputs, kwargs, slots, self.dim, None, call.reads)
+            inputs, kwargs = scatter_arguments(inputs, kwargs, slots, self.dim, self._split, call.reads)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         slots = slots[: len(inputs)]
@@ -192,7 +206,15 @@ class FullyShardState:
                 replicas = call.uses(self._kept.replicas(twin, slots, _CAP_BYTES))
                 self._tensors.bind(replicas, forward)
             with stage("parallel_apply"):
-                outputs = run_replicas(replicas, inputs, kwargs, slots, chooser=self._permits, method=method.name)
+                outputs = run_replicas(
+                    replicas,
+                    inputs,
+                    kwargs,
+                    slots,
+                    chooser=self._permits,
+                    method=method.name,
+                    balanced=self._split.call,
+                )
         with stage("gather"):
             return gather(outputs, output_device, self.dim)
 

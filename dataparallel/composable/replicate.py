@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.compiled.argument import CompileArgument
 from dataparallel.composable.contract import Form
 from dataparallel.composable.managed import ManagedModule
@@ -129,6 +130,7 @@ def _prepare(
     ignored_params: Iterable[Tensor] | None = None,
     output_device: DeviceLike | None = None,
     dim: int = 0,
+    chunk_sizes: ChunkSizes = None,
     bucket_cap_mb: float = BUCKET_CAP_MB,
     first_bucket_mb: float = 1,
     broadcast_buffers: bool = True,
@@ -165,6 +167,8 @@ def _prepare(
         ignored_params: single parameters that replicas share.
         output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
         dim: the batch dimension of inputs and outputs.
+        chunk_sizes: how the slots share a batch, as for `dataparallel.DataParallel`. To change it, assign
+            ``replicate.state(module).chunk_sizes``.
         bucket_cap_mb: size in MiB of the buckets in which parameters travel, and their gradients back.
         first_bucket_mb: size in MiB of the bucket whose gradients come first.
         broadcast_buffers: if true, replicas get the module's buffers at each call, else only when they are made. Over
@@ -218,6 +222,7 @@ def _prepare(
             slots,
             output_device=output_device,
             dim=dim,
+            chunk_sizes=chunk_sizes,
             cap_bytes=cap_in_bytes(bucket_cap_mb),
             first_bytes=cap_in_bytes(first_bucket_mb),
             broadcast_buffers=broadcast_buffers,

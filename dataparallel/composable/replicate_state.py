@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.batch_split import BatchSplit
+from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.compiled.argument import CompileArgument
 from dataparallel.compiled.recognise import call_of, compiled_here
 from dataparallel.composable.comm_hooks import CommHook, GradBucket
@@ -65,6 +67,7 @@ class ReplicateState:
         *,
         output_device: DeviceLike | None,
         dim: int,
+        chunk_sizes: ChunkSizes,
         cap_bytes: int,
         first_bytes: int,
         broadcast_buffers: bool,
@@ -84,6 +87,7 @@ class ReplicateState:
         )
         self._twin = Twin(type(module), self._twin_info)
         self._permits = PermitChooser()
+        self._split = BatchSplit(chunk_sizes, len(slots))
         self.machines = machines
         self._settings: dict[str, Any] = {
             "first_bytes": first_bytes,
@@ -101,6 +105,15 @@ class ReplicateState:
     def manages(self, parameter: Tensor) -> bool:
         """True if replicas have copies of it."""
         return id(parameter) not in self._twin_info.ignored_parameters
+
+    @property
+    def chunk_sizes(self) -> ChunkSizes:
+        """How the slots share a batch: may be assigned between calls, as that of `dataparallel.DataParallel`."""
+        return self._split.given
+
+    @chunk_sizes.setter
+    def chunk_sizes(self, given: ChunkSizes) -> None:
+        self._split = BatchSplit(given, len(self.slots))
 
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of ``method`` for the whole batch, on the output device.
@@ -128,7 +141,8 @@ class ReplicateState:
         output_device = resolve_output(self.output_device, slots)
         check_placement(self._source, slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters)
         overridden = getattr(self.replicate, "__func__", None) is not ReplicateState.replicate
-        with Call(slots, self._kept, may_use_source=overridden) as call:
+        balanced = self._split.of_call(self._source, slots, inputs, kwargs, method.name)
+        with Call(slots, self._kept, may_use_source=overridden) as call, balanced:
             return self._stages(call, slots, output_device, method, inputs, kwargs)
 
     def _stages(
@@ -142,7 +156,7 @@ class ReplicateState:
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
         with stage("scatter"):
-            inputs, kwargs = scatter_arguments(inputs, kwargs, slots, self.dim, None, call.reads)
+            inputs, kwargs = scatter_arguments(inputs, kwargs, slots, self.dim, self._split, call.reads)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         passes = self.tensors.passes if torch.is_grad_enabled() else None
@@ -152,7 +166,15 @@ class ReplicateState:
         with stage("replicate", "replicate"), call.replicates():
             replicas = call.uses(self.replicate(self._updated_twin(method.name), slots))
         with stage("parallel_apply"):
-            outputs = run_replicas(replicas, inputs, kwargs, slots, chooser=self._permits, method=method.name)
+            outputs = run_replicas(
+                replicas,
+                inputs,
+                kwargs,
+                slots,
+                chooser=self._permits,
+                method=method.name,
+                balanced=self._split.call,
+            )
         with stage("gather"):
             output = gather(outputs, output_device, self.dim)
         if passes is not None:

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from dataparallel.threads.slot_times import waiting
+
 __all__ = ["Meeting", "Place", "here"]
 
 T = TypeVar("T")
@@ -76,7 +78,8 @@ class Meeting:
             _here.reset(token)
 
     def meet(self, index: int, what: Hashable, value: Any, together: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        with self._changed:
+        """See `Place.meet`."""
+        with waiting(), self._changed:
             mine = self._round
             self._values[index] = value
             if len(self._values) == len(self.devices):

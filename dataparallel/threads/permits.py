@@ -21,12 +21,15 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from dataparallel import _torch
+from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
 from dataparallel.structures import tensors_in
 
-__all__ = ["CallPermits", "PermitChooser", "size_of"]
+__all__ = ["CallPermits", "PermitChooser", "kind_of_call", "size_of"]
 
 SITUATIONS = 64  # how many situations a wrapper remembers, the most recently used ones
 TENSORS, VALUES = 8, 64  # how many of a replica's inputs tell the size
@@ -81,7 +84,9 @@ class PermitChooser:
     def __reduce__(self) -> tuple[Any, ...]:
         return PermitChooser, ()
 
-    def begin(self, kind: Hashable, size: Hashable, at_once: int, first_in_turn: bool = False) -> CallPermits:
+    def begin(
+        self, kind: Hashable, size: Hashable, at_once: int, first_in_turn: bool = False, fixed: bool = False
+    ) -> CallPermits:
         """The permits of the next call. `end` has to follow.
 
         Args:
@@ -89,6 +94,7 @@ class PermitChooser:
             size: the size of the inputs. The search for a new size begins at the last choice for its kind.
             at_once: how many replicas can run at a time, at least 1.
             first_in_turn: the first call of a situation has one permit. So what it compiles is compiled once.
+            fixed: the call has the best number found so far and is not measured, because something else is.
         """
         with self._lock:
             self.largest = max(self.largest, at_once)
@@ -100,7 +106,7 @@ class PermitChooser:
             elif first_in_turn and situation.calls == 1:
                 call = CallPermits(kind, situation, 1, False, alone)
             else:
-                number = situation.next_to_measure() if alone else None
+                number = situation.next_to_measure() if alone and not fixed else None
                 measured = number is not None
                 call = CallPermits(kind, situation, situation.number if number is None else number, measured, alone)
             for other in self._running:
@@ -233,6 +239,18 @@ def _ladder(at_once: int) -> tuple[int, ...]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     powers = {2**exponent for exponent in range(at_once.bit_length())}
     return tuple(sorted(number for number in {*powers, cores, at_once} if number <= at_once))
+
+
+def kind_of_call(module: Any, slots: Sequence[torch.device]) -> Hashable:
+    """A key for calls that share a choice of permits, if their inputs have the same size."""
+    return (
+        len(slots),
+        getattr(module, "training", None),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        _torch.is_any_autocast_enabled(),
+        torch.get_num_threads() if slots[0] == CPU else None,
+    )
 
 
 def size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:

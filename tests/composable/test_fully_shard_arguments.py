@@ -168,11 +168,12 @@ class TestWhatItTakes:
         fully_shard(net, devices=slots)
         assert [len(made["parameters"]) for made in given] == [2, 2, 0]
 
-    def test_its_arguments_are_those_of_torch_and_five_more(self):
+    def test_its_arguments_are_those_of_torch_and_a_few_more(self):
         theirs = inspect.signature(torch.distributed.fsdp.fully_shard).parameters
         ours = inspect.signature(fully_shard).parameters
         names = ["reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params"]
-        assert list(ours) == ["module", "devices", *names, "output_device", "dim", "process_group", "mesh", "compile"]
+        more = ["output_device", "dim", "chunk_sizes", "process_group", "mesh", "compile"]
+        assert list(ours) == ["module", "devices", *names, *more]
         for name in [*names, "mesh"]:
             assert ours[name].kind is theirs[name].kind is inspect.Parameter.KEYWORD_ONLY
         for name in ("reshard_after_forward", "shard_placement_fn", "ignored_params", "mesh"):

@@ -1,0 +1,143 @@
+"""``chunk_sizes=``: how many samples of a batch each slot gets.
+
+It checks what users pass, and splits the size of a batch. It moves nothing and measures nothing. ``scatter_gather`` and
+the forms call it. ``"balanced"`` is split in ``threads.balance``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from numbers import Real
+from typing import Literal, Protocol, TypeAlias
+
+from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes
+
+__all__ = ["BALANCED", "ChunkSizes", "Exact", "Shares", "Splits", "checked", "near_equal", "split_by_shares"]
+
+BALANCED: Literal["balanced"] = "balanced"
+
+ChunkSizes: TypeAlias = "Sequence[float] | Literal['balanced'] | None"
+"""What users pass: ints are numbers of samples; with a float among them they are shares."""
+
+
+class Splits(Protocol):
+    """What says how a batch is split."""
+
+    def sizes(self, total: int, slots: int) -> list[int]:
+        """The sizes of the chunks of ``total`` samples, for the first slots, at least 1 each."""
+
+
+class Exact:
+    """A fixed number of samples for each slot."""
+
+    def __init__(self, given: Sequence[int]) -> None:
+        self.given = tuple(given)
+
+    def sizes(self, total: int, slots: int) -> list[int]:
+        """The given numbers. Raises ``ValueError`` if they do not fit."""
+        return check_chunk_sizes(self.given, slots, total)
+
+
+class Shares:
+    """The slots' shares of a batch of any size. Only their ratios count."""
+
+    def __init__(self, given: Sequence[float]) -> None:
+        self.given = tuple(given)
+
+    def sizes(self, total: int, slots: int) -> list[int]:
+        """`split_by_shares`. Raises ``ValueError`` unless there is a share for each slot."""
+        _check_length(self.given, slots)
+        return split_by_shares(total, self.given)
+
+
+def checked(given: ChunkSizes, slots: int | None = None) -> Exact | Shares | None:
+    """What splits batches as ``given`` says; ``None`` for near-equal chunks. ``"balanced"`` is not for this function.
+
+    Args:
+        slots: how many there are; ``None`` if that is not known yet.
+
+    Raises:
+        TypeError: ``given`` is no sequence of numbers.
+        ValueError: not one number for each slot, none at all, or one that is not above 0, not finite or not a number.
+    """
+    if given is None:
+        return None
+    what = (
+        "pass a number of samples for each slot (ints), a share for each slot (floats), "
+        "or None for near-equal chunks. A model takes 'balanced' too"
+    )
+    if isinstance(given, str):
+        raise ValueError(f"chunk_sizes={given!r} is unknown here; {what}")
+    try:
+        numbers = [_number(entry) for entry in given]
+    except TypeError:
+        raise TypeError(f"chunk_sizes={given!r} is no sequence of ints or floats; {what}") from None
+    if slots is not None:
+        _check_length(numbers, slots)
+    if not numbers:
+        raise ValueError(f"chunk_sizes={given!r} has no entry; {what}")
+    if any(math.isnan(number) or math.isinf(number) for number in numbers):
+        raise ValueError(f"chunk_sizes={numbers}: a share is a finite number")
+    if any(number < 0 for number in numbers):
+        raise ValueError(f"chunk_sizes={numbers}: sizes cannot be negative")
+    if 0 in numbers:
+        raise ValueError(
+            f"chunk_sizes={numbers}: every slot needs at least one sample; leave a slot out of device_ids instead"
+        )
+    whole = [number for number in numbers if isinstance(number, int)]
+    return Exact(whole) if len(whole) == len(numbers) else Shares(numbers)
+
+
+def near_equal(total: int, slots: int, splits: Splits | None) -> list[int]:
+    """The sizes that ``splits`` says, or near-equal ones."""
+    return near_equal_sizes(total, slots) if splits is None else splits.sizes(total, slots)
+
+
+@lru_cache(maxsize=1024)
+def _split(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    exact = [Fraction(share) for share in shares]
+    quotas = [total * share / sum(exact) for share in exact]
+    sizes = [max(1, math.floor(quota)) for quota in quotas]
+    slots = range(len(shares))
+    while (left := total - sum(sizes)) > 0:
+        # Fewer than there are slots: each slot gets one of them at most.
+        for slot in sorted(slots, key=lambda i: (sizes[i] - quotas[i], i))[:left]:
+            sizes[slot] += 1
+    while sum(sizes) > total:  # small shares were rounded up to one sample, and others make room for them
+        slot = max((i for i in slots if sizes[i] > 1), key=lambda i: (sizes[i] - quotas[i], i))
+        sizes[slot] -= 1
+    return tuple(sizes)
+
+
+def split_by_shares(total: int, shares: Sequence[float]) -> list[int]:
+    """``total`` samples in the ratio of ``shares``, by largest remainders.
+
+    Each slot gets its quota rounded down. The samples that are left go to the slots whose quotas have lost most, lower
+    slots first. A slot gets at least one sample, and of two slots that with the larger share gets no fewer. With fewer
+    samples than slots, the first slots get one each. The arithmetic is exact, so all machines agree.
+
+    Source: the method of Hamilton, M. Balinski and H. P. Young, Fair Representation, 1982.
+    """
+    if total < len(shares):
+        return near_equal_sizes(total, len(shares))
+    return list(_split(total, tuple(shares)))
+
+
+def _number(entry: object) -> int | float:
+    if isinstance(entry, bool):
+        raise TypeError
+    try:
+        return operator.index(entry)  # type: ignore[arg-type]
+    except TypeError:
+        if not isinstance(entry, Real):
+            raise
+        return float(entry)
+
+
+def _check_length(given: Sequence[float], slots: int) -> None:
+    if len(given) != slots:
+        raise ValueError(f"chunk_sizes={list(given)} has {len(given)} entries for {slots} slots; pass one for each")

@@ -1,0 +1,284 @@
+"""``chunk_sizes="balanced"``: the split of a batch is chosen by timing the replicas of a wrapper's calls.
+
+The calls of each *situation* (modes, size of the inputs) measure rounds of a few calls. After each round the slots'
+costs are computed from all rounds (``threads.split_search``), and the next round tries the split that they ask for.
+When nothing more is to be gained, that split and the one before the search are measured in turns, and the better one
+stays. It is checked later, after more and more calls. A slot gets no more samples than its device has memory for.
+
+The forms hold a `Balancer`, ask it before each call, and tell it how the call ended. ``parallel_apply`` measures. This
+file runs nothing and waits for nothing but its own lock, which is held for a few operations and for a search.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dataparallel.chunk_sizes import split_by_shares
+from dataparallel.comm.checks import near_equal_sizes
+from dataparallel.devices import CPU
+from dataparallel.forks import in_forked_child
+from dataparallel.threads.free_memory import samples_that_fit, shares_by_memory
+from dataparallel.threads.slot_times import SlotTimes
+from dataparallel.threads.split_search import Cost, fit, predicted, search, within
+
+__all__ = ["BalancedCall", "Balancer"]
+
+log = logging.getLogger("dataparallel")
+
+SITUATIONS = 64  # how many situations a wrapper remembers, the most recently used ones
+UNMEASURED = 2  # first calls of a situation, which allocate workspaces and choose kernels
+SAMPLES = 3  # calls of a round
+ROUNDS = 4  # of one search, at most: with the calls that compare, 18 calls decide
+COMPARED = 2  # further calls with each of the two splits that are compared
+GAIN = 1.03  # a split has to be better by this ratio, or the one before the search stays
+FIRST_CHECK, LAST_CHECK = 100, 10_000  # calls until a choice is checked; the number doubles from the first to the last
+
+
+@dataclass
+class _Round:
+    """The measured calls with one split, which is kept as shares: batches of a situation may differ a little."""
+
+    shares: tuple[float, ...]
+    calls: list[tuple[list[int], list[float], float]] = field(default_factory=list)  # sizes, seconds, span
+
+    def points(self, slot: int) -> list[tuple[float, float]]:
+        """The slot's samples and seconds: the lower third, because other load makes calls longer, never shorter."""
+        pairs = sorted(((sizes[slot], seconds[slot]) for sizes, seconds, _ in self.calls), key=lambda p: p[1] / p[0])
+        return [(float(samples), seconds) for samples, seconds in pairs[: (len(pairs) + 2) // 3]]
+
+    def time(self) -> float:
+        """Seconds of a call for each sample of its batch, of the lower third."""
+        times = sorted(span / sum(sizes) for sizes, _, span in self.calls)
+        return times[(len(times) - 1) // 3]
+
+
+class BalancedCall:
+    """One call: the split that it has, and what is measured in it.
+
+    Attributes:
+        size: the size of the whole batch, by which the number of permits is chosen. Chunks change, it does not.
+        chunks: what the call was split into, once it is.
+        times: what measures the replicas, if this call is measured.
+    """
+
+    def __init__(self, balancer: Balancer, situation: _Situation, size: Hashable, alone: bool) -> None:
+        self._balancer, self._situation = balancer, situation
+        self.size, self.alone = size, alone
+        self.chunks: list[int] = []
+        self.times: SlotTimes | None = None
+        self.groups: Sequence[Hashable | None] | None = None
+        self.permits: int | None = None
+
+    def sizes(self, total: int, slots: int) -> list[int]:
+        """The sizes of the chunks of ``total`` samples."""
+        if slots != len(self._situation.slots):  # code of the user scatters to other slots
+            return near_equal_sizes(total, slots)
+        if sum(self.chunks) != total or not self.chunks:  # what a call scatters in several steps is split alike
+            self.chunks = self._balancer._sizes(self._situation, total, self.alone)
+        return list(self.chunks)
+
+    def measures(self, slots: Sequence[torch.device]) -> SlotTimes | None:
+        """What measures the replicas on ``slots``; ``None`` if this call is not measured."""
+        if len(self.chunks) == len(slots) == len(self._situation.slots) > 1:
+            self.times = self._balancer._times(self, slots)
+        return self.times
+
+    def runs_with(self, permits: int, groups: Sequence[Hashable | None] | None) -> None:
+        """Notes how many replicas run at a time, and which ones never do together."""
+        self.permits, self.groups = permits, groups
+
+
+_all: weakref.WeakSet[Balancer] = weakref.WeakSet()
+
+
+class Balancer:
+    """Chooses for one wrapper with a replica on each of ``slots``. Its calls may come from several threads.
+
+    Calls that overlap and calls that fail are not measured, nor are calls with fewer samples than slots. A copy of a
+    balancer, also an unpickled one, remembers nothing.
+    """
+
+    def __init__(self) -> None:
+        _all.add(self)
+        self._lock = threading.Lock()
+        self._situations: OrderedDict[Hashable, _Situation] = OrderedDict()
+        self._choices: OrderedDict[Hashable, _Choice] = OrderedDict()  # the last choice for each kind
+        self._last: _Situation | None = None
+        # Weak, so that a call counts as running no longer than it exists, also if Ctrl-C keeps it from being ended.
+        self._running: weakref.WeakSet[BalancedCall] = weakref.WeakSet()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Balancer, ()
+
+    def begin(self, name: str, kind: Hashable, size: Hashable, slots: Sequence[torch.device]) -> BalancedCall:
+        """The next call, of the module with this ``name``. `end` has to follow."""
+        with self._lock:
+            kind = (kind, tuple(slots))
+            situation = self._situations.get((kind, size))
+            if situation is None:
+                situation = self._situations[kind, size] = _Situation(name, kind, slots, self._choices.get(kind))
+                if len(self._situations) > SITUATIONS:
+                    self._situations.popitem(last=False)
+            self._situations.move_to_end((kind, size))
+            self._last = situation
+            situation.calls += 1
+            call = BalancedCall(self, situation, size, alone=len(self._running) == 0)
+            for other in self._running:
+                other.alone = False
+            self._running.add(call)
+            return call
+
+    def end(self, call: BalancedCall, failed: bool) -> None:
+        """Notes that the call has ended, or failed."""
+        with self._lock:
+            self._running.discard(call)
+            situation, times = call._situation, call.times
+            if failed or not call.alone:
+                return
+            if times is not None and len(times.seconds) == len(call.chunks) and situation.note(call, times):
+                self._choices[situation.kind] = situation.choice
+                self._choices.move_to_end(situation.kind)
+                if len(self._choices) > SITUATIONS:
+                    self._choices.popitem(last=False)
+
+    def next_sizes(self, total: int, slots: int) -> list[int]:
+        """How the next call will probably split ``total`` samples: as the last one would."""
+        situation = self._last
+        if situation is None or len(situation.slots) != slots:
+            return split_by_shares(total, [1] * slots)
+        return self._sizes(situation, total, alone=True)
+
+    def _sizes(self, situation: _Situation, total: int, alone: bool) -> list[int]:
+        with self._lock:
+            return situation.sizes(total, alone)
+
+    def _times(self, call: BalancedCall, slots: Sequence[torch.device]) -> SlotTimes | None:
+        with self._lock:
+            return call._situation.times(slots) if call.alone else None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Shares of a batch, and how many samples each slot has memory for."""
+
+    shares: tuple[float, ...]
+    most: tuple[float, ...]
+
+
+class _Situation:
+    """The measurements of calls that are alike, and the choice that follows from them."""
+
+    def __init__(self, name: str, kind: Hashable, slots: Sequence[torch.device], start: _Choice | None) -> None:
+        self.name, self.kind, self.slots = name, kind, tuple(slots)
+        self.calls = 0
+        self.choice = start or _Choice(shares_by_memory(slots), (math.inf,) * len(slots))
+        self._rounds: list[_Round] = []
+        self._current: _Round | None = None  # the round of the next measured call
+        self._is_compared = False
+        self._check_after, self._check_at = FIRST_CHECK, UNMEASURED + 1
+
+    def sizes(self, total: int, alone: bool) -> list[int]:
+        """The split that is being measured. Calls that overlap are not measured, and have that of the last choice."""
+        measured = self._current if alone else None
+        return self._sized((measured or self.choice).shares, total)
+
+    def _sized(self, shares: Sequence[float], total: int) -> list[int]:
+        sizes = split_by_shares(total, shares)
+        return within(sizes, self.choice.most) if len(sizes) == len(self.slots) else sizes
+
+    def times(self, slots: Sequence[torch.device]) -> SlotTimes | None:
+        """What measures a call that begins now, if it is measured."""
+        if self._current is None:
+            if self.calls < self._check_at:
+                return None
+            self._current = _Round(self.choice.shares)
+            self._rounds, self._is_compared = [self._current], False
+        return SlotTimes(slots)
+
+    def note(self, call: BalancedCall, times: SlotTimes) -> bool:
+        """Adds a measured call. Returns ``True`` if that decides the choice."""
+        current = self._current
+        if current is None or call.permits is None:
+            return False
+        seconds = [times.seconds[slot] for slot in range(len(self.slots))]
+        current.calls.append((call.chunks, seconds, times.span))
+        most = samples_that_fit(self.slots, call.chunks, times.free, times.taken)
+        self.choice = _Choice(self.choice.shares, most)
+        if self._is_compared:
+            # In turns, so that a load that comes or goes affects both.
+            self._current = min(self._rounds, key=lambda each: len(each.calls))
+            return len(self._current.calls) >= SAMPLES + COMPARED and self._decide(call)
+        if len(current.calls) < SAMPLES:
+            return False
+        proposal = self._proposal(call)
+        if proposal is not None:
+            self._current = _Round(proposal)
+            self._rounds.append(self._current)
+            return False
+        before, best = self._rounds[0], min(self._rounds, key=_Round.time)
+        if best is before:
+            return self._decide(call)
+        self._current, self._rounds, self._is_compared = before, [before, best], True
+        return False
+
+    def _proposal(self, call: BalancedCall) -> tuple[float, ...] | None:
+        """The split to try next; ``None`` if it promises nothing or has been tried."""
+        if len(self._rounds) >= ROUNDS:
+            return None
+        costs, total = self._costs(), sum(call.chunks)
+        # Devices compute at the same time, also if few replicas run Python at a time.
+        permits = len(self.slots) if self.slots[0] != CPU or call.permits is None else call.permits
+        found = search(costs, call.chunks, permits, call.groups, self.choice.most)
+        now, then = (
+            predicted([cost.of(size) for cost, size in zip(costs, sizes, strict=True)], permits, call.groups)
+            for sizes in (call.chunks, found)
+        )
+        is_tried = any(self._sized(each.shares, total) == found for each in self._rounds)
+        return None if is_tried or now < GAIN * then else tuple(map(float, found))
+
+    def _costs(self) -> list[Cost]:
+        return [fit([point for each in self._rounds for point in each.points(slot)]) for slot in range(len(self.slots))]
+
+    def _decide(self, call: BalancedCall) -> bool:
+        before, best = self._rounds[0], self._rounds[-1] if self._is_compared else self._rounds[0]
+        winner = before if before.time() < GAIN * best.time() else best
+        self.choice = _Choice(winner.shares, self.choice.most)
+        self._log(sum(call.chunks), before, winner)
+        self._rounds, self._current = [], None
+        self._check_at = self.calls + self._check_after
+        self._check_after = min(2 * self._check_after, LAST_CHECK)
+        return True
+
+    def _log(self, total: int, before: _Round, winner: _Round) -> None:
+        sizes = self._sized(winner.shares, total)
+        each = ", ".join(f"{1e3 * cost.of(size) / size:.3g}" for cost, size in zip(self._costs(), sizes, strict=True))
+        full = [slot for slot, most in enumerate(self.choice.most) if sizes[slot] >= most]
+        gain = "no other split is faster"
+        if winner is not before:
+            gain = f"{before.time() / winner.time():.2f} times as fast as {self._sized(before.shares, total)}"
+        log.info(
+            "chunk_sizes='balanced': %s on %s: %d samples are split into %s, %s; a sample takes %s ms in forward%s",
+            self.name,
+            ", ".join(map(str, self.slots)),
+            total,
+            sizes,
+            gain,
+            each,
+            f"; slots {full} have memory for no more" if full else "",
+        )
+
+
+@in_forked_child
+def _start_afresh_after_fork() -> None:
+    """Another thread may have held a lock, or changed a balancer, when the process was forked."""
+    for balancer in list(_all):
+        balancer.__init__()  # type: ignore[misc]

@@ -1,0 +1,80 @@
+"""The times of slots: what counts and what does not."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dataparallel.threads import slot_times
+from dataparallel.threads.free_memory import free_bytes
+from dataparallel.threads.slot_times import SlotTimes, waiting
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which only the test moves on."""
+    now = [0.0]
+    monkeypatch.setattr(slot_times.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_time_asleep_counts_and_time_waiting_for_other_replicas_does_not(clock: list[float], slots: list) -> None:
+    def sleeps() -> None:
+        clock[0] += 3
+
+    def waits() -> str:
+        clock[0] += 1
+        with waiting():
+            clock[0] += 5
+        return "done"
+
+    times = SlotTimes([torch.device(slot) for slot in slots[:2]])
+    times.begin([], [])
+    times.run(0, sleeps)
+    assert times.run(1, waits) == "done"
+    assert times.seconds == {0: 3, 1: 1}
+    assert times.span == 9
+
+
+def test_a_replica_inside_a_replica_keeps_its_waiting_to_itself(clock: list[float]) -> None:
+    outer, inner = SlotTimes([torch.device("cpu")]), SlotTimes([torch.device("cpu")])
+
+    def waits() -> None:
+        with waiting():
+            clock[0] += 5
+
+    outer.run(0, lambda: inner.run(0, waits))
+    assert inner.seconds == {0: 0}
+    assert outer.seconds == {0: 5}
+
+
+def test_a_replica_that_fails_has_no_time() -> None:
+    times = SlotTimes([torch.device("cpu")])
+    with pytest.raises(ZeroDivisionError):
+        times.run(0, lambda: 1 // 0)
+    assert times.seconds == {}
+
+
+@pytest.mark.devices("sim")
+def test_memory_is_that_of_the_inputs_and_that_which_a_forward_leaves_or_needs_at_its_peak() -> None:
+    sim, device = torch.sim, torch.device("sim:1")  # type: ignore[attr-defined]
+    inputs = [([torch.zeros(100, device=device), torch.zeros(100)], {})]
+
+    def needs(peak: int) -> Tensor:
+        torch.zeros(peak, device=device)
+        return torch.zeros(1000, device=device)
+
+    try:
+        sim.set_memory_capacity(sim.memory_allocated(1) + (1 << 20), 1)
+        assert free_bytes(device) == 1 << 20
+        sim.reset_peak_memory_stats(1)
+        for peak, taken in ((50_000, 200_000), (10_000, 4000)):  # the second peak is not the highest
+            times = SlotTimes([device])
+            times.begin([], inputs)
+            kept = times.run(0, lambda peak=peak: needs(peak))
+            times.end()
+            assert times.taken == {device: taken + 400}
+            assert times.free == {device: 1 << 20}
+            del kept
+    finally:
+        sim.set_memory_capacity(None, 1)
+    assert free_bytes(device) is None, "no limit is known"
