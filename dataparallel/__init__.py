@@ -1,11 +1,12 @@
 """One process drives every device of the machine: ``model = DataParallel(model)``.
 
-The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole`, `PerReplica` and
-`trace`.
+The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole`, `PerReplica`,
+`trace`, `peers` and `nn`.
 A *room* is a folder or a file of this package. It imports only from rooms below it (``tests/test_floors.py``).
 Importing this package touches no device, starts no thread and compiles nothing.
 """
 
+from dataparallel import nn, peers
 from dataparallel._version import __version__
 from dataparallel.data_parallel import DataParallel, data_parallel
 from dataparallel.parallel_apply import parallel_apply
@@ -21,7 +22,9 @@ __all__ = [
     "__version__",
     "data_parallel",
     "gather",
+    "nn",
     "parallel_apply",
+    "peers",
     "prefetch",
     "replicate",
     "scatter",

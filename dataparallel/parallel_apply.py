@@ -27,7 +27,7 @@ from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.caller_state import CallerState
 from dataparallel.threads.gang import Gang, Outcome, Skipped
 from dataparallel.threads.in_turn import SerialTasks
-from dataparallel.threads.meetings import Meeting
+from dataparallel.threads.meetings import Meeting, WokenUp
 from dataparallel.threads.permits import CallPermits, PermitChooser, kind_of_call, size_of
 
 __all__ = ["SERIAL_VARIABLE", "is_serial", "parallel_apply", "run_replicas"]
@@ -124,14 +124,17 @@ def run_replicas(
         if balanced is not None:
             balanced.runs_with(permits, groups)
         if permits == 1:
-            outcomes = SerialTasks(_tasks(state.run_here, calls, watch), watch=watch).run()
+            here, in_workers = (_tasks(run, calls, watch) for run in (state.run_here, state.run_in_worker))
+            meeting.turns = SerialTasks(here, in_workers, devices=slots, watch=watch)
+            outcomes = meeting.turns.run()
         elif chooser is None or workers is not None or (times is not None and slots[0] != CPU):
             # A replica that is timed waits for its device, so that all have to run at the same time.
             # Compiled code is for a number of intra-op threads, so that does not depend on the permits.
             parts = workers if workers is not None and _has_compiled(modules[0]) else permits
             with state.intra_op_threads_divided(parts):
                 tasks = _tasks(state.run_in_worker, calls, watch)
-                outcomes = Gang(tasks, permits, groups, devices=slots, watch=watch).run()
+                meeting.turns = Gang(tasks, permits, groups, devices=slots, watch=watch)
+                outcomes = meeting.turns.run()
         else:
             compiled = _has_compiled(modules[0])
             kind = kind_of_call(modules[0], slots)
@@ -140,7 +143,7 @@ def run_replicas(
             if balanced is not None:
                 balanced.runs_with(call.permits, groups)
             parts = chooser.largest if compiled else call.permits
-            outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, parts, watch)
+            outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, parts, watch, meeting)
         if any(outcome.error is not None for outcome in outcomes):
             raise _first_error(outcomes, slots)
         if times is not None:
@@ -178,6 +181,7 @@ def _run_with_permits(
     state: CallerState,
     parts: int,
     watch: Replicas | None,
+    meeting: Meeting,
 ) -> list[Outcome]:
     """Runs ``calls`` with the chosen permits, and tells the chooser how long they took.
 
@@ -190,6 +194,7 @@ def _run_with_permits(
         tasks: SerialTasks | Gang = SerialTasks(in_turn, in_workers, call.stall_timeout, slots, watch)
     else:
         tasks = Gang(in_workers, call.permits, groups, call.stall_timeout, slots, watch=watch)
+    meeting.turns = tasks
     seconds, turns = None, gate.turns
     try:
         # A launch returns before its kernel has run, so the time includes waiting for the devices.
@@ -261,7 +266,7 @@ def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> 
     failed = [(slot, outcome.error) for slot, outcome in enumerate(outcomes) if outcome.error is not None]
     for outcome in outcomes:
         outcome.clear()
-    originals = [(slot, error) for slot, error in failed if not isinstance(error, Skipped)]
+    originals = [(slot, error) for slot, error in failed if not isinstance(error, (Skipped, WokenUp))]
     slot, first = (originals or failed)[0]
     _note(first, f"raised in replica {slot} on device {slots[slot]}")
     for other, error in originals[1:]:

@@ -8,6 +8,8 @@ them from each other. Who waits for whom, and what wakes whom:
 - A task waits for a permit, and for the tasks of its group. The worker that ends a task starts the next ones.
 - A task that runs a nested gang waits for it, without a permit meanwhile but still in its group. Another task of its
   gang can start in the meantime. It takes a permit again before it goes on.
+- A task that waits for others of its gang (``threads.meetings``) steps aside: it has no permit, and its group is free.
+  When the others have come, all go on in slot order, one of each group at a time.
 - So no worker waits for a worker that waits for it. Only tasks that wait for each other by their own means can need
   more permits than there are. If no task ends during ``stall_timeout``, the gang goes on without permits.
 
@@ -31,7 +33,7 @@ from dataparallel.profiling import Replicas
 from dataparallel.threads import pool
 from dataparallel.threads.pool import Worker
 
-__all__ = ["POLL_SECONDS", "Gang", "Outcome", "Skipped", "current_gang"]
+__all__ = ["POLL_SECONDS", "Gang", "Outcome", "Skipped", "Turn", "current_gang"]
 
 
 POLL_SECONDS = 0.2
@@ -54,6 +56,25 @@ class Outcome:
     def clear(self) -> None:
         """Called when the call raises. It breaks the cycle of the error, its frames, and the outcome that they hold."""
         self.value = self.error = None
+
+
+class Turn:
+    """What a task waits for until it may go on. It is given once."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        # A lock, not an event: Ctrl-C inside ``Event.wait`` can turn into a RuntimeError of Python's own.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def give(self) -> None:
+        """Lets the task go on."""
+        self._lock.release()
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Waits for so many seconds at most, or without end. Returns true once the task may go on."""
+        return self._lock.acquire(timeout=seconds)
 
 
 class _CurrentTask(threading.local):
@@ -87,7 +108,8 @@ class Gang:
         stalled: true once ``stall_timeout`` has run out.
 
     A task is in ``_waiting``, then in ``_running``. While it waits for a nested call it is in ``_paused``, and then in
-    ``_resuming`` until it has a permit again. The gang is over when no task is in any of them.
+    ``_resuming`` until it has a permit again. One that waits for other tasks is in ``_aside``, and then in
+    ``_returning`` until it has a permit and its group is free. The gang is over when no task is in any of them.
 
     Ctrl-C may come in the waiting thread between any two steps. So only workers write these fields, with ``_lock``
     held. The waiting thread sets flags, and then starts a worker that reads them. It takes the lock itself only after
@@ -119,9 +141,12 @@ class Gang:
         self._waiting = list(range(len(self._tasks)))
         self._running: set[int] = set()
         self._paused: set[int] = set()
-        self._resuming: dict[int, threading.Event] = {}
-        self._steps = 0  # how many times a task has ended or begun to wait for a nested call
+        self._resuming: dict[int, Turn] = {}
+        self._aside: dict[int, Turn] = {}
+        self._returning: dict[int, Turn] = {}
+        self._steps = 0  # how many times a task has ended or begun to wait
         self._stopped = False
+        self._is_joined = False  # the calling thread runs a task itself
         self._is_over = False
         # A lock, not an event: Ctrl-C inside ``Event.wait`` can turn into a RuntimeError of Python's own.
         self._over = threading.Lock()
@@ -202,7 +227,7 @@ class Gang:
                 continue
             # Polls are counted, not seconds, because time in which the whole process was stopped does not count. Nor
             # does time in which replicas wait for one that compiles.
-            waits = (self._waiting or self._resuming) and not gate.is_taken
+            waits = (self._waiting or self._resuming or self._returning) and not gate.is_taken
             polls = polls + 1 if self._steps == steps and waits else 0
             steps = self._steps
             if polls * POLL_SECONDS >= self._stall_timeout:
@@ -210,10 +235,13 @@ class Gang:
                 self._send_worker()
 
     def _stop(self) -> None:
-        """Skips all tasks that have not started. Nested gangs do so when their next task ends."""
+        """Skips all tasks that have not started, and wakes those that wait for others.
+
+        Nested gangs do so when their next task ends or steps aside.
+        """
         self._stopped = True
         with self._lock:
-            self._skip(above=-1)
+            self._admit()
             self._wake_if_over()
 
     def _work(self, slot: int | None, worker: Worker) -> None:
@@ -243,23 +271,25 @@ class Gang:
         """Gives permits to tasks, lowest slot first: wakes resumed ones and returns new ones. Needs the lock."""
         if self.is_stopped:
             self._skip(above=-1)
+            self._let_return([*self._aside])  # nobody comes any more
         slots = []
         permits = math.inf if self.stalled else self._permits
-        busy = {self._groups[slot] for slot in itertools.chain(self._running, self._paused, self._resuming)}
-        for slot in sorted(itertools.chain(self._waiting, self._resuming)):
+        busy = {self._groups[slot] for slot in itertools.chain(self._running, self._paused, self._resuming)} - {None}
+        for slot in sorted(itertools.chain(self._waiting, self._resuming, self._returning)):
             if len(self._running) >= permits:
                 break
-            if slot in self._resuming:
-                self._running.add(slot)
-                if self._watch is not None:
-                    self._watch.admitted(slot)
-                self._resuming.pop(slot).set()
-            elif self._groups[slot] is None or self._groups[slot] not in busy:
-                busy.add(self._groups[slot])
+            if slot not in self._resuming:
+                if self._groups[slot] in busy:
+                    continue
+                busy |= {self._groups[slot]} - {None}
+            self._running.add(slot)
+            if self._watch is not None:
+                self._watch.admitted(slot)
+            turn = self._resuming.pop(slot, None) or self._returning.pop(slot, None)
+            if turn is not None:
+                turn.give()
+            else:
                 self._waiting.remove(slot)
-                self._running.add(slot)
-                if self._watch is not None:
-                    self._watch.admitted(slot)
                 slots.append(slot)
         return slots
 
@@ -287,6 +317,8 @@ class Gang:
     def _note_ended(self, slot: int) -> None:
         """Notes that a task has ended, and skips higher ones if it failed. Called with the lock held."""
         self._steps += 1
+        for state in (self._aside, self._returning):  # Ctrl-C has ended its wait
+            state.pop(slot, None)
         self._running.discard(slot)
         self._tasks[slot] = None
         if self._outcomes[slot].error is not None:
@@ -299,7 +331,8 @@ class Gang:
 
     def _wake_if_over(self) -> None:
         """Wakes the waiting thread once no task is left. Called with the lock held."""
-        if not (self._is_over or self._waiting or self._running or self._paused or self._resuming):
+        states = (self._waiting, self._running, self._paused, self._resuming, self._aside, self._returning)
+        if not (self._is_over or self._is_joined or any(states)):
             self._is_over = True
             self._over.release()
 
@@ -314,15 +347,62 @@ class Gang:
 
     def _resume(self, slot: int) -> None:
         """Waits until ``slot`` has a permit again."""
-        admitted = threading.Event()
+        turn = Turn()
         with self._lock:
             self._paused.discard(slot)
-            self._resuming[slot] = admitted
+            self._resuming[slot] = turn
             if self._watch is not None:
                 self._watch.waits(slot)
             slots = self._admit()
         self._start(slots)
-        admitted.wait()
+        turn.wait()
+
+    def step_aside(self, slot: int, go_on: Sequence[int] = ()) -> Turn:
+        """See `meetings.Turns`."""
+        turn = Turn()
+        with self._lock:
+            self._steps += 1
+            self._running.discard(slot)
+            self._aside[slot] = turn
+            if self._watch is not None:
+                self._watch.waits(slot)
+            self._let_return(go_on)
+            slots = self._admit()
+        self._start(slots)
+        return turn
+
+    def let_go_on(self, slots: Sequence[int]) -> None:
+        """See `meetings.Turns`."""
+        with self._lock:
+            self._let_return(slots)
+            starting = self._admit()
+        self._start(starting)
+
+    def _let_return(self, slots: Sequence[int]) -> None:
+        """Called with the lock held."""
+        for slot in slots:
+            if slot in self._aside:
+                self._returning[slot] = self._aside.pop(slot)
+
+    def join(self, waiting: Sequence[int], running: Sequence[int]) -> None:
+        """Before `begin`: only ``waiting`` are left for workers. The calling thread runs ``running`` itself.
+
+        The gang is not over before the calling thread calls `leave`.
+        """
+        self._waiting, self._is_joined = [*waiting], True
+        self._running.update(running)
+
+    def leave(self, slot: int | None, failed: bool) -> None:
+        """The task of ``slot``, the last one that the calling thread has run, has ended. ``None``: it ran none."""
+        with self._lock:
+            self._is_joined = False
+            if slot is not None:
+                if failed:
+                    self._outcomes[slot].error = Skipped()
+                self._note_ended(slot)
+            slots = self._admit()
+            self._wake_if_over()
+        self._start(slots)
 
 
 @in_forked_child

@@ -4,9 +4,12 @@ If one replica runs at a time, a worker thread has no use, and it costs a handov
 That set and the caller's slow each other down even after the call. So here the calling thread runs on every device,
 with the handles that libraries keep for each pair of thread and device.
 
-Tasks that wait for each other by their own means would hang in this order. So with ``stall_timeout`` a *watcher*, one
-thread for the process, looks at these calls now and then, and hands tasks that have not started to a `Gang` of workers.
-The calling thread waits for that gang after its own task; a new call wakes the watcher if it sleeps.
+Tasks that wait for each other cannot run in this order. If one comes to a meeting, all that have not started are handed
+to a `Gang` of workers, which has one permit: the calling thread's task is one of its tasks, and they still take turns.
+
+Tasks that wait for each other by their own means, which nobody sees, would hang. So with ``stall_timeout`` a *watcher*,
+one thread for the process, looks at these calls now and then, and hands over all tasks that have not started. Then all
+may run at a time. The calling thread waits for that gang after its own task; a new call wakes the watcher if it sleeps.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from dataparallel.compiled.gate import gate
 from dataparallel.forks import in_forked_child
 from dataparallel.profiling import Replicas
 from dataparallel.threads import gang, pool
-from dataparallel.threads.gang import Gang, Outcome, Skipped
+from dataparallel.threads.gang import Gang, Outcome, Skipped, Turn
 
 __all__ = ["SerialTasks"]
 
@@ -34,18 +37,18 @@ class SerialTasks:
 
     Args:
         tasks: one callable without arguments for each slot, for the calling thread.
-        for_workers: the same tasks for worker threads, all of which may run at the same time.
+        for_workers: the same tasks for worker threads. Needed if tasks meet, or with ``stall_timeout``.
         stall_timeout: after so many seconds without a task ending, workers run those that have not started. ``None``:
-            never. Otherwise ``for_workers`` and ``devices`` are needed.
+            never.
         devices: the devices of the tasks, as in `Gang`.
         watch: as in `Gang`. A task whose turn has not come has no permit.
 
     Attributes:
         stalled: true once ``stall_timeout`` has run out.
 
-    A slot is taken from ``_waiting`` once: the calling thread takes one after the other and runs its task, the watcher
-    takes all that are left and makes a gang of them. The watcher does so with ``_lock`` held, and the calling thread
-    takes the lock before it looks for the gang.
+    A slot is taken from ``_waiting`` once: the calling thread takes one after the other and runs its task. The watcher
+    takes all that are left and makes a gang of them, and so does the calling thread when its task steps aside. Both do
+    so with ``_lock`` held, and the calling thread takes the lock before it looks for the gang.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class SerialTasks:
         self._waiting = deque(range(len(self._tasks)))
         self._lock = threading.Lock()
         self._handed_over: tuple[list[int], Gang] | None = None
+        self._slot: int | None = None  # of the last task that the calling thread has begun
         self._polls, self._seen = 0, -1  # of the watcher, which has not seen this call yet
 
     def run(self) -> list[Outcome]:
@@ -92,7 +96,7 @@ class SerialTasks:
 
     def _run_here(self) -> None:
         for slot in self._take_waiting():
-            outcome, task = self._outcomes[slot], self._tasks[slot]
+            outcome, task, self._slot = self._outcomes[slot], self._tasks[slot], slot
             if self._outer is not None and self._outer.is_stopped:
                 outcome.error = Skipped()
                 continue
@@ -105,6 +109,19 @@ class SerialTasks:
                 outcome.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
                 for skipped in self._take_waiting():
                     self._outcomes[skipped].error = Skipped()
+
+    def step_aside(self, slot: int, go_on: Sequence[int] = ()) -> Turn:
+        """See `meetings.Turns`."""
+        with self._lock:
+            if self._handed_over is None:
+                self._hand_over([*self._take_waiting()], permits=1, running=[slot])
+        assert self._handed_over is not None
+        return self._handed_over[1].step_aside(slot, go_on)
+
+    def let_go_on(self, slots: Sequence[int]) -> None:
+        """See `meetings.Turns`."""
+        if self._handed_over is not None:
+            self._handed_over[1].let_go_on(slots)
 
     def _take_waiting(self) -> Iterator[int]:
         """Takes slots that have not started, one by one. Each slot is taken by one thread only."""
@@ -120,15 +137,17 @@ class SerialTasks:
         if handed_over is None:
             return
         slots, gang = handed_over
+        own = self._slot
+        gang.leave(own, failed=own is not None and self._outcomes[own].error is not None)
         interrupted = any(isinstance(outcome.error, KeyboardInterrupt) for outcome in self._outcomes)
-        for slot, outcome in zip(slots, gang.cancel() if interrupted else gang.finish(), strict=True):
-            self._outcomes[slot] = outcome
+        outcomes = gang.cancel() if interrupted else gang.finish()
+        for slot in slots:
+            self._outcomes[slot] = outcomes[slot]
 
     def _close(self) -> tuple[list[int], Gang] | None:
         """The slots that were handed over, and their gang. From here on none is handed over."""
-        if self._stall_timeout is not None:
-            with self._lock:
-                self._waiting.clear()
+        with self._lock:
+            self._waiting.clear()
         return self._handed_over
 
     def poll(self) -> None:
@@ -140,22 +159,25 @@ class SerialTasks:
         self._seen = waiting
         if self._stall_timeout is not None and self._polls * gang.POLL_SECONDS >= self._stall_timeout:
             with self._lock:
-                self._hand_over()
+                slots, outcomes = [*self._take_waiting()], self._outcomes
+                if not slots or not outcomes:  # the call is over, perhaps by a second Ctrl-C
+                    return
+                try:
+                    self._hand_over(slots, permits=len(self._tasks))
+                    self.stalled = True
+                except BaseException as error:  # no more threads, for example: the calling thread has to see it
+                    for slot in slots:
+                        outcomes[slot].error = error
 
-    def _hand_over(self) -> None:
-        outcomes, tasks = self._outcomes, self._for_workers
-        slots = [*self._take_waiting()]
-        if not slots or not outcomes:  # the call is over, perhaps by a second Ctrl-C
-            return
-        try:
-            devices = [self._devices[slot] for slot in slots]
-            gang = Gang([tasks[slot] for slot in slots], len(slots), devices=devices, outer=self._outer)
-            gang.begin()
-        except BaseException as error:  # no more threads, for example: the calling thread has to see it
-            for slot in slots:
-                outcomes[slot].error = error
-        else:
-            self._handed_over, self.stalled = (slots, gang), True
+    def _hand_over(self, slots: list[int], permits: int, running: Sequence[int] = ()) -> None:
+        """Makes a gang of the tasks of these slots, which have not started. Called with the lock held.
+
+        ``running``: the slot whose task the calling thread runs, if its permit is one of the gang's.
+        """
+        gang = Gang(self._for_workers, permits, devices=self._devices, outer=self._outer, watch=self._watch)
+        gang.join(slots, running)
+        gang.begin()
+        self._handed_over = slots, gang
 
 
 class _Watcher:

@@ -1,23 +1,72 @@
 """Meetings: where the replicas of one call wait for each other inside ``forward``.
 
 ``parallel_apply`` makes a `Meeting` for each call and runs each replica at its `Place`. ``peers`` asks for the place of
-the running replica and meets the others there. This file moves no tensors.
+the running replica and meets the others there. This file moves no tensors. Who waits for whom, and what wakes whom:
+
+- A replica that comes to a meeting waits until all replicas have come. The last one does what they came for, and wakes
+  the others. It holds no lock meanwhile.
+- Who waits has no permit, and other replicas of its group may run. So replicas that take turns meet too. After the
+  meeting all go on in slot order, as permits and groups allow: see `gang.Gang.step_aside`.
+- A replica that raises an error wakes those that wait. They raise `WokenUp`, which is never reported in place of that
+  error. So does a replica that comes afterwards.
+- Once every replica has come or has returned, it is certain whether they agree. If they do not, or if one has returned,
+  all that wait raise an error that says what each one waits for.
+- Ctrl-C wakes those that wait: see `gang.Gang`.
+- After a time limit the error says who has not come.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from dataparallel import _torch
+from dataparallel.compiled.gate import gate
+from dataparallel.threads.gang import POLL_SECONDS, Turn
 from dataparallel.threads.slot_times import waiting
 
-__all__ = ["Meeting", "Place", "here"]
+__all__ = ["LIMIT_VARIABLE", "Meeting", "Place", "Turns", "WokenUp", "here", "set_time_limit"]
 
 T = TypeVar("T")
+
+LIMIT_VARIABLE = "DATAPARALLEL_PEERS_TIMEOUT"
+"""Environment variable: how many seconds a replica waits for the others at most."""
+
+_DEFAULT_LIMIT = 600.0  # seconds
+
+
+class WokenUp(RuntimeError):
+    """The error of a replica that waited for others, because another replica's error has ended the call."""
+
+
+class Turns(Protocol):
+    """What runs the replicas of a call, and knows their permits: a `Gang`, or `in_turn.SerialTasks`."""
+
+    def step_aside(self, slot: int, go_on: Sequence[int] = ()) -> Turn:
+        """Called by the thread of ``slot``, which begins to wait without a permit and without its group's turn.
+
+        Slots in ``go_on`` have done so, or are ``slot`` itself. They get their turns from now on, in slot order.
+        """
+
+    def let_go_on(self, slots: Sequence[int]) -> None:
+        """Slots that have stepped aside get their turns from now on, in slot order. Any thread may call it."""
+
+
+_here: ContextVar[Place | None] = ContextVar("dataparallel_place", default=None)
+
+
+def here() -> Place | None:
+    """The place of the replica that runs here; ``None`` outside of a parallel forward.
+
+    A nested call on several slots has places of its own. On one slot it has no replica, so its module is at the place
+    of the replica around it.
+    """
+    return _here.get()
 
 
 class Place:
@@ -26,10 +75,17 @@ class Place:
     Attributes:
         index: the replica's number, in slot order.
         meeting: of the call.
+        thread: the thread that runs ``forward``.
+        records: true if ``forward`` began with gradients on.
+        hooks: the saved-tensor hooks around ``forward``, if there are any.
     """
 
+    __slots__ = ("hooks", "index", "meeting", "records", "thread")
+
     def __init__(self, index: int, meeting: Meeting) -> None:
-        self.index, self.meeting = index, meeting
+        self.index, self.meeting, self.thread = index, meeting, threading.get_ident()
+        self.records = torch.is_grad_enabled()
+        self.hooks = _torch.top_saved_tensors_hooks(True)
 
     @property
     def count(self) -> int:
@@ -40,54 +96,199 @@ class Place:
         """Waits until every replica of the call has come with an equal ``what``, and returns this replica's result.
 
         The last replica that comes calls ``together`` with the values of all in slot order. It returns one result for
-        each replica.
+        each replica. ``str(what)`` stands in error messages.
+
+        Raises:
+            RuntimeError: replicas came for different things, one has returned, or the time limit has run out; another
+                replica has failed (`WokenUp`); this is not the thread that runs ``forward``.
+            Exception: ``together`` raised it, in this thread.
         """
-        return self.meeting.meet(self.index, what, value, together)
+        if threading.get_ident() != self.thread:
+            raise RuntimeError(
+                f"{what} of replica {self.index}: it has to be called by the thread that runs the replica's forward, "
+                f"not by {threading.current_thread().name}"
+            )
+        return gate.run_aside(self.meeting.meet, self.index, what, value, together)
 
 
-_here: ContextVar[Place | None] = ContextVar("dataparallel_place", default=None)
+class _Visit:
+    """One replica at one meeting. ``result`` and ``error`` are written before its turn is given."""
 
+    __slots__ = ("error", "is_over", "result", "turn", "value", "what")
 
-def here() -> Place | None:
-    """The place of the replica that this thread runs; ``None`` outside of a parallel forward."""
-    return _here.get()
+    def __init__(self, what: Hashable, value: Any) -> None:
+        self.what, self.value = what, value
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.is_over = False
+        self.turn: Turn | None = None
 
 
 class Meeting:
-    """The meetings of one call with a replica on each of ``devices``."""
+    """The meetings of one call with a replica on each of ``devices``.
+
+    Attributes:
+        turns: what runs the replicas; set before the first of them starts.
+
+    ``_visits`` has the replicas that wait, ``_is_complete`` is true while the last one does what all have come for,
+    ``_returned`` has the replicas whose forward has ended, and ``_failed`` is the reason why nobody may wait any more.
+    Each is written with ``_lock`` held.
+    """
+
+    __slots__ = ("_failed", "_is_complete", "_lock", "_returned", "_visits", "devices", "turns")
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
-        self._changed = threading.Condition()
-        self._values: dict[int, Any] = {}
-        self._results: list[Any] = []
-        self._round = 0
-        self._failed = False
+        self.turns: Turns | None = None
+        self._lock = threading.Lock()
+        self._visits: dict[int, _Visit] = {}
+        self._is_complete = False
+        self._returned: set[int] = set()
+        self._failed: str | None = None
 
     def run(self, index: int, task: Callable[[], T]) -> T:
         """Runs the replica's ``task`` at its place."""
         token = _here.set(Place(index, self))
         try:
-            return task()
-        except BaseException:
-            with self._changed:
-                self._failed = True
-                self._changed.notify_all()
+            result = task()
+        except BaseException as error:
+            self._end(index, f"replica {index} raised {type(error).__name__}")
             raise
         finally:
             _here.reset(token)
+        self._end(index, None)
+        return result
 
     def meet(self, index: int, what: Hashable, value: Any, together: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """See `Place.meet`."""
-        with waiting(), self._changed:
-            mine = self._round
-            self._values[index] = value
-            if len(self._values) == len(self.devices):
-                self._results = list(together([self._values[slot] for slot in range(len(self.devices))]))
-                self._values, self._round = {}, mine + 1
-                self._changed.notify_all()
-            while self._round == mine and not self._failed:
-                self._changed.wait(timeout=0.2)
-            if self._round == mine:
-                raise RuntimeError("another replica failed")
-            return self._results[index]
+        visit = _Visit(what, value)
+        with self._lock:
+            if self._failed is not None:
+                raise WokenUp(f"{what}: {self._failed}")
+            if index in self._returned:
+                raise RuntimeError(f"{what} of replica {index}: its forward has returned already")
+            self._visits[index] = visit
+            is_last = len(self._visits) == len(self.devices)
+            certain = len(self._visits) + len(self._returned) == len(self.devices)
+            wrong = certain and (not is_last or any(other.what != what for other in self._visits.values()))
+            self._is_complete = is_last and not wrong
+        if wrong:
+            self._give_up("the replicas do not wait for the same")
+        elif is_last:
+            self._do(index, together)
+        try:
+            with waiting():
+                self._wait(index, visit)
+        finally:
+            visit.value = None
+        if visit.error is not None:
+            raise visit.error
+        return visit.result
+
+    def _do(self, index: int, together: Callable[[list[Any]], Sequence[Any]]) -> None:
+        """Does what all have come for, in the thread of the last one. The others wait until this has ended."""
+        values = [self._visits[slot].value for slot in range(len(self.devices))]
+        try:
+            results = together(values)
+        except BaseException as error:
+            with self._lock:
+                self._visits.pop(index)
+                self._is_complete = False
+            self._end(index, f"replica {index}, which came last, raised {type(error).__name__}")
+            raise
+        with self._lock:
+            visits, self._visits, self._is_complete = self._visits, {}, False
+        for slot, visit in visits.items():
+            visit.result, visit.is_over = results[slot], True
+
+    def _wait(self, index: int, visit: _Visit) -> None:
+        turns = self.turns
+        assert turns is not None
+        # The last one steps aside as well. So all of them go on in slot order.
+        turn = turns.step_aside(index, range(len(self.devices)) if visit.is_over and visit.error is None else ())
+        with self._lock:
+            visit.turn = turn
+            is_late = visit.is_over  # it was woken between the two, and nobody knew its turn
+        if is_late:
+            turns.let_go_on([index])
+        limit, polls = _limit(), 0
+        try:
+            while not turn.wait(POLL_SECONDS):
+                # Polls are counted, not seconds, because time in which the whole process was stopped does not count.
+                # Nor does time in which somebody compiles, or in which this replica waits for its permit.
+                polls += not (visit.is_over or gate.is_taken)
+                if polls * POLL_SECONDS >= limit and not self._is_complete:
+                    self._give_up(f"not every replica has come within {limit:g} seconds")
+        finally:
+            with self._lock:
+                self._visits.pop(index, None)
+        if not visit.is_over:  # Ctrl-C: nobody has come, and the turn is for going home
+            visit.error = WokenUp(f"{visit.what}: the call has been interrupted")
+
+    def _end(self, index: int, failure: str | None) -> None:
+        """Notes that a forward has ended. Those that wait learn of it."""
+        with self._lock:
+            self._returned.add(index)
+            if failure is not None and self._failed is None:
+                self._failed = failure
+            certain = bool(self._visits) and len(self._visits) + len(self._returned) == len(self.devices)
+        if failure is not None:
+            self._wake(failure, blamed=None)
+        elif certain:
+            self._give_up("some replicas have returned")
+
+    def _give_up(self, reason: str) -> None:
+        """All that wait raise an error. That of the first one in slot order is the one that the call reports."""
+        with self._lock:
+            blamed = min(self._visits, default=None)
+            if blamed is None or self._is_complete:  # it was about time: all have come
+                return
+            lines = [f"  replica {slot} on {device} {self._does(slot)}" for slot, device in enumerate(self.devices)]
+            sentence = "\n".join([f"{reason}, so nobody can go on:", *lines])
+            self._failed = self._failed or sentence
+        self._wake(sentence, blamed)
+
+    def _does(self, slot: int) -> str:
+        if slot in self._visits:
+            return f"waits for {self._visits[slot].what}"
+        return "has returned from forward" if slot in self._returned else "has not come"
+
+    def _wake(self, sentence: str, blamed: int | None) -> None:
+        with self._lock:
+            visits, self._visits = self._visits, {}
+            for slot, visit in visits.items():
+                kind = RuntimeError if slot == blamed else WokenUp
+                visit.error, visit.is_over = kind(f"{visit.what}: {sentence}"), True
+            aside = [slot for slot, visit in visits.items() if visit.turn is not None]
+        if aside and self.turns is not None:
+            self.turns.let_go_on(aside)
+
+
+_chosen_limit: float | None = None
+
+
+def set_time_limit(seconds: float | None) -> None:
+    """How long a replica waits for the others, in this process; ``None``: as the environment says, or 10 minutes.
+
+    Raises:
+        ValueError: ``seconds`` is not above 0.
+    """
+    global _chosen_limit
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"seconds={seconds!r}: replicas can wait for each other for more than 0 seconds only")
+    _chosen_limit = seconds
+
+
+def _limit() -> float:
+    if _chosen_limit is not None:
+        return _chosen_limit
+    given = os.environ.get(LIMIT_VARIABLE)
+    if not given:
+        return _DEFAULT_LIMIT
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"{LIMIT_VARIABLE}={given!r} in the environment: expected a number of seconds above 0")
+    return seconds

@@ -1,0 +1,127 @@
+"""One collective of all replicas: `joint` brings their tensors together, and hands out the results.
+
+The last replica that comes computes for all of them, with nodes of the graph that span all devices
+(``autograd.functions``), so that a backward reaches every device at once. What is current in its thread must not
+matter:
+
+- Gradients are on if any replica has them on. A replica that has them off brings tensors without a graph, and gets
+  results without one.
+- Saved-tensor hooks are those of a replica. The nodes save nothing that matters, and it passes by the hooks.
+- Each device's work is launched on the stream that is current in the device's first replica: see `_in_order`.
+
+``collectives`` calls `joint`. It knows no collective itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from dataparallel import _torch
+from dataparallel.peers.identity import check_checkpoints
+from dataparallel.peers.requests import Request
+from dataparallel.peers.tape import read_or_none, write
+from dataparallel.streams.current import Event, current_streams, streams_set
+from dataparallel.streams.nodes import memory_of
+from dataparallel.threads.meetings import Place
+
+__all__ = ["Together", "joint"]
+
+Together: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]]], list[list[Tensor]]]
+"""``function(devices, tensors of each replica)`` returns the results of each replica, in memory of their own."""
+
+
+class _Brought:
+    """What a replica brings: its tensors, and what is current in its thread."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self.records = torch.is_grad_enabled()
+        self.tensors = list(tensors) if self.records else [tensor.detach() for tensor in tensors]
+        self.device = device
+        self.stream = current_streams([device]).get(device)
+
+
+def joint(place: Place, request: Request, tensors: Sequence[Tensor], together: Together) -> list[Tensor]:
+    """The results of this replica. All replicas have to call it with an equal request.
+
+    Raises:
+        ValueError: a tensor is not on the replica's device.
+        RuntimeError: see `Place.meet`; a checkpoint of torch is around it.
+    """
+    replayed = read_or_none(request)
+    if replayed is not None:
+        return replayed
+    device = place.meeting.devices[place.index]
+    for tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(
+                f"{request}: a tensor is on {tensor.device}, and replica {place.index} runs on {device}; bring tensors "
+                "of the replica's device"
+            )
+    check_checkpoints(place)
+
+    def of_all(brought: list[_Brought]) -> list[list[Tensor]]:
+        return _compute(brought, together)
+
+    results: list[Tensor] = place.meet(request, _Brought(tensors, device), of_all)
+    write(request, results)
+    return results
+
+
+def _compute(brought: list[_Brought], together: Together) -> list[list[Tensor]]:
+    records = any(one.records for one in brought)
+    with torch.set_grad_enabled(records), _hooks_passed_by(), _in_order(brought):
+        results = together([one.device for one in brought], [one.tensors for one in brought])
+    for one, own in zip(brought, results, strict=True):
+        if not one.records:
+            own[:] = [result.detach() for result in own]
+        _record_use(one, own, _first_streams(brought))
+    return results
+
+
+def _hooks_passed_by() -> AbstractContextManager[object]:
+    if _torch.top_saved_tensors_hooks(True) is None:
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # torch calls the innermost pair only
+
+
+def _first_streams(brought: Sequence[_Brought]) -> dict[torch.device, torch.Stream]:
+    """For each accelerator the stream that is current in its first replica."""
+    return {one.device: one.stream for one in reversed(brought) if one.stream is not None}
+
+
+@contextmanager
+def _in_order(brought: Sequence[_Brought]) -> Iterator[None]:
+    """Makes the first replica's stream of each device current, in order with those of the device's other replicas.
+
+    A replica launches what follows on its own stream. If that is the device's first one, it comes after the collective
+    there anyway. Otherwise an event at the beginning orders the collective after what the replica has launched, and one
+    at the end orders what the replica launches next after the collective.
+    """
+    first = _first_streams(brought)
+    others = [one for one in brought if one.stream is not None and one.stream != first[one.device]]
+    for one in others:
+        assert one.stream is not None
+        Event(one.stream).make_wait(first[one.device])
+        for tensor in one.tensors:
+            for memory in memory_of(tensor):
+                memory.record_stream(first[one.device])
+    with streams_set(first):
+        yield
+    for one in others:
+        assert one.stream is not None
+        Event(first[one.device]).make_wait(one.stream)
+
+
+def _record_use(one: _Brought, results: Sequence[Tensor], first: dict[torch.device, torch.Stream]) -> None:
+    """Results are memory of the device's first stream. Another stream that uses them is named to the allocator."""
+    if one.stream is None or one.stream == first[one.device]:
+        return
+    for result in results:
+        for memory in memory_of(result):
+            memory.record_stream(one.stream)

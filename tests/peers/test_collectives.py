@@ -1,0 +1,362 @@
+"""Collectives give each replica what they promise, and gradients as on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+
+import dataparallel as dp
+from dataparallel import DataParallel, peers
+from peer_calls import Calls, parallel, samples
+
+OPERATIONS = ["sum", "mean", "max", "min", "prod"]
+
+
+def combined(op: str, stack: Tensor) -> Tensor:
+    return {"sum": stack.sum, "mean": stack.mean, "max": stack.amax, "min": stack.amin, "prod": stack.prod}[op](0)
+
+
+class TestValues:
+    @pytest.mark.slots(2, 3, 8)
+    @pytest.mark.parametrize("op", OPERATIONS)
+    def test_all_reduce(self, slots, op):
+        batch = samples(len(slots)).to(slots[0])
+        found = parallel(lambda chunk, _: peers.all_reduce(chunk[0], op)[None], slots)(batch)
+        wanted = combined(op, batch)
+        torch.testing.assert_close(found, wanted.expand(len(slots), -1), rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.slots(2, 3, 8)
+    def test_all_gather_of_uneven_chunks(self, slots):
+        batch = samples(2 * len(slots) + 1).to(slots[0])
+        found = parallel(lambda chunk, _: peers.all_gather(chunk)[None], slots)(batch)
+        assert all(torch.equal(own, batch) for own in found)
+
+    def test_all_gather_along_another_dimension(self, slots):
+        batch = samples(3).to(slots[0])
+        found = parallel(lambda chunk, _: peers.all_gather(chunk, dim=-1)[None], slots)(batch)
+        assert all(torch.equal(own[0], batch.flatten()) for own in found)
+
+    def test_a_replica_may_bring_nothing_to_all_gather(self, slots):
+        batch = samples(3).to(slots[0])
+        found = parallel(lambda chunk, _: peers.all_gather(chunk[: peers.index()])[None], slots)(batch)
+        assert all(torch.equal(own, batch[1:]) for own in found)
+
+    @pytest.mark.parametrize("source", [0, 2])
+    def test_broadcast(self, slots, source):
+        batch = samples(3).to(slots[0])
+        found = parallel(lambda chunk, _: peers.broadcast(chunk, source), slots)(batch)
+        assert torch.equal(found, batch[[source] * 3])
+
+    @pytest.mark.parametrize("sizes", [None, [3, 0, 2]])
+    def test_reduce_scatter(self, slots, sizes):
+        batch = samples(15).to(slots[0])
+        found = parallel(lambda chunk, _: peers.reduce_scatter(chunk, sizes), slots)(batch)
+        torch.testing.assert_close(found, batch.view(3, 5, 3).sum(0))
+
+    def test_all_to_all(self, slots):
+        batch = samples(9).to(slots[0])
+
+        def swapped(chunk: Tensor, _: Tensor) -> Tensor:
+            # Shapes differ between pairs: replica i sends j + 1 of its rows to replica j.
+            found = peers.all_to_all([chunk[: target + 1] for target in range(3)])
+            assert [len(one) for one in found] == [peers.index() + 1] * 3
+            return torch.cat(found)
+
+        found = parallel(swapped, slots)(batch)
+        rows = [batch[3 * source : 3 * source + target + 1] for target in range(3) for source in range(3)]
+        assert torch.equal(found, torch.cat(rows))
+
+    def test_structures_of_several_dtypes(self, slots):
+        def nested(chunk: Tensor, _: Tensor) -> Tensor:
+            found = peers.all_reduce({"a": chunk[0], "b": (chunk.sum(), torch.tensor(2, device=chunk.device))})
+            assert found["b"][1].dtype == torch.int64
+            assert found["b"][1].item() == 6
+            return torch.cat([found["a"], found["b"][0][None]])[None]
+
+        batch = samples(3).to(slots[0])
+        wanted = torch.cat([batch.sum(0), batch.sum()[None]])
+        torch.testing.assert_close(parallel(nested, slots)(batch), wanted.expand(3, -1))
+
+    def test_bool_and_0_dim_tensors(self, slots):
+        batch = torch.tensor([True, False, False], device=slots[0])
+        found = parallel(lambda chunk, _: peers.all_reduce(chunk[0], "max")[None], slots)(batch)
+        assert found.tolist() == [True] * 3
+
+    def test_no_two_replicas_share_the_memory_of_a_result(self, slots):
+        def changed(chunk: Tensor, _: Tensor) -> Tensor:
+            results = [
+                peers.all_reduce(chunk), peers.all_gather(chunk), peers.broadcast(chunk, 1),
+                *peers.all_to_all([chunk] * 3), peers.reduce_scatter(chunk.expand(3, -1)),
+            ]  # fmt: skip
+            peers.barrier()
+            for result in results:
+                result.fill_(peers.index())
+            peers.barrier()
+            assert all((result == peers.index()).all() for result in results)
+            return chunk
+
+        batch = samples(3).to(slots[0])
+        with torch.no_grad():
+            assert torch.equal(parallel(changed, slots)(batch.clone()), batch)
+
+
+class TestGradients:
+    @pytest.mark.slots(2, 3, long=[8])
+    @pytest.mark.parametrize("op", OPERATIONS)
+    def test_of_all_reduce(self, slots, op):
+        batch = samples(len(slots)).to(slots[0])
+        wrapped = parallel(lambda chunk, weight: peers.all_reduce((chunk * weight)[0].exp(), op)[None] * chunk, slots)
+        alone = Calls(lambda whole, weight: combined(op, (whole * weight).exp()) * whole).to(slots[0])
+        same_as(wrapped, alone, batch)
+
+    @pytest.mark.slots(2, 3, long=[8])
+    def test_of_all_gather(self, slots):
+        batch = samples(2 * len(slots) + 1).to(slots[0])
+
+        def similar(chunk: Tensor, weight: Tensor) -> Tensor:
+            own = (chunk * weight).tanh()
+            return own @ peers.all_gather(own).T
+
+        same_as(parallel(similar, slots), Calls(similar).to(slots[0]), batch)
+
+    def test_of_broadcast(self, slots):
+        batch = samples(3).to(slots[0])
+        wrapped = parallel(lambda chunk, weight: peers.broadcast(chunk * weight, 1) * chunk, slots)
+        same_as(wrapped, Calls(lambda whole, weight: (whole[1:2] * weight) * whole).to(slots[0]), batch)
+
+    def test_of_reduce_scatter(self, slots):
+        batch = samples(9).to(slots[0])
+        wrapped = parallel(lambda chunk, weight: peers.reduce_scatter((chunk * weight).exp()), slots)
+        same_as(wrapped, Calls(lambda whole, w: (whole * w).exp().view(3, 3, 3).sum(0)).to(slots[0]), batch)
+
+    def test_of_all_to_all(self, slots):
+        batch = samples(9).to(slots[0])
+        wrapped = parallel(lambda c, w: torch.stack(peers.all_to_all([*(c * w).exp()])), slots)
+        alone = Calls(lambda whole, w: (whole * w).exp().view(3, 3, 3).transpose(0, 1).reshape(9, 3)).to(slots[0])
+        same_as(wrapped, alone, batch)
+
+    @pytest.mark.parametrize("op", OPERATIONS)
+    def test_numerically_once_and_twice(self, slots, op):
+        wrapped = parallel(lambda chunk, w: (peers.all_reduce(chunk * w, op) ** 2) * peers.all_gather(chunk), slots)
+        batch = samples(3).to(slots[0]).requires_grad_()
+        assert gradcheck(lambda x: wrapped(x).sum(0), batch)
+        # The engine adds gradients of one tensor in the order in which its threads bring them, one thread a device.
+        assert gradgradcheck(lambda x: wrapped(x).sum(0), batch, nondet_tol=1e-12)
+
+    @given(chunks=st.lists(st.integers(1, 3), min_size=3, max_size=3), op=st.sampled_from(OPERATIONS))
+    def test_of_uneven_chunks(self, slots, chunks, op):
+        def both(chunk: Tensor, weight: Tensor) -> Tensor:
+            everything = peers.all_gather((chunk * weight).tanh())
+            return peers.all_reduce(everything, op) * (chunk * weight).sum() + everything.sum(0)
+
+        batch = samples(sum(chunks)).to(slots[0])
+
+        def alone(whole: Tensor, weight: Tensor) -> Tensor:
+            stack = (whole * weight).tanh()
+            total = combined(op, stack.expand(3, *stack.shape))
+            return torch.cat([total * (chunk * weight).sum() + stack.sum(0) for chunk in whole.split(chunks)])
+
+        same_as(parallel(both, slots, chunk_sizes=chunks), Calls(alone).to(slots[0]), batch)
+
+
+def same_as(wrapped: DataParallel[Calls], alone: Calls, batch: Tensor) -> None:
+    """The outputs, and the gradients of batch and weight, equal those of a function of the whole batch."""
+    results = []
+    for model, module in ((wrapped, wrapped.module), (alone, alone)):
+        own = batch.clone().requires_grad_()
+        output = model(own)
+        weights = samples(output.numel(), 1, seed=1).view(output.shape).to(output)
+        (output * weights).sum().backward()
+        results.append((output.detach(), own.grad, module.weight.grad))
+        module.weight.grad = None
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+class TestModes:
+    def test_a_replica_without_gradients_gets_a_result_without_a_graph(self, slots):
+        seen = {}
+
+        def partly(chunk: Tensor, weight: Tensor) -> Tensor:
+            with torch.set_grad_enabled(peers.index() != 1):
+                total = peers.all_reduce(chunk * weight)
+            seen[peers.index()] = total.requires_grad
+            return total * chunk
+
+        batch = samples(3).to(slots[0])
+        for workers in (None, 1, 3):
+            wrapped = parallel(partly, slots, workers=workers)
+            wrapped(batch).sum().backward()
+            assert seen == {0: True, 1: False, 2: True}
+            # Replica 1 brought a constant, and only replicas 0 and 2 send gradients back.
+            wanted = (batch[[0, 2]] * batch[[0, 2]].sum(0)).sum(0)
+            torch.testing.assert_close(wrapped.module.weight.grad, wanted)
+
+    def test_tensors_of_some_replicas_need_gradients(self, slots):
+        def partly(chunk: Tensor, weight: Tensor) -> Tensor:
+            return peers.all_reduce(chunk * weight if peers.index() == 2 else chunk)
+
+        wrapped, batch = parallel(partly, slots), samples(3).to(slots[0])
+        output = wrapped(batch)
+        assert output.requires_grad
+        output.sum().backward()
+        torch.testing.assert_close(wrapped.module.weight.grad, 3 * batch[2])
+
+    def test_integers_among_what_needs_gradients(self, slots):
+        def mixed(chunk: Tensor, weight: Tensor) -> Tensor:
+            total, number = peers.all_reduce((chunk * weight, torch.tensor(len(chunk), device=chunk.device)))
+            assert not number.requires_grad
+            return total / number
+
+        batch = samples(3).to(slots[0])
+        parallel(mixed, slots)(batch).sum().backward()
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_without_gradients(self, slots, mode):
+        batch = samples(3).to(slots[0])
+        with mode():
+            found = parallel(lambda chunk, _: peers.all_reduce(chunk), slots)(batch)
+        assert not found.requires_grad
+        torch.testing.assert_close(found, batch.sum(0).expand(3, -1))
+
+    def test_inference_mode_in_some_replicas_is_an_error(self, slots):
+        def partly(chunk: Tensor, _: Tensor) -> Tensor:
+            with torch.inference_mode(peers.index() == 1):
+                return peers.all_reduce(chunk)
+
+        with pytest.raises(RuntimeError, match="in inference mode"):
+            parallel(partly, slots)(samples(3).to(slots[0]))
+
+    def test_under_autocast(self, slots):
+        def cast(chunk: Tensor, weight: Tensor) -> Tensor:
+            product = chunk.float() @ weight.float()[:, None]
+            assert product.dtype == torch.bfloat16
+            return peers.all_reduce(product)
+
+        with torch.autocast(torch.device(slots[0]).type, torch.bfloat16):
+            found = parallel(cast, slots)(samples(3).to(slots[0]))
+        assert found.dtype == torch.bfloat16
+
+    def test_in_frozen_replicas(self, slots):
+        wrapped, batch = (
+            parallel(lambda chunk, weight: peers.all_reduce(chunk * weight), slots),
+            samples(3).to(slots[0]),
+        )
+        with torch.no_grad(), wrapped.frozen():
+            first, second = wrapped(batch), wrapped(batch)
+        assert torch.equal(first, second)
+
+    def test_a_compiled_replica_has_a_graph_break(self, slots):
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(3, 3, dtype=torch.float64)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.linear(x).tanh()
+                return self.linear(peers.all_reduce(y, "mean")) * (1 + peers.index())
+
+        torch.manual_seed(0)
+        module, batch = Net().to(slots[0]), samples(3).to(slots[0])
+        results = []
+        for argument in (None, {"backend": "aot_eager"}):
+            wrapped = DataParallel(module, slots, compile=argument)
+            for _ in range(2):
+                module.zero_grad()
+                output = wrapped(batch)
+                output.sum().backward()
+            results.append([output.detach(), *(parameter.grad for parameter in module.parameters())])
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+class TestForms:
+    @pytest.mark.parametrize("form", ["replicate", "fully_shard"])
+    def test_forms(self, slots, form):
+        from dataparallel.composable import fully_shard, replicate
+
+        def similar(chunk: Tensor, weight: Tensor) -> Tensor:
+            own = (chunk * weight).tanh()
+            return own @ peers.all_gather(own).T + peers.all_reduce(own.sum())
+
+        module, alone, batch = Calls(similar).to(slots[0]), Calls(similar).to(slots[0]), samples(7).to(slots[0])
+        model = replicate(module, devices=slots) if form == "replicate" else fully_shard(module, devices=slots)
+        results = []
+        for one in (model, alone):
+            output = one(batch)
+            (output**2).sum().backward()
+            grad = one.weight.grad
+            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            results.append((output.detach(), grad.to(slots[0])))
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+class TestAlone:
+    """Outside of a parallel forward there is one replica."""
+
+    def test_each_function(self):
+        tensor = torch.arange(3.0, requires_grad=True)
+        assert (peers.index(), peers.count()) == (0, 1)
+        for op in OPERATIONS:
+            assert torch.equal(peers.all_reduce(tensor, op), tensor)
+        assert torch.equal(peers.all_gather(tensor), tensor)
+        assert torch.equal(peers.broadcast(tensor, 0), tensor)
+        assert torch.equal(peers.reduce_scatter(tensor), tensor)
+        assert torch.equal(peers.all_to_all([tensor])[0], tensor)
+        peers.barrier()
+        peers.all_reduce(tensor, "prod").sum().backward()
+        assert tensor.grad.tolist() == [1.0] * 3
+
+    def test_in_a_wrapper_without_slots_or_with_one(self, root):
+        batch = samples(2)
+        for slots in ([], [root]):
+            wrapped = DataParallel(Calls(lambda chunk, _: peers.all_reduce(chunk.sum())), slots or ["cpu"])
+            assert torch.equal(wrapped(batch.to(wrapped.src_device_obj)).cpu(), batch.sum())
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("function", "error", "words"),
+        [
+            (lambda x: peers.all_reduce(x, "median"), ValueError, "expected one of 'sum'"),
+            (lambda x: peers.all_reduce(x.long(), "mean"), TypeError, "floating-point"),
+            (lambda x: peers.all_reduce(x > 0), TypeError, "bool"),
+            (lambda x: peers.all_reduce("text"), TypeError, "got str"),
+            (lambda x: peers.all_gather(x.sum()), IndexError, "unsqueeze"),
+            (lambda x: peers.broadcast(x, 7), IndexError, "source=7"),
+            (lambda x: peers.reduce_scatter(x, [1]), ValueError, "one size for each replica"),
+            (lambda x: peers.all_to_all([x]), ValueError, "one a replica"),
+        ],
+    )
+    def test_bad_arguments(self, slots, function, error, words):
+        with pytest.raises(error, match=words):
+            parallel(lambda chunk, _: function(chunk), slots)(samples(3).to(slots[0]))
+
+    def test_a_tensor_of_another_device(self, slots):
+        other = torch.ones(3) if torch.device(slots[0]).type != "cpu" else torch.ones(3, device="meta")
+        with pytest.raises(ValueError, match="runs on"):
+            parallel(lambda chunk, _: peers.all_reduce(other), slots)(samples(3).to(slots[0]))
+
+    @pytest.mark.parametrize("workers", [None, 1, 3])
+    def test_replicas_that_disagree_say_what_each_waits_for(self, slots, workers):
+        def differs(chunk: Tensor, _: Tensor) -> Tensor:
+            if peers.index() == 1:
+                return peers.all_gather(chunk)
+            return peers.all_reduce(chunk if peers.index() else chunk.float())
+
+        with pytest.raises(RuntimeError) as caught:
+            parallel(differs, slots, workers=workers)(samples(3).to(slots[0]))
+        for words in (
+            "replica 0 on .* waits for all_reduce\\('sum'\\) of float32\\[1, 3\\]",
+            "replica 1 on .* waits for all_gather\\(dim=0\\) of float64\\[any, 3\\]",
+            "replica 2 on .* waits for all_reduce\\('sum'\\) of float64\\[1, 3\\]",
+        ):
+            assert caught.match(words)
+
+    def test_is_a_public_name(self):
+        assert dp.peers is peers
