@@ -22,6 +22,7 @@ from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output,
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.placement import check_placement
 from dataparallel.modules.signatures import shows_forward_of_module
+from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.parallel_apply import run_replicas
 from dataparallel.profiling import stage
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
@@ -62,6 +63,8 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         compile: compile the replicas: ``True``, or a dict of arguments for ``torch.compile`` (``backend``, ``mode``,
             ``dynamic``, ``fullgraph``, ``options``). The module itself stays as it is. A module that is compiled
             before it is wrapped, as a whole or in parts, needs no argument.
+        sync_batch_norm: make each BatchNorm of ``module`` a `dataparallel.nn.SyncBatchNorm`, in place, so that its
+            statistics are those of the whole batch. A ``torch.nn.SyncBatchNorm`` is refused otherwise.
 
     Attributes:
         module: the wrapped module.
@@ -72,7 +75,8 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
     Raises:
         TypeError: ``module`` is no module, or is already wrapped; ``chunk_sizes`` or ``compile`` is something else.
         ValueError: devices do not exist or do not go together; ``workers`` is below 1; ``bucket_cap_mb`` is not above
-            0; ``chunk_sizes`` are not one positive number for each slot; ``compile`` is given for a compiled module.
+            0; ``chunk_sizes`` are not one positive number for each slot; ``compile`` is given for a compiled module;
+            ``module`` contains a ``torch.nn.SyncBatchNorm`` and is not to be converted.
     """
 
     module: M
@@ -92,6 +96,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         serial: bool | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
         compile: bool | dict[str, Any] | None = None,
+        sync_batch_norm: bool = False,
     ) -> None:
         _check_module(module)
         slots = resolve_slots(device_ids)
@@ -101,6 +106,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         cap_in_bytes(bucket_cap_mb)
         split = BatchSplit(chunk_sizes, len(slots))
         compiled = CompileArgument.checked(module, compile)
+        prepare(module, sync_batch_norm, slots)
         nn.Module.__init__(self)
         self.module = module
         self.device_ids = [device_id(slot) for slot in slots]

@@ -27,7 +27,7 @@ from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.caller_state import CallerState
 from dataparallel.threads.gang import Gang, Outcome, Skipped
 from dataparallel.threads.in_turn import SerialTasks
-from dataparallel.threads.meetings import Meeting, WokenUp
+from dataparallel.threads.meetings import Meeting, is_wake_up
 from dataparallel.threads.permits import CallPermits, PermitChooser, kind_of_call, size_of
 
 __all__ = ["SERIAL_VARIABLE", "is_serial", "parallel_apply", "run_replicas"]
@@ -69,7 +69,8 @@ def parallel_apply(
             the replica and its device. Every other replica has ended by then.
         KeyboardInterrupt: Ctrl-C. No further replica starts, and the exception is raised when the running replicas have
             ended; a replica in the calling thread is interrupted. A second one is raised at once, and abandons replicas
-            in other threads. If a running replica waits for one that has not started, only the second ends the call.
+            in other threads. A replica that waits by its own means for one that has not started, without a collective
+            of ``peers``, ends with the second only.
     """
     return run_replicas(modules, inputs, kwargs_tup, devices, workers=workers, serial=serial)
 
@@ -109,7 +110,8 @@ def run_replicas(
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
     meeting = Meeting(slots)
-    calls = [partial(meeting.run, slot, call) for slot, call in enumerate(calls)]
+    if len(calls) > 1:  # otherwise there is nobody to meet
+        calls = [partial(meeting.run, slot, call) for slot, call in enumerate(calls)]
     times = None if balanced is None else balanced.measures(slots)
     if times is not None:
         calls = [partial(times.run, slot, call) for slot, call in enumerate(calls)]
@@ -266,7 +268,7 @@ def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device]) -> 
     failed = [(slot, outcome.error) for slot, outcome in enumerate(outcomes) if outcome.error is not None]
     for outcome in outcomes:
         outcome.clear()
-    originals = [(slot, error) for slot, error in failed if not isinstance(error, (Skipped, WokenUp))]
+    originals = [(slot, error) for slot, error in failed if not isinstance(error, Skipped) and not is_wake_up(error)]
     slot, first = (originals or failed)[0]
     _note(first, f"raised in replica {slot} on device {slots[slot]}")
     for other, error in originals[1:]:

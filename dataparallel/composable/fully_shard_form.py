@@ -35,6 +35,7 @@ from dataparallel.composable.managed import own_parameters
 from dataparallel.composable.policies import MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.composable.rebound_attributes import rebind
 from dataparallel.devices import CPU, DeviceLike, resolve_output, resolve_slots
+from dataparallel.nn.sync_batch_norm import prepare
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -133,6 +134,7 @@ def _prepare(
     with start.failing_together():
         for each in module:
             check_kind(each)
+            prepare(each, False, slots)
         if slots:
             resolve_output(output_device, slots)
         check_options(dim, mp_policy, offload_policy)

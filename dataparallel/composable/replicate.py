@@ -23,6 +23,7 @@ from dataparallel.composable.managed import ManagedModule
 from dataparallel.composable.on_slots import OnSlots, state_of
 from dataparallel.composable.replicate_state import ReplicateState
 from dataparallel.devices import CPU, DeviceLike, resolve_output, resolve_slots
+from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def _prepare(
     device_id: DeviceLike | None = None,
     average: bool = True,
     compile: bool | dict[str, Any] | None = None,
+    sync_batch_norm: bool = False,
 ) -> ReplicateState:
     """Makes ``module`` run on all devices, in place: splits the batch, runs a replica on each slot, joins the outputs.
 
@@ -182,6 +184,7 @@ def _prepare(
             DistributedDataParallel. If false, without the factor 1/R.
         compile: compile the replicas: as for `dataparallel.DataParallel`. A module that is compiled already, or later
             by ``module.compile()``, needs no argument: its replicas are compiled, and its own call is not.
+        sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
 
     Returns:
         ``module``.
@@ -190,8 +193,8 @@ def _prepare(
         TypeError: ``module`` is no module, has no ``forward``, or is a wrapper or a ScriptModule; ``dim`` is no int; an
             entry of ``ignored_modules`` is no module; ``compile`` is something else.
         MachinesDiffer: on every rank, if the modules, slots or arguments of the machines differ.
-        ValueError: devices as for `dataparallel.DataParallel`; a bucket size is not above 0; a module or parameter to
-            ignore is no part of ``module``; ``compile`` is given for a compiled module.
+        ValueError: devices and BatchNorms as for `dataparallel.DataParallel`; a bucket size is not above 0; a module or
+            parameter to ignore is no part of ``module``; ``compile`` is given for a compiled module.
         RuntimeError: the module, a parent, a child or one of its parameters has a form already.
     """
     if device_id is not None:
@@ -234,6 +237,7 @@ def _prepare(
         )
         if machines is not None:
             state.check_for_machines()
+        prepare(module, sync_batch_norm, slots)
     return state
 
 

@@ -1,3 +1,9 @@
-"""Modules whose replicas talk to each other inside ``forward``."""
+"""Modules whose replicas talk to each other inside ``forward``: `SyncBatchNorm`.
 
-__all__: list[str] = []
+``batch_norm`` has the arithmetic, ``sync_batch_norm`` the module and its conversion. Users call it, and the wrappers
+convert models on demand.
+"""
+
+from dataparallel.nn.sync_batch_norm import BatchNorm, SyncBatchNorm
+
+__all__ = ["BatchNorm", "SyncBatchNorm"]

@@ -111,7 +111,7 @@ def broadcast(tensor: S, source: int) -> S:
     if not 0 <= source < count:
         raise IndexError(f"broadcast: source={source}: the call has {count} replicas, from 0 on")
 
-    def from_source(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> list[list[Tensor]]:
+    def from_source(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any = None) -> list[list[Tensor]]:
         return _to_all(devices, of_slots[source], [source])
 
     return rebuilt(_exchange(Request("broadcast", f"source={source}", described(tensors)), tensors, from_source))
@@ -141,7 +141,7 @@ def reduce_scatter(tensor: S, sizes: Sequence[int] | None = None) -> S:
                 "one size for each replica, which add up to the first dimension"
             )
 
-    def chunks(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> list[list[Tensor]]:
+    def chunks(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any = None) -> list[list[Tensor]]:
         totals = _total(devices, of_slots)
         whole = [sizes if sizes is not None else _near_equal(total.shape[0], count) for total in totals]
         pieces = [Scatter.apply(devices, own, 0, total) for own, total in zip(whole, totals, strict=True)]
@@ -169,7 +169,7 @@ def all_to_all(tensors: Sequence[Tensor]) -> list[Tensor]:
         dtypes = ", ".join(sorted({str(one.dtype) for one in found}))
         raise ValueError(f"all_to_all: {len(found)} tensors of {dtypes}: expected {count} of one dtype, one a replica")
 
-    def delivered(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> list[list[Tensor]]:
+    def delivered(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any = None) -> list[list[Tensor]]:
         results = []
         for target, device in enumerate(devices):
             sent = [of_slot[target] for of_slot in of_slots]
@@ -189,7 +189,7 @@ def barrier() -> None:
     Raises:
         RuntimeError: as `all_reduce`.
     """
-    _exchange(Request("barrier"), [], lambda devices, of_slots: of_slots)
+    _exchange(Request("barrier"), [], lambda devices, of_slots, notes: of_slots)
 
 
 def _exchange(request: Request, tensors: list[Tensor], together: Together) -> list[Tensor]:
@@ -214,12 +214,12 @@ def _total(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> lis
     return [*ReduceAddCoalesced.apply(devices[0], count, *chain.from_iterable(of_slots))] if count else []
 
 
-def _sums(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> list[list[Tensor]]:
+def _sums(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any = None) -> list[list[Tensor]]:
     return _to_all(devices, _total(devices, of_slots))
 
 
 def _gathers(dim: int) -> Together:
-    def gathered(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> list[list[Tensor]]:
+    def gathered(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any = None) -> list[list[Tensor]]:
         return _to_all(devices, [Gather.apply(devices[0], dim, *parts) for parts in zip(*of_slots, strict=True)])
 
     return gathered

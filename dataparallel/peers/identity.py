@@ -47,8 +47,8 @@ def check_checkpoints(place: Place) -> None:
     if recording():
         return
     hooks = _torch.top_saved_tensors_hooks(True)
-    others = hooks is not None and hooks != place.hooks and hooks[0].__module__ == _TORCHS
-    reentrant = place.records and not torch.is_grad_enabled() and _is_called_by(_TORCHS)
+    others = hooks is not None and hooks != place.meeting.hooks and hooks[0].__module__ == _TORCHS
+    reentrant = place.meeting.records and not torch.is_grad_enabled() and _is_called_by(_TORCHS)
     if others or reentrant:
         raise RuntimeError(
             "a collective inside of torch.utils.checkpoint.checkpoint cannot be computed again: that happens in "

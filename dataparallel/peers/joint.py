@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,22 +32,27 @@ from dataparallel.threads.meetings import Place
 
 __all__ = ["Together", "joint"]
 
-Together: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]]], list[list[Tensor]]]
-"""``function(devices, tensors of each replica)`` returns the results of each replica, in memory of their own."""
+Together: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]], list[Any]], list[list[Tensor]]]
+"""``function(devices, tensors of each replica, its notes)`` returns each replica's results, in memory of their own."""
 
 
 class _Brought:
     """What a replica brings: its tensors, and what is current in its thread."""
 
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device, note: Any) -> None:
+        self.note = note
         self.records = torch.is_grad_enabled()
         self.tensors = list(tensors) if self.records else [tensor.detach() for tensor in tensors]
         self.device = device
         self.stream = current_streams([device]).get(device)
 
 
-def joint(place: Place, request: Request, tensors: Sequence[Tensor], together: Together) -> list[Tensor]:
+def joint(
+    place: Place, request: Request, tensors: Sequence[Tensor], together: Together, note: Any = None
+) -> list[Tensor]:
     """The results of this replica. All replicas have to call it with an equal request.
+
+    ``note``: what this replica brings that is no tensor, and that the host has to know.
 
     Raises:
         ValueError: a tensor is not on the replica's device.
@@ -68,7 +73,7 @@ def joint(place: Place, request: Request, tensors: Sequence[Tensor], together: T
     def of_all(brought: list[_Brought]) -> list[list[Tensor]]:
         return _compute(brought, together)
 
-    results: list[Tensor] = place.meet(request, _Brought(tensors, device), of_all)
+    results: list[Tensor] = place.meet(request, _Brought(tensors, device, note), of_all)
     write(request, results)
     return results
 
@@ -76,7 +81,8 @@ def joint(place: Place, request: Request, tensors: Sequence[Tensor], together: T
 def _compute(brought: list[_Brought], together: Together) -> list[list[Tensor]]:
     records = any(one.records for one in brought)
     with torch.set_grad_enabled(records), _hooks_passed_by(), _in_order(brought):
-        results = together([one.device for one in brought], [one.tensors for one in brought])
+        devices, tensors = [one.device for one in brought], [one.tensors for one in brought]
+        results = together(devices, tensors, [one.note for one in brought])
     for one, own in zip(brought, results, strict=True):
         if not one.records:
             own[:] = [result.detach() for result in own]
@@ -124,4 +130,5 @@ def _record_use(one: _Brought, results: Sequence[Tensor], first: dict[torch.devi
         return
     for result in results:
         for memory in memory_of(result):
-            memory.record_stream(one.stream)
+            if memory.device == one.device:
+                memory.record_stream(one.stream)

@@ -147,6 +147,8 @@ class Gang:
         self._steps = 0  # how many times a task has ended or begun to wait
         self._stopped = False
         self._is_joined = False  # the calling thread runs a task itself
+        self._left: set[int] = set()  # what it has run
+        self._has_failed = False
         self._is_over = False
         # A lock, not an event: Ctrl-C inside ``Event.wait`` can turn into a RuntimeError of Python's own.
         self._over = threading.Lock()
@@ -163,7 +165,7 @@ class Gang:
         Once a task has failed, tasks of higher slots that have not started are skipped. After an exception in the
         waiting thread (``KeyboardInterrupt``) no further task starts, in nested gangs neither. The exception is raised
         when the running tasks have ended. A second one is raised at once, and abandons the running tasks. If a running
-        task waits for one that has not started, only the second one ends the call.
+        task waits by its own means for one that has not started, only the second one ends the call.
         """
         return self._run([self._send_worker, self._wait])
 
@@ -271,7 +273,8 @@ class Gang:
         """Gives permits to tasks, lowest slot first: wakes resumed ones and returns new ones. Needs the lock."""
         if self.is_stopped:
             self._skip(above=-1)
-            self._let_return([*self._aside])  # nobody comes any more
+        if self.is_stopped or self._has_failed:
+            self._let_return([*self._aside])  # somebody does not come any more
         slots = []
         permits = math.inf if self.stalled else self._permits
         busy = {self._groups[slot] for slot in itertools.chain(self._running, self._paused, self._resuming)} - {None}
@@ -295,13 +298,17 @@ class Gang:
 
     def _start(self, slots: list[int]) -> None:
         """Starts a thread for each of ``slots``."""
-        for slot in slots:
+        slots = [*slots]
+        while slots:
+            slot = slots.pop(0)
             try:
                 pool.start(partial(self._work, slot), self._devices[slot])
             except Exception as error:  # the system has no more threads, for example
                 self._outcomes[slot].error = error
                 with self._lock:
                     self._note_ended(slot)
+                    slots += self._admit()  # those that wait for it go on
+                    self._wake_if_over()
 
     def _call(self, slot: int) -> None:
         outcome, task = self._outcomes[slot], self._tasks[slot]
@@ -322,6 +329,7 @@ class Gang:
         self._running.discard(slot)
         self._tasks[slot] = None
         if self._outcomes[slot].error is not None:
+            self._has_failed = True
             self._skip(above=slot)
 
     def _skip(self, above: int) -> None:
@@ -363,6 +371,9 @@ class Gang:
         with self._lock:
             self._steps += 1
             self._running.discard(slot)
+            if slot in self._left:  # Ctrl-C has ended it meanwhile, in the calling thread
+                turn.give()
+                return turn
             self._aside[slot] = turn
             if self._watch is not None:
                 self._watch.waits(slot)
@@ -396,7 +407,8 @@ class Gang:
         """The task of ``slot``, the last one that the calling thread has run, has ended. ``None``: it ran none."""
         with self._lock:
             self._is_joined = False
-            if slot is not None:
+            if slot is not None and slot not in self._left:
+                self._left.add(slot)
                 if failed:
                     self._outcomes[slot].error = Skipped()
                 self._note_ended(slot)

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from dataparallel.compiled.gate import gate
@@ -88,8 +89,10 @@ class SerialTasks:
             for outcome in self._outcomes:
                 outcome.clear()
             handed_over = self._close()
-            for outcome in [] if handed_over is None else handed_over[1].cancel():
-                outcome.clear()
+            if handed_over is not None:
+                handed_over[1].leave(self._slot, failed=True)
+                for outcome in handed_over[1].cancel():
+                    outcome.clear()
             raise
         finally:
             self._outcomes, self._tasks, self._for_workers = [], [], []
@@ -116,12 +119,37 @@ class SerialTasks:
             if self._handed_over is None:
                 self._hand_over([*self._take_waiting()], permits=1, running=[slot])
         assert self._handed_over is not None
-        return self._handed_over[1].step_aside(slot, go_on)
+        step = partial(self._handed_over[1].step_aside, slot, go_on)
+        return self._in_worker(step) if threading.current_thread() is threading.main_thread() else step()
 
     def let_go_on(self, slots: Sequence[int]) -> None:
         """See `meetings.Turns`."""
         if self._handed_over is not None:
             self._handed_over[1].let_go_on(slots)
+
+    def _in_worker(self, step: Callable[[], Turn | None]) -> Any:
+        """Has a worker do this ``step`` of the gang. Ctrl-C, which comes in the main thread, cannot leave it half done.
+
+        If it comes meanwhile, the step may be done later, or never if there is no worker for it yet.
+        """
+        results: list[Turn | BaseException | None] = []
+        done = Turn()
+
+        def job(worker: pool.Worker) -> None:
+            try:
+                results.append(step())
+            except BaseException as error:
+                results.append(error)
+            pool.release(worker)
+            done.give()
+
+        pool.start(job, self._devices[0])
+        while not done.wait(gang.POLL_SECONDS):
+            pass
+        result = results.pop()
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def _take_waiting(self) -> Iterator[int]:
         """Takes slots that have not started, one by one. Each slot is taken by one thread only."""
@@ -138,8 +166,12 @@ class SerialTasks:
             return
         slots, gang = handed_over
         own = self._slot
-        gang.leave(own, failed=own is not None and self._outcomes[own].error is not None)
+        failed = own is not None and self._outcomes[own].error is not None
         interrupted = any(isinstance(outcome.error, KeyboardInterrupt) for outcome in self._outcomes)
+        try:
+            self._in_worker(partial(gang.leave, own, failed))
+        except RuntimeError:  # no worker for it
+            gang.leave(own, failed)
         outcomes = gang.cancel() if interrupted else gang.finish()
         for slot in slots:
             self._outcomes[slot] = outcomes[slot]
@@ -174,10 +206,16 @@ class SerialTasks:
 
         ``running``: the slot whose task the calling thread runs, if its permit is one of the gang's.
         """
-        gang = Gang(self._for_workers, permits, devices=self._devices, outer=self._outer, watch=self._watch)
+        # Without a stall the order is fixed. So a task that waits for a nested call lets no other one start.
+        groups = [0] * len(self._tasks) if running else None
+        gang = Gang(self._for_workers, permits, groups, devices=self._devices, outer=self._outer, watch=self._watch)
         gang.join(slots, running)
-        gang.begin()
-        self._handed_over = slots, gang
+        self._handed_over = slots, gang  # before a worker may start, because Ctrl-C may come right after that
+        try:
+            gang.begin()
+        except RuntimeError:  # the system has no more threads
+            self._handed_over = None
+            raise
 
 
 class _Watcher:

@@ -30,7 +30,7 @@ from dataparallel.compiled.gate import gate
 from dataparallel.threads.gang import POLL_SECONDS, Turn
 from dataparallel.threads.slot_times import waiting
 
-__all__ = ["LIMIT_VARIABLE", "Meeting", "Place", "Turns", "WokenUp", "here", "set_time_limit"]
+__all__ = ["LIMIT_VARIABLE", "Meeting", "Place", "Turns", "WokenUp", "here", "is_wake_up", "set_time_limit"]
 
 T = TypeVar("T")
 
@@ -42,6 +42,17 @@ _DEFAULT_LIMIT = 600.0  # seconds
 
 class WokenUp(RuntimeError):
     """The error of a replica that waited for others, because another replica's error has ended the call."""
+
+
+def is_wake_up(error: BaseException | None) -> bool:
+    """True if ``error`` is a `WokenUp`, or was raised while one was handled. Then another error has ended the call."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, WokenUp):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class Turns(Protocol):
@@ -76,16 +87,12 @@ class Place:
         index: the replica's number, in slot order.
         meeting: of the call.
         thread: the thread that runs ``forward``.
-        records: true if ``forward`` began with gradients on.
-        hooks: the saved-tensor hooks around ``forward``, if there are any.
     """
 
-    __slots__ = ("hooks", "index", "meeting", "records", "thread")
+    __slots__ = ("index", "meeting", "thread")
 
     def __init__(self, index: int, meeting: Meeting) -> None:
         self.index, self.meeting, self.thread = index, meeting, threading.get_ident()
-        self.records = torch.is_grad_enabled()
-        self.hooks = _torch.top_saved_tensors_hooks(True)
 
     @property
     def count(self) -> int:
@@ -129,17 +136,21 @@ class Meeting:
 
     Attributes:
         turns: what runs the replicas; set before the first of them starts.
+        records: true if each ``forward`` begins with gradients on.
+        hooks: the saved-tensor hooks with which each ``forward`` begins, if there are any.
 
     ``_visits`` has the replicas that wait, ``_is_complete`` is true while the last one does what all have come for,
     ``_returned`` has the replicas whose forward has ended, and ``_failed`` is the reason why nobody may wait any more.
     Each is written with ``_lock`` held.
     """
 
-    __slots__ = ("_failed", "_is_complete", "_lock", "_returned", "_visits", "devices", "turns")
+    __slots__ = ("_failed", "_is_complete", "_lock", "_returned", "_visits", "devices", "hooks", "records", "turns")
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self.turns: Turns | None = None
+        self.records = torch.is_grad_enabled()
+        self.hooks = _torch.top_saved_tensors_hooks(True)
         self._lock = threading.Lock()
         self._visits: dict[int, _Visit] = {}
         self._is_complete = False
@@ -172,43 +183,49 @@ class Meeting:
             certain = len(self._visits) + len(self._returned) == len(self.devices)
             wrong = certain and (not is_last or any(other.what != what for other in self._visits.values()))
             self._is_complete = is_last and not wrong
+            values = [self._visits[slot].value for slot in range(len(self.devices))] if self._is_complete else []
         if wrong:
             self._give_up("the replicas do not wait for the same")
         elif is_last:
-            self._do(index, together)
+            self._do(index, values, together)
         try:
             with waiting():
-                self._wait(index, visit)
+                self._wait(index, visit, is_last and not wrong)
         finally:
             visit.value = None
         if visit.error is not None:
-            raise visit.error
+            try:
+                raise visit.error
+            finally:
+                visit.error = None  # otherwise the error would hold this frame, and the frame the error
         return visit.result
 
-    def _do(self, index: int, together: Callable[[list[Any]], Sequence[Any]]) -> None:
+    def _do(self, index: int, values: list[Any], together: Callable[[list[Any]], Sequence[Any]]) -> None:
         """Does what all have come for, in the thread of the last one. The others wait until this has ended."""
-        values = [self._visits[slot].value for slot in range(len(self.devices))]
         try:
             results = together(values)
+            if len(results) != len(values):
+                raise RuntimeError(f"{len(values)} replicas have met, but there are {len(results)} results")
         except BaseException as error:
             with self._lock:
-                self._visits.pop(index)
+                self._visits.pop(index, None)
                 self._is_complete = False
             self._end(index, f"replica {index}, which came last, raised {type(error).__name__}")
             raise
-        with self._lock:
-            visits, self._visits, self._is_complete = self._visits, {}, False
-        for slot, visit in visits.items():
-            visit.result, visit.is_over = results[slot], True
+        for slot, visit in list(self._visits.items()):
+            visit.result = results[slot]
 
-    def _wait(self, index: int, visit: _Visit) -> None:
+    def _wait(self, index: int, visit: _Visit, is_last: bool) -> None:
         turns = self.turns
         assert turns is not None
-        # The last one steps aside as well. So all of them go on in slot order.
-        turn = turns.step_aside(index, range(len(self.devices)) if visit.is_over and visit.error is None else ())
+        if is_last:
+            turn = self._step_aside_last(index, turns)
+        else:
+            turn = turns.step_aside(index)
         with self._lock:
             visit.turn = turn
-            is_late = visit.is_over  # it was woken between the two, and nobody knew its turn
+            # It was woken between the two, and nobody knew its turn. (The last one woke itself.)
+            is_late = visit.is_over and not is_last
         if is_late:
             turns.let_go_on([index])
         limit, polls = _limit(), 0
@@ -222,8 +239,20 @@ class Meeting:
         finally:
             with self._lock:
                 self._visits.pop(index, None)
-        if not visit.is_over:  # Ctrl-C: nobody has come, and the turn is for going home
-            visit.error = WokenUp(f"{visit.what}: the call has been interrupted")
+        if not visit.is_over:  # not everybody has come, and the turn is for going home
+            visit.error = WokenUp(f"{visit.what}: the call has been interrupted, or a replica could not run")
+
+    def _step_aside_last(self, index: int, turns: Turns) -> Turn:
+        """The last one steps aside as well. So all of them go on in slot order.
+
+        The lock is held until they have their turns: a replica that looks only now if it is over would otherwise go on
+        before lower slots of its group, and could come to the next meeting before this one has ended.
+        """
+        with self._lock:
+            visits, self._visits, self._is_complete = self._visits, {}, False
+            for visit in visits.values():
+                visit.is_over = True
+            return turns.step_aside(index, [*visits, index])
 
     def _end(self, index: int, failure: str | None) -> None:
         """Notes that a forward has ended. Those that wait learn of it."""

@@ -1,0 +1,146 @@
+"""`SyncBatchNorm`: BatchNorm over the whole batch, in replicas that have a chunk each. Its conversion from others.
+
+Users put it into models, or convert models. The wrappers call `prepare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from dataparallel import _torch
+from dataparallel.nn.batch_norm import Normalised, Statistics, merged
+from dataparallel.peers.identity import place_of_caller
+from dataparallel.peers.joint import joint
+from dataparallel.peers.requests import Request, described
+from dataparallel.peers.tape import replayed_place
+from dataparallel.threads.meetings import Place
+
+__all__ = ["BatchNorm", "SyncBatchNorm", "prepare"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_PLAIN = "_dataparallel_plain_class"
+
+
+class BatchNorm(_BatchNorm):
+    """BatchNorm of inputs with any number of dimensions: (samples, channels, ...)."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of shape (samples, channels, ...); got {[*input.shape]}")
+
+
+class SyncBatchNorm(BatchNorm):
+    """BatchNorm whose statistics are those of the whole batch, over the chunks of all replicas.
+
+    In training inside of a parallel forward, of ``DataParallel``, ``composable.replicate`` or ``fully_shard``, each
+    layer meets the other replicas once in forward, and its gradients once in backward. Outputs, gradients and running
+    statistics are those of one device with the whole batch. In eval mode, with a single replica and outside of a
+    parallel forward it is torch's BatchNorm.
+
+    Arguments, parameters, buffers and the state dict are those of ``torch.nn.BatchNorm2d``. Inputs have the shape
+    (samples, channels, ...), and chunks may differ in their numbers of samples; one may be empty. For half precision
+    the statistics are in float32. A recomputation by ``peers.checkpoint`` leaves the running statistics alone.
+
+    Raises:
+        ValueError: an input with fewer than 2 dimensions; one value of a channel in the whole batch.
+        RuntimeError: other replicas do not come to the same layer: see ``peers``.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalised chunk, in the input's dtype and memory format."""
+        self._check_input_dim(input)
+        place = place_of_caller() if self.training or self.running_mean is None else None
+        return super().forward(input) if place is None else self._synchronised(input, place)
+
+    @_torch.not_traced
+    def _synchronised(self, chunk: Tensor, place: Place) -> Tensor:
+        with torch.autocast(chunk.device.type, enabled=False):
+            own = Statistics.apply(chunk)
+            request = Request("SyncBatchNorm", "", described([own]), torch.is_inference_mode_enabled())
+            count = chunk.numel() // max(chunk.shape[1], 1)
+            mean, variance, total = joint(place, request, [own], merged, count)
+            if self.training and self.track_running_stats and replayed_place() is None:
+                self._note(mean.detach(), variance.detach() * (int(total) / (int(total) - 1)))
+            return Normalised.apply(chunk, mean, variance, self.weight, self.bias, self.eps)
+
+    @torch.no_grad()
+    def _note(self, mean: Tensor, variance: Tensor) -> None:
+        """Updates the running statistics, without waiting for the device."""
+        if self.running_mean is None or self.running_var is None:
+            return
+        factor: Any = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1 / self.num_batches_tracked.to(self.running_mean.dtype)
+        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+            running.add_(factor * (new.to(running.dtype) - running))
+
+    @staticmethod
+    def convert(module: M) -> M:
+        """Makes each ``BatchNorm1d``, ``2d``, ``3d`` and ``torch.nn.SyncBatchNorm`` of a tree a `SyncBatchNorm`.
+
+        The modules stay the same objects, with their parameters, buffers, hooks and settings, so that optimizers and
+        references to them are not affected. Only their class changes. Subclasses are left as they are, because nobody
+        knows what they compute.
+
+        Returns:
+            ``module``.
+
+        Raises:
+            ValueError: a lazy BatchNorm, which has no class yet to go back to: call the model once before.
+        """
+        found = [child for child in module.modules() if type(child) in _CONVERTED]
+        for name, child in module.named_modules():
+            if isinstance(child, _LazyNormBase) and isinstance(child, _BatchNorm):
+                what = f"{name or 'the module'} is a {type(child).__name__}"
+                raise ValueError(f"{what}: call the model once, then convert it")
+        for child in found:
+            child.__dict__[_PLAIN] = type(child)
+            child.__class__ = SyncBatchNorm
+        return module
+
+    @staticmethod
+    def revert(module: M) -> M:
+        """Makes each `SyncBatchNorm` of a tree what it was before `convert`.
+
+        One that was a ``torch.nn.SyncBatchNorm``, or was made as a `SyncBatchNorm`, becomes a `BatchNorm`, which takes
+        inputs with any number of dimensions.
+
+        Returns:
+            ``module``.
+        """
+        for child in module.modules():
+            if type(child) is SyncBatchNorm:
+                plain = child.__dict__.pop(_PLAIN, BatchNorm)
+                child.__class__ = BatchNorm if plain is nn.SyncBatchNorm else plain  # type: ignore[assignment]
+        return module
+
+
+def prepare(module: nn.Module, sync_batch_norm: bool, slots: Sequence[torch.device]) -> None:
+    """For wrappers on these slots: converts the module if that is asked for.
+
+    Raises:
+        TypeError: ``sync_batch_norm`` is no bool.
+        ValueError: it is false, there are several slots, and the module contains a ``torch.nn.SyncBatchNorm``, which
+            needs a process for each device; a lazy BatchNorm cannot be converted.
+    """
+    if not isinstance(sync_batch_norm, bool):
+        raise TypeError(f"sync_batch_norm={sync_batch_norm!r}: expected True or False")
+    if sync_batch_norm:
+        SyncBatchNorm.convert(module)
+        return
+    for name, child in module.named_modules() if len(slots) > 1 else ():
+        if type(child) is nn.SyncBatchNorm:
+            raise ValueError(
+                f"{name or 'the module'} is a torch.nn.SyncBatchNorm, which works with a process for each device only: "
+                "convert the model by dataparallel.nn.SyncBatchNorm.convert(model), or pass sync_batch_norm=True to "
+                "DataParallel or replicate"
+            )

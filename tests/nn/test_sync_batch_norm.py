@@ -1,0 +1,298 @@
+"""`SyncBatchNorm` in replicas equals BatchNorm over the whole batch on one device."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+
+from dataparallel import DataParallel, peers
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.nn import BatchNorm, SyncBatchNorm
+from sharded_models import ResNet
+
+SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (3, 2), nn.BatchNorm3d: (2, 1, 2)}
+OPTIONS = [{}, {"momentum": None}, {"momentum": 0.3, "eps": 1e-2}, {"affine": False}, {"track_running_stats": False}]
+
+
+def made(kind: type, seed: int = 0, **options) -> nn.Module:
+    """A BatchNorm of 4 channels in float64, with weights that differ."""
+    torch.manual_seed(seed)
+    module = kind(4, **options).double()
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    return module
+
+
+def batch_of(rows: int, kind: type = nn.BatchNorm2d, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 + torch.randn(rows, 4, *SHAPES[kind], dtype=torch.float64, generator=generator)
+
+
+def results(model: nn.Module, module: nn.Module, batch: Tensor, steps: int = 3) -> list[Tensor]:
+    """Outputs, gradients and running statistics of a few training steps."""
+    found: list[Tensor] = []
+    for step in range(steps):
+        own = (batch + step).requires_grad_()
+        module.zero_grad()
+        output = model(own)
+        (output * output.detach().cos() + output**2 * own.detach()).sum().backward()
+        found += [output.detach(), own.grad, *(parameter.grad.clone() for parameter in module.parameters())]
+    return [*found, *(buffer.clone() for buffer in module.buffers())]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, check_device=False)
+
+
+class TestParity:
+    @pytest.mark.slots(2, 3, 8)
+    @pytest.mark.parametrize("kind", SHAPES)
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    def test_training(self, slots, kind, options):
+        module = made(kind, **options).to(slots[0])
+        alone, batch = copy.deepcopy(module), batch_of(2 * len(slots) + 1, kind).to(slots[0])
+        wrapped = DataParallel(module, slots, sync_batch_norm=True)
+        same(results(wrapped, module, batch), results(alone, alone, batch))
+        same([wrapped.eval()(batch)], [alone.eval()(batch)])
+
+    @given(sizes=st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(lambda sizes: sum(sizes) > 1))
+    def test_any_chunks(self, slots, sizes):
+        """A replica may come with an empty chunk: it cuts its chunk itself, because no batch is split so."""
+
+        class Cut(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = SyncBatchNorm.convert(made(nn.BatchNorm2d))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.norm(x[: sizes[peers.index()]])
+
+        module, batch = Cut().to(slots[0]), batch_of(12).to(slots[0])
+        kept = torch.cat([chunk[:size] for chunk, size in zip(batch.split(4), sizes, strict=True)])
+        alone = made(nn.BatchNorm2d).to(slots[0])
+        outputs = []
+        for model, data in ((DataParallel(module, slots), batch), (alone, kept)):
+            for _ in range(2):
+                outputs.append(model(data))
+            outputs[-1].sin().sum().backward()
+        same(outputs[:2], outputs[2:])
+        same([p.grad for p in module.parameters()], [p.grad for p in alone.parameters()])
+        same([*module.buffers()], [*alone.buffers()])
+
+    @pytest.mark.parametrize("form", [replicate, fully_shard])
+    def test_forms(self, slots, form):
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.norm = nn.Linear(4, 4, dtype=torch.float64), made(nn.BatchNorm1d)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.norm(self.first(x)).tanh()
+
+        torch.manual_seed(0)
+        module = Net().to(slots[0])
+        alone, batch = copy.deepcopy(module), batch_of(7, nn.BatchNorm1d).to(slots[0])
+        model = form(SyncBatchNorm.convert(module), devices=slots)
+        for one in (model, alone):
+            one(batch).sin().sum().backward()
+        for parameter, other in zip(model.parameters(), alone.parameters(), strict=True):
+            grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            same([grad], [other.grad])
+        same([*model.buffers()], [*alone.buffers()])
+
+    def test_numerically_once_and_twice(self, slots):
+        wrapped = DataParallel(made(nn.BatchNorm1d).to(slots[0]), slots, sync_batch_norm=True)
+        batch = batch_of(5, nn.BatchNorm1d).to(slots[0]).requires_grad_()
+        weight, bias = wrapped.module.weight, wrapped.module.bias
+
+        def outputs(x: Tensor, *_: Tensor) -> Tensor:
+            return wrapped(x)
+
+        assert gradcheck(outputs, (batch, weight, bias))
+        assert gradgradcheck(outputs, (batch, weight, bias), nondet_tol=1e-9)
+
+    def test_large_means_cost_no_digits(self, slots):
+        module = made(nn.BatchNorm1d, affine=False).float().to(slots[0])
+        batch = (batch_of(64, nn.BatchNorm1d) + 1e4).to(slots[0])
+        found = DataParallel(module, slots, sync_batch_norm=True)(batch.float())
+        wanted = made(nn.BatchNorm1d, affine=False).to(slots[0])(batch.float().double())
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=1e-2)
+
+
+class TestPrecisionAndLayout:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision_has_statistics_in_float32(self, slots, dtype):
+        module = made(nn.BatchNorm2d).float().to(slots[0])
+        alone, batch = copy.deepcopy(module), batch_of(7).to(slots[0], dtype)
+        wrapped = DataParallel(module, slots, sync_batch_norm=True)
+        own = batch.clone().requires_grad_()
+        output = wrapped(own)
+        output.float().sin().sum().backward()
+        assert output.dtype == own.grad.dtype == dtype
+        assert module.running_mean.dtype == torch.float32
+        wanted = alone(batch.float())
+        torch.testing.assert_close(output.float(), wanted, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(module.running_mean, alone.running_mean)
+
+    def test_under_autocast(self, slots):
+        module = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).to(slots[0])
+        wrapped, batch = DataParallel(module, slots, sync_batch_norm=True), batch_of(6).float().to(slots[0])
+        with torch.autocast(torch.device(slots[0]).type, torch.bfloat16):
+            output = wrapped(batch)
+        output.float().sum().backward()
+        assert all(parameter.grad.dtype == torch.float32 for parameter in module.parameters())
+
+    def test_channels_last_is_kept(self, slots):
+        seen = []
+
+        class Seen(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = made(nn.BatchNorm2d)
+
+            def forward(self, x: Tensor) -> Tensor:
+                result = self.norm(x)
+                seen.append(result.is_contiguous(memory_format=torch.channels_last))
+                return result
+
+        wrapped = DataParallel(Seen().to(slots[0]), slots, sync_batch_norm=True)
+        wrapped(batch_of(6).to(slots[0]).to(memory_format=torch.channels_last))
+        assert seen == [True] * 3
+
+
+class TestWhereItIsPlain:
+    def test_eval_and_outside(self, slots):
+        module = made(nn.BatchNorm2d).to(slots[0])
+        alone, batch = copy.deepcopy(module), batch_of(5).to(slots[0])
+        SyncBatchNorm.convert(module)
+        same(results(module, module, batch), results(alone, alone, batch))
+        same([DataParallel(module.eval(), slots)(batch)], [alone.eval()(batch)])
+
+    def test_one_value_of_a_channel_is_an_error_for_the_whole_batch_only(self, slots):
+        wrapped = DataParallel(made(nn.BatchNorm1d).to(slots[0]), slots, sync_batch_norm=True)
+        wrapped(batch_of(3, nn.BatchNorm1d).to(slots[0]))  # one value a replica
+        with pytest.raises(ValueError, match="more than"):
+            wrapped(batch_of(1, nn.BatchNorm1d).to(slots[0]))
+
+    def test_an_input_without_channels(self):
+        with pytest.raises(ValueError, match="samples, channels"):
+            SyncBatchNorm(4)(torch.ones(4))
+
+
+class TestConversion:
+    def test_modules_stay_the_same_objects(self):
+        shared = nn.BatchNorm1d(4)
+        model = nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm3d(4), shared), shared, nn.SyncBatchNorm(4))
+        before, state = [*model.modules()], [*model.state_dict(keep_vars=True).values()]
+        hooked = []
+        handle = shared.register_forward_hook(lambda *_: hooked.append(True))
+        assert SyncBatchNorm.convert(model) is model
+        assert [*model.modules()] == before
+        assert all(a is b for a, b in zip(model.state_dict(keep_vars=True).values(), state, strict=True))
+        kinds = [type(module) for module in before if not isinstance(module, nn.Sequential)]
+        assert kinds == [SyncBatchNorm] * 4
+        shared(torch.randn(3, 4))
+        assert hooked == [True]
+        handle.remove()
+        assert pickle.loads(pickle.dumps(shared)).state_dict().keys() == shared.state_dict().keys()
+        assert SyncBatchNorm.revert(model) is model
+        kinds = [type(module) for module in before if not isinstance(module, nn.Sequential)]
+        assert kinds == [nn.BatchNorm2d, nn.BatchNorm3d, nn.BatchNorm1d, BatchNorm]
+        assert type(SyncBatchNorm.revert(SyncBatchNorm(4))) is BatchNorm
+
+    def test_subclasses_are_left_and_lazy_ones_refused(self):
+        class Own(nn.BatchNorm2d):
+            pass
+
+        model = nn.Sequential(Own(4))
+        assert type(SyncBatchNorm.convert(model)[0]) is Own
+        with pytest.raises(ValueError, match="call the model once"):
+            SyncBatchNorm.convert(nn.Sequential(nn.BatchNorm2d(4), nn.LazyBatchNorm2d()))
+
+    def test_torchs_own_is_refused_or_converted(self, slots):
+        for refused in (
+            lambda model: DataParallel(model, slots),
+            lambda model: replicate(model, devices=slots),
+            lambda model: fully_shard(model, devices=slots),
+        ):
+            with pytest.raises(ValueError, match="convert"):
+                refused(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)))
+        module = nn.Sequential(made(nn.SyncBatchNorm)).to(slots[0])
+        alone, batch = made(nn.BatchNorm2d).to(slots[0]), batch_of(5).to(slots[0])
+        model = replicate(module, devices=slots, sync_batch_norm=True)
+        same(results(model, module, batch), results(alone, alone, batch))
+        with pytest.raises(TypeError, match="True or False"):
+            DataParallel(alone, slots, sync_batch_norm="yes")
+
+
+class TestRecomputation:
+    def test_leaves_running_statistics_alone(self, slots):
+        class Checked(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = SyncBatchNorm.convert(made(nn.BatchNorm2d))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return peers.checkpoint(lambda chunk: self.norm(chunk.sin()).exp(), x)
+
+        module, batch = Checked().to(slots[0]), batch_of(5).to(slots[0])
+        alone = made(nn.BatchNorm2d).to(slots[0])
+        found = results(DataParallel(module, slots), module, batch)
+        same(found, results(lambda x: alone(x.sin()).exp(), alone, batch))
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.not_isolated("slots on one device send nothing to each other")
+def test_a_layer_sends_two_vectors_and_a_count_up_and_two_down_once_in_forward_and_once_in_backward(slots):
+    """That is what it sends beyond BatchNorm of each chunk. In backward the count has no gradient but travels too."""
+    batch = batch_of(6).to(slots[0]).requires_grad_()
+
+    def sent(module: nn.Module) -> list[dict[tuple[int, int], int]]:
+        wrapped = DataParallel(module.to(slots[0]), slots)
+        with torch.sim.counted() as forward:
+            output = wrapped(batch)
+            torch.sim.synchronize()
+        with torch.sim.counted() as backward:
+            output.sum().backward()
+            torch.sim.synchronize()
+        return [dict(forward.copied), dict(backward.copied)]
+
+    plain, synchronised = sent(made(nn.BatchNorm2d)), sent(SyncBatchNorm.convert(made(nn.BatchNorm2d)))
+    root, *others = (torch.device(slot).index for slot in slots)
+    two_vectors, a_count = 2 * 4 * 8, 8
+    up_and_down = [(two_vectors + a_count, two_vectors), (two_vectors, two_vectors + a_count)]
+    for before, now, (up, down) in zip(plain, synchronised, up_and_down, strict=True):
+        extra = {pair: count - before.get(pair, 0) for pair, count in now.items() if count != before.get(pair, 0)}
+        assert sum(extra.values()) == len(others) * (up + down)
+        assert sum(count for (_, target), count in extra.items() if target == root) == len(others) * up
+
+
+@pytest.mark.slots(2, 3, long=[8])
+def test_twenty_steps_of_a_resnet(slots):
+    """Parameters and running statistics are those of one device with the whole batch."""
+    torch.manual_seed(0)
+    module = ResNet(training=True).double().to(slots[0])
+    alone = copy.deepcopy(module)
+    wrapped = DataParallel(module, slots, sync_batch_norm=True)
+    found = []
+    for model, own in ((wrapped, module), (alone, alone)):
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.05, momentum=0.9)
+        generator = torch.Generator().manual_seed(1)
+        for step in range(20):
+            rows = 2 * len(slots) + 1 - step % 2
+            images = torch.randn(rows, 2, 8, 8, dtype=torch.float64, generator=generator).to(slots[0])
+            labels = torch.randint(3, (rows,), generator=generator).to(slots[0])
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        found.append([value.detach() for value in own.state_dict().values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

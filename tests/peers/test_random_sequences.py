@@ -1,0 +1,145 @@
+"""Random sequences of collectives, with errors at random places: right results, the injected error, and no hang."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dataparallel import peers
+from peer_calls import parallel, samples
+
+LIMIT = 60.0  # seconds for one call, which takes some milliseconds
+
+
+class InjectedError(Exception):
+    """Raised by one replica of a sequence."""
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """What the replicas of one call do.
+
+    Attributes:
+        names: of the collectives, in order.
+        fails: the replica and the position at which it raises, if it does.
+        on_side_streams: the replicas' own streams are current.
+        arguments: of the wrapper.
+    """
+
+    names: tuple[str, ...]
+    fails: tuple[int, int] | None
+    on_side_streams: bool
+    arguments: dict[str, Any]
+
+    @staticmethod
+    def drawn(seed: int, count: int, accelerators: bool) -> Sequence:
+        draw = random.Random(seed)
+        names = tuple(draw.choice(list(STEPS)) for _ in range(draw.randint(1, 6)))
+        fails = (draw.randrange(count), draw.randrange(len(names) + 1)) if draw.random() < 0.6 else None
+        arguments = draw.choice([{}, {"serial": True}, *({"workers": n} for n in range(1, count + 1))])
+        return Sequence(names, fails, accelerators and draw.random() < 0.5, arguments)
+
+    def run(self, x: Tensor, _: Tensor | None = None) -> Tensor:
+        """The forward of a replica."""
+        for position, name in enumerate((*self.names, None)):
+            if self.fails == (peers.index(), position):
+                raise InjectedError(f"replica {peers.index()} at {position}")
+            if name is not None:
+                x = STEPS[name](x).tanh()
+        return x
+
+    def run_on_its_stream(self, x: Tensor, _: Tensor) -> Tensor:
+        side, outer = torch.Stream(x.device), torch.accelerator.current_stream(x.device)
+        side.wait_stream(outer)
+        try:
+            with side:
+                result = self.run(x * 1.0)
+        finally:
+            outer.wait_stream(side)
+        result.record_stream(outer)
+        return result
+
+
+# Each maps the rows of a replica to as many rows, so that any of them can follow any other.
+STEPS = {
+    "all_reduce": lambda x: x * peers.all_reduce(x.sum()),
+    "mean": lambda x: x + peers.all_reduce(x.mean(0), "mean"),
+    "max": lambda x: x * peers.all_reduce(x.amax(0), "max"),
+    "all_gather": lambda x: x + peers.all_gather(x).sum(0),
+    "broadcast": lambda x: x - peers.broadcast(x[:1] * 2, peers.count() - 1),
+    "reduce_scatter": lambda x: x * peers.reduce_scatter(x.sum() * x.new_ones(peers.count())),
+    "all_to_all": lambda x: x + sum(peers.all_to_all([x[0] * (to + 1) for to in range(peers.count())])),
+    "barrier": lambda x: (peers.barrier(), x)[1],
+}
+
+
+def alone(names: tuple[str, ...], chunks: list[Tensor]) -> list[Tensor]:
+    """The same on one device, written out for all replicas at once."""
+    for name in names:
+        sums = [chunk.sum() for chunk in chunks]
+        if name == "all_reduce":
+            chunks = [chunk * sum(sums) for chunk in chunks]
+        elif name == "mean":
+            chunks = [chunk + sum(other.mean(0) for other in chunks) / len(chunks) for chunk in chunks]
+        elif name == "max":
+            chunks = [chunk * torch.stack([other.amax(0) for other in chunks]).amax(0) for chunk in chunks]
+        elif name == "all_gather":
+            chunks = [chunk + torch.cat(chunks).sum(0) for chunk in chunks]
+        elif name == "broadcast":
+            chunks = [chunk - chunks[-1][:1] * 2 for chunk in chunks]
+        elif name == "reduce_scatter":
+            chunks = [chunk * sum(sums) for chunk in chunks]
+        elif name == "all_to_all":
+            chunks = [chunk + sum(other[0] * (to + 1) for other in chunks) for to, chunk in enumerate(chunks)]
+        chunks = [chunk.tanh() for chunk in chunks]
+    return chunks
+
+
+def within_limit(call) -> None:
+    """Runs ``call`` in a thread. A hang is a failure."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    assert not thread.is_alive(), "the call hangs"
+    if raised:
+        raise raised[0]
+
+
+def check(sequence: Sequence, slots: list) -> None:
+    forward = sequence.run_on_its_stream if sequence.on_side_streams else sequence.run
+    wrapped = parallel(forward, slots, **sequence.arguments)
+    batch = samples(2 * len(slots)).to(slots[0]).requires_grad_()
+    if sequence.fails is not None:
+        with pytest.raises(InjectedError, match=rf"replica {sequence.fails[0]} at {sequence.fails[1]}"):
+            wrapped(batch)
+        return
+    found = wrapped(batch)
+    (grad,) = torch.autograd.grad(found.sin().sum(), batch)
+    wanted = torch.cat(alone(sequence.names, [*batch.chunk(len(slots))]))
+    (other,) = torch.autograd.grad(wanted.sin().sum(), batch)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(grad, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slots(2, 3, 5)
+def test_sequences(slots):
+    accelerators = torch.device(slots[0]).type != "cpu"
+    for seed in range(180):
+        sequence = Sequence.drawn(seed, len(slots), accelerators)
+        within_limit(lambda sequence=sequence: check(sequence, slots))
+    if accelerators:
+        torch.accelerator.synchronize()

@@ -1,0 +1,71 @@
+"""What orders the streams of replicas at a collective. The clocks of the simulated devices find a race."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dataparallel import peers
+from dataparallel.testing import isolated_slots
+from peer_calls import parallel, samples
+
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": lambda x: peers.all_reduce(x.sin()),
+    "mean": lambda x: peers.all_reduce(x.sin(), "mean"),
+    "max": lambda x: peers.all_reduce(x.sin(), "max"),
+    "prod": lambda x: peers.all_reduce(x.sin(), "prod"),
+    "all_gather": lambda x: peers.all_gather(x.sin()),
+    "all_gather along 1": lambda x: peers.all_gather(x.sin(), -1),
+    "broadcast": lambda x: peers.broadcast(x.sin(), peers.count() - 1) * x,
+    "reduce_scatter": lambda x: peers.reduce_scatter(x.sin()),
+    "all_to_all": lambda x: torch.stack(peers.all_to_all([x.sin() * k for k in range(1, peers.count() + 1)])),
+}
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_side_streams_in_replicas(name: str, isolated: bool, make_slots: Callable[[int], list]) -> None:
+    """The clocks of the simulated devices would find a race, in forward and in backward."""
+
+    def function(x: Tensor) -> Tensor:
+        side, outer = torch.Stream(x.device), torch.accelerator.current_stream(x.device)
+        side.wait_stream(outer)
+        with side:
+            made = FUNCTIONS[name](x * 2)
+            x.mul_(3)  # the exchange has read what this replica changes now
+            result = made.cos()
+        outer.wait_stream(side)
+        result.record_stream(outer)
+        return result
+
+    slots = [make_slots(1)[0]] * 3 if isolated else make_slots(3)
+    x = samples(6, 2).to(slots[0]).requires_grad_()
+    with isolated_slots() if isolated else nullcontext():
+        for _ in range(2):
+            result = parallel(lambda chunk, _: function(chunk), slots)(x)
+            (gradient,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+            gradient.square().sum().backward()
+    torch.accelerator.synchronize()
+
+
+@pytest.mark.devices("sim")
+def test_an_input_may_be_changed_in_place_next(make_slots: Callable[[int], list]) -> None:
+    """Slots on one device: the streams of the others read it, and its own stream waits for them."""
+
+    def function(x: Tensor) -> Tensor:
+        mine = x * 2
+        whole = peers.all_gather(mine)
+        mine.mul_(0)
+        return whole.sum(0, keepdim=True)
+
+    slots = [make_slots(1)[0]] * 3
+    x = samples(3, 2).to(slots[0])
+    with isolated_slots(), torch.no_grad():
+        result = parallel(lambda chunk, _: function(chunk), slots)(x)
+    torch.testing.assert_close(result, (x.sum(0, keepdim=True) * 2).expand(3, 2))
