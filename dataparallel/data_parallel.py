@@ -20,6 +20,7 @@ from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.compiled.argument import CompileArgument
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.kept.replicas import KeptReplicas
+from dataparallel.losses import CallLoss, Criterion, Part, ReplicaLoss
 from dataparallel.modules.placement import check_placement
 from dataparallel.modules.signatures import shows_forward_of_module
 from dataparallel.nn.sync_batch_norm import prepare
@@ -63,6 +64,11 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         compile: compile the replicas: ``True``, or a dict of arguments for ``torch.compile`` (``backend``, ``mode``,
             ``dynamic``, ``fullgraph``, ``options``). The module itself stays as it is. A module that is compiled
             before it is wrapped, as a whole or in parts, needs no argument.
+        loss: a criterion, ``loss(output, target)``. ``model(x, target=y)`` then splits the targets as it does the
+            batch, and returns the loss of the whole batch; ``model(x, target=y, outputs=True)`` returns the loss and
+            the outputs. Each replica computes the loss of its chunk, so outputs need not be gathered. How they are
+            combined: `dataparallel.losses.ReplicaLoss`. A criterion with tensors has to be on the first slot. It is not
+            part of the wrapper: its parameters, if it has any, are its own.
         sync_batch_norm: make each BatchNorm of ``module`` a `dataparallel.nn.SyncBatchNorm`, in place, so that its
             statistics are those of the whole batch. A ``torch.nn.SyncBatchNorm`` is refused otherwise.
 
@@ -96,6 +102,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         serial: bool | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
         compile: bool | dict[str, Any] | None = None,
+        loss: Criterion | None = None,
         sync_batch_norm: bool = False,
     ) -> None:
         _check_module(module)
@@ -106,6 +113,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         cap_in_bytes(bucket_cap_mb)
         split = BatchSplit(chunk_sizes, len(slots))
         compiled = CompileArgument.checked(module, compile)
+        replica_loss = None if loss is None else ReplicaLoss(loss, module)
         prepare(module, sync_batch_norm, slots)
         nn.Module.__init__(self)
         self.module = module
@@ -119,6 +127,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         self.bucket_cap_mb = bucket_cap_mb
         self._permits = PermitChooser()
         self._compile = compiled
+        self._loss = replica_loss
         self._kept = KeptReplicas(compile=compiled)
         if len(slots) == 1:
             self.module.to(slots[0])
@@ -132,23 +141,32 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
+        loss = None
+        if self._loss is not None:
+            kwargs, loss = self._loss.asked(kwargs)
         if not self.device_ids:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
-            return self._alone(*inputs, **kwargs)
-        return self._run(inputs, kwargs)
+            return self._runs_alone(loss)(*inputs, **kwargs)
+        return self._run(inputs, kwargs, loss)
 
     @_torch.not_traced
-    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: CallLoss | None) -> Any:
         """The checks before the four stages, and the context around them."""
         slots = [resolve(device) for device in self.device_ids]
         output_device = resolve_output(self.output_device, slots)
         check_placement(self.module, slots[0])
         balanced = self._split.of_call(self.module, slots, inputs, kwargs)
         with Call(slots, self._kept, self.serial, may_use_source=self._is_stage_overridden()) as call, balanced:
-            return self._stages(call, slots, output_device, inputs, kwargs)
+            return self._stages(call, slots, output_device, inputs, kwargs, loss)
 
     def _stages(
-        self, call: Call, slots: list[torch.device], output_device: torch.device, inputs: Any, kwargs: Any
+        self,
+        call: Call,
+        slots: list[torch.device],
+        output_device: torch.device,
+        inputs: Any,
+        kwargs: Any,
+        loss: CallLoss | None,
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
         with stage("scatter"), call.scatters():
@@ -156,13 +174,21 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
         if len(slots) == 1:
-            return run_alone(self._alone, inputs[0], kwargs[0], slots[0], output_device)
+            return run_alone(self._runs_alone(loss), inputs[0], kwargs[0], slots[0], output_device)
         with stage("replicate", "DataParallel"), call.replicates():
             replicas = call.uses(self.replicate(self.module, self.device_ids[: len(inputs)]))
+            cap_bytes, slots = cap_in_bytes(self.bucket_cap_mb), slots[: len(inputs)]
+            then = None if loss is None else loss.on_slots(slots, kwargs, self.dim, cap_bytes)
         with stage("parallel_apply"):
-            outputs = self.parallel_apply(replicas, inputs, kwargs)
+            if then is None:
+                outputs = self.parallel_apply(replicas, inputs, kwargs)
+            else:
+                outputs = self._parallel_apply(replicas, inputs, kwargs, then)
         with stage("gather"):
-            return self.gather(outputs, slots[0] if self.output_device is None else self.output_device)
+            target = slots[0] if self.output_device is None else self.output_device
+            if loss is None:
+                return self.gather(outputs, target)
+            return loss.of_batch(outputs, lambda values: self.gather(values, target))
 
     @property
     def chunk_sizes(self) -> ChunkSizes:
@@ -179,6 +205,10 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         if self._compile is None or torch.compiler.is_dynamo_compiling():  # what is being compiled contains the module
             return self.module
         return self._compile.call(self.module)
+
+    def _runs_alone(self, loss: CallLoss | None) -> Callable[..., Any]:
+        """`_alone`, with the loss of the call if there is one."""
+        return self._alone if loss is None else loss.alone(self._alone)
 
     def _is_stage_overridden(self) -> bool:
         """True if a stage from ``replicate`` on is another function, of a subclass or of this object."""
@@ -231,7 +261,15 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             return scatter_arguments(inputs, kwargs, device_ids, self.dim, self._split, reads)
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """The stage `dataparallel.parallel_apply`; override it to run replicas in another way."""
+        """The stage `dataparallel.parallel_apply`; override it to run replicas in another way.
+
+        With a loss it is not called: the loss is computed in the replicas' threads.
+        """
+        return self._parallel_apply(replicas, inputs, kwargs, None)
+
+    def _parallel_apply(
+        self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any, then: Sequence[Callable[[Any], Part]] | None
+    ) -> list[Any]:
         devices = self.device_ids[: len(replicas)]
         return run_replicas(
             replicas,
@@ -242,6 +280,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             serial=self.serial,
             chooser=self._permits,
             balanced=self._split.call,
+            then=then,
         )
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:

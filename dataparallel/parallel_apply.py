@@ -86,12 +86,14 @@ def run_replicas(
     chooser: PermitChooser | None = None,
     method: str | None = None,
     balanced: BalancedCall | None = None,
+    then: Sequence[Callable[[Any], Any]] | None = None,
 ) -> list[Any]:
     """`parallel_apply`, for wrappers.
 
     ``chooser`` chooses how many replicas run at the same time, unless ``workers`` says so or only one replica can run
     at a time. ``method`` names the method that is called instead of the module itself. ``balanced`` is the call whose
-    replicas may have to be timed, with ``chunk_sizes="balanced"``.
+    replicas may have to be timed, with ``chunk_sizes="balanced"``. ``then`` has a function for each replica, which is
+    called with the output in the replica's thread, and returns what counts as its output.
     """
     if not modules:
         raise ValueError("parallel_apply needs at least one module; got none")
@@ -109,6 +111,8 @@ def run_replicas(
         partial(_called(module, method), *args, **kwargs)
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
+    if then is not None:
+        calls = [partial(_followed, call, function) for call, function in zip(calls, then, strict=True)]
     meeting = Meeting(slots)
     if len(calls) > 1:  # otherwise there is nobody to meet
         calls = [partial(meeting.run, slot, call) for slot, call in enumerate(calls)]
@@ -220,6 +224,10 @@ def _called(module: Any, method: str | None) -> Callable[..., Any]:
     else:
         called = getattr(module, method)
     return called
+
+
+def _followed(call: Callable[[], Any], function: Callable[[Any], Any]) -> Any:
+    return function(call())
 
 
 def _has_compiled(module: Any) -> bool:

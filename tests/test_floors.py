@@ -21,6 +21,7 @@ FLOORS = """
     prefetch           a loader whose batches are on the devices before the call
     composable         forms without a wrapper
     data_parallel      the wrapper
+    losses             the loss of a batch, computed on the replicas
     nn                 modules whose replicas talk to each other
     peers              collectives between the replicas of a call
     units              parameters that are gathered and freed together

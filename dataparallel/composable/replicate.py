@@ -23,6 +23,7 @@ from dataparallel.composable.managed import ManagedModule
 from dataparallel.composable.on_slots import OnSlots, state_of
 from dataparallel.composable.replicate_state import ReplicateState
 from dataparallel.devices import CPU, DeviceLike, resolve_output, resolve_slots
+from dataparallel.losses import Criterion, ReplicaLoss
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes
 
@@ -140,6 +141,7 @@ def _prepare(
     device_id: DeviceLike | None = None,
     average: bool = True,
     compile: bool | dict[str, Any] | None = None,
+    loss: Criterion | None = None,
     sync_batch_norm: bool = False,
 ) -> ReplicateState:
     """Makes ``module`` run on all devices, in place: splits the batch, runs a replica on each slot, joins the outputs.
@@ -184,6 +186,7 @@ def _prepare(
             DistributedDataParallel. If false, without the factor 1/R.
         compile: compile the replicas: as for `dataparallel.DataParallel`. A module that is compiled already, or later
             by ``module.compile()``, needs no argument: its replicas are compiled, and its own call is not.
+        loss: a criterion for the replicas: as for `dataparallel.DataParallel`.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
 
     Returns:
@@ -234,6 +237,7 @@ def _prepare(
             machines=machines,
             average=average,
             compile=compiled,
+            loss=None if loss is None else ReplicaLoss(loss, module),
         )
         if machines is not None:
             state.check_for_machines()

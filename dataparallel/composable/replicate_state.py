@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from dataparallel.composable.persistent_tensors import PersistentTensors
 from dataparallel.composable.twins import Twin
 from dataparallel.devices import DeviceLike, resolve, resolve_output
 from dataparallel.kept.replicas import KeptReplicas
+from dataparallel.losses import CallLoss, ReplicaLoss
 from dataparallel.modules.placement import check_placement
 from dataparallel.modules.plan import TwinInfo
 from dataparallel.parallel_apply import run_replicas
@@ -76,6 +78,7 @@ class ReplicateState:
         machines: Machines | None = None,
         average: bool = True,
         compile: CompileArgument | None = None,
+        loss: ReplicaLoss | None = None,
     ) -> None:
         self.slots, self.output_device, self.dim = list(slots), output_device, dim
         self.cap_bytes = cap_bytes
@@ -100,6 +103,7 @@ class ReplicateState:
         if machines is not None:
             self._settings["average"] = average
         self._compile = compile
+        self._loss = loss
         self._kept = KeptReplicas(self.tensors, compile)
 
     def manages(self, parameter: Tensor) -> bool:
@@ -123,19 +127,24 @@ class ReplicateState:
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
+        loss = None
+        if self._loss is not None:
+            kwargs, loss = self._loss.asked(kwargs)
         if not self.slots:
             inputs, kwargs = arguments_of_one(inputs, kwargs)
-            return self._alone(method)(*inputs, **kwargs)
-        return self._run_outside_the_compiler(method, inputs, kwargs)
+            return self._alone(method, loss)(*inputs, **kwargs)
+        return self._run_outside_the_compiler(method, inputs, kwargs, loss)
 
     @_torch.not_traced
-    def _run_outside_the_compiler(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_outside_the_compiler(
+        self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: CallLoss | None
+    ) -> Any:
         if self._agreement is not None and torch.is_grad_enabled():
             with self._failing_together(self._agreement):
-                return self._run(method, inputs, kwargs)
-        return self._run(method, inputs, kwargs)
+                return self._run(method, inputs, kwargs, loss)
+        return self._run(method, inputs, kwargs, loss)
 
-    def _run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: CallLoss | None) -> Any:
         """The checks before the four stages, and the context around them."""
         slots = [resolve(device) for device in self.slots]
         output_device = resolve_output(self.output_device, slots)
@@ -143,7 +152,7 @@ class ReplicateState:
         overridden = getattr(self.replicate, "__func__", None) is not ReplicateState.replicate
         balanced = self._split.of_call(self._source, slots, inputs, kwargs, method.name)
         with Call(slots, self._kept, may_use_source=overridden) as call, balanced:
-            return self._stages(call, slots, output_device, method, inputs, kwargs)
+            return self._stages(call, slots, output_device, method, inputs, kwargs, loss)
 
     def _stages(
         self,
@@ -153,6 +162,7 @@ class ReplicateState:
         method: Method,
         inputs: Any,
         kwargs: Any,
+        loss: CallLoss | None,
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
         with stage("scatter"):
@@ -161,10 +171,11 @@ class ReplicateState:
             inputs, kwargs = ((),), ({},)
         passes = self.tensors.passes if torch.is_grad_enabled() else None
         if len(slots) == 1 and passes is None:
-            return run_alone(self._alone(method), inputs[0], kwargs[0], slots[0], output_device)
+            return run_alone(self._alone(method, loss), inputs[0], kwargs[0], slots[0], output_device)
         slots = slots[: len(inputs)]
         with stage("replicate", "replicate"), call.replicates():
             replicas = call.uses(self.replicate(self._updated_twin(method.name), slots))
+            then = None if loss is None else loss.on_slots(slots, kwargs, self.dim, self.cap_bytes)
         with stage("parallel_apply"):
             outputs = run_replicas(
                 replicas,
@@ -174,14 +185,21 @@ class ReplicateState:
                 chooser=self._permits,
                 method=method.name,
                 balanced=self._split.call,
+                then=then,
             )
         with stage("gather"):
-            output = gather(outputs, output_device, self.dim)
+            gathered = partial(gather, target_device=output_device, dim=self.dim)
+            output = gathered(outputs) if loss is None else loss.of_batch(outputs, gathered)
         if passes is not None:
             passes.notice(output)
         return output
 
-    def _alone(self, method: Method) -> Callable[..., Any]:
+    def _alone(self, method: Method, loss: CallLoss | None) -> Callable[..., Any]:
+        """What runs ``method`` without replicas, and computes the loss if there is one."""
+        run = self._output_alone(method)
+        return run if loss is None else loss.alone(run)
+
+    def _output_alone(self, method: Method) -> Callable[..., Any]:
         """What runs ``method`` without replicas: compiled if replicas would be, by way of the twin."""
         # What is being compiled contains the module.
         if torch.compiler.is_dynamo_compiling() or method.name != "forward" or not _torch.is_compiler_loaded():
