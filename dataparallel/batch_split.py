@@ -7,8 +7,8 @@ The forms hold a `BatchSplit` and enter `of_call` around the stages of a call. T
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,23 +50,14 @@ class BatchSplit:
         """The call that this thread makes, if it is balanced."""
         return getattr(self._now, "call", None)
 
-    @contextmanager
     def of_call(
         self, module: Any, slots: Sequence[torch.device], inputs: Any, kwargs: Any, method: str = "forward"
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Around the stages of a call of ``module`` or its method, with the arguments of the whole batch."""
         if self._balancer is None:
-            yield
-            return
-        outer, failed = self.call, True
+            return nullcontext()
         kind, size = (method, kind_of_call(module, slots)), size_of(inputs, kwargs)
-        call = self._now.call = self._balancer.begin(type(module).__name__, kind, size, slots)
-        try:
-            yield
-            failed = False
-        finally:
-            self._now.call = outer
-            self._balancer.end(call, failed)
+        return _Balanced(self._balancer, self._now, (type(module).__name__, kind, size, slots))
 
     def sizes(self, total: int, slots: int) -> list[int]:
         """The sizes of the chunks of ``total`` samples; outside of a call those that the next call will probably have.
@@ -78,3 +69,18 @@ class BatchSplit:
             return near_equal(total, slots, self._fixed)
         call = self.call
         return self._balancer.next_sizes(total, slots) if call is None else call.sizes(total, slots)
+
+
+class _Balanced:
+    """A call that is balanced. No generator: contextlib assigns to the exception of a block, which some refuse."""
+
+    def __init__(self, balancer: Balancer, now: threading.local, arguments: tuple[Any, ...]) -> None:
+        self._balancer, self._now, self._arguments = balancer, now, arguments
+
+    def __enter__(self) -> None:
+        self._outer = getattr(self._now, "call", None)
+        self._call = self._now.call = self._balancer.begin(*self._arguments)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        self._now.call = self._outer
+        self._balancer.end(self._call, kind is not None)

@@ -201,9 +201,9 @@ def test_an_exception_that_refuses_attributes_keeps_its_type(slots: list, root: 
         def forward(self, x: Tensor) -> Tensor:
             raise Refusal(3)
 
-    for serial in (False, True):
+    for arguments in ({}, {"serial": True}, {"chunk_sizes": "balanced"}):
         with pytest.raises(Refusal) as caught:
-            DataParallel(Refusing(), slots, serial=serial)(batch(root))
+            DataParallel(Refusing(), slots, **arguments)(batch(root))
         assert caught.value.code == 3
 
 
