@@ -87,13 +87,14 @@ def run_replicas(
     method: str | None = None,
     balanced: BalancedCall | None = None,
     then: Sequence[Callable[[Any], Any]] | None = None,
+    machines: Any = None,
 ) -> list[Any]:
     """`parallel_apply`, for wrappers.
 
     ``chooser`` chooses how many replicas run at the same time, unless ``workers`` says so or only one replica can run
     at a time. ``method`` names the method that is called instead of the module itself. ``balanced`` is the call whose
     replicas may have to be timed, with ``chunk_sizes="balanced"``. ``then`` has a function for each replica, which is
-    called with the output in the replica's thread, and returns what counts as its output.
+    called with the output in the replica's thread, and returns what counts as its output. ``machines`` is of `Meeting`.
     """
     if not modules:
         raise ValueError("parallel_apply needs at least one module; got none")
@@ -113,8 +114,8 @@ def run_replicas(
     ]
     if then is not None:
         calls = [partial(_followed, call, function) for call, function in zip(calls, then, strict=True)]
-    meeting = Meeting(slots)
-    if len(calls) > 1:  # otherwise there is nobody to meet
+    meeting = Meeting(slots, machines)
+    if len(calls) > 1 or machines is not None:  # otherwise there is nobody to meet
         calls = [partial(meeting.run, slot, call) for slot, call in enumerate(calls)]
     times = None if balanced is None else balanced.measures(slots)
     if times is not None:

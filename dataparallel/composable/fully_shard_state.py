@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ from dataparallel.threads.permits import PermitChooser
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.tree import Tree
 from dataparallel.units.unit import Precision, Unit
+
+if TYPE_CHECKING:
+    from dataparallel.machines.peer_rounds import PeerCall
 
 __all__ = ["FullyShardState"]
 
@@ -168,21 +171,25 @@ class FullyShardState:
     def _run_outside_the_compiler(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.machines is None:
             return self._run(method, inputs, kwargs)
+        mode = method.name, torch.is_grad_enabled(), self._source.training
         try:
-            return self._run(method, inputs, kwargs)
+            with self.machines.peers.calling(mode) as peers:
+                return self._run(method, inputs, kwargs, peers)
         except BaseException as error:
             if not _torch.is_in_backward():  # else the pass has failed, and tells the other machines
                 self.machines.forward_failed(error, was_recorded=torch.is_grad_enabled())
             raise
 
-    def _run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The checks before the four stages, and the context around them."""
+    def _run(
+        self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any], peers: PeerCall | None = None
+    ) -> Any:
+        """The checks before the four stages, and the context around them. ``peers``: what spans machines in forward."""
         slots = [resolve(device) for device in self.slots]
         output_device = resolve_output(self.output_device, slots)
         tree = self._updated_tree()
         balanced = self._split.of_call(self._source, slots, inputs, kwargs, method.name)
         with Call(slots, self._kept, may_use_source=True) as call, balanced:
-            return self._stages(call, tree, slots, output_device, method, inputs, kwargs)
+            return self._stages(call, tree, slots, output_device, method, inputs, kwargs, peers)
 
     def _stages(
         self,
@@ -193,6 +200,7 @@ class FullyShardState:
         method: Method,
         inputs: Any,
         kwargs: Any,
+        peers: PeerCall | None,
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
         with stage("scatter"), call.scatters():
@@ -214,9 +222,13 @@ class FullyShardState:
                     chooser=self._permits,
                     method=method.name,
                     balanced=self._split.call,
+                    machines=peers,
                 )
         with stage("gather"):
-            return gather(outputs, output_device, self.dim)
+            output = gather(outputs, output_device, self.dim)
+        if peers is not None:
+            peers.watch(output)
+        return output
 
     # ---- the tree of which the module is the root --------------------------------------------------------------------
 

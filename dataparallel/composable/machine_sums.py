@@ -120,6 +120,6 @@ class Agreement:
         return found
 
     def signal_failure(self, error: BaseException) -> None:
-        """A recorded forward has failed here."""
-        if not isinstance(error, MachinesError):
+        """A recorded forward has failed here. What all machines know of in this group is not told again."""
+        if not isinstance(error, MachinesError) or error.is_of_peers:
             self._machines.launcher.signal_failure(error)

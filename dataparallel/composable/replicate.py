@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,7 @@ def _prepare(
     average: bool = True,
     compile: bool | dict[str, Any] | None = None,
     loss: Criterion | None = None,
-    sync_batch_norm: bool = False,
+    sync_batch_norm: bool | Literal["across_machines"] = False,
 ) -> ReplicateState:
     """Makes ``module`` run on all devices, in place: splits the batch, runs a replica on each slot, joins the outputs.
 
@@ -188,6 +188,7 @@ def _prepare(
             by ``module.compile()``, needs no argument: its replicas are compiled, and its own call is not.
         loss: a criterion for the replicas: as for `dataparallel.DataParallel`.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
+            ``"across_machines"``: with the batch of all machines.
 
     Returns:
         ``module``.
@@ -240,8 +241,8 @@ def _prepare(
             loss=None if loss is None else ReplicaLoss(loss, module),
         )
         if machines is not None:
-            state.check_for_machines()
-        prepare(module, sync_batch_norm, slots)
+            state.check_for_machines(converts=bool(sync_batch_norm))
+        prepare(module, sync_batch_norm, slots, machines is not None)
     return state
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +36,13 @@ from dataparallel.profiling import stage
 from dataparallel.scatter_gather import gather, scatter_arguments
 from dataparallel.stages import Call, run_alone
 from dataparallel.structures import arguments_of_one
+from dataparallel.threads.meetings import Meeting
 from dataparallel.threads.permits import PermitChooser
 
 if TYPE_CHECKING:
     from dataparallel.composable.machine_sums import Agreement
     from dataparallel.machines.group import Machines
+    from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
 
 __all__ = ["ReplicateState"]
 
@@ -98,6 +100,7 @@ class ReplicateState:
             "broadcast_buffers": broadcast_buffers,
         }
         self._agreement: Agreement | None = None
+        self._peers: PeerRounds | None = None
         self._hook: CommHook | None = None
         self.tensors = PersistentTensors(self.slots, first_bytes, cap_bytes, broadcast_buffers)
         if machines is not None:
@@ -139,20 +142,28 @@ class ReplicateState:
     def _run_outside_the_compiler(
         self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: CallLoss | None
     ) -> Any:
-        if self._agreement is not None and torch.is_grad_enabled():
-            with self._failing_together(self._agreement):
-                return self._run(method, inputs, kwargs, loss)
-        return self._run(method, inputs, kwargs, loss)
+        if self._agreement is None or self._peers is None:
+            return self._run(method, inputs, kwargs, loss)
+        failing = self._failing_together(self._agreement) if torch.is_grad_enabled() else nullcontext()
+        with failing, self._peers.calling((method.name, torch.is_grad_enabled(), self._source.training)) as peers:
+            return self._run(method, inputs, kwargs, loss, peers)
 
-    def _run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: CallLoss | None) -> Any:
-        """The checks before the four stages, and the context around them."""
+    def _run(
+        self,
+        method: Method,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: CallLoss | None,
+        peers: PeerCall | None = None,
+    ) -> Any:
+        """The checks before the four stages, and the context around them. ``peers``: what spans machines in forward."""
         slots = [resolve(device) for device in self.slots]
         output_device = resolve_output(self.output_device, slots)
         check_placement(self._source, slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters)
         overridden = getattr(self.replicate, "__func__", None) is not ReplicateState.replicate
         balanced = self._split.of_call(self._source, slots, inputs, kwargs, method.name)
         with Call(slots, self._kept, may_use_source=overridden) as call, balanced:
-            return self._stages(call, slots, output_device, method, inputs, kwargs, loss)
+            return self._stages(call, slots, output_device, method, inputs, kwargs, loss, peers)
 
     def _stages(
         self,
@@ -163,6 +174,7 @@ class ReplicateState:
         inputs: Any,
         kwargs: Any,
         loss: CallLoss | None,
+        peers: PeerCall | None,
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
         with stage("scatter"):
@@ -171,7 +183,8 @@ class ReplicateState:
             inputs, kwargs = ((),), ({},)
         passes = self.tensors.passes if torch.is_grad_enabled() else None
         if len(slots) == 1 and passes is None:
-            return run_alone(self._alone(method, loss), inputs[0], kwargs[0], slots[0], output_device)
+            alone = partial(run_alone, self._alone(method, loss), inputs[0], kwargs[0], slots[0], output_device)
+            return alone() if peers is None else Meeting(slots, peers).run(0, alone)
         slots = slots[: len(inputs)]
         with stage("replicate", "replicate"), call.replicates():
             replicas = call.uses(self.replicate(self._updated_twin(method.name), slots))
@@ -186,12 +199,15 @@ class ReplicateState:
                 method=method.name,
                 balanced=self._split.call,
                 then=then,
+                machines=peers,
             )
         with stage("gather"):
             gathered = partial(gather, target_device=output_device, dim=self.dim)
             output = gathered(outputs) if loss is None else loss.of_batch(outputs, gathered)
         if passes is not None:
             passes.notice(output)
+        if peers is not None:
+            peers.watch(output)
         return output
 
     def _alone(self, method: Method, loss: CallLoss | None) -> Callable[..., Any]:
@@ -212,8 +228,8 @@ class ReplicateState:
         """The stage that makes replicas; override it on this object to make them in another way."""
         return self._kept.replicas(source, slots, self.cap_bytes)
 
-    def check_for_machines(self) -> None:
-        """Checks that the module can be replicated over machines.
+    def check_for_machines(self, converts: bool) -> None:
+        """Checks that the module can be replicated over machines. ``converts``: its BatchNorms will be converted.
 
         Raises:
             TypeError: its parameters are DTensors, sparse or nested.
@@ -224,11 +240,11 @@ class ReplicateState:
         source = self._source
         refuse_tensor_parallel(source)
         synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in source.modules())
-        if len(self.slots) > 1 and synchronised:
+        if len(self.slots) > 1 and synchronised and not converts:
             raise ValueError(
                 f"the {type(source).__name__} has a torch.nn.SyncBatchNorm and {len(self.slots)} slots: the slots of "
-                "one process would call collectives of one group at the same time. Use one slot for each process, or "
-                "torch.nn.BatchNorm"
+                "one process would call collectives of one group at the same time. Pass "
+                'sync_batch_norm="across_machines", or use one slot for each process'
             )
 
     def begin(self) -> None:
@@ -240,6 +256,7 @@ class ReplicateState:
         if self.machines is None:
             return
         from dataparallel.composable.machine_sums import Agreement, MachineSums
+        from dataparallel.machines.peer_rounds import PeerRounds
         from dataparallel.machines.start import compare, describe, send_values
 
         source = self._source
@@ -249,8 +266,9 @@ class ReplicateState:
         what = f"`replicate` of a {type(self._twin.module).__name__}"
         compare(self.machines, what, describe(parameters, buffers, self.slots, self._settings))
         # A group pairs collectives by their order, and those of the launcher's thread have none among the user's, or
-        # among those of another module. So each module has a group.
+        # among those of another module. So each module has a group, and one for its replicas' collectives.
         self.machines = self.machines.another()
+        self._peers = PeerRounds(self.machines.another())
         send_values(self.machines, {**parameters, **buffers})
         self._agreement = Agreement(self.machines)
         self.tensors.agree_by(self._agreement, MachineSums(self.machines, bool(self._settings["average"])))

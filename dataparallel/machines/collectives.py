@@ -17,6 +17,7 @@ from several threads at once. This has not run on GPUs.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
@@ -31,7 +32,16 @@ from dataparallel.machines.staging import Staged, stage
 from dataparallel.machines.waiting import Check, wait_for
 from dataparallel.streams.current import kept_stream, streams_set
 
-__all__ = ["Operator", "Transfer", "all_gather", "all_gather_objects", "all_reduce", "broadcast", "reduce_scatter"]
+__all__ = [
+    "Operator",
+    "Transfer",
+    "all_gather",
+    "all_gather_objects",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce_scatter",
+]
 
 Operator = Literal["sum", "max", "min", "product"]
 
@@ -157,6 +167,31 @@ def reduce_scatter(group: Group, tensor: Tensor | Staged) -> Transfer:
         part = torch.empty(host.numel() // group.size, dtype=host.dtype, device=host.device, pin_memory=pinned)
         work = distributed.reduce_scatter_tensor(part, host, group=group.group, async_op=True)
     return _transfer(group, work, staged, part)
+
+
+def all_to_all(group: Group, tensor: Tensor | Staged, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+    """What each rank has for this one, in their order.
+
+    Args:
+        group: the machines.
+        tensor: 1-D, of one dtype on all ranks: what goes to each rank, one after the other.
+        send: how many elements go to each rank.
+        receive: how many elements come from each.
+    """
+    staged = _staged(group, tensor)
+    host, bytes_each = staged.host, staged.host.element_size()
+    with _launching(group, staged):
+        pinned = staged.is_copied and host.is_pinned()
+        received = torch.empty(sum(receive), dtype=host.dtype, device=host.device, pin_memory=pinned)
+        work = distributed.all_to_all_single(
+            _bytes(received),
+            _bytes(host),
+            [bytes_each * size for size in receive],
+            [bytes_each * size for size in send],
+            group=group.group,
+            async_op=True,
+        )
+    return _transfer(group, work, staged, received)
 
 
 def all_gather_objects(group: Group, value: Any, check: Check = lambda: None) -> list[Any]:

@@ -13,7 +13,13 @@ E = TypeVar("E", bound=BaseException)
 
 
 class MachinesError(RuntimeError):
-    """Something has failed between machines."""
+    """Something has failed between machines.
+
+    Attributes:
+        is_of_peers: it comes from the group of ``peer_rounds``, so a form's other groups do not know of it yet.
+    """
+
+    is_of_peers = False
 
 
 class PeerGone(MachinesError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -74,16 +75,32 @@ class Machines(Group):
             RuntimeError: on every rank, if torch would give the new group different names on them.
             PeerGone: a rank did not come within the group's timeout.
         """
-        is_whole = len(self.ranks) == distributed.get_world_size()
-        if not is_whole and len({*all_gather_objects(self, _torch.name_of_group(self.ranks))}) > 1:
+        return self._with_ranks(self.ranks, [self])
+
+    def product(self, other: Machines) -> Machines:
+        """A group of all ranks of a mesh of which this group is a row and ``other`` a column. All of them call it.
+
+        Raises:
+            RuntimeError, PeerGone: as `another`.
+        """
+        rows = all_gather_objects(other, self.ranks)
+        return self._with_ranks(sorted({rank for row in rows for rank in row}), [self, other])
+
+    def _with_ranks(self, ranks: list[int], groups: Sequence[Machines]) -> Machines:
+        """``groups``: those over which a word of one rank comes to all."""
+        is_whole = len(ranks) == distributed.get_world_size()
+        names = set() if is_whole else {_torch.name_of_group(ranks)}
+        for known in () if is_whole else groups:
+            names = names.union(*all_gather_objects(known, names))
+        if len(names) > 1:
             raise RuntimeError(
-                f"a second group of the ranks {self.ranks} is needed, and torch {torch.__version__} has different "
+                f"a second group of the ranks {ranks} is needed, and torch {torch.__version__} has different "
                 "names for it on these ranks, because they are in different numbers of groups: make process groups so "
                 "that every rank is in as many, as init_device_mesh does"
             )
         try:
             group = distributed.new_group(
-                self.ranks,
+                ranks,
                 timeout=timedelta(seconds=self.timeout),
                 backend=distributed.get_backend_config(self.group),
                 use_local_synchronization=not is_whole,

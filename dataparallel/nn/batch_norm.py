@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from dataparallel.autograd.functions import Broadcast, Gather
 from dataparallel.autograd.node import Node
+from dataparallel.peers.across_machines import gathered
 
 __all__ = ["Normalised", "Statistics", "merged", "statistics_dtype"]
 
@@ -69,24 +70,35 @@ class Statistics(Node):
         return result.to(chunk.dtype)
 
 
-def merged(devices: Sequence[torch.device], of_slots: list[list[Tensor]], counts: list[int]) -> list[list[Tensor]]:
+def merged(
+    devices: Sequence[torch.device],
+    of_slots: list[list[Tensor]],
+    counts: list[int],
+    machines: Any = None,
+    text: str = "",
+) -> list[list[Tensor]]:
     """For each replica the mean and the variance of the whole batch, and, on the CPU, how many values they are of.
 
     Args:
         devices: of the replicas.
         of_slots: for each replica a list with its `Statistics`.
         counts: how many values of a channel each replica has.
+        machines, text: the ``machines.peer_rounds.PeerCall`` and the text of the request, if the batch is that of all
+            machines.
 
     Raises:
         ValueError: there is one value of a channel in the whole batch.
     """
+    found = Gather.apply(devices[0], 0, *(statistics.unsqueeze(0) for (statistics,) in of_slots))
     total = sum(counts)
+    if machines is not None:
+        (found,), totals = gathered(machines, text, [found], 0, note=total)
+        total = sum(totals)
     if total <= 1:
         raise ValueError(
             f"SyncBatchNorm: {total} value of a channel in the whole batch; training needs more than one to have a "
             "variance"
         )
-    found = Gather.apply(devices[0], 0, *(statistics.unsqueeze(0) for (statistics,) in of_slots))
     (means, m2s), sizes = found[:, :-1].chunk(2, dim=1), found[:, -1:]
     mean = (means * (sizes / total)).sum(0)
     m2 = m2s.sum(0) + (sizes * (means - mean) ** 2).sum(0)

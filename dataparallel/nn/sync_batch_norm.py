@@ -6,6 +6,7 @@ Users put it into models, or convert models. The wrappers call `prepare`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,11 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from dataparallel import _torch
 from dataparallel.nn.batch_norm import Normalised, Statistics, merged
-from dataparallel.peers.identity import place_of_caller
 from dataparallel.peers.joint import joint
 from dataparallel.peers.requests import Request, described
+from dataparallel.peers.span import Span, span_of_caller
 from dataparallel.peers.tape import replayed_place
-from dataparallel.threads.meetings import Place
 
 __all__ = ["BatchNorm", "SyncBatchNorm", "prepare"]
 
@@ -26,6 +26,7 @@ M = TypeVar("M", bound=nn.Module)
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PLAIN = "_dataparallel_plain_class"
+_ACROSS = "across_machines"
 
 
 class BatchNorm(_BatchNorm):
@@ -48,24 +49,34 @@ class SyncBatchNorm(BatchNorm):
     (samples, channels, ...), and chunks may differ in their numbers of samples; one may be empty. For half precision
     the statistics are in float32. A recomputation by ``peers.checkpoint`` leaves the running statistics alone.
 
+    Attributes:
+        across_machines: if true, and the form spans machines, the batch is that of all machines. May be assigned, on
+            all machines alike.
+
     Raises:
         ValueError: an input with fewer than 2 dimensions; one value of a channel in the whole batch.
         RuntimeError: other replicas do not come to the same layer: see ``peers``.
     """
 
+    across_machines = False
+
     def forward(self, input: Tensor) -> Tensor:
         """The normalised chunk, in the input's dtype and memory format."""
         self._check_input_dim(input)
-        place = place_of_caller() if self.training or self.running_mean is None else None
-        return super().forward(input) if place is None else self._synchronised(input, place)
+        synchronises = self.training or self.running_mean is None
+        span = span_of_caller(self.across_machines) if synchronises else None
+        return super().forward(input) if span is None else self._synchronised(input, span)
 
     @_torch.not_traced
-    def _synchronised(self, chunk: Tensor, place: Place) -> Tensor:
+    def _synchronised(self, chunk: Tensor, span: Span) -> Tensor:
         with torch.autocast(chunk.device.type, enabled=False):
             own = Statistics.apply(chunk)
-            request = Request("SyncBatchNorm", "", described([own]), torch.is_inference_mode_enabled())
+            is_across = span.machines is not None
+            inference = torch.is_inference_mode_enabled()
+            request = Request("SyncBatchNorm", "", described([own]), inference, across_machines=is_across)
+            together = partial(merged, machines=span.machines, text=str(request))
             count = chunk.numel() // max(chunk.shape[1], 1)
-            mean, variance, total = joint(place, request, [own], merged, count)
+            mean, variance, total = joint(span.place, request, [own], together, count)
             if self.training and self.track_running_stats and replayed_place() is None:
                 self._note(mean.detach(), variance.detach() * (int(total) / (int(total) - 1)))
             return Normalised.apply(chunk, mean, variance, self.weight, self.bias, self.eps)
@@ -84,12 +95,16 @@ class SyncBatchNorm(BatchNorm):
             running.add_(factor * (new.to(running.dtype) - running))
 
     @staticmethod
-    def convert(module: M) -> M:
+    def convert(module: M, across_machines: bool = False) -> M:
         """Makes each ``BatchNorm1d``, ``2d``, ``3d`` and ``torch.nn.SyncBatchNorm`` of a tree a `SyncBatchNorm`.
 
         The modules stay the same objects, with their parameters, buffers, hooks and settings, so that optimizers and
         references to them are not affected. Only their class changes. Subclasses are left as they are, because nobody
         knows what they compute.
+
+        Args:
+            module: the root of the tree.
+            across_machines: an attribute that each of them gets.
 
         Returns:
             ``module``.
@@ -105,6 +120,7 @@ class SyncBatchNorm(BatchNorm):
         for child in found:
             child.__dict__[_PLAIN] = type(child)
             child.__class__ = SyncBatchNorm
+            child.__dict__["across_machines"] = across_machines
         return module
 
     @staticmethod
@@ -120,22 +136,37 @@ class SyncBatchNorm(BatchNorm):
         for child in module.modules():
             if type(child) is SyncBatchNorm:
                 plain = child.__dict__.pop(_PLAIN, BatchNorm)
+                child.__dict__.pop("across_machines", None)
                 child.__class__ = BatchNorm if plain is nn.SyncBatchNorm else plain  # type: ignore[assignment]
         return module
 
 
-def prepare(module: nn.Module, sync_batch_norm: bool, slots: Sequence[torch.device]) -> None:
+def prepare(
+    module: nn.Module, sync_batch_norm: bool | str, slots: Sequence[torch.device], machines: bool = False
+) -> None:
     """For wrappers on these slots: converts the module if that is asked for.
 
+    Args:
+        module: to be wrapped.
+        sync_batch_norm: the argument of the wrapper.
+        slots: of the wrapper.
+        machines: the wrapper spans machines.
+
     Raises:
-        TypeError: ``sync_batch_norm`` is no bool.
+        TypeError: ``sync_batch_norm`` is neither a bool nor "across_machines".
         ValueError: it is false, there are several slots, and the module contains a ``torch.nn.SyncBatchNorm``, which
-            needs a process for each device; a lazy BatchNorm cannot be converted.
+            needs a process for each device; a lazy BatchNorm cannot be converted; "across_machines" for a wrapper that
+            does not span machines.
     """
-    if not isinstance(sync_batch_norm, bool):
-        raise TypeError(f"sync_batch_norm={sync_batch_norm!r}: expected True or False")
+    if not isinstance(sync_batch_norm, bool) and sync_batch_norm != _ACROSS:
+        raise TypeError(f"sync_batch_norm={sync_batch_norm!r}: expected True, False or {_ACROSS!r}")
+    if sync_batch_norm == _ACROSS and not machines:
+        raise ValueError(
+            f"sync_batch_norm={_ACROSS!r}: there is one machine only; pass a process_group or a mesh to a form of "
+            "dataparallel.composable, or sync_batch_norm=True"
+        )
     if sync_batch_norm:
-        SyncBatchNorm.convert(module)
+        SyncBatchNorm.convert(module, across_machines=sync_batch_norm == _ACROSS)
         return
     for name, child in module.named_modules() if len(slots) > 1 else ():
         if type(child) is nn.SyncBatchNorm:

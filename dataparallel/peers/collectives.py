@@ -6,24 +6,27 @@ that come to the results of all replicas lead back to the tensors of all replica
 the same collectives in the same order.
 
 Outside of a parallel forward there is one replica, and a collective returns what one replica gets. ``joint`` brings the
-tensors together; ``autograd.functions`` has the nodes that do the work.
+tensors together; ``autograd.functions`` has the nodes that do the work. With ``across_machines=True`` a collective
+spans the replicas of all machines of the form's process group: ``across_machines`` has what is done between machines.
+Replicas are then numbered machine by machine, in the order of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
-from dataparallel.peers.identity import place_of_caller
-from dataparallel.peers.joint import Together, joint
+from dataparallel.peers import across_machines as between
+from dataparallel.peers.joint import joint
 from dataparallel.peers.requests import Request, described
+from dataparallel.peers.span import Span, span_of_caller
 
 __all__ = ["Operation", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter"]
 
@@ -31,8 +34,32 @@ S = TypeVar("S")
 Operation = Literal["sum", "mean", "max", "min", "prod"]
 
 
+@dataclass(frozen=True)
+class Machine:
+    """This machine, in one collective.
+
+    Attributes:
+        others: a ``machines.peer_rounds.PeerCall`` if the collective spans several machines.
+        text: of the request, which is equal on all machines.
+        counts: how many replicas each machine has.
+        rank: the number of this one.
+    """
+
+    others: Any
+    text: str
+    counts: Sequence[int]
+    rank: int
+
+
+Results: TypeAlias = list[list[Tensor]]
+"""The results of each replica of this machine."""
+
+Work: TypeAlias = Callable[[Machine, Sequence[torch.device], list[list[Tensor]]], Results]
+"""What the replica that comes last does: as `joint.Together`, for the machine."""
+
+
 @_torch.not_traced
-def all_reduce(tensor: S, op: Operation = "sum") -> S:
+def all_reduce(tensor: S, op: Operation = "sum", across_machines: bool = False) -> S:
     """The sum over all replicas, or another combination of their tensors, for each replica.
 
     Args:
@@ -40,11 +67,13 @@ def all_reduce(tensor: S, op: Operation = "sum") -> S:
         op: ``"sum"``, ``"mean"`` (floating-point and complex tensors), ``"max"``, ``"min"``, ``"prod"``. For the last
             three each replica holds the tensors of all for a moment. The gradient of a maximum or minimum is shared
             equally by those that have it.
+        across_machines: over the replicas of all machines, if the form of the call has a process group.
 
     Raises:
         TypeError: not a tensor; ``op="mean"`` of integers; ``op="sum"`` of bool.
         ValueError: another ``op``; a tensor on another device than the replica's.
-        RuntimeError: replicas that do not wait for the same, or do not come; another replica has failed.
+        RuntimeError: replicas that do not wait for the same, or do not come; another replica has failed. Across
+            machines a `MachinesError` if machines do not come to the same, or one has failed or is gone.
     """
     if op not in get_args(Operation):
         raise ValueError(f"op={op!r}: expected one of {', '.join(map(repr, get_args(Operation)))}")
@@ -56,12 +85,11 @@ def all_reduce(tensor: S, op: Operation = "sum") -> S:
             raise TypeError(
                 'all_reduce: op="sum" of bool: convert it to an integer dtype first, or use "max" for "any"'
             )
-    request = Request("all_reduce", repr(op), described(tensors))
+    request, span = Request("all_reduce", repr(op), described(tensors)), span_of_caller(across_machines)
     if op in ("sum", "mean"):
-        sums = _exchange(request, tensors, _sums)
-        place = place_of_caller()
-        return rebuilt(sums if op == "sum" or place is None else [total / place.count for total in sums])
-    stacks = _exchange(request, [one.unsqueeze(0) for one in tensors], _gathers(0))
+        sums = _exchange(span, request, tensors, _sums)
+        return rebuilt(sums if op == "sum" or span is None else [total / span.count for total in sums])
+    stacks = _exchange(span, request, [one.unsqueeze(0) for one in tensors], _gathers(0))
     return rebuilt([_COMBINED[op](stack) for stack in stacks])
 
 
@@ -73,13 +101,14 @@ _COMBINED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @_torch.not_traced
-def all_gather(tensor: S, dim: int = 0) -> S:
+def all_gather(tensor: S, dim: int = 0, across_machines: bool = False) -> S:
     """The tensors of all replicas in slot order, concatenated along ``dim``, for each replica.
 
     Args:
         tensor: a tensor, or a nested structure of tensors, with at least one dimension each. Sizes along ``dim`` may
             differ between replicas; everything else is the same.
         dim: the dimension; negative ones count from the end.
+        across_machines: as for `all_reduce`.
 
     Raises:
         IndexError: a tensor has no such dimension.
@@ -90,48 +119,60 @@ def all_gather(tensor: S, dim: int = 0) -> S:
         if not -one.dim() <= dim < one.dim():
             raise IndexError(f"all_gather: dim={dim} of a tensor of shape {[*one.shape]}; unsqueeze it first to stack")
     request = Request("all_gather", f"dim={dim}", described(tensors, dim))
-    return rebuilt(_exchange(request, tensors, _gathers(dim)))
+    return rebuilt(_exchange(span_of_caller(across_machines), request, tensors, _gathers(dim)))
 
 
 @_torch.not_traced
-def broadcast(tensor: S, source: int) -> S:
+def broadcast(tensor: S, source: int, across_machines: bool = False) -> S:
     """The tensors of replica ``source``, for each replica. Gradients of all lead to those.
 
     Args:
         tensor: a tensor, or a nested structure of tensors. Shapes and dtypes are the same in all replicas.
-        source: the number of a replica.
+        source: the number of a replica; across machines the one that ``index(across_machines=True)`` returns there.
+        across_machines: as for `all_reduce`.
 
     Raises:
         IndexError: there is no such replica.
         TypeError, ValueError, RuntimeError: as `all_reduce`.
     """
     tensors, rebuilt = _flat("broadcast", tensor)
-    place = place_of_caller()
-    count = 1 if place is None else place.count
+    span = span_of_caller(across_machines)
+    count = 1 if span is None else span.count
     if not 0 <= source < count:
         raise IndexError(f"broadcast: source={source}: the call has {count} replicas, from 0 on")
+    request = Request("broadcast", f"source={source}", described(tensors))
+    return rebuilt(_exchange(span, request, tensors, _from_source(source)))
 
-    def from_source(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any = None) -> list[list[Tensor]]:
-        return _to_all(devices, of_slots[source], [source])
 
-    return rebuilt(_exchange(Request("broadcast", f"source={source}", described(tensors)), tensors, from_source))
+def _from_source(source: int) -> Work:
+    def from_source(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
+        if machine.others is None:
+            return _to_all(devices, of_slots[source], [source])
+        rank = next(rank for rank in range(len(machine.counts)) if source < sum(machine.counts[: rank + 1]))
+        sent = of_slots[0]
+        if rank == machine.rank:
+            sent = [*Broadcast.apply(devices[:1], *of_slots[source - sum(machine.counts[:rank])])] if sent else []
+        return _to_all(devices, between.broadcast(machine.others, machine.text, sent, rank))
+
+    return from_source
 
 
 @_torch.not_traced
-def reduce_scatter(tensor: S, sizes: Sequence[int] | None = None) -> S:
+def reduce_scatter(tensor: S, sizes: Sequence[int] | None = None, across_machines: bool = False) -> S:
     """The sum over all replicas, of which each replica gets its chunk along the first dimension.
 
     Args:
         tensor: a tensor, or a nested structure of tensors. Shapes and dtypes are the same in all replicas.
         sizes: the size of each replica's chunk; default: near-equal ones, as ``torch.tensor_split`` makes them.
+        across_machines: as for `all_reduce`.
 
     Raises:
         ValueError: ``sizes`` do not fit the tensor or the number of replicas; as `all_reduce`.
         TypeError, RuntimeError: as `all_reduce`.
     """
     tensors, rebuilt = _flat("reduce_scatter", tensor)
-    place = place_of_caller()
-    count = 1 if place is None else place.count
+    span = span_of_caller(across_machines)
+    count = 1 if span is None else span.count
     for one in tensors:
         if one.dim() == 0:
             raise ValueError("reduce_scatter: a tensor without a dimension has no chunks")
@@ -141,18 +182,27 @@ def reduce_scatter(tensor: S, sizes: Sequence[int] | None = None) -> S:
                 "one size for each replica, which add up to the first dimension"
             )
 
-    def chunks(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any = None) -> list[list[Tensor]]:
-        totals = _total(devices, of_slots)
-        whole = [sizes if sizes is not None else _near_equal(total.shape[0], count) for total in totals]
-        pieces = [Scatter.apply(devices, own, 0, total) for own, total in zip(whole, totals, strict=True)]
-        return [[piece[slot] for piece in pieces] for slot in range(count)]
-
     detail = "" if sizes is None else f"sizes={[*sizes]}"
-    return rebuilt(_exchange(Request("reduce_scatter", detail, described(tensors)), tensors, chunks))
+    request = Request("reduce_scatter", detail, described(tensors))
+    return rebuilt(_exchange(span, request, tensors, _chunks(sizes)))
+
+
+def _chunks(sizes: Sequence[int] | None) -> Work:
+    def chunks(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
+        totals, counts, first = _total(devices, of_slots), machine.counts, sum(machine.counts[: machine.rank])
+        of_all = [sizes if sizes is not None else between.near_equal(each.shape[0], sum(counts)) for each in totals]
+        if machine.others is not None:
+            rows = [[sum(own[sum(counts[:r]) : sum(counts[: r + 1])]) for r in range(len(counts))] for own in of_all]
+            totals = between.scattered(machine.others, machine.text, totals, rows)
+        own_sizes = [own[first : first + len(devices)] for own in of_all]
+        pieces = [Scatter.apply(devices, own, 0, total) for own, total in zip(own_sizes, totals, strict=True)]
+        return [[piece[slot] for piece in pieces] for slot in range(len(devices))]
+
+    return chunks
 
 
 @_torch.not_traced
-def all_to_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+def all_to_all(tensors: Sequence[Tensor], across_machines: bool = False) -> list[Tensor]:
     """Sends a tensor to each replica: the result has one from each replica, in slot order.
 
     Args:
@@ -163,40 +213,67 @@ def all_to_all(tensors: Sequence[Tensor]) -> list[Tensor]:
         TypeError, RuntimeError: as `all_reduce`.
     """
     found, _ = _flat("all_to_all", [*tensors])
-    place = place_of_caller()
-    count = 1 if place is None else place.count
+    span = span_of_caller(across_machines)
+    count = 1 if span is None else span.count
     if len(found) != count or len({one.dtype for one in found}) > 1:
         dtypes = ", ".join(sorted({str(one.dtype) for one in found}))
         raise ValueError(f"all_to_all: {len(found)} tensors of {dtypes}: expected {count} of one dtype, one a replica")
-
-    def delivered(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any = None) -> list[list[Tensor]]:
-        results = []
-        for target, device in enumerate(devices):
-            sent = [of_slot[target] for of_slot in of_slots]
-            flat = Gather.apply(device, 0, *(one.reshape(-1) for one in sent))
-            parts = flat.split([one.numel() for one in sent])
-            results.append([part.reshape(one.shape).clone() for part, one in zip(parts, sent, strict=True)])
-        return results
-
     shapes = tuple(replace(one, shape=()) for one in described(found[:1]))
-    return _exchange(Request("all_to_all", "", shapes), found, delivered)
+    return _exchange(span, Request("all_to_all", "", shapes), found, _delivered)
+
+
+def _delivered(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
+    if machine.others is None:
+        of_targets = [[of_slot[target] for of_slot in of_slots] for target in range(len(devices))]
+    else:
+        here = [_unflattened(Gather.apply(devices[0], 0, *map(_flattened, own)), own) for own in of_slots]
+        of_targets = between.sent(machine.others, machine.text, here, machine.counts)
+    results = []
+    for device, sent in zip(devices, of_targets, strict=True):
+        parts = _unflattened(Gather.apply(device, 0, *map(_flattened, sent)), sent)
+        results.append([part.clone() for part in parts])
+    return results
+
+
+def _flattened(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)
+
+
+def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([one.numel() for one in like])
+    return [part.reshape(one.shape) for part, one in zip(parts, like, strict=True)]
 
 
 @_torch.not_traced
-def barrier() -> None:
+def barrier(across_machines: bool = False) -> None:
     """Waits until all replicas have come here. On accelerators it orders what is launched, and the host goes on.
+
+    Args:
+        across_machines: as for `all_reduce`. The hosts wait for each other.
 
     Raises:
         RuntimeError: as `all_reduce`.
     """
-    _exchange(Request("barrier"), [], lambda devices, of_slots, notes: of_slots)
+
+    def all_here(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
+        if machine.others is not None:
+            machine.others.say(machine.text, None)
+        return of_slots
+
+    _exchange(span_of_caller(across_machines), Request("barrier"), [], all_here)
 
 
-def _exchange(request: Request, tensors: list[Tensor], together: Together) -> list[Tensor]:
-    place = place_of_caller()
-    if place is None:
+def _exchange(span: Span | None, request: Request, tensors: list[Tensor], work: Work) -> list[Tensor]:
+    if span is None:
         return tensors
-    return joint(place, replace(request, inference=torch.is_inference_mode_enabled()), tensors, together)
+    is_across = span.machines is not None
+    request = replace(request, across_machines=is_across, inference=torch.is_inference_mode_enabled())
+    machine = Machine(span.machines, str(request), span.counts, span.rank)
+
+    def together(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any) -> Results:
+        return work(machine, devices, of_slots)
+
+    return joint(span.place, request, tensors, together)
 
 
 def _flat(name: str, structure: S) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
@@ -214,20 +291,24 @@ def _total(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> lis
     return [*ReduceAddCoalesced.apply(devices[0], count, *chain.from_iterable(of_slots))] if count else []
 
 
-def _sums(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any = None) -> list[list[Tensor]]:
-    return _to_all(devices, _total(devices, of_slots))
+def _sums(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
+    totals = _total(devices, of_slots)
+    if machine.others is not None:
+        totals = between.summed(machine.others, machine.text, totals)
+    return _to_all(devices, totals)
 
 
-def _gathers(dim: int) -> Together:
-    def gathered(devices: Sequence[torch.device], of_slots: list[list[Tensor]], _: Any = None) -> list[list[Tensor]]:
-        return _to_all(devices, [Gather.apply(devices[0], dim, *parts) for parts in zip(*of_slots, strict=True)])
+def _gathers(dim: int) -> Work:
+    def gathered(machine: Machine, devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> Results:
+        found = [Gather.apply(devices[0], dim, *parts) for parts in zip(*of_slots, strict=True)]
+        if machine.others is not None:
+            found, _ = between.gathered(machine.others, machine.text, found, dim)
+        return _to_all(devices, found)
 
     return gathered
 
 
-def _to_all(
-    devices: Sequence[torch.device], tensors: Sequence[Tensor], owners: Sequence[int] = ()
-) -> list[list[Tensor]]:
+def _to_all(devices: Sequence[torch.device], tensors: Sequence[Tensor], owners: Sequence[int] = ()) -> Results:
     """A copy on each device. ``owners``: slots whose own tensors these are. No two results share memory."""
     if not tensors:
         return [[] for _ in devices]
@@ -239,7 +320,3 @@ def _to_all(
             results[slot] = [result.clone() for result in results[slot]]
         taken.add(device)
     return results
-
-
-def _near_equal(size: int, count: int) -> list[int]:
-    return [size // count + (slot < size % count) for slot in range(count)]

@@ -1,4 +1,4 @@
-"""Which replica runs here, and how many there are."""
+"""Where the replica stands that runs here, and if its collectives can be computed again. ``span`` says more."""
 
 from __future__ import annotations
 
@@ -10,23 +10,9 @@ from dataparallel import _torch
 from dataparallel.peers.tape import recording, replayed_place
 from dataparallel.threads.meetings import Place, here
 
-__all__ = ["check_checkpoints", "count", "index", "place_of_caller"]
+__all__ = ["check_checkpoints", "place_of_caller"]
 
 _TORCHS = "torch.utils.checkpoint"
-
-
-@_torch.not_traced
-def index() -> int:
-    """The number of the replica that is running, in slot order; 0 outside of a parallel forward."""
-    place = place_of_caller()
-    return 0 if place is None else place.index
-
-
-@_torch.not_traced
-def count() -> int:
-    """How many replicas the running call has; 1 outside of a parallel forward."""
-    place = place_of_caller()
-    return 1 if place is None else place.count
 
 
 def place_of_caller() -> Place | None:

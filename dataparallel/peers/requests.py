@@ -34,6 +34,7 @@ class Request:
         name: the function's name.
         detail: its other arguments, as they are written.
         tensors: what has to agree of each tensor.
+        across_machines: true if the replicas of other machines take part.
         inference: true if it is called in inference mode, which all replicas have to be in, or none.
     """
 
@@ -41,10 +42,12 @@ class Request:
     detail: str = ""
     tensors: tuple[Described, ...] = ()
     inference: bool = False
+    across_machines: bool = False
 
     def __str__(self) -> str:
         of = f" of {', '.join(map(str, self.tensors))}" if self.tensors else ""
-        return f"{self.name}({self.detail}){of}{' in inference mode' if self.inference else ''}"
+        where = " across machines" if self.across_machines else ""
+        return f"{self.name}({self.detail}){of}{where}{' in inference mode' if self.inference else ''}"
 
 
 def described(tensors: Sequence[Tensor], free_dim: int | None = None) -> tuple[Described, ...]:

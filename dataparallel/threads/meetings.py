@@ -115,6 +115,9 @@ class Place:
                 f"{what} of replica {self.index}: it has to be called by the thread that runs the replica's forward, "
                 f"not by {threading.current_thread().name}"
             )
+        if self.count == 1:  # it is here to meet other machines
+            (result,) = gate.run_aside(together, [value])
+            return result
         return gate.run_aside(self.meeting.meet, self.index, what, value, together)
 
 
@@ -135,6 +138,7 @@ class Meeting:
     """The meetings of one call with a replica on each of ``devices``.
 
     Attributes:
+        machines: a ``machines.peer_rounds.PeerCall`` if the form of the call spans machines.
         turns: what runs the replicas; set before the first of them starts.
         records: true if each ``forward`` begins with gradients on.
         hooks: the saved-tensor hooks with which each ``forward`` begins, if there are any.
@@ -144,10 +148,22 @@ class Meeting:
     Each is written with ``_lock`` held.
     """
 
-    __slots__ = ("_failed", "_is_complete", "_lock", "_returned", "_visits", "devices", "hooks", "records", "turns")
+    __slots__ = (
+        "_failed",
+        "_is_complete",
+        "_lock",
+        "_returned",
+        "_visits",
+        "devices",
+        "hooks",
+        "machines",
+        "records",
+        "turns",
+    )
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], machines: Any = None) -> None:
         self.devices = tuple(devices)
+        self.machines = machines
         self.turns: Turns | None = None
         self.records = torch.is_grad_enabled()
         self.hooks = _torch.top_saved_tensors_hooks(True)

@@ -2,8 +2,9 @@
 
 Parameters are sharded over the owners of this machine, and over those of the machines of the *shard* group too if there
 is one. The machines of the *replicate* group have the same parts. A tree has process groups of its own, made from those
-that the user gave: for the start, for gathers, for sums over each of the two, and for operators on sharded tensors. So
-none of them waits for another, and none meets what the user sends from another thread.
+that the user gave: for the start, for gathers, for sums over each of the two, for operators on sharded tensors, and for
+collectives of replicas (``peers``). So none of them waits for another, and none meets what the user sends from another
+thread.
 
 If a rank fails, every rank fails in the same step, and each says so once to each group of sums: by the end of its
 round, or before one. Gathers are many, and a rank may have begun more of them than another. So a rank that has failed
@@ -26,6 +27,7 @@ from dataparallel.sharded.owners import Owners
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
+    from dataparallel.machines.peer_rounds import PeerRounds
 
 __all__ = ["MachinesOfTree", "own_group"]
 
@@ -45,6 +47,7 @@ class MachinesOfTree:
         shard, replicate: groups of the same ranks, for sums.
         parts: over how many machines parameters are sharded, and ``part``: which of them this is.
         ranks: how many machines there are in all; gradients are averaged over them.
+        peers: for collectives of replicas across all of them.
     """
 
     def __init__(self, shard: Machines | None, replicate: Machines | None) -> None:
@@ -55,6 +58,7 @@ class MachinesOfTree:
         self.replicate = None if replicate is None else own_group(replicate, "sums")
         self.parts, self.part = (1, 0) if shard is None else (shard.size, shard.rank)
         self.ranks = self.parts * (1 if replicate is None else replicate.size)
+        self.peers = _peers(shard, replicate)
 
     def is_like(self, other: MachinesOfTree | None) -> bool:
         """True if both are over the same groups."""
@@ -104,3 +108,17 @@ def own_group(machines: Machines, purpose: str) -> Machines:
     if purpose not in own:
         own[purpose] = machines.another()
     return own[purpose]
+
+
+def _peers(shard: Machines | None, replicate: Machines | None) -> PeerRounds:
+    """The rounds of one tree, over a group that is made once for all trees of these machines."""
+    from dataparallel.machines.peer_rounds import PeerRounds
+
+    first = shard or replicate
+    assert first is not None
+    if shard is None or replicate is None:
+        return PeerRounds(own_group(first, "peers"))
+    own, purpose = _own_groups.setdefault(shard, {}), f"peers, with {replicate.ranks}"
+    if purpose not in own:
+        own[purpose] = shard.product(replicate)
+    return PeerRounds(own[purpose])

@@ -1,0 +1,239 @@
+"""Collectives of replicas across machines: their rounds, in forwards and in passes of backward.
+
+A form that spans machines has one `PeerRounds`, with a group of its own: a pass of backward has an open round in the
+form's other group until all gradients have come, and gradients may wait for a collective here. Each collective is one
+or two rounds, so machines that come to different ones raise, and none waits for a machine that is gone.
+
+How a machine that fails is missed by nobody: a forward that has begun a collective has it begun on all machines, and
+ends with a round on all of them. If it fails on one, this one's round is a failure, and all others raise in their next
+round, whether that is a collective or the end. The same holds for a pass of backward that leads through a collective.
+A machine that fails before its first collective cannot know if the others come to one. It assumes what the last forward
+in the same mode did; for a pass, the graph says it.
+
+So that all machines run the backwards of collectives in one order, whatever comes first in their engines, each
+collective of a forward takes a token from the one before (`PeerCall.token`): in backward it runs after those that
+followed it. ``peers`` computes with what is exchanged here; the forms in ``composable`` make these objects.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel import _torch
+from dataparallel.machines.collectives import all_gather_objects, all_to_all
+from dataparallel.machines.errors import MachinesError
+from dataparallel.machines.group import Machines
+from dataparallel.machines.peer_values import FORWARD, Exchange
+from dataparallel.machines.staging import stage
+from dataparallel.structures import tensors_in
+
+__all__ = ["PeerCall", "PeerRounds"]
+
+
+class PeerRounds:
+    """The rounds of one form. Its calls come one after the other; passes of backward may come in any thread.
+
+    Args:
+        machines: a group that nobody else uses.
+    """
+
+    def __init__(self, machines: Machines) -> None:
+        self.machines = machines
+        self._has_collectives: dict[Hashable, bool] = {}  # the last call in each mode
+        self._passes: dict[int, _Pass] = {}  # by the engine's number
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def calling(self, mode: Hashable) -> Iterator[PeerCall]:
+        """Around a call of the form. Calls of one ``mode`` are expected to have collectives if the last one had.
+
+        Raises:
+            MachinesError: another machine has failed in this forward, or is gone.
+        """
+        call = PeerCall(self)
+        try:
+            yield call
+        except BaseException as error:
+            if not call.is_over and (call.has_begun or self._has_collectives.get(mode, False)):
+                self.machines.launcher.signal_failure(error)
+            raise
+        finally:
+            call.token = None  # it leads to the graph
+        self._has_collectives[mode] = call.has_begun
+        if call.has_begun:
+            self.end("forward")
+
+    def say(self, kind: str, text: str, value: Any) -> list[Any]:
+        """What each machine says, in their order. ``text`` is equal on all; ``value`` can be pickled."""
+        with _errors_of_peers():
+            round = self.machines.launcher.begin(kind, text)
+            said = round.call("what machines bring", lambda check, _: all_gather_objects(self.machines, value, check))
+            round.close()
+            found: list[Any] = said.wait()
+            return found
+
+    def exchange(self, kind: str, text: str, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """What each machine has for this one: see `collectives.all_to_all`. For the current stream."""
+        with _errors_of_peers():
+            staged = stage(self.machines, flat)
+            round = self.machines.launcher.begin(f"the values of {kind}", text)
+            launched = round.launch("the values", partial(all_to_all, self.machines, staged, send, receive))
+            round.close()
+            found: Tensor = launched.wait()
+            return found
+
+    def end(self, what: str) -> None:
+        """The end of a forward or a pass: the machines learn if one has failed."""
+        with _errors_of_peers():
+            self.machines.launcher.begin(f"the end of a {what} with collectives across machines", "").end([]).wait()
+
+    def pass_now(self, first: Any = None) -> _Pass:
+        """The running pass of backward. ``first``: the first collective of a forward that the pass leads to."""
+        number = _torch.current_graph_task_id()
+        with self._lock:
+            found = self._passes.get(number)
+            if found is None:
+                found = self._passes[number] = _Pass()
+                _torch.queue_callback(_EndOfPass(self, number))
+        if first is None or _torch.will_engine_execute_node(first):
+            found.has_collectives = True
+        return found
+
+    def finish(self, number: int, has_failed: bool) -> None:
+        """A pass has ended."""
+        with self._lock:
+            this = self._passes.pop(number)
+        if not this.has_collectives or this.is_over:
+            return
+        if has_failed:
+            self.machines.launcher.signal_failure(RuntimeError("a backward has failed; it raised its own error"))
+        else:
+            self.end("backward")
+
+
+class PeerCall:
+    """The collectives across machines of one forward. The replica that comes last calls it, for all of its machine.
+
+    Attributes:
+        counts: how many replicas each machine has, once `begin` has been called.
+        has_begun: the machines have begun a collective.
+        is_over: the forward has failed on all machines.
+        token: leads to the last collective in the graph.
+    """
+
+    def __init__(self, rounds: PeerRounds) -> None:
+        self.rounds = rounds
+        self.rank, self.size = rounds.machines.rank, rounds.machines.size
+        self.counts: list[int] | None = None
+        self.has_begun = self.is_over = False
+        self.token: Tensor | None = None
+        self._first: Any = None
+
+    def begin(self, count: int) -> list[int]:
+        """Exchanges how many replicas each machine has, once."""
+        if self.counts is None:
+            self.has_begun = True
+            with self._over_if_failed():
+                self.counts = self.rounds.say("the first collective across machines of a forward", "", count)
+        return self.counts
+
+    def say(self, text: str, value: Any) -> list[Any]:
+        """See `PeerRounds.say`."""
+        with self._over_if_failed():
+            return self.rounds.say(FORWARD, text, value)
+
+    def exchange(self, text: str, pieces: Sequence[Tensor], receive: Sequence[int], in_graph: bool) -> list[Tensor]:
+        """What each machine has for this one, in their order.
+
+        Args:
+            text: equal on all machines.
+            pieces: for each machine a flat tensor, of one dtype on one device.
+            receive: how many elements come from each machine; those of this one are its own piece.
+            in_graph: equal on all machines: the result is in the graph, because a machine brings what is.
+        """
+        own = pieces[self.rank]
+        if self.size == 1:
+            return [own]
+        others = [own[:0] if rank == self.rank else piece for rank, piece in enumerate(pieces)]
+        send = [piece.numel() for piece in others]
+        receive = [0 if rank == self.rank else size for rank, size in enumerate(receive)]
+        flat = torch.cat(others)
+        with self._over_if_failed():
+            if in_graph:
+                token = flat.new_empty(0, dtype=torch.float32) if self.token is None else self.token
+                before = token if token.requires_grad else token.requires_grad_()
+                self.token, found, own = Exchange.apply(self.rounds, text, send, receive, before, flat, own)
+                self._first = self._first or self.token.grad_fn
+            else:
+                found = self.rounds.exchange(FORWARD, text, flat, send, receive)
+        parts = [*found.split(receive)]
+        parts[self.rank] = own
+        return parts
+
+    def watch(self, output: Any) -> None:
+        """Passes of backward that begin with this output may lead to the collectives of this call."""
+        if self._first is None:
+            return
+        rounds, first = self.rounds, self._first
+
+        @_torch.not_traced
+        def begins(grad: Tensor) -> None:
+            rounds.pass_now(first)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(begins)
+        self._first = None
+
+    @contextmanager
+    def _over_if_failed(self) -> Iterator[None]:
+        try:
+            yield
+        except MachinesError:
+            self.is_over = True
+            raise
+
+
+class _Pass:
+    """A pass of backward.
+
+    Attributes:
+        has_collectives: it leads to a collective, on every machine.
+        is_over: it has failed on all machines.
+    """
+
+    def __init__(self) -> None:
+        self.has_collectives = self.is_over = False
+
+
+class _EndOfPass:
+    """The engine calls it when a pass ends, or drops it if the pass fails."""
+
+    def __init__(self, rounds: PeerRounds, number: int) -> None:
+        self._rounds, self._number = rounds, number
+        self._is_done = False
+
+    def __call__(self) -> None:
+        self._is_done = True
+        self._rounds.finish(self._number, has_failed=False)
+
+    def __del__(self) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._rounds.finish(self._number, has_failed=True)
+
+
+@contextmanager
+def _errors_of_peers() -> Iterator[None]:
+    try:
+        yield
+    except MachinesError as error:
+        error.is_of_peers = True
+        raise

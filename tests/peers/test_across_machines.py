@@ -1,0 +1,211 @@
+"""Across machines a collective gives each replica what it has if all replicas are on one machine, gradients too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+from dataparallel import DataParallel, peers
+from machine_ranks import on_machines
+from peer_machines import FUNCTIONS, Across, as_one_call, grad_of, samples, spanning
+
+ALL = [*FUNCTIONS]
+
+
+class TestAsOneMachine:
+    @pytest.mark.parametrize("form", ["replicate", "fully_shard"])
+    def test_two_machines_with_uneven_chunks(self, form):
+        assert on_machines(as_one_call, ALL, form, [[2, 3], [1, 4]]) == [len(ALL)] * 2
+
+    def test_machines_with_other_numbers_of_replicas(self):
+        """The batch of the second machine has a chunk less than slots."""
+        assert on_machines(as_one_call, ALL, "replicate", [[2, 3], [1]]) == [len(ALL)] * 2
+
+    def test_one_slot_on_each_machine(self):
+        assert on_machines(as_one_call, ALL, "replicate", [[2], [3]], slots=1) == [len(ALL)] * 2
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("form", ["replicate", "fully_shard"])
+    def test_three_machines(self, form):
+        assert on_machines(as_one_call, ALL, form, [[1, 3], [2, 2], [4, 1]], ranks=3) == [len(ALL)] * 3
+
+    def test_three_machines_add_up_parts(self):
+        names = ["all_reduce sum", "large", "all_to_all"]
+        assert on_machines(as_one_call, names, "replicate", [[1, 3], [2, 2], [4, 1]], ranks=3) == [3] * 3
+
+    def test_a_mesh_of_two_dimensions(self):
+        chunks, names = [[2], [3], [1], [2]], ["all_gather", "all_reduce mean"]
+        assert on_machines(as_one_call, names, "fully_shard", chunks, (2, 2), ranks=4, slots=1) == [2] * 4
+
+
+def one_process(rank: int, devices: list[torch.device]) -> bool:
+    """Inside of a wrapper without machines, ``across_machines`` is the wrapper's replicas."""
+
+    def function(chunk: Tensor) -> Tensor:
+        return chunk * 0 + peers.count(across_machines=True)
+
+    class Inner(nn.Module):
+        def forward(self, chunk: Tensor) -> Tensor:
+            return function(chunk)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, chunk: Tensor) -> Tensor:
+            assert peers.count() == 2
+            assert peers.count(across_machines=True) == 4
+            inner = DataParallel(Inner(), [chunk.device] * 3)(chunk)
+            assert peers.count(across_machines=True) == 4
+            return inner * self.weight
+
+    found = spanning(Outer(), devices)(torch.ones(6, 1, device=devices[0]))
+    return bool((found == 3).all())
+
+
+def test_a_wrapper_inside_has_replicas_of_its_own():
+    assert on_machines(one_process) == [True, True]
+
+
+def test_without_machines_it_spans_the_replicas_of_the_call(slots):
+    class Counts(nn.Module):
+        def forward(self, chunk: Tensor) -> Tensor:
+            return chunk * 0 + peers.count(across_machines=True) + peers.index(across_machines=True)
+
+    found = DataParallel(Counts(), slots)(torch.zeros(3, 1).to(slots[0]))
+    assert found.flatten().tolist() == [3, 4, 5]
+    assert Counts()(torch.zeros(1)).item() == 1
+
+
+class Unordered(nn.Module):
+    """Two collectives, neither of which needs the other. In backward either could come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+
+    def forward(self, chunk: Tensor, first: str = "left") -> Tensor:
+        left, right = self.left(chunk), self.right(chunk)
+        # More nodes on one side: the engine of each machine would begin with another one.
+        for _ in range(20):
+            if first == "left":
+                left = left + 0.1
+            else:
+                right = right + 0.1
+        left = peers.all_reduce(left.sum(0), across_machines=True)
+        right = peers.all_reduce(right.square().sum(0), across_machines=True)
+        both = (left, right) if first == "left" else (right, left)
+        return chunk * both[0].sin() + both[1].cos()
+
+
+def backward_in_one_order(rank: int, devices: list[torch.device]) -> bool:
+    torch.manual_seed(0)
+    model = spanning(Unordered(), devices)
+    for step in range(4):
+        model(samples(4, seed=step).to(devices[0]), "left" if rank == 0 else "right").sum().backward()
+    return all(bool(grad_of(parameter).isfinite().all()) for parameter in model.parameters())
+
+
+def test_backwards_of_collectives_come_in_one_order_on_all_machines():
+    assert on_machines(backward_in_one_order, ranks=3) == [True] * 3
+
+
+def partly_in_a_graph(rank: int, devices: list[torch.device]) -> list[float]:
+    """Only rank 0's tensor needs a gradient. It comes from the results of all machines."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+        def forward(self, chunk: Tensor) -> Tensor:
+            own = chunk * self.weight if rank == 0 else chunk
+            return chunk * peers.all_reduce(own.sum(0), across_machines=True) + 0 * self.weight
+
+    model = spanning(Model(), devices, average=False)
+    batch = torch.full((4, 3), float(rank + 1), dtype=torch.float64, device=devices[0])
+    model(batch).sum().backward()
+    return [*map(float, grad_of(model.weight))]
+
+
+def test_a_machine_whose_tensors_need_no_gradient_sends_those_of_others():
+    # weight * 4 of rank 0 is in all results: 4 rows of 1 on rank 0, 4 rows of 2 on rank 1.
+    assert on_machines(partly_in_a_graph) == [[48.0] * 3] * 2
+
+
+def differentiated_twice(rank: int, devices: list[torch.device]) -> bool:
+    """Second derivatives with respect to the inputs, as on one machine."""
+    batch = samples(8)
+    rows = slice(4 * rank, 4 * rank + 4)
+
+    def penalty(model: nn.Module, given: Tensor) -> tuple[Tensor, Tensor]:
+        given = given.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), given)
+        return first.detach().cpu(), second.cpu()
+
+    model = spanning(Across("all_gather").requires_grad_(False), devices)
+    from peer_calls import Calls
+
+    one = DataParallel(Calls(FUNCTIONS["all_gather"]).requires_grad_(False), ["cpu"] * 4)
+    for ours, theirs in zip(penalty(model, batch[rows].to(devices[0])), penalty(one, batch), strict=True):
+        torch.testing.assert_close(ours, theirs[rows], rtol=1e-9, atol=1e-9)
+    return True
+
+
+def test_collectives_can_be_differentiated_twice():
+    assert on_machines(differentiated_twice) == [True, True]
+
+
+def same_bits(rank: int, devices: list[torch.device]) -> tuple[bytes, bytes]:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1000))
+
+        def forward(self, chunk: Tensor) -> Tensor:
+            return peers.all_reduce((chunk * self.weight).sum(0), across_machines=True)[None]
+
+    model = spanning(Model(), devices)
+    torch.manual_seed(rank)
+    batch = torch.randn(4, 1000, device=devices[0])
+    first, second = model(batch)[:1].detach().cpu(), model(batch)[1:].detach().cpu()
+    return first.numpy().tobytes(), second.numpy().tobytes()
+
+
+def test_all_replicas_of_all_machines_get_the_same_bits():
+    found = {bits for of_rank in on_machines(same_bits, ranks=3) for bits in of_rank}
+    assert len(found) == 1
+
+
+def evaluates_alone(rank: int, devices: list[torch.device]) -> bool:
+    """A forward without collectives sends nothing, also after forwards that had some."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+        def forward(self, chunk: Tensor) -> Tensor:
+            out = chunk * self.weight
+            return out - peers.all_reduce(out.mean(0), "mean", across_machines=True) if self.training else out
+
+    model = spanning(Model(), devices)
+    batch = samples(4).to(devices[0])
+    for step in range(3):
+        model.train()
+        model(batch).square().sum().backward()
+        if rank == step % 2:
+            model.eval()
+            with torch.no_grad():
+                torch.testing.assert_close(model(batch), batch)
+            distributed.barrier()
+        else:
+            distributed.barrier()
+    return True
+
+
+def test_one_machine_may_evaluate_alone():
+    assert on_machines(evaluates_alone) == [True, True]
