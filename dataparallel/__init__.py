@@ -1,7 +1,7 @@
 """One process drives every device of the machine: ``model = DataParallel(model)``.
 
-The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole`, `PerReplica`,
-`trace`, `peers` and `nn`.
+The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole`, `samples`,
+`PerReplica`, `trace`, `peers` and `nn`.
 A *room* is a folder or a file of this package. It imports only from rooms below it (``tests/test_floors.py``).
 Importing this package touches no device, starts no thread and compiles nothing.
 """
@@ -13,6 +13,7 @@ from dataparallel.parallel_apply import parallel_apply
 from dataparallel.per_replica import PerReplica
 from dataparallel.prefetch import prefetch
 from dataparallel.replicate import replicate
+from dataparallel.samples import samples
 from dataparallel.scatter_gather import gather, scatter, scatter_kwargs, whole
 from dataparallel.tracing import trace
 
@@ -27,6 +28,7 @@ __all__ = [
     "peers",
     "prefetch",
     "replicate",
+    "samples",
     "scatter",
     "scatter_kwargs",
     "trace",

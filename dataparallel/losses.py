@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dataparallel.batch_types import batch_of
 from dataparallel.modules.placement import check_placement
 from dataparallel.replicate import make_replicas
-from dataparallel.structures import tensors_in
+from dataparallel.structures import is_whole, leaves
 
 __all__ = ["CallLoss", "Criterion", "Part", "ReplicaLoss"]
 
@@ -173,7 +174,10 @@ def _counted(criterion: Any, target: Tensor) -> Tensor:
 
 
 def _samples(target: Any, output: Any, dim: int) -> int:
-    for tensor in tensors_in((target, output)):
-        if tensor.dim() > 0:
-            return tensor.shape[dim]
+    for _, leaf in leaves((target, output), ""):
+        if isinstance(leaf, Tensor):
+            if not is_whole(leaf):
+                return leaf.shape[dim]
+        elif (batch := batch_of(leaf)) is not None:
+            return batch.size(leaf)
     return 1

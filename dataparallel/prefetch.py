@@ -19,7 +19,7 @@ from torch import Tensor
 from dataparallel.data_parallel import DataParallel
 from dataparallel.devices import CPU, resolve
 from dataparallel.streams.ahead import Sender, SentBatch, can_be_sent
-from dataparallel.structures import is_whole, tensors_in
+from dataparallel.structures import is_whole, leaves
 
 __all__ = ["Prefetch", "prefetch"]
 
@@ -149,7 +149,7 @@ class Prefetch(Generic[T]):
         the call that gets it raises and says why.
         """
         dim, split = self.model.dim, self.model._split
-        for tensor in {id(tensor): tensor for tensor in tensors_in(batch)}.values():
+        for tensor in {id(leaf): leaf for _, leaf in leaves(batch, "") if isinstance(leaf, Tensor)}.values():
             if not can_be_sent(tensor):
                 continue
             if is_whole(tensor):

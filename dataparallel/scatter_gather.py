@@ -15,10 +15,12 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Gather, Scatter
 from dataparallel.batch_types import batch_of, container_of
+from dataparallel.batches.samples import SampleCopies, check_entries, joined
 from dataparallel.chunk_sizes import Splits, checked, near_equal
 from dataparallel.comm.checks import why_not_gatherable, why_not_movable
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
 from dataparallel.per_replica import PerReplica
+from dataparallel.samples import Samples
 from dataparallel.streams.ahead import HostReads, copied_at_once, take_sent_chunks
 from dataparallel.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, whole
 
@@ -108,7 +110,8 @@ def _scatter(
     size = _batch_size(found, dim)
     sizes = None if size is None else near_equal(size, len(slots), chunk_sizes)
     replicas = number_of_replicas(found, size, sizes, len(slots))
-    walk = _Splitter(slots[:replicas], sizes, dim)
+    marked = [leaf for _, leaf in found if isinstance(leaf, Samples)]
+    walk = _Splitter(slots[:replicas], sizes, dim, marked)
     tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}.values()
     with copied_at_once(((tensor, walk.sizes_of(tensor)) for tensor in tensors), walk.slots, dim, reads):
         return walk.split(inputs)
@@ -132,20 +135,24 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
             if not -leaf.dim() <= dim < leaf.dim():
                 raise ValueError(
                     f"{path} of shape {tuple(leaf.shape)} has no dimension {dim} to split; "
-                    f"mark it dataparallel.whole(...) if every replica needs all of it"
+                    "mark it dataparallel.whole(...) if every replica needs all of it, and a list that has one entry "
+                    "for each sample dataparallel.samples(...)"
                 )
             size = leaf.shape[dim]
         else:
             batch = batch_of(leaf)
             if batch is None:
                 continue
+            if isinstance(leaf, Samples):
+                check_entries(leaf, path)
             size = batch.size(leaf)
         if first is None:
             first = (path, size)
         elif size != first[1]:
             raise ValueError(
                 f"batch sizes disagree along dimension {dim}: {first[0]} has {first[1]}, {path} has {size}; mark a "
-                "tensor that is no batch (a mask, a table) as dataparallel.whole(tensor)"
+                "tensor that is no batch (a mask, a table) as dataparallel.whole(tensor), and a list that has one "
+                "entry for each sample as dataparallel.samples(list)"
             )
     return None if first is None else first[1]
 
@@ -153,8 +160,11 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
 class _Splitter:
     """One scatter: the slots in use and their chunk sizes (``None``: nothing is to be split)."""
 
-    def __init__(self, slots: list[torch.device], sizes: list[int] | None, dim: int) -> None:
-        self.slots, self.sizes, self.dim = slots, sizes, dim
+    def __init__(
+        self, slots: list[torch.device], sizes: list[int] | None, dim: int, marked: Sequence[Samples[Any]]
+    ) -> None:
+        self.slots, self.sizes, self.dim, self.marked = slots, sizes, dim, marked
+        self.samples: SampleCopies | None = None
         # A tensor in two places becomes one chunk in two places: attention tests whether query is key.
         # Keyed by id, with the tensor beside it so that the id stays taken.
         self.done: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
@@ -169,6 +179,10 @@ class _Splitter:
             return list(zip(*map(self.split, obj), strict=True))
         if isinstance(obj, PerReplica):
             return [moved(entry, slot) for entry, slot in zip(obj, self.slots, strict=True)]
+        if isinstance(obj, Samples):
+            assert self.sizes is not None
+            self.samples = self.samples or SampleCopies(self.marked, self.slots, self.sizes)
+            return list(self.samples.of(obj))
         batch = batch_of(obj)
         if batch is not None:
             assert self.sizes is not None
@@ -240,6 +254,9 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     return _gather(list(outputs), target, dim, "output", ())
 
 
+_HINT = "; if the list has one entry for each sample, return dataparallel.samples(list) from forward"
+
+
 def _gather(outputs: list[Any], target: torch.device, dim: int, path: str, above: tuple[int, ...]) -> Any:
     first = outputs[0]
     if any(isinstance(output, Tensor) for output in outputs):
@@ -247,6 +264,10 @@ def _gather(outputs: list[Any], target: torch.device, dim: int, path: str, above
     batch = batch_of(first)
     if batch is not None:
         _check_same_type(outputs, path)
+        if isinstance(first, Samples):
+            for output in outputs:
+                check_entries(output, path)
+            return joined(outputs, target)
         return batch.merge([batch.to(output, target) for output in outputs])
     container = container_of(first)
     if container is None:
@@ -261,7 +282,7 @@ def _gather(outputs: list[Any], target: torch.device, dim: int, path: str, above
         if sorted(keys_here) != sorted(keys):
             raise ValueError(
                 f"cannot gather {path}: replica 0 returned {len(keys)} elements {keys}, "
-                f"replica {replica} {len(row)} elements {keys_here}"
+                f"replica {replica} {len(row)} elements {keys_here}{_HINT if isinstance(first, list) else ''}"
             )
         if keys_here != keys:  # the same keys in another order
             rows[replica] = sorted(row, key=lambda pair: keys.index(pair[0]))

@@ -16,6 +16,7 @@ from dataparallel import _torch
 from dataparallel.batch_types import batch_of, container_of, is_written_to
 from dataparallel.comm.copies import alias
 from dataparallel.per_replica import PerReplica
+from dataparallel.samples import Samples
 
 __all__ = [
     "Arguments",
@@ -97,8 +98,12 @@ def leaves(obj: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[s
 
 
 def tensors_in(obj: Any) -> Iterator[Tensor]:
-    """The tensors of a nested structure, in order, without those inside batch types."""
-    return (leaf for _, leaf in leaves(obj, "") if isinstance(leaf, Tensor))
+    """The tensors of a nested structure, in order. Of batch types it looks only into `Samples`."""
+    for _, leaf in leaves(obj, ""):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Samples):
+            yield from tensors_in(list(leaf))
 
 
 def number_of_replicas(

@@ -31,6 +31,7 @@ FLOORS = """
     stages             what surrounds the four stages of a call
     kept               replicas and tensors that later calls use again
     scatter_gather     nested structures in, nested structures out
+    batches            how batches that are no dense tensors are cut, moved and joined
     replicate          one module, a copy for each slot
     parallel_apply     each copy runs on its device
     threads            the threads that run replicas, and the settings that replicas see
@@ -42,6 +43,7 @@ FLOORS = """
     chunk_sizes        how many samples each slot gets
     comm               tensors between devices
     streams.current    current streams and events: comm's check of peers needs them too
+    samples            the mark of a list with one entry for each sample
     batch_types        which types are containers, which are batches
     per_replica        one value for each replica
     replica_parameter  the class of a replica's parameters

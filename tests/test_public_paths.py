@@ -12,6 +12,7 @@ STAGES = {
     "replicate": ["replicate"],
     "parallel_apply": ["parallel_apply"],
     "prefetch": ["prefetch"],
+    "samples": ["samples"],
 }
 
 

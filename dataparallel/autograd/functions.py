@@ -41,6 +41,8 @@ __all__ = [
     "ReduceAddCoalesced",
     "Scatter",
     "copies_for_slots",
+    "note_whether_to_recompute",
+    "recompute_here",
     "sums_over_slots",
 ]
 
@@ -223,12 +225,7 @@ class Gather(Node):
         ctx.dim, ctx.settings = dim, settings.current()
         gathered = comm.gather(tensors, dim, destination)
         note_forward_streams(ctx, ctx.slots, [gathered.device])
-        # True if slots compute at the same time, on distinct accelerators or on isolated streams of one.
-        isolated = ctx.settings.isolated and ctx.slots[0] != CPU and len(ctx.slots) > 1
-        concurrent = isolated or _on_distinct_accelerators(ctx.slots)
-        ctx.is_unpacked_here = concurrent and _torch.top_saved_tensors_hooks(True) is not None
-        if ctx.is_unpacked_here:
-            ctx.save_for_backward(gathered.new_empty(0))
+        note_whether_to_recompute(ctx, ctx.slots, gathered)
         ctx.sizes = [tensor.shape[dim] for tensor in tensors]
         return alias(gathered, 0) if len(tensors) == 1 else gathered
 
@@ -237,13 +234,7 @@ class Gather(Node):
         if grad is None:
             return (None,) * (2 + len(ctx.slots))
         with forward_streams_set(ctx, [grad]), settings.held(ctx.settings):
-            if ctx.is_unpacked_here:
-                # A checkpoint around the wrapper then recomputes here, once. Otherwise the replicas' nodes would make
-                # the engine's threads of all devices recompute the same region, and with isolated slots the stream of
-                # the first of these nodes would pass for the caller's.
-                _ = ctx.saved_tensors
-            if _on_distinct_accelerators(ctx.slots):
-                restore_after_backward()
+            recompute_here(ctx, ctx.slots)
             if torch.is_grad_enabled():
                 chunks = Scatter.apply(ctx.slots, ctx.sizes, ctx.dim, grad)
             else:
@@ -251,6 +242,29 @@ class Gather(Node):
         if ctx.scalars:
             chunks = tuple(chunk.reshape(()) for chunk in chunks)
         return (None, None, *chunks)
+
+
+def note_whether_to_recompute(ctx: Any, slots: Sequence[torch.device], output: Tensor) -> None:
+    """In the forward of a node that joins the outputs of ``slots``, for `recompute_here`."""
+    # True if slots compute at the same time, on distinct accelerators or on isolated streams of one.
+    isolated = ctx.settings.isolated and slots[0] != CPU and len(slots) > 1
+    concurrent = isolated or _on_distinct_accelerators(slots)
+    ctx.is_unpacked_here = concurrent and _torch.top_saved_tensors_hooks(True) is not None
+    if ctx.is_unpacked_here:
+        ctx.save_for_backward(output.new_empty(0))
+
+
+def recompute_here(ctx: Any, slots: Sequence[torch.device]) -> None:
+    """In the backward of such a node, before the replicas' nodes run.
+
+    A checkpoint around the wrapper then recomputes here, once. Otherwise the replicas' nodes would make the engine's
+    threads of all devices recompute the same region, and with isolated slots the stream of the first of these nodes
+    would pass for the caller's.
+    """
+    if ctx.is_unpacked_here:
+        _ = ctx.saved_tensors
+    if _on_distinct_accelerators(slots):
+        restore_after_backward()
 
 
 def _on_distinct_accelerators(slots: Sequence[torch.device]) -> bool:

@@ -1,0 +1,129 @@
+"""How lists with one entry for each sample (`dataparallel.samples`) are cut, moved and joined.
+
+Tensors inside are moved whole. All that go to the same slots travel by one ``Broadcast``, so those of one dtype share a
+flat buffer, and one node of the graph has all their gradients. ``scatter_gather`` calls this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel.autograd.collect import Collect
+from dataparallel.autograd.functions import Broadcast
+from dataparallel.batch_types import batch_of, container_of, register_batch
+from dataparallel.comm.checks import why_not_movable
+from dataparallel.per_replica import PerReplica
+from dataparallel.samples import Samples
+from dataparallel.structures import leaves, tensors_in
+
+__all__ = ["SampleCopies", "check_entries", "joined"]
+
+
+def check_entries(marked: Samples[Any], path: str) -> None:
+    """Checks that all that is inside can be moved.
+
+    Raises:
+        ValueError: a tensor has no data; a container contains itself; there is a `PerReplica`. The message names the
+            place.
+    """
+    for place, leaf in leaves(list(marked), path):
+        if isinstance(leaf, PerReplica):
+            raise ValueError(
+                f"{place} is a PerReplica inside dataparallel.samples(...), where each entry is for one sample: pass "
+                "it beside the samples"
+            )
+        if isinstance(leaf, Tensor):
+            problem = why_not_movable(leaf)
+            if problem:
+                raise ValueError(f"{place} {problem}")
+
+
+class SampleCopies:
+    """The lists of samples of one scatter, with copies of their tensors.
+
+    A tensor that several entries or lists hold has one copy on each slot that gets it, and its gradients are added in
+    slot order.
+
+    Args:
+        found: all lists that are to be cut.
+        slots: the slots in use.
+        sizes: the sizes of their chunks.
+    """
+
+    def __init__(self, found: Iterable[Samples[Any]], slots: Sequence[torch.device], sizes: Sequence[int]) -> None:
+        self._slots = slots
+        self._parts = {id(marked): (marked, _cut(marked, sizes)) for marked in found}
+        # Keyed by id, with the tensor beside it so that the id stays taken.
+        holding: dict[int, tuple[Tensor, dict[int, None]]] = {}
+        for _, parts in self._parts.values():
+            for slot, part in enumerate(parts):
+                for tensor in tensors_in(part):
+                    holding.setdefault(id(tensor), (tensor, {}))[1][slot] = None
+        groups: dict[tuple[int, ...], list[Tensor]] = {}
+        for tensor, of_tensor in holding.values():
+            groups.setdefault(tuple(sorted(of_tensor)), []).append(tensor)
+        self._copies: list[dict[int, Tensor]] = [{} for _ in slots]
+        for group, tensors in groups.items():
+            copies = _on_slots(tensors, [slots[slot] for slot in group])
+            for slot, of_slot in zip(group, copies, strict=True):
+                self._copies[slot].update(zip(map(id, tensors), of_slot, strict=True))
+
+    def of(self, marked: Samples[Any]) -> list[Samples[Any]]:
+        """The chunks of a list for each slot, with the copies in place of the tensors."""
+        _, parts = self._parts[id(marked)]
+        return [
+            _rebuilt(part, copies, slot)
+            for part, copies, slot in zip(parts, self._copies, self._slots, strict=True)
+        ]
+
+
+def joined(parts: Sequence[Samples[Any]], device: torch.device) -> Samples[Any]:
+    """The entries of all lists in order, with every tensor on ``device``; one node of the graph has all tensors."""
+    tensors = {id(tensor): tensor for part in parts for tensor in tensors_in(part)}
+    moving = len(parts) > 1 or any(tensor.device != device for tensor in tensors.values())
+    copies = Collect.apply([device], *tensors.values()) if moving and tensors else tensors.values()
+    copy_of = dict(zip(tensors, copies, strict=True))
+    return Samples(entry for part in parts for entry in _rebuilt(part, copy_of, device))
+
+
+def _cut(marked: Samples[Any], sizes: Sequence[int]) -> list[Samples[Any]]:
+    starts = [sum(sizes[:slot]) for slot in range(len(sizes))]
+    return [Samples(marked[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _on_slots(tensors: list[Tensor], slots: Sequence[torch.device]) -> Iterator[Sequence[Tensor]]:
+    """For each slot the tensors there. With a single slot, those that are there already are not copied."""
+    moving = [i for i, tensor in enumerate(tensors) if len(slots) > 1 or tensor.device != slots[0]]
+    flat = Broadcast.apply(slots, *(tensors[i] for i in moving)) if moving else ()
+    for slot in range(len(slots)):
+        of_slot = list(tensors)
+        for place, i in enumerate(moving):
+            of_slot[i] = flat[slot * len(moving) + place]
+        yield of_slot
+
+
+def _rebuilt(obj: Any, copy_of: dict[int, Tensor], device: torch.device) -> Any:
+    """The structure with the copies of its tensors, by their ids. Batches in it are moved whole."""
+    if isinstance(obj, Tensor):
+        return copy_of[id(obj)]
+    batch = None if isinstance(obj, Samples) else batch_of(obj)
+    if batch is not None:
+        return batch.to(obj, device)
+    container = container_of(obj)
+    if container is None:
+        return obj
+    values = [_rebuilt(value, copy_of, device) for _, value in container.children(obj)]
+    return container.rebuild(obj, values)
+
+
+register_batch(
+    Samples,
+    size=len,
+    split=_cut,
+    merge=lambda parts: Samples(entry for part in parts for entry in part),
+    to=lambda marked, device: joined([marked], device),
+)

@@ -1,0 +1,230 @@
+"""Lists with one entry for each sample: scatter cuts them and moves what is inside, gather joins them in order."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils import _pytree as pytree
+
+import dataparallel
+from dataparallel import PerReplica, gather, samples, scatter, scatter_kwargs, whole
+from dataparallel.samples import Samples
+
+
+def boxes(count: int, device: Any = None) -> list[dict[str, Any]]:
+    """The targets of a detector: image ``i`` has ``i`` boxes."""
+    return [
+        {
+            "boxes": torch.full((i, 4), float(i), dtype=torch.float64, device=device),
+            "labels": torch.arange(i, device=device),
+            "id": torch.tensor(i, device=device),
+            "name": f"image {i}",
+            "size": (i, 2 * i),
+        }
+        for i in range(count)
+    ]
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    leaves, spec = pytree.tree_flatten(found)
+    wanted_leaves, wanted_spec = pytree.tree_flatten(wanted)
+    assert spec == wanted_spec
+    for one, other in zip(leaves, wanted_leaves, strict=True):
+        if isinstance(other, Tensor):
+            assert torch.equal(one.cpu(), other.cpu())
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        else:
+            assert one == other
+
+
+def devices_in(tree: Any) -> set[torch.device]:
+    return {leaf.device for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)}
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize(("count", "sizes"), [(7, [3, 3, 1]), (3, [1, 1, 1]), (2, [1, 1]), (0, [0])])
+def test_each_slot_gets_its_samples(count: int, sizes: list, on_host: bool, slots: list, root: torch.device) -> None:
+    targets = boxes(count, "cpu" if on_host else root)
+    x = torch.arange(count).to(root)
+    parts, _ = scatter_kwargs((x, samples(targets)), {}, slots)
+    assert [len(part[1]) for part in parts] == sizes
+    for slot, (chunk, part) in enumerate(parts):
+        start = sum(sizes[:slot])
+        assert isinstance(part, list)
+        assert_same(list(part), targets[start : start + len(chunk)])
+        assert devices_in(part[1:]) <= {torch.device(slots[slot])}
+    joined = gather([part[1] for part in parts], root)
+    assert type(joined) is Samples
+    assert_same(list(joined), targets)
+    assert devices_in(joined[1:]) <= {root}
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(1, 5), st.data())
+def test_samples_of_any_shape_come_back(
+    make_slots: Any, lengths: list[int], count: int, data: st.DataObject
+) -> None:
+    slots = make_slots(count)
+    dtypes = st.sampled_from([torch.float32, torch.int64, torch.bool])
+    entries = [torch.ones(length, 2, device=slots[0]).to(data.draw(dtypes)) * i for i, length in enumerate(lengths)]
+    shares = data.draw(st.lists(st.floats(0.1, 9), min_size=count, max_size=count))
+    parts = scatter({"x": samples(entries)}, slots, chunk_sizes=data.draw(st.sampled_from([None, shares])))
+    assert_same([entry for part in parts for entry in part["x"]], entries)
+    assert_same(list(gather(parts, slots[0])["x"]), entries)
+
+
+@pytest.mark.parametrize("chunk_sizes", [[1, 4, 1], [0.2, 0.6, 0.2]])
+def test_chunk_sizes_cut_samples_too(chunk_sizes: list, slots: list, root: torch.device) -> None:
+    parts = scatter((samples(list("abcdef")), torch.arange(6).to(root)), slots, chunk_sizes=chunk_sizes)
+    assert [len(part[0]) for part in parts] == [len(part[1]) for part in parts] == [1, 4, 1]
+
+
+def test_samples_alone_are_a_batch(slots: list) -> None:
+    assert scatter(samples(["a", "b", "c", "d"]), slots) == [["a", "b"], ["c", "d"]]
+
+
+def test_gradients_reach_every_sample(slots: list, root: torch.device) -> None:
+    entries = [torch.full((i + 1,), 1.0, dtype=torch.float64, device=root, requires_grad=True) for i in range(6)]
+    parts = scatter(samples([{"x": entry} for entry in entries]), slots)
+    outputs = [samples([sample["x"] * (slot + 1) ** 2 for sample in part]) for slot, part in enumerate(parts)]
+    joined = gather(outputs, root)
+    loss = sum((entry**2).sum() for entry in joined)
+    grads = torch.autograd.grad(loss, entries, create_graph=True)
+    for i, grad in enumerate(grads):
+        assert torch.equal(grad, torch.full_like(grad, 2 * (i // 2 + 1) ** 4))
+    sum(grad.sum() for grad in grads).backward()
+    assert [entry.grad[0].item() for entry in entries] == [2 * (i // 2 + 1) ** 4 for i in range(6)]
+
+
+def test_one_tensor_in_several_samples_is_one_tensor_in_each_replica(slots: list, root: torch.device) -> None:
+    shared = torch.ones(2, dtype=torch.float64, device=root, requires_grad=True)
+    images, targets = samples([shared] * 6), samples([{"image": shared, "i": i} for i in range(6)])
+    parts = scatter((images, targets), slots)
+    for part_images, part_targets in parts:
+        assert len({id(image) for image in (*part_images, *(target["image"] for target in part_targets))}) == 1
+    assert len({id(part[0][0]) for part in parts}) == 3
+    sum((part[0][0] * 10**slot).sum().to(root) for slot, part in enumerate(parts)).backward()
+    assert shared.grad.tolist() == [111, 111]
+
+
+def test_what_does_not_need_gradients_gets_none(slots: list, root: torch.device) -> None:
+    leaf = torch.ones(2, device=root, requires_grad=True)
+    parts = scatter(samples([(leaf, torch.ones(2, device=root), torch.ones(2, dtype=torch.int64))] * 3), slots)
+    assert all([tensor.requires_grad for tensor in part[0]] == [True, False, False] for part in parts)
+
+
+def test_a_replica_may_change_its_samples_in_place(slots: list, root: torch.device) -> None:
+    weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    entries = [weight * 1 for _ in range(6)]
+    for part in scatter(samples(entries), slots):
+        kept = part[0] ** 2  # saved for backward
+        part[1].mul_(3)
+        (kept.sum() + part[1].sum()).backward(retain_graph=True)
+    assert weight.grad.tolist() == [15, 15]
+
+
+def test_other_leaves_are_handed_on_by_reference(slots: list) -> None:
+    opaque = object()
+    parts = scatter(samples([[opaque], [opaque], [None]]), slots)
+    assert parts[0][0][0] is parts[1][0][0] is opaque
+
+
+def test_a_mark_inside_a_sample_stays_and_so_does_its_tensor(slots: list, root: torch.device) -> None:
+    parts = scatter(samples([{"mask": whole(torch.arange(3).to(root))} for _ in range(4)]), slots)
+    again = scatter(parts[0][0]["mask"], slots)
+    assert [tensor.tolist() for tensor in again] == [[0, 1, 2]] * 3
+
+
+def test_batches_inside_a_sample_are_moved_whole(slots: list, root: torch.device) -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    parts = scatter(samples([(packed, samples([torch.ones(1)]))] * 3), slots)
+    for part, slot in zip(parts, slots, strict=True):
+        (found, inner) = part[0]
+        assert type(found) is PackedSequence
+        assert found.data.device == inner[0].device == torch.device(slot)
+        assert len(inner) == 1
+
+
+def test_samples_stay_marked_for_another_scatter(slots: list) -> None:
+    (part, *_) = scatter(samples(list("abcdef")), slots)
+    assert scatter(part, slots) == [["a"], ["b"]]
+    assert type(part[:1]) is list
+
+
+def test_neighbours_for_each_replica(slots: list) -> None:
+    parts = scatter((samples(list("abc")), PerReplica([1, 2, 3])), slots)
+    assert parts == [(["a"], 1), (["b"], 2), (["c"], 3)]
+
+
+def test_a_single_slot_gets_all_of_them(slots: list, root: torch.device) -> None:
+    entries = [torch.ones(1), torch.ones(2, device=root)]
+    (part,) = scatter(samples(entries), slots[:1])
+    assert type(part) is Samples
+    assert devices_in(part) == {root}
+    assert part[1] is entries[1], "what is there already stays"
+
+
+def test_numbers_of_samples_have_to_agree(slots: list) -> None:
+    with pytest.raises(ValueError, match=r"args\[0\] has 4, args\[1\]\[\"t\"\] has 3; .*dataparallel\.samples"):
+        scatter_kwargs((torch.ones(4), {"t": samples([1, 2, 3])}), {}, slots)
+    with pytest.raises(ValueError, match=r"args\[0\] has 2, args\[1\] has 3"):
+        scatter_kwargs((samples([1, 2]), samples([1, 2, 3])), {}, slots)
+
+
+def test_a_list_without_the_mark_is_told_of_it(slots: list) -> None:
+    images = [torch.ones(3, 5, 5), torch.ones(3, 6, 6)]
+    with pytest.raises(ValueError, match=r"args\[1\]\[0\]\[\"boxes\"\].*dataparallel\.samples\(list\)"):
+        scatter_kwargs((images, [{"boxes": torch.ones(2, 4)}, {"boxes": torch.ones(1, 4)}]), {}, slots)
+    with pytest.raises(ValueError, match=r"input\[0\] of shape \(3,\) has no dimension 1.*dataparallel\.samples"):
+        scatter([torch.ones(3)], slots, dim=1)
+
+
+def test_lists_of_different_lengths_are_told_of_it(slots: list, root: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"replica 0 returned 2 elements.*return dataparallel\.samples\(list\)"):
+        gather([[torch.ones(1)] * 2, [torch.ones(1)]], root)
+    with pytest.raises(ValueError, match="replica 0 returned Samples, replica 1 returned list"):
+        gather([samples([1]), [1]], root)
+
+
+@pytest.mark.parametrize("entry", [PerReplica([1]), torch.ones(2, device="meta")], ids=["PerReplica", "meta"])
+def test_what_no_sample_can_hold_is_named(entry: Any, slots: list, root: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"input\[\"t\"\]\[1\]\[\"x\"\]"):
+        scatter({"t": samples([1, {"x": entry}])}, slots)
+    with pytest.raises(ValueError, match=r"output\[1\]\[\"x\"\]"):
+        gather([samples([1, {"x": entry}])], root)
+
+
+def test_samples_that_contain_themselves_are_refused(slots: list) -> None:
+    cyclic: list = [1]
+    cyclic.append(cyclic)
+    with pytest.raises(ValueError, match=r"input\[1\]\[1\] contains itself"):
+        scatter(samples([1, cyclic]), slots)
+
+
+@pytest.mark.parametrize("what", [torch.ones(2), {"a": 1}, "ab", None])
+def test_only_lists_and_tuples_are_marked(what: Any) -> None:
+    with pytest.raises(TypeError, match=rf"list or a tuple .*got {type(what).__name__}"):
+        samples(what)
+
+
+def test_a_mark_is_a_new_list(slots: list) -> None:
+    entries = [torch.ones(1), 2]
+    marked = samples(entries)
+    assert marked is not entries
+    assert marked == entries
+    assert repr(samples(("a", 1))) == "samples(['a', 1])"
+    for again in (copy.copy(marked), copy.deepcopy(marked), pickle.loads(pickle.dumps(marked))):
+        assert type(again) is type(marked)
+        assert again[1] == 2
+    assert dataparallel.samples is samples
+
+
+def test_functions_are_mapped_over_what_is_inside() -> None:
+    found = pytree.tree_map_only(Tensor, lambda tensor: tensor + 1, samples([{"x": torch.ones(1)}]))
+    assert type(found) is Samples
+    assert found[0]["x"].item() == 2

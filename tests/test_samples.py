@@ -1,0 +1,204 @@
+"""Models that take lists with one entry for each sample compute with every form what they compute on one device.
+
+How the lists are cut and joined is in batches/test_samples.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dataparallel
+from dataparallel import DataParallel, samples
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.testing.isolation import isolated_slots
+
+SAMPLES = 7
+
+
+class Detector(nn.Module):
+    """Images of several sizes in, losses out; without targets the detections of each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
+        self.head = nn.Linear(5, 4)
+
+    def boxes(self, images: Any) -> list[Tensor]:
+        assert isinstance(images, list)
+        return [self.head(self.body(image.flatten(1).T)) for image in images]
+
+    def forward(self, images: Any, targets: Any = None) -> Any:
+        found = self.boxes(images)
+        if targets is None:
+            return samples([{"boxes": each, "count": len(each)} for each in found])
+        assert isinstance(targets, list)
+        assert len(targets) == len(images)
+        errors = [((each - target["boxes"]) ** 2).sum() for each, target in zip(found, targets, strict=True)]
+        return {"boxes": torch.stack(errors).sum(), "size": sum(each.abs().mean() for each in found)}
+
+
+def batch(device: Any = "cpu", count: int = SAMPLES) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    made = torch.Generator().manual_seed(0)
+    images = [torch.randn(3, 2, 1 + i, dtype=torch.float64, generator=made) for i in range(count)]
+    targets = [
+        {"boxes": torch.randn(2 * (1 + i), 4, dtype=torch.float64, generator=made), "id": i} for i in range(count)
+    ]
+    return [image.to(device) for image in images], [{**each, "boxes": each["boxes"].to(device)} for each in targets]
+
+
+@pytest.fixture
+def net(root: torch.device) -> Detector:
+    torch.manual_seed(0)
+    return Detector().double().to(root)
+
+
+FORMS: dict[str, Callable[[nn.Module, list], Any]] = {
+    "DataParallel": DataParallel,
+    "uneven": lambda net, slots: DataParallel(net, slots, chunk_sizes=[1, 4, 2]),
+    "shares": lambda net, slots: DataParallel(net, slots, chunk_sizes=[0.5, 0.25, 0.25]),
+    "balanced": lambda net, slots: DataParallel(net, slots, chunk_sizes="balanced"),
+    "one slot": lambda net, slots: DataParallel(net, slots[:1]),
+    "replicate": lambda net, slots: replicate(net, devices=slots),
+    "fully_shard": lambda net, slots: fully_shard(net, devices=slots),
+}
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found.detach().cpu(), wanted.detach().cpu(), rtol=1e-9, atol=1e-9)
+
+
+def grads(module: nn.Module) -> list[Tensor]:
+    found = [parameter.grad for parameter in module.parameters()]
+    return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in found]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_detector_trains_and_detects_as_on_one_device(form: str, net: Detector, slots: list, root: Any) -> None:
+    alone = copy.deepcopy(net)
+    model = FORMS[form](net, slots)
+    images, targets = batch()
+    own_images, own_targets = batch(root)
+    leaf = images[3].requires_grad_()
+    own_leaf = own_images[3].requires_grad_()
+    for _ in range(3):
+        losses = model(samples(images), targets=samples(targets))
+        expected = alone(own_images, own_targets)
+        for name in expected:
+            close(losses[name].sum(), expected[name])
+        sum(loss.sum() for loss in losses.values()).backward()
+        sum(expected.values()).backward()
+        for found, wanted in zip(grads(net), grads(alone), strict=True):
+            close(found, wanted)
+        close(leaf.grad, own_leaf.grad)
+    detections = model(samples(images))
+    assert len(detections) == SAMPLES
+    for found, wanted in zip(detections, alone(own_images), strict=True):
+        assert found["count"] == wanted["count"]
+        assert found["boxes"].device == root
+        close(found["boxes"], wanted["boxes"])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_batch_smaller_than_the_slots(count: int, net: Detector, slots: list, root: Any) -> None:
+    images, targets = batch(root, count)
+    losses = DataParallel(net, slots)(samples(images), samples(targets))
+    assert losses["boxes"].numel() == min(count, 2 if count == 4 else 3) or count == 1
+    close(losses["boxes"].sum(), net(images, targets)["boxes"])
+
+
+@pytest.mark.parametrize("form", ["DataParallel", "uneven", "replicate", "fully_shard"])
+def test_detections_can_be_trained_on(form: str, net: Detector, slots: list, root: Any) -> None:
+    """Gradients come through what gather has joined."""
+    alone = copy.deepcopy(net)
+    model = FORMS[form](net, slots)
+    images, _ = batch(root)
+    for run in (model, alone):
+        sum((each["boxes"] ** 2).sum() * (i + 1) for i, each in enumerate(run(samples(images)))).backward()
+    for found, wanted in zip(grads(net), grads(alone), strict=True):
+        close(found, wanted)
+
+
+class Errors(nn.Module):
+    """A criterion whose targets are a list: the mean over samples of the errors of all their boxes."""
+
+    def forward(self, found: Any, targets: Any) -> Tensor:
+        return torch.stack(
+            [((one["boxes"] - other["boxes"]) ** 2).sum() for one, other in zip(found, targets, strict=True)]
+        ).mean()
+
+
+@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_loss_on_the_replicas_counts_samples(form: str, nested: bool, net: Detector, slots: list, root: Any) -> None:
+    alone = copy.deepcopy(net)
+
+    def criterion(found: Any, targets: Any) -> Tensor:
+        return Errors()(found, targets["all"] if nested else targets)
+
+    model = (
+        DataParallel(net, slots, loss=criterion)
+        if form == "DataParallel"
+        else replicate(net, devices=slots, loss=criterion)
+    )
+    images, targets = batch(root)
+    marked: Any = {"all": samples(targets)} if nested else samples(targets)
+    loss, detections = model(samples(images), target=marked, outputs=True)
+    expected = Errors()(alone(samples(images)), targets)
+    close(loss, expected)
+    assert [each["count"] for each in detections] == [2 * (i + 1) for i in range(SAMPLES)]
+    loss.backward()
+    expected.backward()
+    for found, wanted in zip(grads(net), grads(alone), strict=True):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("marks", ["in the loader", "in the loop"])
+def test_prefetched_batches_hold_samples(marks: str, net: Detector, slots: list, root: Any) -> None:
+    model = DataParallel(net, slots)
+    batches = [batch(count=count) for count in (7, 5, 2)]
+    loader = [(samples(images), samples(targets)) for images, targets in batches] if marks == "in the loader" else batches
+    for (images, targets), own in zip(dataparallel.prefetch(loader, model), batches, strict=True):
+        losses = model(samples(images), samples(targets))
+        expected = net(*([each.to(root) for each in own[0]], [{"boxes": t["boxes"].to(root)} for t in own[1]]))
+        close(losses["boxes"].sum(), expected["boxes"])
+
+
+@pytest.mark.devices("sim")
+def test_slots_of_one_device_have_streams_of_their_own(net: Detector, root: Any) -> None:
+    """The clocks find memory of another stream that is used or freed without order."""
+    model = DataParallel(net, [root] * 3)
+    for on_host in (True, False):
+        images, targets = batch("cpu" if on_host else root)
+        with isolated_slots():
+            for _ in range(3):
+                marked = samples([image * 1 for image in images])
+                losses = model(marked, samples(targets))
+                detections = model(samples([image * 1 for image in images]))
+                del marked
+                loss = sum(value.sum() for value in losses.values()) + sum(each["boxes"].sum() for each in detections)
+                loss.backward()
+                del losses, detections, loss
+
+
+def test_a_checkpoint_around_the_wrapper(net: Detector, slots: list, root: Any) -> None:
+    model, alone = DataParallel(net, slots), copy.deepcopy(net)
+    images, _ = batch(root)
+    found = checkpoint(lambda: [each["boxes"] for each in model(samples(images))], use_reentrant=False)
+    sum(each.sum() for each in found).backward()
+    sum(each["boxes"].sum() for each in alone(images)).backward()
+    for one, other in zip(grads(net), grads(alone), strict=True):
+        close(one, other)
+
+
+@pytest.mark.long
+def test_compiled_replicas_take_samples(net: Detector, slots: list, root: Any) -> None:
+    model = DataParallel(net, slots, compile={"backend": "eager"})
+    images, targets = batch(root)
+    close(model(samples(images), samples(targets))["boxes"].sum(), net(images, targets)["boxes"])
+    for found, wanted in zip(model(samples(images)), net(images), strict=True):
+        close(found["boxes"], wanted["boxes"])
