@@ -1,17 +1,19 @@
 """`Collect`: the outputs of replicas on one device, without joining them.
 
-``autograd.functions.Gather`` concatenates one tensor of each replica. This is for tensors that stay apart, of which each
-replica has its own number: ``batches`` calls it.
+``autograd.functions.Gather`` concatenates one tensor of each replica. This is for tensors that stay apart, of which
+each replica has its own number: ``batches`` calls it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dataparallel.autograd.functions import Broadcast, note_whether_to_recompute, recompute_here
+from dataparallel.comm import settings
+from dataparallel.devices import DeviceLike
 from dataparallel.streams.nodes import forward_streams_set
 
 __all__ = ["Collect"]
@@ -24,13 +26,13 @@ class Collect(Broadcast):
     """
 
     @staticmethod
-    def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, devices: Sequence[DeviceLike], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = Broadcast.forward(ctx, devices, *tensors)
         note_whether_to_recompute(ctx, ctx.sources, outputs[0])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        with forward_streams_set(ctx, grads):
+        with forward_streams_set(ctx, grads), settings.held(ctx.settings):
             recompute_here(ctx, ctx.sources)
         return Broadcast.backward(ctx, *grads)

@@ -76,8 +76,7 @@ class SampleCopies:
         """The chunks of a list for each slot, with the copies in place of the tensors."""
         _, parts = self._parts[id(marked)]
         return [
-            _rebuilt(part, copies, slot)
-            for part, copies, slot in zip(parts, self._copies, self._slots, strict=True)
+            _rebuilt(part, copies, slot) for part, copies, slot in zip(parts, self._copies, self._slots, strict=True)
         ]
 
 

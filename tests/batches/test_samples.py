@@ -66,9 +66,7 @@ def test_each_slot_gets_its_samples(count: int, sizes: list, on_host: bool, slot
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(1, 5), st.data())
-def test_samples_of_any_shape_come_back(
-    make_slots: Any, lengths: list[int], count: int, data: st.DataObject
-) -> None:
+def test_samples_of_any_shape_come_back(make_slots: Any, lengths: list[int], count: int, data: st.DataObject) -> None:
     slots = make_slots(count)
     dtypes = st.sampled_from([torch.float32, torch.int64, torch.bool])
     entries = [torch.ones(length, 2, device=slots[0]).to(data.draw(dtypes)) * i for i, length in enumerate(lengths)]
