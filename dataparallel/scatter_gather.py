@@ -7,7 +7,7 @@ Every error names the place in the structure. The forms call them, and users may
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Gather, Scatter
 from dataparallel.batch_types import batch_of, container_of
+from dataparallel.batches import ragged
 from dataparallel.batches.samples import SampleCopies, check_entries, joined
 from dataparallel.chunk_sizes import Splits, checked, near_equal
 from dataparallel.comm.checks import why_not_gatherable, why_not_movable
@@ -127,11 +128,9 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
                 raise ValueError(f"{path} {problem}")
             if is_whole(leaf):
                 continue
-            if leaf.layout not in (torch.strided, torch.sparse_coo) or leaf.is_nested:
-                raise ValueError(
-                    f"{path} cannot be split: its layout is {leaf.layout}{' (nested)' if leaf.is_nested else ''}; "
-                    "pass a strided or a sparse COO tensor, or mark it dataparallel.whole(...)"
-                )
+            problem = ragged.why_not_split(leaf, dim)
+            if problem:
+                raise ValueError(f"{path} cannot be split: {problem}")
             if not -leaf.dim() <= dim < leaf.dim():
                 raise ValueError(
                     f"{path} of shape {tuple(leaf.shape)} has no dimension {dim} to split; "
@@ -165,6 +164,7 @@ class _Splitter:
     ) -> None:
         self.slots, self.sizes, self.dim, self.marked = slots, sizes, dim, marked
         self.samples: SampleCopies | None = None
+        self.ragged = ragged.RaggedCopies(slots)
         # A tensor in two places becomes one chunk in two places: attention tests whether query is key.
         # Keyed by id, with the tensor beside it so that the id stays taken.
         self.done: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
@@ -207,9 +207,13 @@ class _Splitter:
             copied = take_sent_chunks(tensor, self.slots, self.sizes_of(tensor), self.dim)
             if copied is not None:
                 return copied
+        is_ragged = ragged.is_ragged(tensor)
         if not is_whole(tensor):
+            assert self.sizes is not None
+            if is_ragged:
+                return self.ragged.chunks(tensor, self.sizes)
             return Scatter.apply(self.slots, self.sizes, self.dim, tensor)
-        copies = Broadcast.apply(self.slots, tensor)
+        copies = self.ragged.copies(tensor) if is_ragged else Broadcast.apply(self.slots, tensor)
         for copy in copies:
             if tensor.dim() > 0:
                 mark_whole(copy)
@@ -219,7 +223,11 @@ class _Splitter:
 def moved(obj: Any, device: torch.device) -> Any:
     """The nested structure with every tensor and batch on ``device``; the same object if all are there already."""
     if isinstance(obj, Tensor):
-        return obj if obj.device == device else Broadcast.apply([device], obj)[0]
+        if obj.device == device:
+            return obj
+        return (
+            ragged.RaggedCopies([device]).copies(obj)[0] if ragged.is_ragged(obj) else Broadcast.apply([device], obj)[0]
+        )
     batch = batch_of(obj)
     if batch is not None:
         return batch.to(obj, device)
@@ -251,24 +259,32 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     if not outputs:
         raise ValueError("gather needs the output of at least one replica; got none")
     target = CPU if target_device == -1 else resolve(target_device)
-    return _gather(list(outputs), target, dim, "output", ())
+    return _gather(list(outputs), _Joins(target, dim, {}), "output", ())
+
+
+class _Joins(NamedTuple):
+    """One gather. ``offsets``: those of the ragged tensors that it has joined."""
+
+    target: torch.device
+    dim: int
+    offsets: dict[Any, Any]
 
 
 _HINT = "; if the list has one entry for each sample, return dataparallel.samples(list) from forward"
 
 
-def _gather(outputs: list[Any], target: torch.device, dim: int, path: str, above: tuple[int, ...]) -> Any:
+def _gather(outputs: list[Any], joins: _Joins, path: str, above: tuple[int, ...]) -> Any:
     first = outputs[0]
     if any(isinstance(output, Tensor) for output in outputs):
-        return _gather_tensors(outputs, target, dim, path)
+        return _gather_tensors(outputs, joins, path)
     batch = batch_of(first)
     if batch is not None:
         _check_same_type(outputs, path)
         if isinstance(first, Samples):
             for output in outputs:
                 check_entries(output, path)
-            return joined(outputs, target)
-        return batch.merge([batch.to(output, target) for output in outputs])
+            return joined(outputs, joins.target)
+        return batch.merge([batch.to(output, joins.target) for output in outputs])
     container = container_of(first)
     if container is None:
         return _gather_leaves(outputs, path)
@@ -288,13 +304,14 @@ def _gather(outputs: list[Any], target: torch.device, dim: int, path: str, above
             rows[replica] = sorted(row, key=lambda pair: keys.index(pair[0]))
     above = (*above, id(first))
     values = [
-        _gather([value for _, value in column], target, dim, path + key, above)
+        _gather([value for _, value in column], joins, path + key, above)
         for key, column in zip(keys, zip(*rows, strict=True), strict=True)
     ]
     return container.rebuild(first, values)
 
 
-def _gather_tensors(outputs: list[Any], target: torch.device, dim: int, path: str) -> Tensor:
+def _gather_tensors(outputs: list[Any], joins: _Joins, path: str) -> Tensor:
+    dim = joins.dim
     for replica, output in enumerate(outputs):
         if not isinstance(output, Tensor):
             other = next(i for i, found in enumerate(outputs) if isinstance(found, Tensor))
@@ -305,6 +322,7 @@ def _gather_tensors(outputs: list[Any], target: torch.device, dim: int, path: st
         problem = why_not_movable(output)
         if problem:
             raise ValueError(f"cannot gather {path}: the tensor of replica {replica} {problem}")
+    _check_layouts(outputs, dim, path)
     if any(output.dim() > 0 for output in outputs):
         for replica, output in enumerate(outputs):
             if not -output.dim() <= dim < output.dim():
@@ -312,10 +330,31 @@ def _gather_tensors(outputs: list[Any], target: torch.device, dim: int, path: st
                     f"cannot gather {path}: replica {replica} returned shape {tuple(output.shape)}, "
                     f"which has no dimension {dim}"
                 )
-    problem = why_not_gatherable(outputs, dim)
+    jagged = outputs[0].layout is torch.jagged
+    problem = ragged.why_not_joinable(outputs) if jagged else why_not_gatherable(outputs, dim)
     if problem:
         raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}")
-    return Gather.apply(target, dim, *outputs)
+    if ragged.is_ragged(outputs[0]):
+        return ragged.joined(outputs, joins.target, joins.offsets)
+    return Gather.apply(joins.target, dim, *outputs)
+
+
+def _check_layouts(outputs: list[Tensor], dim: int, path: str) -> None:
+    first = outputs[0]
+    for replica, output in enumerate(outputs):
+        if output.layout != first.layout or output.is_nested != first.is_nested:
+            raise ValueError(
+                f"cannot gather {path}: replica 0 returned a tensor of layout {first.layout}, "
+                f"replica {replica} one of layout {output.layout}"
+            )
+    if ragged.is_ragged(first) or len(outputs) > 1:
+        problem = ragged.why_not_split(first, dim)
+        if problem:
+            what, _, _ = problem.partition(";")
+            raise ValueError(
+                f"cannot gather {path}: {what}; return a strided tensor, a sparse COO or CSR matrix, or a nested "
+                "tensor of layout torch.jagged"
+            )
 
 
 def _gather_leaves(outputs: list[Any], path: str) -> Any:

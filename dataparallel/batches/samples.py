@@ -15,6 +15,7 @@ from torch import Tensor
 from dataparallel.autograd.collect import Collect
 from dataparallel.autograd.functions import Broadcast
 from dataparallel.batch_types import batch_of, container_of, register_batch
+from dataparallel.batches.ragged import RaggedCopies, is_ragged
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.per_replica import PerReplica
 from dataparallel.samples import Samples
@@ -83,10 +84,13 @@ class SampleCopies:
 def joined(parts: Sequence[Samples[Any]], device: torch.device) -> Samples[Any]:
     """The entries of all lists in order, with every tensor on ``device``; one node of the graph has all tensors."""
     tensors = {id(tensor): tensor for part in parts for tensor in tensors_in(part)}
-    moving = len(parts) > 1 or any(tensor.device != device for tensor in tensors.values())
-    copies = Collect.apply([device], *tensors.values()) if moving and tensors else tensors.values()
-    copy_of = dict(zip(tensors, copies, strict=True))
-    return Samples(entry for part in parts for entry in _rebuilt(part, copy_of, device))
+    plain = {name: tensor for name, tensor in tensors.items() if not is_ragged(tensor)}
+    if len(parts) > 1 or any(tensor.device != device for tensor in plain.values()):
+        tensors.update(zip(plain, Collect.apply([device], *plain.values()) if plain else (), strict=True))
+    of_ragged = RaggedCopies([device])
+    for name in [name for name in tensors if name not in plain]:
+        (tensors[name],) = of_ragged.copies(tensors[name])
+    return Samples(entry for part in parts for entry in _rebuilt(part, tensors, device))
 
 
 def _cut(marked: Samples[Any], sizes: Sequence[int]) -> list[Samples[Any]]:
@@ -96,13 +100,17 @@ def _cut(marked: Samples[Any], sizes: Sequence[int]) -> list[Samples[Any]]:
 
 def _on_slots(tensors: list[Tensor], slots: Sequence[torch.device]) -> Iterator[Sequence[Tensor]]:
     """For each slot the tensors there. With a single slot, those that are there already are not copied."""
+    copies: dict[int, Sequence[Tensor]] = {}
     moving = [i for i, tensor in enumerate(tensors) if len(slots) > 1 or tensor.device != slots[0]]
-    flat = Broadcast.apply(slots, *(tensors[i] for i in moving)) if moving else ()
+    of_ragged = RaggedCopies(slots)
+    for i in [i for i in moving if is_ragged(tensors[i])]:
+        copies[i] = of_ragged.copies(tensors[i])
+        moving.remove(i)
+    if moving:
+        flat = Broadcast.apply(slots, *(tensors[i] for i in moving))
+        copies.update((i, flat[place :: len(moving)]) for place, i in enumerate(moving))
     for slot in range(len(slots)):
-        of_slot = list(tensors)
-        for place, i in enumerate(moving):
-            of_slot[i] = flat[slot * len(moving) + place]
-        yield of_slot
+        yield [copies[i][slot] if i in copies else tensor for i, tensor in enumerate(tensors)]
 
 
 def _rebuilt(obj: Any, copy_of: dict[int, Tensor], device: torch.device) -> Any:
