@@ -37,9 +37,9 @@ _WHOLE = "_dataparallel_whole"
 def whole(tensor: Tensor) -> Tensor:
     """Marks a tensor (a mask, a table) of which every replica gets all, instead of a chunk.
 
-    Returns another tensor on the same memory and in the same graph; the argument itself is not marked. Results of
-    operators are not marked, so mark last: ``model(x, mask=dataparallel.whole(mask))``. For a module that is not
-    wrapped it is an ordinary tensor.
+    Returns another tensor on the same memory and in the same graph, or a copy of a sparse one that needs gradients. The
+    argument itself is not marked. Results of operators are not marked, so mark last:
+    ``model(x, mask=dataparallel.whole(mask))``. For a module that is not wrapped it is an ordinary tensor.
 
     Raises:
         TypeError: ``tensor`` is no tensor.
@@ -48,8 +48,10 @@ def whole(tensor: Tensor) -> Tensor:
         raise TypeError(
             f"whole() marks a tensor; got {type(tensor).__name__}: everything else is handed on whole anyway"
         )
-    recorded = tensor.requires_grad and torch.is_grad_enabled()
-    marked = tensor.view_as(tensor) if recorded else alias(tensor, 0)
+    marked = alias(tensor, 0)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        has_views = tensor.layout in (torch.strided, torch.jagged)  # sparse ones have none
+        marked = tensor.view_as(tensor) if has_views else tensor.clone()
     mark_whole(marked)
     return marked
 

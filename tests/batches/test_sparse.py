@@ -99,6 +99,15 @@ def test_whole_and_in_samples(layout: str, slots: list, root: torch.device) -> N
     assert torch.equal(gather([part[2] for part in parts], root)[5].to_dense(), dense(root))
 
 
+@every_layout
+def test_gradients_of_a_whole_one_are_summed(layout: str, slots: list, root: torch.device) -> None:
+    table = LAYOUTS[layout](dense(root)).requires_grad_()
+    parts = scatter((torch.arange(6), whole(table)), slots)
+    sum((part[1].to_dense() * 10**slot).sum().to(root) for slot, part in enumerate(parts)).backward()
+    assert torch.equal(table.grad.to_dense() != 0, dense(root) != 0)
+    assert table.grad.to_dense().unique().tolist() == [0, 111]
+
+
 class Embedder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
