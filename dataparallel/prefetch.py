@@ -16,8 +16,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from dataparallel.batches.samples import slots_of_tensors
 from dataparallel.data_parallel import DataParallel
 from dataparallel.devices import CPU, resolve
+from dataparallel.samples import Samples
 from dataparallel.streams.ahead import Sender, SentBatch, can_be_sent
 from dataparallel.structures import is_whole, leaves
 
@@ -38,10 +40,12 @@ def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -
             loss = loss_function(output, targets.to(output.device))
 
     The copies serve one call, in the iteration of their batch. Everything else is copied in the call, as without
-    ``prefetch``: results of operators on a batch, ``whole(tensor)`` called in the loop (a generator around the loader
-    can call it instead), tensors that you changed in place, the batch of a second call, tensors that require gradients
-    or are on a device already, sparse tensors, tensor subclasses, values of registered batch types. A change through
-    numpy or ``.data``, or of a tensor made under ``inference_mode``, cannot be noticed: make it in the loader.
+    ``prefetch``: results of operators on a batch, ``whole(tensor)`` called in the loop (a generator around the
+    loader can call it instead), tensors that you changed in place, the batch of a second call, tensors that require
+    gradients or are on a device already, sparse tensors, tensor subclasses, values of registered batch types. What
+    is inside ``dataparallel.samples(...)`` is sent if the loader has marked it, for example in its ``collate_fn``.
+    A change through numpy or ``.data``, or of a tensor made under ``inference_mode``, cannot be noticed: make it in
+    the loader.
 
     Copies from pinned memory run beside the compute. Let the loader pin (``DataLoader(pin_memory=True)``), or each
     batch is first copied into pinned memory, in the loop's thread. A pinned batch may still be read after the call
@@ -133,7 +137,8 @@ class Prefetch(Generic[T]):
         """Sends and appends the loader's next batch, or appends its exception. Returns ``False`` at the end."""
         try:
             batch = next(batches)
-            sent = sender.send(self._chunked(batch, sender.slots), self.model.dim)
+            slots = sender.slots
+            sent = sender.send(self._chunked(batch, slots), self.model.dim, to_some=self._in_samples(batch, slots))
         except StopIteration:
             return False
         except Exception as error:  # raised where its batch would have come, after those before it
@@ -160,3 +165,23 @@ class Prefetch(Generic[T]):
                 except ValueError:  # numbers of samples that do not fit this tensor: a call with it says so
                     continue
                 yield tensor, sizes
+
+    def _in_samples(self, batch: T, slots: Sequence[torch.device]) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """The tensors inside lists of samples, each once, with the numbers of the slots that a call sends them to.
+
+        Lists of different lengths are not for one call, so a tensor that is in two of them is sent for one call only.
+        """
+        found: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+        by_size: dict[int, list[Samples[Any]]] = {}
+        for _, leaf in leaves(batch, ""):
+            if isinstance(leaf, Samples):
+                by_size.setdefault(len(leaf), []).append(leaf)
+        for size, marked in by_size.items():
+            try:
+                sizes = self.model._split.sizes(size, len(slots))
+            except ValueError:  # as above
+                continue
+            for tensor, numbers in slots_of_tensors(marked, sizes):
+                if can_be_sent(tensor):
+                    found.setdefault(id(tensor), (tensor, numbers))
+        return [*found.values()]

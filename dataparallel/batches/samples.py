@@ -19,9 +19,10 @@ from dataparallel.batches.ragged import RaggedCopies, is_ragged
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.per_replica import PerReplica
 from dataparallel.samples import Samples
+from dataparallel.streams.ahead import take_sent_chunks
 from dataparallel.structures import leaves, tensors_in
 
-__all__ = ["SampleCopies", "check_entries", "joined"]
+__all__ = ["SampleCopies", "check_entries", "joined", "slots_of_tensors"]
 
 
 def check_entries(marked: Samples[Any], path: str) -> None:
@@ -58,15 +59,9 @@ class SampleCopies:
     def __init__(self, found: Iterable[Samples[Any]], slots: Sequence[torch.device], sizes: Sequence[int]) -> None:
         self._slots = slots
         self._parts = {id(marked): (marked, _cut(marked, sizes)) for marked in found}
-        # Keyed by id, with the tensor beside it so that the id stays taken.
-        holding: dict[int, tuple[Tensor, dict[int, None]]] = {}
-        for _, parts in self._parts.values():
-            for slot, part in enumerate(parts):
-                for tensor in tensors_in(part):
-                    holding.setdefault(id(tensor), (tensor, {}))[1][slot] = None
         groups: dict[tuple[int, ...], list[Tensor]] = {}
-        for tensor, of_tensor in holding.values():
-            groups.setdefault(tuple(sorted(of_tensor)), []).append(tensor)
+        for tensor, holding in _holding(parts for _, parts in self._parts.values()):
+            groups.setdefault(holding, []).append(tensor)
         self._copies: list[dict[int, Tensor]] = [{} for _ in slots]
         for group, tensors in groups.items():
             copies = _on_slots(tensors, [slots[slot] for slot in group])
@@ -79,6 +74,11 @@ class SampleCopies:
         return [
             _rebuilt(part, copies, slot) for part, copies, slot in zip(parts, self._copies, self._slots, strict=True)
         ]
+
+
+def slots_of_tensors(found: Iterable[Samples[Any]], sizes: Sequence[int]) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Each tensor inside lists of samples, once, with the numbers of the slots that get it."""
+    return _holding(_cut(marked, sizes) for marked in found)
 
 
 def joined(parts: Sequence[Samples[Any]], device: torch.device) -> Samples[Any]:
@@ -98,14 +98,31 @@ def _cut(marked: Samples[Any], sizes: Sequence[int]) -> list[Samples[Any]]:
     return [Samples(marked[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
 
+def _holding(lists: Iterable[Sequence[Samples[Any]]]) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Each tensor inside lists that have been cut, once, with the numbers of the slots that get it, in order."""
+    # Keyed by id, with the tensor beside it so that the id stays taken.
+    found: dict[int, tuple[Tensor, set[int]]] = {}
+    for parts in lists:
+        for slot, part in enumerate(parts):
+            for tensor in tensors_in(part):
+                found.setdefault(id(tensor), (tensor, set()))[1].add(slot)
+    return [(tensor, tuple(sorted(holding))) for tensor, holding in found.values()]
+
+
 def _on_slots(tensors: list[Tensor], slots: Sequence[torch.device]) -> Iterator[Sequence[Tensor]]:
     """For each slot the tensors there. With a single slot, those that are there already are not copied."""
     copies: dict[int, Sequence[Tensor]] = {}
     moving = [i for i, tensor in enumerate(tensors) if len(slots) > 1 or tensor.device != slots[0]]
     of_ragged = RaggedCopies(slots)
-    for i in [i for i in moving if is_ragged(tensors[i])]:
-        copies[i] = of_ragged.copies(tensors[i])
-        moving.remove(i)
+    for i in moving:
+        tensor = tensors[i]
+        if is_ragged(tensor):
+            copies[i] = of_ragged.copies(tensor)
+        elif not (tensor.requires_grad and torch.is_grad_enabled()):  # what was sent ahead is in no graph
+            sent = take_sent_chunks(tensor, slots, None, 0)
+            if sent is not None:
+                copies[i] = sent
+    moving = [i for i in moving if i not in copies]
     if moving:
         flat = Broadcast.apply(slots, *(tensors[i] for i in moving))
         copies.update((i, flat[place :: len(moving)]) for place, i in enumerate(moving))

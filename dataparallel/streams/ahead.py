@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, lru_cache
+from itertools import chain
 from types import TracebackType
 
 import torch
@@ -227,19 +228,27 @@ class Sender:
         self.streams = {device: _side_stream(device) for device in dict.fromkeys(slots)}
 
     @torch.no_grad()
-    def send(self, tensors: Iterable[tuple[Tensor, Sequence[int] | None]], dim: int) -> SentBatch:
+    def send(
+        self,
+        tensors: Iterable[tuple[Tensor, Sequence[int] | None]],
+        dim: int,
+        to_some: Iterable[tuple[Tensor, Sequence[int]]] = (),
+    ) -> SentBatch:
         """Starts to copy tensors for which `can_be_sent` is true, each given with its chunks' sizes along ``dim``.
 
-        ``None`` instead of sizes sends the whole tensor to every slot. `take_sent_chunks` finds the chunks until
-        `SentBatch.end`.
+        ``None`` instead of sizes sends the whole tensor to every slot. ``to_some`` has tensors that go whole to some
+        slots, with the numbers of these. `take_sent_chunks` finds the chunks until `SentBatch.end`.
         """
         tensors = list(tensors)
+        some = [(tensor, [self.slots[slot] for slot in numbers]) for tensor, numbers in to_some]
         used = max((len(self.slots if sizes is None else sizes) for _, sizes in tensors), default=0)
-        sides = {device: self.streams[device] for device in dict.fromkeys(self.slots[:used])}
+        devices = chain(self.slots[:used], *(slots for _, slots in some))
+        sides = {device: self.streams[device] for device in dict.fromkeys(devices)}
         copy_events = {}
         try:
             with streams_set(sides):
                 sent = [SentTensor(tensor, self.slots, sizes, dim) for tensor, sizes in tensors]
+                sent += [SentTensor(tensor, slots, None, dim) for tensor, slots in some]
                 for device, side in sides.items():
                     for tensor in sent:
                         tensor.copy_to(device)
