@@ -39,10 +39,12 @@ def scatter(
     """Splits every tensor of a nested structure along ``dim``, and returns one structure for each slot.
 
     Chunks are near-equal, as ``torch.chunk`` makes them, or have ``chunk_sizes``. A batch with fewer samples than slots
-    gives fewer structures. Tensors of 0 dimensions and tensors marked `whole` go to every slot. Each slot gets its own
-    entry of a `PerReplica`. Other objects are handed to all slots by reference; each slot has its own containers. If no
-    tensor is to be split, the structure is repeated for each slot, or for each entry of a `PerReplica` in it. All
-    tensors arrive on their slot's device. Host memory is the caller's again when this returns, also if it is pinned.
+    gives fewer structures. Tensors of 0 dimensions and tensors marked `whole` go to every slot. A list marked with
+    `dataparallel.samples` is split itself, and the tensors in it are moved whole. Sparse CSR matrices and jagged nested
+    tensors are split along dimension 0. Each slot gets its own entry of a `PerReplica`. Other objects are handed to all
+    slots by reference; each slot has its own containers. If no tensor is to be split, the structure is repeated for
+    each slot, or for each entry of a `PerReplica` in it. All tensors arrive on their slot's device. Host memory is the
+    caller's again when this returns, also if it is pinned.
 
     Args:
         inputs: tensors, containers and batches (see ``batch_types``), nested to any depth.
@@ -56,8 +58,8 @@ def scatter(
 
     Raises:
         ValueError: batch sizes disagree (the message has both, with their paths); ``chunk_sizes`` do not fit; a tensor
-            has no dimension ``dim``; a container contains itself; a `PerReplica` has another number of entries than
-            there are replicas; several replicas would share a cache of ``transformers``.
+            has no dimension ``dim``, or a layout that cannot be split; a container contains itself; a `PerReplica` has
+            another number of entries than there are replicas; several replicas would share a cache of ``transformers``.
     """
     with HostReads() as reads:
         return _scatter(inputs, target_gpus, dim, checked(chunk_sizes), "input", reads)
@@ -243,9 +245,10 @@ def moved(obj: Any, device: torch.device) -> Any:
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
     """Joins one structure from each replica into one structure on ``target_device``.
 
-    Tensors are concatenated along ``dim``; 0-dim tensors become a vector. For leaves that are no tensors the result has
-    the first replica's if all are equal, else a `PerReplica` with one entry for each replica. Containers have the type
-    and the further attributes of the first replica's container.
+    Tensors are concatenated along ``dim``; 0-dim tensors become a vector. Sparse CSR matrices and jagged nested tensors
+    are joined along dimension 0. Lists marked with `dataparallel.samples` become one list with all entries. For leaves
+    that are no tensors the result has the first replica's if all are equal, else a `PerReplica` with one entry for each
+    replica. Containers have the type and the further attributes of the first replica's container.
 
     Args:
         outputs: one structure for each replica, at least one.

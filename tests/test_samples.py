@@ -172,6 +172,20 @@ def test_prefetched_batches_hold_samples(marks: str, net: Detector, slots: list,
         close(losses["boxes"].sum(), expected["boxes"])
 
 
+def test_a_loader_collates_them(net: Detector, slots: list, root: Any) -> None:
+    images, targets = batch()
+    data = list(zip(images, targets, strict=True))
+    loader: Any = torch.utils.data.DataLoader(
+        data,  # type: ignore[arg-type]
+        batch_size=4,
+        collate_fn=lambda rows: tuple(map(samples, zip(*rows, strict=True))),
+        pin_memory=root.type == "cuda",
+    )
+    model = DataParallel(net, slots)
+    found = [each["count"] for part, _ in loader for each in model(part)]
+    assert found == [2 * (i + 1) for i in range(SAMPLES)]
+
+
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(1, 3)
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
