@@ -31,6 +31,7 @@ FLOORS = """
     stages             what surrounds the four stages of a call
     kept               replicas and tensors that later calls use again
     scatter_gather     nested structures in, nested structures out
+    joined             one structure of each replica, joined
     batches            how batches that are no dense tensors are cut, moved and joined
     replicate          one module, a copy for each slot
     parallel_apply     each copy runs on its device
