@@ -31,6 +31,7 @@ from torch.autograd import profiler
 __all__ = ["HOOK_FLAGS", "HOOK_TABLES", "NAMES", "OWN_HOOK_TABLES", "REGISTRIES", "TRIED", "OpOverload", "PrivateName"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type[list[Any]])
 
 TRIED = ("2.11", "2.13", "2.15")
 """Releases of torch that have all names."""
@@ -443,6 +444,18 @@ _actions = _private(
     _NOTHING,
     _WITHOUT_STRATEGIES,
 )
+
+
+def walked_as_a_list(cls: C) -> C:
+    """A decorator of a class of lists: torch's functions that map over structures look into its objects."""
+    pytree.register_pytree_node(
+        cls,
+        lambda entries: (list(entries), None),
+        lambda entries, _: cls(entries),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=lambda entries: ([(pytree.SequenceKey(i), each) for i, each in enumerate(entries)], None),
+    )
+    return cls
 
 
 def is_profiler_enabled() -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dataparallel.autograd.functions import Gather
 from dataparallel.batch_types import batch_of, container_of
 from dataparallel.batches import ragged
-from dataparallel.batches.samples import check_entries, joined
+from dataparallel.batches.samples import check_entries, joined_samples
 from dataparallel.comm.checks import why_not_gatherable, why_not_movable
 from dataparallel.per_replica import PerReplica
 from dataparallel.samples import Samples
@@ -42,13 +42,14 @@ def _joined(outputs: list[Any], joins: _Joins, path: str, above: tuple[int, ...]
     first = outputs[0]
     if any(isinstance(output, Tensor) for output in outputs):
         return _joined_tensors(outputs, joins, path)
+    if isinstance(first, Samples):
+        _check_same_type(outputs, path)
+        for output in outputs:
+            check_entries(output, path)
+        return joined_samples(outputs, joins.target)
     batch = batch_of(first)
     if batch is not None:
         _check_same_type(outputs, path)
-        if isinstance(first, Samples):
-            for output in outputs:
-                check_entries(output, path)
-            return joined(outputs, joins.target)
         return batch.merge([batch.to(output, joins.target) for output in outputs])
     container = container_of(first)
     if container is None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dataparallel.batch_types import batch_of
 from dataparallel.modules.placement import check_placement
 from dataparallel.replicate import make_replicas
+from dataparallel.samples import Samples
 from dataparallel.structures import is_whole, leaves
 
 __all__ = ["CallLoss", "Criterion", "Part", "ReplicaLoss"]
@@ -178,6 +179,8 @@ def _samples(target: Any, output: Any, dim: int) -> int:
         if isinstance(leaf, Tensor):
             if not is_whole(leaf):
                 return leaf.shape[dim]
+        elif isinstance(leaf, Samples):
+            return len(leaf)
         elif (batch := batch_of(leaf)) is not None:
             return batch.size(leaf)
     return 1

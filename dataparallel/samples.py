@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from dataparallel._torch import pytree
+from dataparallel import _torch
 
 __all__ = ["Samples", "samples"]
 
 T = TypeVar("T")
 
 
+@_torch.walked_as_a_list  # so that units, which cast their inputs, find the tensors in it
 class Samples(list[T]):
     """The list that `samples` returns: a batch with one entry for each sample, in order.
 
@@ -56,13 +57,3 @@ def samples(entries: list[T] | tuple[T, ...]) -> Samples[T]:
             + (": a tensor is split along its batch dimension anyway" if hasattr(entries, "dim") else "")
         )
     return Samples(entries)
-
-
-# So that what maps a function over tensors, as units do to cast their inputs, finds them here too.
-pytree.register_pytree_node(
-    Samples,
-    lambda marked: (list(marked), None),
-    lambda values, _: Samples(values),
-    serialized_type_name="dataparallel.samples.Samples",
-    flatten_with_keys_fn=lambda marked: ([(pytree.SequenceKey(i), each) for i, each in enumerate(marked)], None),
-)

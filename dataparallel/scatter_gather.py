@@ -16,7 +16,7 @@ from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Scatter
 from dataparallel.batch_types import batch_of, container_of
 from dataparallel.batches import ragged
-from dataparallel.batches.samples import SampleCopies, check_entries
+from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
 from dataparallel.chunk_sizes import Splits, checked, near_equal
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
@@ -143,11 +143,13 @@ def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
             size = leaf.shape[dim]
         else:
             batch = batch_of(leaf)
-            if batch is None:
-                continue
             if isinstance(leaf, Samples):
                 check_entries(leaf, path)
-            size = batch.size(leaf)
+                size = len(leaf)
+            elif batch is not None:
+                size = batch.size(leaf)
+            else:
+                continue
         if first is None:
             first = (path, size)
         elif size != first[1]:
@@ -231,6 +233,8 @@ def moved(obj: Any, device: torch.device) -> Any:
         return (
             ragged.RaggedCopies([device]).copies(obj)[0] if ragged.is_ragged(obj) else Broadcast.apply([device], obj)[0]
         )
+    if isinstance(obj, Samples):
+        return joined_samples([obj], device)
     batch = batch_of(obj)
     if batch is not None:
         return batch.to(obj, device)

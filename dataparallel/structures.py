@@ -77,7 +77,7 @@ def children_of(obj: Any, path: str) -> list[tuple[str, Any]] | None:
     if type(obj) is Arguments:
         args, kwargs = obj
         return [("args", args), ("kwargs", kwargs)]
-    if isinstance(obj, Tensor) or batch_of(obj) is not None:
+    if isinstance(obj, (Tensor, Samples)) or batch_of(obj) is not None:
         return None
     container = container_of(obj)
     return None if container is None else [(path + key, value) for key, value in container.children(obj)]
@@ -100,7 +100,7 @@ def leaves(obj: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[s
 
 
 def tensors_in(obj: Any) -> Iterator[Tensor]:
-    """The tensors of a nested structure, in order. Of batch types it looks only into `Samples`."""
+    """The tensors of a nested structure, in order. Of batches it looks only into `Samples`."""
     for _, leaf in leaves(obj, ""):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -172,7 +172,7 @@ def _holds_entries(obj: Any, above: tuple[int, ...]) -> bool:
 def _entries_of_one(obj: Any) -> Any:
     if isinstance(obj, PerReplica):
         return obj[0]
-    container = None if isinstance(obj, Tensor) or batch_of(obj) is not None else container_of(obj)
+    container = None if isinstance(obj, (Tensor, Samples)) or batch_of(obj) is not None else container_of(obj)
     if container is None:
         return obj
     return container.rebuild(obj, [_entries_of_one(value) for _, value in container.children(obj)])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dataparallel.autograd.collect import Collect
 from dataparallel.autograd.functions import Broadcast
-from dataparallel.batch_types import batch_of, container_of, register_batch
+from dataparallel.batch_types import batch_of, container_of
 from dataparallel.batches.ragged import RaggedCopies, is_ragged
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.per_replica import PerReplica
@@ -22,7 +22,7 @@ from dataparallel.samples import Samples
 from dataparallel.streams.ahead import take_sent_chunks
 from dataparallel.structures import leaves, tensors_in
 
-__all__ = ["SampleCopies", "check_entries", "joined", "slots_of_tensors"]
+__all__ = ["SampleCopies", "check_entries", "joined_samples", "slots_of_tensors"]
 
 
 def check_entries(marked: Samples[Any], path: str) -> None:
@@ -81,7 +81,7 @@ def slots_of_tensors(found: Iterable[Samples[Any]], sizes: Sequence[int]) -> lis
     return _holding(_cut(marked, sizes) for marked in found)
 
 
-def joined(parts: Sequence[Samples[Any]], device: torch.device) -> Samples[Any]:
+def joined_samples(parts: Sequence[Samples[Any]], device: torch.device) -> Samples[Any]:
     """The entries of all lists in order, with every tensor on ``device``; one node of the graph has all tensors."""
     tensors = {id(tensor): tensor for part in parts for tensor in tensors_in(part)}
     plain = {name: tensor for name, tensor in tensors.items() if not is_ragged(tensor)}
@@ -142,12 +142,3 @@ def _rebuilt(obj: Any, copy_of: dict[int, Tensor], device: torch.device) -> Any:
         return obj
     values = [_rebuilt(value, copy_of, device) for _, value in container.children(obj)]
     return container.rebuild(obj, values)
-
-
-register_batch(
-    Samples,
-    size=len,
-    split=_cut,
-    merge=lambda parts: Samples(entry for part in parts for entry in part),
-    to=lambda marked, device: joined([marked], device),
-)
