@@ -7,8 +7,8 @@ or two rounds, so machines that come to different ones raise, and none waits for
 How a machine that fails is missed by nobody: a forward that has begun a collective has it begun on all machines, and
 ends with a round on all of them. If it fails on one, this one's round is a failure, and all others raise in their next
 round, whether that is a collective or the end. The same holds for a pass of backward that leads through a collective.
-A machine that fails before its first collective cannot know if the others come to one. It assumes what the last forward
-in the same mode did; for a pass, the graph says it.
+A machine that comes to no collective, because it fails before or has none, cannot know if the others come to one. It
+assumes what the last forward in the same mode did; for a pass, the graph says it.
 
 So that all machines run the backwards of collectives in one order, whatever comes first in their engines, each
 collective of a forward takes a token from the one before (`PeerCall.token`): in backward it runs after those that
@@ -66,8 +66,9 @@ class PeerRounds:
             raise
         finally:
             call.token = None  # it leads to the graph
+        is_expected = self._has_collectives.get(mode, False)
         self._has_collectives[mode] = call.has_begun
-        if call.has_begun:
+        if call.has_begun or is_expected:
             self.end("forward")
 
     def say(self, kind: str, text: str, value: Any) -> list[Any]:
