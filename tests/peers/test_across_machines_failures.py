@@ -76,7 +76,8 @@ def train(
             model(batch, place if rank in culprits else "").square().sum().backward()
         except (Fails, PeerFailed) as error:
             raised.append(f"{type(error).__name__}: {error}")
-            assert all(parameter.grad is None for parameter in model.parameters())
+            # In front of all layers, the sums may have been handed out when the error comes.
+            assert place == "backward 0" or all(parameter.grad is None for parameter in model.parameters())
             continue
         assert not place
         optimizer.step()

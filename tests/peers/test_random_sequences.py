@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dataparallel import peers
@@ -36,14 +37,6 @@ class Sequence:
     fails: tuple[int, int] | None
     on_side_streams: bool
     arguments: dict[str, Any]
-
-    @staticmethod
-    def drawn(seed: int, count: int, accelerators: bool) -> Sequence:
-        draw = random.Random(seed)
-        names = tuple(draw.choice(list(STEPS)) for _ in range(draw.randint(1, 6)))
-        fails = (draw.randrange(count), draw.randrange(len(names) + 1)) if draw.random() < 0.6 else None
-        arguments = draw.choice([{}, {"serial": True}, *({"workers": n} for n in range(1, count + 1))])
-        return Sequence(names, fails, accelerators and draw.random() < 0.5, arguments)
 
     def run(self, x: Tensor, _: Tensor | None = None) -> Tensor:
         """The forward of a replica."""
@@ -135,11 +128,25 @@ def check(sequence: Sequence, slots: list) -> None:
     torch.testing.assert_close(grad, other, rtol=1e-9, atol=1e-9)
 
 
+def sequences(count: int, accelerators: bool) -> st.SearchStrategy[Sequence]:
+    """Sequences for so many replicas; more than half of them with an error."""
+    names = st.lists(st.sampled_from([*STEPS]), min_size=1, max_size=6).map(tuple)
+    arguments = st.sampled_from([{}, {"serial": True}, *({"workers": n} for n in range(1, count + 1))])
+    streams = st.booleans() if accelerators else st.just(False)
+
+    def with_fails(names: tuple[str, ...]) -> st.SearchStrategy[Sequence]:
+        place = st.tuples(st.integers(0, count - 1), st.integers(0, len(names)))
+        return st.builds(Sequence, st.just(names), st.one_of(st.none(), place, place), streams, arguments)
+
+    return names.flatmap(with_fails)
+
+
 @pytest.mark.slots(2, 3, 5)
-def test_sequences(slots):
+@settings(max_examples=260)
+@given(data=st.data())
+def test_sequences(slots, data):
     accelerators = torch.device(slots[0]).type != "cpu"
-    for seed in range(180):
-        sequence = Sequence.drawn(seed, len(slots), accelerators)
-        within_limit(lambda sequence=sequence: check(sequence, slots))
+    sequence = data.draw(sequences(len(slots), accelerators))
+    within_limit(lambda: check(sequence, slots))
     if accelerators:
         torch.accelerator.synchronize()
