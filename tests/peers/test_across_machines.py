@@ -79,39 +79,6 @@ def test_without_machines_it_spans_the_replicas_of_the_call(slots):
     assert Counts()(torch.zeros(1)).item() == 1
 
 
-class Unordered(nn.Module):
-    """Two collectives, neither of which needs the other. In backward either could come first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
-
-    def forward(self, chunk: Tensor, first: str = "left") -> Tensor:
-        left, right = self.left(chunk), self.right(chunk)
-        # More nodes on one side: the engine of each machine would begin with another one.
-        for _ in range(20):
-            if first == "left":
-                left = left + 0.1
-            else:
-                right = right + 0.1
-        left = peers.all_reduce(left.sum(0), across_machines=True)
-        right = peers.all_reduce(right.square().sum(0), across_machines=True)
-        both = (left, right) if first == "left" else (right, left)
-        return chunk * both[0].sin() + both[1].cos()
-
-
-def backward_in_one_order(rank: int, devices: list[torch.device]) -> bool:
-    torch.manual_seed(0)
-    model = spanning(Unordered(), devices)
-    for step in range(4):
-        model(samples(4, seed=step).to(devices[0]), "left" if rank == 0 else "right").sum().backward()
-    return all(bool(grad_of(parameter).isfinite().all()) for parameter in model.parameters())
-
-
-def test_backwards_of_collectives_come_in_one_order_on_all_machines():
-    assert on_machines(backward_in_one_order, ranks=3) == [True] * 3
-
-
 def partly_in_a_graph(rank: int, devices: list[torch.device]) -> list[float]:
     """Only rank 0's tensor needs a gradient. It comes from the results of all machines."""
 

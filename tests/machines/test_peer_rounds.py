@@ -1,0 +1,106 @@
+"""The nodes of collectives across machines run in one order in backward, and are told apart. Here with one machine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dataparallel.machines.errors import MachinesError, PeerFailed
+from dataparallel.machines.peer_rounds import PeerCall
+
+
+class Rounds:
+    """In the place of `PeerRounds`: two machines, of which the other one brings the same."""
+
+    def __init__(self) -> None:
+        self.machines = SimpleNamespace(rank=0, size=2)
+        self.texts: list[str] = []
+        self.now = SimpleNamespace(is_over=False)
+        self.fails = False
+
+    def exchange(self, kind: str, text: str, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        if self.fails:
+            raise PeerFailed("the other one has failed")
+        self.texts.append(text)
+        return flat.clone()
+
+    def pass_now(self, first: Any = None) -> Any:
+        return self.now
+
+
+def exchanged(call: PeerCall, text: str, tensor: Tensor) -> Tensor:
+    _, other = call.exchange(text, [tensor, tensor], [len(tensor)] * 2, in_graph=True)
+    return other
+
+
+def in_a_new_thread(function: Any) -> Any:
+    """torch numbers the nodes of each thread from 0 on, and a backward begins with the largest number."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.fixture
+def rounds() -> Rounds:
+    return Rounds()
+
+
+class TestOrderOfBackwards:
+    def test_is_the_reverse_of_forward_whatever_is_ready_first(self, rounds):
+        call, x = PeerCall(rounds), torch.ones(3, requires_grad=True)
+        for _ in range(100):  # the first node has a larger number than the second one
+            x = x + 0
+        first = exchanged(call, "first", x)
+        second = in_a_new_thread(lambda: exchanged(call, "second", x.detach().requires_grad_()))
+        (first.sum() + second.sum()).backward()
+        assert rounds.texts == [
+            "first, exchange 1",
+            "second, exchange 2",
+            "of second, exchange 2",
+            "of first, exchange 1",
+        ]
+
+    def test_what_a_backward_does_not_reach_is_not_waited_for(self, rounds):
+        call, x = PeerCall(rounds), torch.ones(3, requires_grad=True)
+        first, _ = exchanged(call, "first", x), exchanged(call, "second", x)
+        first.sum().backward()
+        assert rounds.texts[2:] == ["of first, exchange 1"]
+
+    def test_a_piece_that_stays_here_leads_through_the_node_too(self, rounds):
+        call, x = PeerCall(rounds), torch.ones(3, requires_grad=True)
+        own, _ = call.exchange("first", [x, x], [3, 3], in_graph=True)
+        (own * 2).sum().backward()
+        assert rounds.texts[1:] == ["of first, exchange 1"]
+        assert x.grad.tolist() == [2.0] * 3
+
+    def test_of_the_second_derivative_too(self, rounds):
+        call, x = PeerCall(rounds), torch.ones(3, requires_grad=True)
+        other = exchanged(call, "first", x**2)
+        (gradient,) = torch.autograd.grad((other**2).sum(), x, create_graph=True)
+        gradient.sum().backward()
+        assert rounds.texts[1:3] == ["of first, exchange 1", "of of first, exchange 1"]
+        assert x.grad.tolist() == [12.0] * 3  # of x ** 4
+
+
+class TestFailures:
+    def test_a_forward_that_has_failed_on_another_machine_is_over(self, rounds):
+        call = PeerCall(rounds)
+        rounds.fails = True
+        with pytest.raises(MachinesError):
+            exchanged(call, "first", torch.ones(2))
+        assert call.is_over
+
+    def test_a_pass_that_has_failed_on_another_machine_is_over(self, rounds):
+        other = exchanged(PeerCall(rounds), "first", torch.ones(2, requires_grad=True))
+        rounds.fails = True
+        with pytest.raises(PeerFailed):
+            other.sum().backward()
+        assert rounds.now.is_over
