@@ -1,0 +1,97 @@
+"""A detector of torchvision: lists of images and targets, one entry for each sample, are split over the slots."""
+
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+
+from either_form import both_forms, in_form
+from torch import nn
+from torchvision.models.detection import RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+
+from dataparallel import samples
+
+CLASSES = 4
+
+
+class Detector(nn.Module):
+    """RetinaNet on one small map of features. In eval mode its forward marks what it returns as one entry a sample."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
+        backbone.out_channels = 8
+        anchors = AnchorGenerator(sizes=((8, 16),), aspect_ratios=((0.5, 1.0, 2.0),))
+        self.net = RetinaNet(
+            backbone, CLASSES, anchor_generator=anchors, min_size=32, max_size=48, detections_per_img=5
+        )
+
+    def forward(self, images, targets=None):
+        found = self.net(images, targets)
+        return found if self.training else samples(found)
+
+
+def batch(count, root):
+    """Images of several sizes, with one to three boxes."""
+    generator = torch.Generator().manual_seed(1)
+    images, targets = [], []
+    for i in range(count):
+        images.append(torch.rand(3, 32, 32 + 4 * (i % 3), dtype=torch.float64, generator=generator).to(root))
+        corners = 16 * torch.rand(1 + i % 3, 2, dtype=torch.float64, generator=generator)
+        sizes = 4 + 10 * torch.rand(1 + i % 3, 2, dtype=torch.float64, generator=generator)
+        labels = torch.randint(1, CLASSES, (len(corners),), generator=generator)
+        targets.append({"boxes": torch.cat([corners, corners + sizes], 1).to(root), "labels": labels.to(root)})
+    return images, targets
+
+
+@pytest.fixture(autouse=True)
+def _in_float64():
+    torch.set_default_dtype(torch.float64)  # anchors have it
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@both_forms
+@pytest.mark.slots(1, 2, 3)
+def test_losses_weighted_by_images_are_those_of_one_device(form, slots, root):
+    """RetinaNet divides the loss of each image by what is in it, and takes the mean over images."""
+    model = Detector().to(root)
+    images, targets = batch(7, root)
+    # Images of a batch are padded to the largest one of it, which changes what is seen at the borders.
+    images = [nn.functional.pad(image, (0, 40 - image.shape[2])) for image in images]
+    expected = model(images, targets)
+    sum(expected.values()).backward()
+    wrapped = in_form(form, Detector().to(root), slots)
+    losses = wrapped(samples(images), samples(targets))
+    counts = torch.tensor([len(chunk) for chunk in torch.arange(7).chunk(len(slots))]).to(root)
+    found = {name: (values * counts).sum() / 7 for name, values in losses.items()} if len(slots) > 1 else losses
+    sum(found.values()).backward()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+    for ours, theirs in zip(wrapped.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9)
+
+
+@both_forms
+@pytest.mark.slots(1, 2, 3)
+def test_detections_are_gathered_image_by_image(form, slots, root):
+    model, (images, _) = Detector().to(root).eval(), batch(7, root)
+    chunks = [images[0 + at : at + size] for at, size in _places(len(images), len(slots))]
+    wrapped = in_form(form, model, slots)
+    with torch.no_grad():
+        found = wrapped(samples(images))
+        expected = [one for chunk in chunks for one in model(chunk)]
+    assert len(found) == 7
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [*ours] == [*theirs]
+        for name in theirs:
+            assert ours[name].device == torch.device(root)
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-9)
+
+
+def _places(count, slots):
+    """The first image and the number of images of each slot."""
+    sizes = [len(chunk) for chunk in torch.arange(count).chunk(slots)]
+    return [(sum(sizes[:slot]), size) for slot, size in enumerate(sizes)]

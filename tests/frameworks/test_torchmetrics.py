@@ -1,0 +1,89 @@
+"""Metrics of torchmetrics: outside of the model they see the whole batch. Inside, each replica has copies."""
+
+import pytest
+import torch
+
+pytest.importorskip("torchmetrics")
+
+import torchmetrics
+from either_form import both_forms, in_form
+from torch import nn
+
+from dataparallel import peers
+
+
+def data(root):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(11, 4, dtype=torch.float64, generator=generator)
+    return x.to(root), torch.randint(3, (11,), generator=generator).to(root)
+
+
+def metrics():
+    return {
+        "accuracy": torchmetrics.classification.MulticlassAccuracy(3, average="micro"),
+        "f1": torchmetrics.classification.MulticlassF1Score(3),
+        "auroc": torchmetrics.classification.MulticlassAUROC(3),
+    }
+
+
+@both_forms
+@pytest.mark.slots(1, 2, 3)
+def test_gathered_outputs_are_those_of_one_device(form, slots, root):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double().to(root)
+    wrapped, (x, labels) = in_form(form, model, slots), data(root)
+    found, expected = torchmetrics.MetricCollection(metrics()), torchmetrics.MetricCollection(metrics())
+    for rows in (slice(0, 7), slice(7, 11)):
+        found.update(wrapped(x[rows]).detach().cpu().softmax(1), labels[rows].cpu())
+        expected.update(model(x[rows]).detach().cpu().softmax(1), labels[rows].cpu())
+    assert found.compute() == expected.compute()
+
+
+class Counting(nn.Module):
+    """A model with a metric of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3).double()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+
+    def forward(self, x, labels):
+        logits = self.linear(x)
+        self.accuracy.update(logits.detach(), labels)
+        return logits
+
+
+@both_forms
+@pytest.mark.slots(2, 3)
+def test_a_metric_inside_of_the_model_does_not_count(form, slots, root):
+    """Its states are attributes, no buffers: replicas share those of the module, and none of them leads back to it."""
+    model, (x, labels) = Counting().to(root), data(root)
+    wrapped = in_form(form, model, slots)
+    if root == torch.device("cpu"):
+        wrapped(x, labels)
+        source = wrapped.module if form == "DataParallel" else wrapped
+        assert not source.accuracy.update_called
+        assert source.accuracy.tp.sum() == 0
+    else:
+        with pytest.raises(RuntimeError, match="different devices"):
+            wrapped(x, labels)
+
+
+@both_forms
+@pytest.mark.slots(2, 3)
+def test_a_value_of_the_whole_batch_leaves_forward_as_an_output(form, slots, root):
+    class Accurate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3).double()
+
+        def forward(self, x, labels):
+            logits = self.linear(x)
+            everything = peers.all_gather((logits.detach(), labels))
+            return logits, torchmetrics.functional.accuracy(*everything, task="multiclass", num_classes=3)
+
+    torch.manual_seed(0)
+    model, (x, labels) = Accurate().to(root), data(root)
+    expected = model(x, labels)[1]
+    _, values = in_form(form, model, slots)(x, labels)
+    assert values.tolist() == [expected.item()] * len(slots)
