@@ -25,15 +25,9 @@ class Detector(nn.Module):
         backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
         backbone.out_channels = 8
         anchors = AnchorGenerator(sizes=((8, 16),), aspect_ratios=((0.5, 1.0, 2.0),))
-        self.net = RetinaNet(
-            backbone,
-            CLASSES,
-            anchor_generator=anchors,
-            min_size=32,
-            max_size=48,
-            score_thresh=0.0,
-            detections_per_img=5,
-        )
+        sizes = {"min_size": 32, "max_size": 48}
+        few = {"score_thresh": 0.0, "topk_candidates": 20, "detections_per_img": 5}
+        self.net = RetinaNet(backbone, CLASSES, anchor_generator=anchors, **sizes, **few)
 
     def forward(self, images, targets=None):
         found = self.net(images, targets)
