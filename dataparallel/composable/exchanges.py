@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, count
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.bucket_gradients import SlotGradients, SourceGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.autograd.end_of_pass import at_end_of_pass
 from dataparallel.comm.buckets import unflatten
 from dataparallel.composable.after_slots import AfterSlots, Arriving, Backward, BucketSum
 from dataparallel.composable.chained_buckets import ChainedBucket
@@ -371,7 +373,7 @@ class Passes:
             if chain.is_reached():
                 before = exchanges[chain] = Exchange(chain, before)
         self._begun[number] = exchanges
-        _torch.queue_callback(_EndOfPass(self, number))
+        at_end_of_pass(partial(self.finish, number))
 
     def _is_busy(self) -> bool:
         return any(self._begun.values())
@@ -402,20 +404,3 @@ def _nested() -> RuntimeError:
         "another backward of the module is under way. If a checkpoint inside it nests them, pass "
         "use_reentrant=False to it; if two threads run them, run one after the other"
     )
-
-
-class _EndOfPass:
-    """The engine calls it when a pass ends, or drops it if the pass fails."""
-
-    def __init__(self, passes: Passes, number: int) -> None:
-        self._passes, self._number = passes, number
-        self._is_done = False
-
-    def __call__(self) -> None:
-        self._is_done = True
-        self._passes.finish(self._number, None)
-
-    def __del__(self) -> None:
-        if not self._is_done:
-            self._is_done = True
-            self._passes.finish(self._number, RuntimeError("a backward has failed; it raised its own error"))

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
+from dataparallel.autograd.end_of_pass import at_end_of_pass
 from dataparallel.machines.collectives import all_gather_objects, all_to_all
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
@@ -102,21 +103,21 @@ class PeerRounds:
             found = self._passes.get(number)
             if found is None:
                 found = self._passes[number] = _Pass()
-                _torch.queue_callback(_EndOfPass(self, number))
+                at_end_of_pass(partial(self.finish, number))
         if first is None or _torch.will_engine_execute_node(first):
             found.has_collectives = True
         return found
 
-    def finish(self, number: int, has_failed: bool) -> None:
-        """A pass has ended."""
+    def finish(self, number: int, error: BaseException | None) -> None:
+        """A pass has ended, or failed."""
         with self._lock:
             this = self._passes.pop(number)
         if not this.has_collectives or this.is_over:
             return
-        if has_failed:
-            self.machines.launcher.signal_failure(RuntimeError("a backward has failed; it raised its own error"))
-        else:
+        if error is None:
             self.end("backward")
+        else:
+            self.machines.launcher.signal_failure(error)
 
 
 class PeerCall:
@@ -215,23 +216,6 @@ class _Pass:
 
     def __init__(self) -> None:
         self.has_collectives = self.is_over = False
-
-
-class _EndOfPass:
-    """The engine calls it when a pass ends, or drops it if the pass fails."""
-
-    def __init__(self, rounds: PeerRounds, number: int) -> None:
-        self._rounds, self._number = rounds, number
-        self._is_done = False
-
-    def __call__(self) -> None:
-        self._is_done = True
-        self._rounds.finish(self._number, has_failed=False)
-
-    def __del__(self) -> None:
-        if not self._is_done:
-            self._is_done = True
-            self._rounds.finish(self._number, has_failed=True)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """One pass of backward through a tree of units: when it begins, when it ends, and what happens if it fails.
 
-The hooks of ``units.calls`` begin a pass in the first node that they see. The engine calls `_End` when the pass ends,
-or drops it without a call if the pass fails; then what waits is dropped and every unit is freed. A pass that the engine
-starts inside another one, for a reentrant checkpoint, belongs to that. So do passes of several threads at a time: their
-gradients are added up together, and it lasts until all of them have ended.
+The hooks of ``units.calls`` begin a pass in the first node that they see. ``autograd.end_of_pass`` tells when it ends.
+If it fails, what waits is dropped and every unit is freed. A pass that the engine starts inside another one, for a
+reentrant checkpoint, belongs to that. So do passes of several threads at a time: their gradients are added up together,
+and it lasts until all of them have ended.
 
 Slots may not run far ahead of each other: gradients of a fast slot would pile up until the slowest has delivered its
 own. A slot that has delivered more than another one stops before its next unit (`BackwardPass.wait_for_others`). The
@@ -17,10 +17,12 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from dataparallel import _torch
+from dataparallel.autograd.end_of_pass import at_end_of_pass
 from dataparallel.devices import CPU
 from dataparallel.profiling import stage
 from dataparallel.streams.current import streams_set
@@ -101,7 +103,7 @@ class BackwardPass:
             if number in self._tasks or (only_if_alone and self._tasks):
                 return True
             self._tasks.add(number)
-        _torch.queue_callback(_End(self, number))
+        at_end_of_pass(partial(self._task_ended, number))
         return True
 
     @property
@@ -140,6 +142,9 @@ class BackwardPass:
     def _moved(self) -> None:
         self._movements += 1
         self._changed.notify_all()
+
+    def _task_ended(self, number: int, error: BaseException | None) -> None:
+        self.end(number, has_failed=error is not None)
 
     def end(self, number: int, has_failed: bool) -> None:
         """Ends the pass if ``number`` is its last task, or if it has failed."""
@@ -181,21 +186,3 @@ class BackwardPass:
             self._before_last_sums()
             self.sums.end()
             self.has_finished = True
-
-
-class _End:
-    """Ends a task of a pass: the engine calls it, or drops it if the task fails."""
-
-    def __init__(self, of: BackwardPass, number: int) -> None:
-        self._pass: BackwardPass | None = of
-        self._number = number
-
-    def __call__(self) -> None:
-        ending, self._pass = self._pass, None
-        if ending is not None:
-            ending.end(self._number, has_failed=False)
-
-    def __del__(self) -> None:
-        ending, self._pass = self._pass, None
-        if ending is not None:
-            ending.end(self._number, has_failed=True)
