@@ -113,3 +113,10 @@ def test_without_synchronised_batch_norm_statistics_are_those_of_slot_0(slots):
     update_bn([batch], model)
     update_bn([batch.chunk(len(slots))[0]], first)
     same(model.module, first)
+
+
+def test_a_replicated_module_is_not_copied(slots):
+    """So the average is made before the form."""
+    model = replicate(net().to(slots[0]), devices=slots)
+    with pytest.raises(TypeError, match="copy"):
+        AveragedModel(model)
