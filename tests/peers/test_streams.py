@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -69,3 +70,27 @@ def test_an_input_may_be_changed_in_place_next(make_slots: Callable[[int], list]
     with isolated_slots(), torch.no_grad():
         result = parallel(lambda chunk, _: function(chunk), slots)(x)
     torch.testing.assert_close(result, (x.sum(0, keepdim=True) * 2).expand(3, 2))
+
+
+@pytest.mark.devices("sim")
+def test_a_result_may_be_freed_on_the_stream_of_its_replica(make_slots: Callable[[int], list]) -> None:
+    """It is memory of the first replica's stream, which must not use it again before the other one has read it."""
+    freed = threading.Event()
+
+    def function(x: Tensor) -> Tensor:
+        found = peers.all_reduce(x.repeat(500, 1))
+        if peers.index() == 1:
+            result = found.sum(0, keepdim=True) * 1
+            del found
+            freed.set()
+            return result
+        assert freed.wait(60)
+        again = [torch.full((500, 2), -1.0, dtype=x.dtype, device=x.device) for _ in range(8)]
+        return again[0][:1] + found[:1]
+
+    slots = [make_slots(1)[0]] * 2
+    x = samples(2, 2).to(slots[0])
+    with isolated_slots(), torch.no_grad():
+        result = parallel(lambda chunk, _: function(chunk), slots, workers=2).eval()(x)
+    torch.sim.check_clocks()
+    torch.testing.assert_close(result[1], x.sum(0) * 500)
