@@ -243,8 +243,8 @@ def test_what_cannot_be_split_or_joined_is_named(slots: list, root: torch.device
         wrapped(torch.zeros(6, 2, device="meta"))
     with pytest.raises(ValueError, match=r'output\["y"\].*meta device'):
         wrapped(batch(root), meta=True)
-    with pytest.raises(ValueError, match=r"args\[0\] cannot be split: its layout is torch.sparse_csr"):
-        wrapped(batch(root).to_sparse_csr())
+    with pytest.raises(ValueError, match=r"args\[0\] cannot be split: its layout is torch.sparse_csc"):
+        wrapped(batch(root).to_sparse_csc())
 
 
 def test_tensors_that_are_more_than_data_stay_so_in_chunks(slots: list, root: torch.device) -> None:
