@@ -1,6 +1,6 @@
 """Current streams and events, safe for several threads and for devices that nobody uses.
 
-torch has current streams and events too, but two of their effects hurt a library that runs in one process:
+torch has current streams and events too, but three of their effects hurt a library that runs in one process:
 
 - ``with stream:`` stores the former stream on the stream object. If two threads enter one stream at the same time, each
   can end on the other's stream. `streams_set` stores the former streams in the call.
@@ -9,6 +9,8 @@ torch has current streams and events too, but two of their effects hurt a librar
   device that was current but not used. So does a ``torch.Event`` of another device when it is freed and, before
   torch 2.15, when it is recorded or waited for. Here the stream's device is current meanwhile, and torch goes back to
   the former device only when that is used again.
+- ``torch.Stream.wait_event`` reads what a ``torch.Event`` holds. A ``torch.cuda.Event`` holds its event elsewhere: the
+  stream does not wait for it, without an error. ``event.wait(stream)`` is right for every class of events.
 
 The other rooms decide which stream does what.
 """
@@ -23,7 +25,16 @@ import torch
 from dataparallel._torch import current_stream_at, exchange_device, go_back_to_device
 from dataparallel.devices import CPU, current_device_set
 
-__all__ = ["Event", "TimedEvent", "current_streams", "kept_stream", "make_current", "streams_joined", "streams_set"]
+__all__ = [
+    "Event",
+    "GivenEvents",
+    "TimedEvent",
+    "current_streams",
+    "kept_stream",
+    "make_current",
+    "streams_joined",
+    "streams_set",
+]
 
 _kept: dict[tuple[torch.device, str, int], torch.Stream] = {}
 
@@ -96,7 +107,7 @@ class Event:
         """Makes ``stream`` wait for the event. The host does not wait."""
         before = exchange_device(stream.device_index)
         try:
-            stream.wait_event(self._event)
+            _make_wait(stream, self._event)
         finally:
             go_back_to_device(before)
 
@@ -114,6 +125,34 @@ class Event:
                 del self._event
             finally:
                 go_back(before)
+
+
+class GivenEvents(Event):
+    """Events that a user has recorded, of torch's class or of the backend's. All of them have to pass."""
+
+    def __init__(self, events: Iterable[torch.Event]) -> None:
+        self._events = [*events]
+
+    def make_wait(self, stream: torch.Stream) -> None:
+        """Makes ``stream`` wait for the events."""
+        with current_device_set(stream.device):
+            for event in self._events:
+                _make_wait(stream, event)
+
+    def synchronize(self) -> None:
+        """Makes the host wait for the events."""
+        for event in self._events:
+            event.synchronize()
+
+
+def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
+    if type(event) is not torch.Event:
+        # A backend's event takes the backend's streams. Older releases of torch read any other as if it were one.
+        kind = getattr(torch.get_device_module(stream.device), "Stream", type(stream))
+        if not isinstance(stream, kind):
+            index, type_ = stream.device_index, stream.device_type
+            stream = kind(stream_id=stream.stream_id, device_index=index, device_type=type_)
+    event.wait(stream)
 
 
 class TimedEvent(Event):

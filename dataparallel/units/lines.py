@@ -21,10 +21,10 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from dataparallel.devices import CPU, current_device_set
+from dataparallel.devices import CPU
 from dataparallel.streams.current import Event, current_streams, kept_stream
 
-__all__ = ["GivenEvents", "Lines", "wait_for"]
+__all__ = ["Lines", "wait_for"]
 
 Purpose: TypeAlias = Literal["calls", "pulls", "deliveries", "sums"]
 """Who waits for events that meet: a call for the caller, owners for pulls, sums for deliveries, others for sums."""
@@ -77,24 +77,6 @@ class Lines:
                 streams[device] = own  # one stream of a device can be current
             found.append(streams)
         return found
-
-
-class GivenEvents(Event):
-    """Events that a user has recorded. All of them have to pass."""
-
-    def __init__(self, events: Iterable[torch.Event]) -> None:
-        self._events = [*events]
-
-    def make_wait(self, stream: torch.Stream) -> None:
-        """Makes ``stream`` wait for the events."""
-        with current_device_set(stream.device):
-            for event in self._events:
-                stream.wait_event(event)
-
-    def synchronize(self) -> None:
-        """Makes the host wait for the events."""
-        for event in self._events:
-            event.synchronize()
 
 
 def wait_for(events: Iterable[Event], streams: Iterable[torch.Stream]) -> None:

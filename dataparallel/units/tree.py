@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dataparallel import _torch
-from dataparallel.streams.current import Event, current_streams
+from dataparallel.streams.current import Event, GivenEvents, current_streams
 from dataparallel.units.before_step import before_next_step
 from dataparallel.units.calls import TensorHooks
 from dataparallel.units.deliveries import SumsOfPass
 from dataparallel.units.joint import Room
-from dataparallel.units.lines import GivenEvents, wait_for
+from dataparallel.units.lines import wait_for
 from dataparallel.units.on_slot import UnitOnSlot
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.owned import LastCopies

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backends_events import BackendsEvent
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
@@ -89,13 +90,15 @@ class TestPostOptimEvent:
         self.streams = streams
         return events
 
-    def test_gathers_wait_for_it(self, slots):
+    @pytest.mark.parametrize("kind", [torch.Event, BackendsEvent])
+    def test_gathers_wait_for_it(self, kind, slots):
         model, twin = make(slots), twin_of(slots)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
         for seed in range(3):
             backward(model, slots, seed)
             backward(twin, slots, seed)
-            model.set_post_optim_event(self.step_aside(model, optimizers[0], slots))
+            events = self.step_aside(model, optimizers[0], slots)
+            model.set_post_optim_event(events if kind is torch.Event else [*map(kind, events)])
             optimizers[1].step()
             found, expected = model(tokens(slots)), twin(tokens(slots))
             assert_equal(whole(found), whole(expected), "outputs", atol=1e-9)

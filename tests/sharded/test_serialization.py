@@ -80,7 +80,7 @@ def test_a_shallow_copy_is_on_the_same_shards(whole: Tensor, slots: list) -> Non
 LOCATIONS: dict[str, Any] = {
     "cpu": "cpu",
     "device": CPU,
-    "dict": {f"sim:{index}": "cpu" for index in range(8)},
+    "dict": {f"{kind}:{index}": "cpu" for kind in ("sim", "cuda") for index in range(8)},
     "callable": lambda storage, location: storage,
 }
 

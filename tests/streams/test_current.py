@@ -3,19 +3,23 @@
 Simulated devices show a missing order whatever the timing; CUDA devices only show wrong numbers, now and then.
 """
 
+import ast
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import dataparallel
+from backends_events import BackendsEvent, BackendsStream, as_of_backend
 from dataparallel import DataParallel
 from dataparallel.autograd import bucket_nodes
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
-from dataparallel.streams.current import Event, current_streams, streams_set
+from dataparallel.streams.current import Event, GivenEvents, current_streams, streams_set
 from dataparallel.streams.gradients import GradientStreams, side_stream
 from dataparallel.streams.isolated import isolated_streams
 from dataparallel.testing import isolated_slots
@@ -63,6 +67,55 @@ def test_an_event_holds_a_stream_back_until_what_was_launched_before_it(root: to
         x.add_(1)
     Event(side).synchronize()
     assert x.tolist() == [2, 2]
+
+
+@pytest.mark.devices("sim")
+class TestEventsOfTheBackend:
+    """Those that the backend's own streams record, as CUDA's do."""
+
+    @pytest.fixture(params=["a stream", "a user"])
+    def event_on(self, request: pytest.FixtureRequest) -> Callable[[torch.Stream], Event]:
+        """A function that makes an event on a stream."""
+
+        def made(stream: torch.Stream) -> Event:
+            own = as_of_backend(stream)
+            return Event(own) if request.param == "a stream" else GivenEvents([own.record_event()])
+
+        return made
+
+    def test_streams_wait_for_them(self, event_on: Callable, root: torch.device) -> None:
+        side = torch.Stream(root)
+        x = torch.ones(2, device=root)
+        event_on(torch.accelerator.current_stream(root)).make_wait(side)
+        with streams_set({root: side}):
+            x.add_(1)  # the clocks see it
+        event_on(side).synchronize()
+        assert x.tolist() == [2, 2]
+
+    def test_they_see_only_the_backends_streams(
+        self, event_on: Callable, root: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.get_device_module(root), "Stream", BackendsStream)
+        seen: list[torch.Stream] = []
+        monkeypatch.setattr(BackendsEvent, "wait", lambda self, stream: seen.append(stream))
+        side = torch.Stream(root)
+        event_on(torch.accelerator.current_stream(root)).make_wait(side)
+        assert [*map(type, seen)] == [BackendsStream]
+        assert seen == [side]
+
+
+def test_waits_are_made_in_one_way() -> None:
+    """``torch.Stream.wait_event`` orders nothing after an event of ``torch.cuda.Event``, and says nothing."""
+    package = Path(dataparallel.__file__).parent
+    sources = {str(path.relative_to(package)): path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+    assert len(sources) > 40
+    found = [
+        f"{path}:{node.lineno}"
+        for path, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr == "wait_event"
+    ]
+    assert found == []
 
 
 @pytest.mark.not_isolated("replicas on one device and the caller's stream")

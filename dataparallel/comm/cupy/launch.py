@@ -133,7 +133,7 @@ def _launch(packed: Launch, device: torch.device, others: Iterable[torch.device]
         )
         done = stream.record_event()
     for peer in peers:
-        peer.wait_event(done)
+        done.wait(peer)
     _hold_until(done, [pinned, table])
 
 

@@ -33,6 +33,19 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
 
 
+@pytest.fixture
+def install_cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that puts a CuPy with this text where it is imported from. After the test it was never imported."""
+
+    def install(text: str) -> None:
+        (tmp_path / "cupy.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setitem(sys.modules, "cupy", None)  # so that what is there now is put back, also where nothing is
+        del sys.modules["cupy"]
+
+    return install
+
+
 def test_without_cupy_it_says_so(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert why_not() == "CuPy is not installed"
@@ -48,30 +61,25 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_cupy_that_cannot_be_imported_is_a_reason(
-    name: str, on_cuda: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, on_cuda: None, install_cupy: Callable[[str], None]
 ) -> None:
-    (tmp_path / "cupy.py").write_text(f"raise {name}({BROKEN[name]!r})")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    install_cupy(f"raise {name}({BROKEN[name]!r})")
     assert why_not() == f"cupy cannot be imported ({name}: {BROKEN[name]})"
 
 
-def test_what_is_said_without_an_import_imports_nothing(
-    on_cuda: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cupy.py").write_text("raise SystemExit('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+def test_what_is_said_without_an_import_imports_nothing(on_cuda: None, install_cupy: Callable[[str], None]) -> None:
+    install_cupy("raise SystemExit('imported')")
     assert launching.why_not_installed() is None
 
 
 @pytest.mark.parametrize("one_way", [(1, 2), (2, 1)])
 def test_devices_without_peer_access_in_both_directions_are_a_reason(
-    one_way: tuple[int, int], on_cuda: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_way: tuple[int, int],
+    on_cuda: None,
+    install_cupy: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "cupy.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    install_cupy("")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one.index, other.index) != one_way)
     devices = [torch.device("cuda", index) for index in (0, 1, 2, 1)]
     one, other = (f"cuda:{index}" for index in one_way)
@@ -100,6 +108,9 @@ class Event:
     def query(self) -> bool:
         return self.passed
 
+    def wait(self, stream: "Stream") -> None:
+        stream.log.append(("stream", stream.index, "waits for the event"))
+
 
 def test_tables_are_held_until_their_event_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_held", [])
@@ -123,9 +134,6 @@ class Stream:
     def record_event(self) -> Event:
         self.log.append(("stream", self.index, "records"))
         return Event()
-
-    def wait_event(self, event: Event) -> None:
-        self.log.append(("stream", self.index, "waits for the event"))
 
 
 class FakeModule:
