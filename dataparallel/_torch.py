@@ -212,6 +212,16 @@ hooks_of: Callable[[Tensor], Any] = _attribute("torch.Tensor._backward_hooks", "
 hooks_after_accumulation_of: Callable[[Tensor], Any] = _attribute(
     "torch.Tensor._post_accumulate_grad_hooks", "see hooks on a parameter"
 )
+
+
+def share_hooks(new: Tensor, old: Tensor) -> None:
+    """Puts the hooks of ``old`` on ``new`` too. The handles that users have remove them from both."""
+    if (hooks := hooks_of(old)) is not None:
+        new._backward_hooks = hooks
+    if (hooks := hooks_after_accumulation_of(old)) is not None:
+        new._post_accumulate_grad_hooks = hooks
+
+
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] | Literal[False] = _private(
     "torch._C._autograd._unsafe_set_version_counter",
     "have autograd refuse parameters without memory that it saved",

@@ -294,4 +294,5 @@ def _sharded(
     sharded = ShardedTensor(made.shards, made.placement, made.shape, devices=slots)
     found: Any = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
     found.__dict__.update(vars(parameter))
+    _torch.share_hooks(found, parameter)
     return found

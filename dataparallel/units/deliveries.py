@@ -13,7 +13,6 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from dataparallel import _torch
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event
@@ -21,6 +20,7 @@ from dataparallel.units.layout import Layout
 from dataparallel.units.lines import wait_for
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.owned import OwnedShards
+from dataparallel.units.summed import Summed
 
 __all__ = ["Delivery", "Group", "OfUnit", "OverMachines", "SumsOfPass", "added_in"]
 
@@ -70,7 +70,7 @@ class OverMachines(Protocol):
     def fail(self, error: BaseException) -> None:
         """The pass has failed here."""
 
-    def finish(self, summed: dict[int, ShardedTensor]) -> None:
+    def finish(self, summed: Summed) -> None:
         """Adds the sums to ``.grad``."""
 
 
@@ -105,7 +105,7 @@ class SumsOfPass:
         in_flight: for each slot the deliveries whose sums have been launched, with events after they were read.
         added: for each owner an event after its last sum.
         waiting: what is added to gradients on the host when these events have passed.
-        summed: the parameters that have got gradients.
+        summed: the parameters that have got gradients, and their hooks.
         added_to: gradients of earlier passes that the sums are added to: others may drop them meanwhile.
         latest: after the reads of the sums that were launched last.
         over_machines: adds up over machines what slots have added up.
@@ -118,7 +118,7 @@ class SumsOfPass:
     in_flight: dict[int, list[tuple[Delivery, list[Event]]]] = field(default_factory=dict)
     added: dict[int, Event] = field(default_factory=dict)
     waiting: list[Callable[[], object]] = field(default_factory=list)
-    summed: dict[int, ShardedTensor] = field(default_factory=dict)
+    summed: Summed = field(default_factory=Summed)
     latest: Event | None = None
     added_to: list[Tensor] = field(default_factory=list)
     put_back: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
@@ -165,9 +165,7 @@ class SumsOfPass:
                 finish()
         self.put_back.clear()
         # Hooks may use the gradients on the computing streams, which wait for the sums now.
-        for parameter in self.summed.values():
-            for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:
-                hook(parameter)
+        self.summed.run_hooks()
 
 
 def added_in(summed: torch.dtype, dtype: torch.dtype) -> torch.dtype:

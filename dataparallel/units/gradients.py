@@ -30,6 +30,7 @@ from dataparallel.units.layout import Layout
 from dataparallel.units.lines import Lines
 from dataparallel.units.no_room import named_if_no_room
 from dataparallel.units.partial_sums import PartialSums
+from dataparallel.units.summed import Summed
 from dataparallel.units.sums import UnitSums
 
 __all__ = ["UnitGradients"]
@@ -223,10 +224,10 @@ class UnitGradients:
                 self.partial.drop_void()
                 self.partial = self.partial if self.partial.present else None
 
-    def set_sums(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool]) -> None:
+    def set_sums(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool], summed: Summed) -> None:
         """Adds what has been added up over machines to ``.grad``, on the current streams."""
         with self._lock:
-            self._sums.set(totals, present)
+            self._sums.set(totals, present, summed)
 
     def _note_held(self) -> None:
         """Notes to which ``.grad`` the held gradients belong. Where there is none it becomes zeros.

@@ -24,6 +24,7 @@ from dataparallel.streams.current import Event, current_streams, streams_set
 from dataparallel.units.deliveries import Delivery, Group, OfUnit, SumsOfPass, added_in
 from dataparallel.units.lines import Lines, wait_for
 from dataparallel.units.no_room import named_if_no_room
+from dataparallel.units.summed import Summed
 
 __all__ = ["UnitSums"]
 
@@ -109,18 +110,18 @@ class UnitSums:
             return
         if self._unit.is_offloaded:
             for owner in range(len(slots)):
-                sums.waiting.append(partial(self._add_to_gradients, owner, totals, present))
-            sums.waiting.append(partial(self._set_gradients, totals, present))
+                sums.waiting.append(partial(self._add_to_gradients, owner, totals, present, sums.summed))
+            sums.waiting.append(partial(self._set_gradients, totals, present, sums.summed))
         else:
-            self._set_gradients(totals, present)
+            self._set_gradients(totals, present, sums.summed)
         summed = [i for kept, _, _ in self._groups for i in kept if present[self._order[i]]]
-        sums.summed.update((id(parameter), parameter) for parameter in map(self._unit.parameters.__getitem__, summed))
+        sums.summed.note(map(self._unit.parameters.__getitem__, summed))
 
-    def set(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool]) -> None:
+    def set(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool], summed: Summed) -> None:
         """Adds the owners' parts to gradients, or makes them that, on the current streams."""
         for owner in range(len(self._lines.slots)):
-            self._add_to_gradients(owner, totals, present)
-        self._set_gradients(totals, present)
+            self._add_to_gradients(owner, totals, present, summed)
+        self._set_gradients(totals, present, summed)
 
     def _zeros(self, owner: int, found: Mapping[int, Delivery], sums: SumsOfPass) -> Delivery:
         """A delivery of zeros, for an owner whose slot has no memory for a sum."""
@@ -239,37 +240,35 @@ class UnitSums:
                 part.copy_(total)
             of_owners.append(unit.to_host(part) if unit.is_offloaded else part)
         if sums.over_machines is None and not unit.is_offloaded:
-            sums.added_to += self._add_to_gradients(owner, totals, present)
+            sums.added_to += self._add_to_gradients(owner, totals, present, sums.summed)
 
     def _add_to_gradients(
-        self, owner: int, totals: Sequence[Sequence[Tensor]], present: Sequence[bool]
+        self, owner: int, totals: Sequence[Sequence[Tensor]], present: Sequence[bool], summed: Summed
     ) -> list[Tensor]:
         """Adds the owner's part to gradients that there are already, and returns the owner's parts of these."""
         sums_to: list[Tensor] = []
         additions: list[Tensor] = []
         for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
-            grads = [self._unit.parameters[i].grad for i in kept]
+            grads = [summed.gradient_of(self._unit.parameters[i]) for i in kept]
             if all(grad is None for grad in grads):
                 continue
             for i, grad, part in zip(kept, grads, layout.parts_of(of_owners[owner], owner), strict=True):
                 if grad is not None and present[self._order[i]]:
-                    assert isinstance(grad, ShardedTensor)
                     sums_to.append(grad.shards[owner])
                     additions.append(part)
         if sums_to:
             _torch.foreach_add_(sums_to, additions)
         return sums_to
 
-    def _set_gradients(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool]) -> None:
+    def _set_gradients(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool], summed: Summed) -> None:
         """Makes the parts the gradients of parameters that have none."""
         for (kept, layout, _), of_owners in zip(self._groups, totals, strict=True):
-            if all(self._unit.parameters[i].grad is not None for i in kept):
+            if all(summed.gradient_of(self._unit.parameters[i]) is not None for i in kept):
                 continue
             parts = [layout.parts_of(flat, owner) for owner, flat in enumerate(of_owners)]
             for at, i in enumerate(kept):
                 parameter = self._unit.parameters[i]
-                if parameter.grad is None and present[self._order[i]]:
+                if summed.gradient_of(parameter) is None and present[self._order[i]]:
                     of_parameter = [of_owner[at] for of_owner in parts]
-                    parameter.grad = ShardedTensor(
-                        of_parameter, parameter.placement, parameter.shape, devices=parameter.devices
-                    )
+                    whole = ShardedTensor(of_parameter, parameter.placement, parameter.shape, devices=parameter.devices)
+                    summed.set_gradient(parameter, whole)

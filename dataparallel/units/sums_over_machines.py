@@ -23,12 +23,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.units.deliveries import Group, OfUnit, added_in
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.partial_sums import PartialSums
 from dataparallel.units.rounds_over_machines import RoundsOverMachines
+from dataparallel.units.summed import Summed
 
 __all__ = ["SumsOverMachines"]
 
@@ -40,7 +40,7 @@ class OfGradients(Protocol):
     recorded: list[int]
     partial: PartialSums | None
 
-    def set_sums(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool]) -> None:
+    def set_sums(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool], summed: Summed) -> None:
         """Adds the parts of all owners to ``.grad``, or makes them that."""
 
 
@@ -222,10 +222,10 @@ class SumsOverMachines:
             first = dict.fromkeys([*self._came, *self._order])
             self._learned = self._rounds.send_numbers([*first])
 
-    def finish(self, summed: dict[int, ShardedTensor]) -> None:
+    def finish(self, summed: Summed) -> None:
         """Waits for all sums, and adds them to ``.grad``.
 
-        ``summed``: gets the parameters that have gradients.
+        ``summed``: gets the parameters that have gradients, and the gradients that their hooks have to see first.
 
         Raises:
             dataparallel.machines.errors.MachinesError: a machine is gone or has failed, or they differ in what they
@@ -286,9 +286,7 @@ class SumsOverMachines:
         ]
         return [[*map(of.unit.to_host, of_owners)] for of_owners in parts] if of.unit.is_offloaded else parts
 
-    def _set(
-        self, of: _OfUnit, parts: Sequence[Sequence[Tensor]], present: Sequence[bool], summed: dict[int, ShardedTensor]
-    ) -> None:
+    def _set(self, of: _OfUnit, parts: Sequence[Sequence[Tensor]], present: Sequence[bool], summed: Summed) -> None:
         gradients, parameters = of.gradients, of.unit.parameters
         gradients.partial = None
         positions = [i for i, found in zip(gradients.recorded, present, strict=True) if found]
@@ -296,8 +294,8 @@ class SumsOverMachines:
             if positions:
                 gradients.partial = PartialSums(gradients.groups, parameters, parts, positions)
             return
-        gradients.set_sums(parts, present)
-        summed.update((id(parameters[i]), parameters[i]) for i in positions)
+        gradients.set_sums(parts, present, summed)
+        summed.note(parameters[i] for i in positions)
 
     def _waits(self, of: _OfUnit) -> bool:
         return self._machines.replicate is not None and not of.is_for_all

@@ -1,6 +1,8 @@
 """Hooks on a sharded model, on its units and below them run as on one device, in float64 to 1e-9."""
 
 import gc
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -8,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dataparallel.composable import fully_shard
+from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.sharded import ShardedTensor
+from dataparallel.testing.cases import adamw
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from dataparallel.units.calls import TensorHooks
 from sharded_chains import Layer, assert_same_results, chain, forward_backward
 from sharded_steps import (
     LOOPS,
+    MODELS,
     assert_same_training,
     several_loops,
     whole,
@@ -121,6 +126,106 @@ class TestHooks:
         found, expected = (dict(sorted(each.items())) for each in seen)
         assert_equal(found, expected, "gradients", atol=1e-9)
         assert len(found) == len([*pair[0].parameters()])
+
+
+def with_hooks(*hooks: Callable[[Tensor], Tensor | None]) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
+    """AdamW over parameters that get these hooks first."""
+
+    def made(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        kept = [*parameters]
+        for parameter, hook in product(kept, hooks):
+            if parameter.requires_grad:
+                parameter.register_hook(hook)
+        return adamw(kept)
+
+    return made
+
+
+def rows_masked(gradient: Tensor) -> Tensor:
+    """Without every third row. The mask is a plain tensor, as users have it."""
+    if not gradient.dim():
+        return gradient
+    rows = torch.arange(gradient.shape[0], device=gradient.device).view(-1, *[1] * (gradient.dim() - 1))
+    return gradient * (rows % 3 > 0)
+
+
+def clamped(gradient: Tensor) -> Tensor:
+    """It matters whether this gets the whole sum of a pass, or sums one by one."""
+    return gradient.clamp(-1e-2, 1e-2)
+
+
+class TestHooksOnParameters:
+    """They get the sharded gradient of a pass, once, and what they return is accumulated: as on one device."""
+
+    @pytest.mark.parametrize("name", ["gpt", "gpt, checkpoints around units", "unused and repeated units"])
+    def test_what_they_return_is_accumulated(self, name, slots):
+        assert_same_training(MODELS[name], slots, optimizer=with_hooks(clamped, rows_masked))
+
+    @pytest.mark.parametrize("loop", [name for name in LOOPS if not name.startswith("the_last_summed")])
+    def test_the_gradient_is_that_of_one_pass_whatever_was_there(self, loop, slots):
+        assert_same_training(MODELS["gpt"], slots, loop=LOOPS[loop], optimizer=with_hooks(clamped), steps=2)
+
+    @pytest.mark.parametrize("loop", ["the_last_summed", "the_last_summed_by_flag"])
+    def test_they_get_what_has_waited_on_the_slots_too(self, loop, slots):
+        assert_same_training(MODELS["gpt"], slots, loop=LOOPS[loop], optimizer=with_hooks(rows_masked), steps=2)
+
+    def test_on_shards_in_host_memory(self, slots):
+        assert_same_training(
+            MODELS["gpt"],
+            slots,
+            optimizer=with_hooks(clamped),
+            offload_policy=CPUOffloadPolicy(),
+            loop=LOOPS["each_summed"],
+        )
+
+    def test_those_that_only_look_change_nothing(self, slots):
+        seen: list[Tensor] = []
+        assert_same_training(MODELS["gpt"], slots, optimizer=with_hooks(seen.append), steps=1)
+        assert sum(isinstance(gradient, ShardedTensor) for gradient in seen) * 2 == len(seen) > 0
+
+    def test_come_before_those_after_accumulation_and_not_without_a_gradient(self, slots, pair, x):
+        several, _ = pair
+        called: list[str] = []
+        for name, parameter in several.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: called.append(f"{name} accumulated"))
+            parameter.register_hook(lambda gradient, name=name: called.append(name))
+            parameter.requires_grad_(not name.startswith("layers.1"))
+        forward_backward(several, x)
+        expected = [name for name, parameter in several.named_parameters() if parameter.requires_grad]
+        assert sorted(called) == sorted([*expected, *(f"{name} accumulated" for name in expected)])
+        assert all(called.index(name) < called.index(f"{name} accumulated") for name in expected)
+
+    def test_those_from_before_fully_shard_stay_and_their_handles_remove_them(self, slots, root):
+        model, called = nn.Linear(6, 5).to(root), []
+        handle = model.weight.register_hook(lambda gradient: called.append(type(gradient)))
+        after = model.bias.register_post_accumulate_grad_hook(lambda bias: called.append(type(bias.grad)))
+        fully_shard(model, devices=slots)
+        for _ in range(2):
+            model(torch.ones(4, 6, device=root)).sum().backward()
+            handle.remove()
+            after.remove()
+        assert called == [ShardedTensor, ShardedTensor]
+
+    @pytest.mark.parametrize(
+        ("returned", "error"),
+        [
+            (lambda gradient: 0, "returned int"),
+            (lambda gradient: gradient.sum(0), r"shape \(6, 6\).*returned one of shape \(6,\)"),
+            (lambda gradient: gradient.float(), "float64.*returned .*float32"),
+        ],
+        ids=["no tensor", "another shape", "another dtype"],
+    )
+    def test_a_wrong_result_is_refused_and_changes_no_gradient(self, returned, error, slots, pair, x):
+        weight = pair[0].layers[1].linear.weight
+        forward_backward(pair[0], x)
+        before = whole(weight.grad)
+        handle = weight.register_hook(lambda gradient: returned(whole(gradient)))
+        with pytest.raises((TypeError, ValueError), match=error):
+            forward_backward(pair[0], x)
+        assert torch.equal(whole(weight.grad), before)
+        handle.remove()
+        pair[0].zero_grad()
+        assert_same_results(pair, lambda model: forward_backward(model, x))
 
 
 class Taking(nn.Module):

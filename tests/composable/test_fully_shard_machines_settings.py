@@ -215,6 +215,21 @@ def test_hooks_of_parameters_see_the_whole_gradients(way):
     run(hooks_of_parameters, way)
 
 
+def hooks_that_change_gradients(rank: int, devices: list[Any], way: str) -> None:
+    net, one = made(devices, way), by_one(devices, [1])
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+    expected = {n: None if g is None else 2 * g.clamp(-0.5, 0.5) for n, g in gradients(one).items()}
+    for _ in range(2):
+        backward(net, rank, 1, devices[0])
+    assert_equal(gradients(net), expected, "gradients", atol=1e-9)
+
+
+@EACH_SPREAD
+def test_hooks_of_parameters_change_the_sum_over_machines(way):
+    run(hooks_that_change_gradients, way)
+
+
 def by_hand(rank: int, devices: list[Any], way: str) -> None:
     net, one = made(devices, way), made(devices)
     net.unshard()
