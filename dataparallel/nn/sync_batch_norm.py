@@ -70,7 +70,7 @@ class SyncBatchNorm(BatchNorm):
     @_torch.not_traced
     def _synchronised(self, chunk: Tensor, span: Span) -> Tensor:
         with torch.autocast(chunk.device.type, enabled=False):
-            own = Statistics.apply(chunk)
+            own, *carriers = Statistics.apply(chunk)
             is_across = span.machines is not None
             inference = torch.is_inference_mode_enabled()
             request = Request("SyncBatchNorm", "", described([own]), inference, across_machines=is_across)
@@ -79,7 +79,7 @@ class SyncBatchNorm(BatchNorm):
             mean, variance, total = joint(span.place, request, [own], together, count)
             if self.training and self.track_running_stats and replayed_place() is None:
                 self._note(mean.detach(), variance.detach() * (int(total) / (int(total) - 1)))
-            return Normalised.apply(chunk, mean, variance, self.weight, self.bias, self.eps)
+            return Normalised.apply(*carriers, chunk, mean, variance, self.weight, self.bias, self.eps)
 
     @torch.no_grad()
     def _note(self, mean: Tensor, variance: Tensor) -> None:
@@ -92,7 +92,7 @@ class SyncBatchNorm(BatchNorm):
             if self.momentum is None:
                 factor = 1 / self.num_batches_tracked.to(self.running_mean.dtype)
         for running, new in ((self.running_mean, mean), (self.running_var, variance)):
-            running.add_(factor * (new.to(running.dtype) - running))
+            running.copy_(running + factor * (new - running))  # rounded once, where buffers are in half precision
 
     @staticmethod
     def convert(module: M, across_machines: bool = False) -> M:

@@ -1,0 +1,235 @@
+"""BatchNorm over the whole batch is the same with CUDA's kernels, in pieces, and with plain operators.
+
+The kernels are a stand-in: they exist on CUDA only.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from batch_norm_kernels import Kernels
+from dataparallel import DataParallel, peers
+from dataparallel.composable import replicate
+from dataparallel.nn import SyncBatchNorm, chunks
+
+SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (3, 2), nn.BatchNorm3d: (2, 1, 2)}
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=["in pieces", "by kernels"])
+def way(request, monkeypatch):
+    """Both ways on small chunks. Afterwards each pass has been made."""
+    if request.param == "by kernels":
+        kernels = Kernels().use(monkeypatch)
+        yield request.param
+        assert all(kernels.calls.values())
+    else:
+        monkeypatch.setattr(chunks, "VALUES", 1)
+        yield request.param
+
+
+def made(kind: type, **options) -> nn.Module:
+    """A BatchNorm of 4 channels in float64. One weight is zero, as many models begin."""
+    torch.manual_seed(0)
+    module = kind(4, **options).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.uniform_(0.5, 1.5)[1] = 0
+    return module
+
+
+def batch_of(rows: int, kind: type = nn.BatchNorm2d) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return 3 + torch.randn(rows, 4, *SHAPES[kind], dtype=torch.float64, generator=generator)
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def results(model: nn.Module, module: nn.Module, batch: Tensor) -> list[Tensor]:
+    """The output, all gradients, and the running statistics."""
+    own = batch.clone().requires_grad_()
+    output = model(own)
+    (output.sin() * output.detach()).sum().backward()
+    return [output, own.grad, *(parameter.grad for parameter in module.parameters()), *module.buffers()]
+
+
+class TestParity:
+    @pytest.mark.parametrize("kind", SHAPES)
+    @pytest.mark.parametrize("affine", [True, False])
+    def test_training(self, slots, way, kind, affine):
+        module, batch = made(kind, affine=affine).to(slots[0]), batch_of(8, kind).to(slots[0])
+        batch[:, 2] = 5  # a channel without variance
+        alone = copy.deepcopy(module)
+        wrapped = DataParallel(module, slots, sync_batch_norm=True)
+        same(results(wrapped, module, batch), results(alone, alone, batch))
+
+    def test_layouts(self, slots, way):
+        """Chunks and gradients with other strides than each other."""
+        module, batch = made(nn.BatchNorm2d).to(slots[0]), batch_of(8).to(slots[0])
+        wanted = results(module, module, batch)
+        for change in (
+            lambda tensor: tensor.to(memory_format=torch.channels_last),
+            lambda tensor: tensor.transpose(2, 3).contiguous().transpose(2, 3),
+        ):
+            for forward in (lambda x: wrapped(change(x)), lambda x: change(wrapped(x))):  # noqa: B023
+                own = made(nn.BatchNorm2d).to(slots[0])
+                wrapped = DataParallel(own, slots, sync_batch_norm=True)
+                same(results(forward, own, batch), wanted)
+
+    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+    def test_kernels_read_a_chunk_where_it_lies(self, slots, monkeypatch, layout):
+        module, read = made(nn.BatchNorm2d).to(slots[0]), []
+        kernels = Kernels().use(monkeypatch)
+        stats = kernels.stats
+        monkeypatch.setattr(torch, "batch_norm_stats", lambda x, eps: (read.append(x.data_ptr()), stats(x, eps))[1])
+        chunk = batch_of(4).to(slots[0]).to(memory_format=layout)
+        module = SyncBatchNorm.convert(nn.Sequential(nn.Identity(), module))
+        brought = []
+        module.register_forward_pre_hook(lambda _, args: brought.append(args[0].data_ptr()))
+        output = DataParallel(module, slots)(chunk)
+        assert sorted(read) == sorted(brought)
+        assert output.is_contiguous(memory_format=layout)
+
+    def test_a_gradient_without_memory_of_its_own(self, slots, way):
+        """The gradient of a sum is one value, seen in all places."""
+        found = []
+        for sync in (False, True):
+            module, batch = made(nn.BatchNorm1d).to(slots[0]), batch_of(8, nn.BatchNorm1d).to(slots[0]).requires_grad_()
+            model = DataParallel(module, slots, sync_batch_norm=True) if sync else module
+            model(batch).sum().backward()
+            found.append([batch.grad, *(parameter.grad for parameter in module.parameters())])
+        same(*found)
+
+    def test_replicas_whose_output_leads_to_no_loss(self, slots, way):
+        """Their chunks have a gradient all the same: the statistics are theirs too."""
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = SyncBatchNorm.convert(made(nn.BatchNorm2d))
+
+            def forward(self, x: Tensor) -> Tensor:
+                output = self.norm(x)
+                return output.sin() if peers.index() == 0 else output.detach()
+
+        module, batch = Net().to(slots[0]), batch_of(len(slots)).to(slots[0]).requires_grad_()
+        DataParallel(module, slots)(batch).sum().backward()
+        alone, other = made(nn.BatchNorm2d).to(slots[0]), batch.detach().clone().requires_grad_()
+        alone(other)[:1].sin().sum().backward()
+        same([batch.grad], [other.grad])
+
+    def test_an_input_without_gradient(self, slots, way, monkeypatch):
+        module, batch = made(nn.BatchNorm2d).to(slots[0]), batch_of(7).to(slots[0]).requires_grad_()
+        alone = copy.deepcopy(module)
+        wrapped = DataParallel(module, slots, sync_batch_norm=True)
+        for model in (wrapped, alone):
+            model(batch.detach()).sin().sum().backward()
+        same([p.grad for p in module.parameters()], [p.grad for p in alone.parameters()])
+        wrapped(batch).sum().backward()  # so that the chunk's gradient is made too
+
+
+@pytest.mark.parametrize("steps", ["together", "one after the other"])
+def test_a_penalty_on_gradients(slots, way, steps):
+    """Gradients of the loss and of its gradients in one pass of backward, and in two."""
+    found = []
+    for sync in (False, True):
+        module, batch = made(nn.BatchNorm2d).to(slots[0]), batch_of(7).to(slots[0]).requires_grad_()
+        model = DataParallel(module, slots, sync_batch_norm=True) if sync else module
+        loss = model(batch).sin().sum()
+        (grad,) = torch.autograd.grad(loss, batch, create_graph=True)
+        penalty = (grad - 1).square().sum()
+        losses = [loss + penalty] if steps == "together" else [penalty, loss]
+        for each in losses:
+            each.backward(retain_graph=True)
+        found.append([batch.grad, *(parameter.grad for parameter in module.parameters())])
+    same(*found)
+
+
+def test_the_stand_in_takes_what_the_kernels_take():
+    kernels = Kernels()
+    for name in ("stats", "elemt", "backward_reduce", "backward_elemt"):
+        schema = getattr(torch.ops.aten, f"batch_norm_{name}").default._schema
+        taken = inspect.signature(getattr(kernels, "reduce" if name == "backward_reduce" else name)).parameters
+        assert [*taken] == [argument.name for argument in schema.arguments]
+
+
+class TestPrecision:
+    @pytest.mark.parametrize("dtype", HALF)
+    def test_sums_are_in_float32(self, slots, way, dtype):
+        """The same chunks in float64 give the same up to the rounding of outputs and gradients."""
+        # 61 rows, so that the last piece is smaller.
+        chunk, grad = batch_of(61).to(slots[0], dtype), batch_of(61).to(slots[0], dtype).sin()
+        wide = chunk.double()
+        with torch.no_grad():
+            mean, m2 = chunks.statistics(chunk)
+            variance = m2 / (chunk.numel() // 4)
+            sums = chunks.sums(grad, chunk, mean)
+            made = [
+                chunks.normalised(chunk, mean, variance, mean.to(dtype), mean.to(dtype), 1e-5),
+                chunks.grad_of_chunk(chunk, mean, variance, mean, grad, variance),
+            ]
+        assert {each.dtype for each in (mean, m2, *sums)} == {torch.float32}
+        wanted_variance, wanted_mean = torch.var_mean(wide, [0, 2, 3], correction=0)
+        distance = wide - wanted_mean.view(-1, 1, 1)
+        wanted_sums = grad.double().sum([0, 2, 3]), (grad.double() * distance).sum([0, 2, 3])
+        for one, other in zip([mean, variance, *sums], [wanted_mean, wanted_variance, *wanted_sums], strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
+        of_channels, weight = [each.view(-1, 1, 1) for each in (wanted_variance, mean.to(dtype).double())]
+        wanted = [
+            distance * (of_channels + 1e-5).rsqrt() * weight + weight,
+            of_channels * grad.double() + of_channels * distance + wanted_mean.view(-1, 1, 1),
+        ]
+        rounding = torch.finfo(dtype).eps
+        for one, other in zip(made, wanted, strict=True):
+            assert one.dtype == dtype
+            torch.testing.assert_close(one.double(), other, rtol=rounding, atol=4 * rounding)
+
+    @pytest.mark.parametrize("dtype", HALF)
+    def test_parameters_and_buffers_in_half_precision(self, slots, way, dtype):
+        """As torch's BatchNorm has it where everything is in half precision."""
+        module = made(nn.BatchNorm2d).to(slots[0], dtype)
+        alone, batch = copy.deepcopy(module).float(), batch_of(8).to(slots[0], dtype)
+        found = results(DataParallel(module, slots, sync_batch_norm=True), module, batch)
+        wanted = results(alone, alone, batch.float())
+        for one, other in zip(found, wanted, strict=True):
+            assert one.dtype in (dtype, torch.int64)
+            torch.testing.assert_close(one.to(other.dtype), other, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.not_isolated("all slots share one device's memory there")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(8, 16, 64, 64), (2, 16, 128, 128), (4096, 128)], ids=str)
+def test_memory_is_that_of_batch_norm(slots, dtype, shape):
+    """Half a chunk more is allowed, for pieces; a tensor of the chunk's size is not."""
+    rows = shape[0] * len(slots)
+    batch = torch.randn(rows, *shape[1:], dtype=dtype).to(slots[0])
+
+    def peaks(sync: bool) -> list[float]:
+        module = nn.BatchNorm1d(shape[1]) if len(shape) == 2 else nn.BatchNorm2d(shape[1])
+        model = nn.Sequential(nn.Identity(), module).to(slots[0])
+        model = replicate(model, devices=slots, sync_batch_norm=sync)
+        own, found = batch.clone().requires_grad_(), []
+        for _ in range(2):
+            found = []
+            before = torch.sim.memory_allocated(slots[1])
+            torch.sim.reset_peak_memory_stats(slots[1])
+            output = model(own)
+            found.append(torch.sim.max_memory_allocated(slots[1]) - before)
+            torch.sim.reset_peak_memory_stats(slots[1])
+            output.backward(batch)
+            found.append(torch.sim.max_memory_allocated(slots[1]) - before)
+            del output
+            own.grad = None
+        return [each / (batch.nbytes / len(slots)) for each in found]
+
+    for found, limit in zip(peaks(True), peaks(False), strict=True):
+        assert found <= limit + 0.51
