@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.streams.current import Event
+from dataparallel.streams.current import Event, current_streams
 from dataparallel.units.layout import Layout
 from dataparallel.units.lines import wait_for
 from dataparallel.units.over_machines import MachinesOfTree
@@ -101,7 +101,8 @@ class SumsOfPass:
 
     Attributes:
         slots: how many replicas take part.
-        computing: the computing stream of each accelerator.
+        computing: the computing stream of each accelerator: those of the forward.
+        callers: the streams that were current where ``backward()`` was called, which may be others.
         in_flight: for each slot the deliveries whose sums have been launched, with events after they were read.
         added: for each owner an event after its last sum.
         waiting: what is added to gradients on the host when these events have passed.
@@ -123,6 +124,7 @@ class SumsOfPass:
     added_to: list[Tensor] = field(default_factory=list)
     put_back: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
     over_machines: OverMachines | None = None
+    callers: set[torch.Stream] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def hold(self, slot: int, delivery: Delivery, events: list[Event]) -> None:
@@ -150,8 +152,23 @@ class SumsOfPass:
         while self.put_back:
             self.put_back.popitem()[1]()
 
+    def note_callers(self) -> None:
+        """Called when a task of the engine ends, which has made the streams current where ``backward()`` was called."""
+        self.callers.update(current_streams(self.computing).values())
+
+    def make_callers_wait(self) -> None:
+        """Orders the callers' streams, and those that are current, after the computing streams.
+
+        Other code uses gradients there, and an optimizer writes to the shards that pulls have read.
+        """
+        self.note_callers()
+        for device, computing in self.computing.items():
+            others = [stream for stream in self.callers if stream.device == device and stream != computing]
+            if others:
+                wait_for([Event(computing)], others)
+
     def end(self) -> None:
-        """Orders all computing streams after all sums, and finishes gradients on the host."""
+        """Orders all computing streams and callers' after all sums, and finishes gradients on the host."""
         wait_for(self.added.values(), self.computing.values())
         for slot in [*self.in_flight]:
             self.release(slot)
@@ -164,7 +181,8 @@ class SumsOfPass:
             for finish in self.waiting:
                 finish()
         self.put_back.clear()
-        # Hooks may use the gradients on the computing streams, which wait for the sums now.
+        self.make_callers_wait()
+        # Hooks may use the gradients on the current streams, which wait for the sums now.
         self.summed.run_hooks()
 
 

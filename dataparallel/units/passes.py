@@ -45,8 +45,8 @@ class BackwardPass:
         units: of the tree.
         slots: the devices of the replicas that take part.
         computing: the computing stream of each accelerator.
-        before_last_sums: called before the sums of this pass are waited for. They are not if ``is_last_backward`` is
-            false for a unit.
+        before_last_sums: called before the sums of this pass are waited for, with the computing streams. They are not
+            if ``is_last_backward`` is false for a unit.
         when_ended: called at the end, with true if the pass has failed.
         over_machines: adds up over machines, if there are several.
         when_returned: called when a task has ended before others of the pass: a ``backward()`` returns, and if the pass
@@ -63,7 +63,7 @@ class BackwardPass:
         units: Sequence[Unit],
         slots: Sequence[torch.device],
         computing: Mapping[torch.device, torch.Stream],
-        before_last_sums: Callable[[], None],
+        before_last_sums: Callable[[Mapping[torch.device, torch.Stream]], None],
         when_ended: Callable[[BackwardPass, bool], None],
         when_returned: Callable[[], None] = lambda: None,
         over_machines: OverMachines | None = None,
@@ -152,6 +152,7 @@ class BackwardPass:
             self._tasks.discard(number)
             if self._is_over:
                 return
+            self.sums.note_callers()
             if self._tasks and not has_failed:
                 self._has_returned = True
                 self._when_returned()
@@ -183,6 +184,6 @@ class BackwardPass:
         if self.sums.over_machines is not None:
             self.sums.over_machines.end()
         if all(unit.is_last_backward for unit in self._units):
-            self._before_last_sums()
+            self._before_last_sums(self.sums.computing)
             self.sums.end()
             self.has_finished = True

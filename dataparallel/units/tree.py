@@ -119,6 +119,11 @@ class Tree:
         while self._unfinished:
             self._unfinished.pop(0).end()
 
+    def _before_last_sums(self, computing: Mapping[torch.device, torch.Stream]) -> None:
+        """Gradients are complete soon. Hooks on them may step an optimizer, which writes to the shards."""
+        self._finish_sums()
+        self._make_owners_wait(computing)
+
     def join_pass(self, call: ForwardCall) -> BackwardPass:
         """The running pass of backward, begun now if there is none. It lasts at least until the engine's task ends."""
         return self._joined_pass(call, only_if_alone=False)
@@ -169,7 +174,9 @@ class Tree:
             unit.register_sharded()
         returned = partial(before_next_step, self._before_step)
         over = None if self.machines is None else self._sums_over(self.machines, call.computing)
-        return BackwardPass(self.units, call.slots, call.computing, self._finish_sums, self._pass_ended, returned, over)
+        return BackwardPass(
+            self.units, call.slots, call.computing, self._before_last_sums, self._pass_ended, returned, over
+        )
 
     def _sums_over(
         self, machines: MachinesOfTree, computing: Mapping[torch.device, torch.Stream]
@@ -210,6 +217,7 @@ class Tree:
                 unit.renew_sources()  # slots that have not pulled will not: drops the copies
                 unit.register_on_source()
             self._make_owners_wait(ended.sums.computing)
+            ended.sums.make_callers_wait()
         finally:
             with self._changed:
                 self._ending_thread = None
@@ -218,7 +226,8 @@ class Tree:
     def _make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
         copies = self._copies.take()
-        met = self.units[0].lines.meet("pulls", [event for unit in self.units for event in unit.take_pulls()])
+        pulls = [event for unit in self.units for event in unit.take_pulls()]
+        met = self.units[0].lines.meet("pulls", pulls) if pulls else None
         wait_for([*copies, *([] if met is None else [met])], computing.values())
         if any(unit.is_offloaded for unit in self.units):
             for event in copies:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from dataparallel.streams.current import streams_joined
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
 from sharded_machines import EACH_SPREAD, SPREADS, spread
@@ -228,6 +229,26 @@ def hooks_that_change_gradients(rank: int, devices: list[Any], way: str) -> None
 @EACH_SPREAD
 def test_hooks_of_parameters_change_the_sum_over_machines(way):
     run(hooks_that_change_gradients, way)
+
+
+def backward_on_other_streams(rank: int, devices: list[Any], way: str) -> None:
+    """The clocks see it if the optimizer, on those streams, does not wait for all sums."""
+    net = made(devices, way)
+    optimizer = torch.optim.AdamW(net.parameters())
+    others = {device: torch.Stream(device) for device in devices}
+    for seed in range(2):
+        loss = net(batch(rank, seed, devices[0])).square().sum()
+        with streams_joined(others):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.on_streams
+@EACH_SPREAD
+def test_backward_on_other_streams_than_the_forward(way):
+    run(backward_on_other_streams, way)
 
 
 def by_hand(rank: int, devices: list[Any], way: str) -> None:

@@ -1,4 +1,4 @@
-"""A sharded model may be called on any streams, which may be others than those of its first call."""
+"""A sharded model may be called on any streams, and its backward on others than its forward."""
 
 import pytest
 import torch
@@ -66,3 +66,124 @@ def test_gradients_that_wait_on_the_slots_belong_to_the_streams_of_the_step(slot
         optimizer.step()
         optimizer.zero_grad()
         torch.sim.check_clocks()
+
+
+def step_in_hooks(model: nn.Module) -> None:
+    """Each parameter gets an optimizer of its own, which steps and drops the gradient as soon as that is complete."""
+    optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters() if p.requires_grad}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def halve(model: nn.Module) -> None:
+    """Writes all parameters."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def gather_the_first_in_vain(model: nn.Module) -> None:
+    """In backward the parameters of the first layer are gathered ahead, and not used."""
+    model[0].requires_grad_(False)
+    model[1].set_modules_to_backward_prefetch([model[0]])
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.parametrize("width", [64, 256])
+def test_a_hook_on_one_gradient_may_write_all_parameters(slots, root, width):
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)]).to(root)
+    for layer in model:
+        fully_shard(layer, devices=slots)
+    fully_shard(model, devices=slots)
+    gather_the_first_in_vain(model)
+    model[1].weight.register_post_accumulate_grad_hook(lambda parameter: halve(model))
+    for _ in range(2):
+        model(torch.randn(6, width, device=root)).square().mean().backward()
+        torch.sim.check_clocks()
+
+
+@pytest.mark.devices("sim")
+class TestBackwardOnOtherStreamsThanTheForward:
+    """When it returns, the streams that were current where it was called are behind all that it has launched."""
+
+    @pytest.fixture
+    def model(self, slots, root) -> nn.Module:
+        # The first layers get no gradients. In backward the last ones are gathered again beside small units.
+        layers = [nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 256), nn.Linear(256, 64)]
+        model = nn.Sequential(*layers).to(root)
+        for layer in model:
+            fully_shard(layer, devices=slots)
+        return fully_shard(model, devices=slots)
+
+    @pytest.fixture(params=["all devices", "the first device"])
+    def others(self, request, slots) -> dict[torch.device, torch.Stream]:
+        return {device: torch.Stream(device) for device in slots[: 1 if "first" in request.param else None]}
+
+    @pytest.mark.parametrize("in_hooks", [False, True])
+    @pytest.mark.parametrize("frozen", [False, True])
+    def test_an_optimizer_may_step_on_them(self, model, others, in_hooks, frozen, root):
+        model[0].requires_grad_(not frozen)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        if in_hooks:
+            step_in_hooks(model)
+        for _ in range(3):
+            loss = model(torch.randn(6, 64, device=root, requires_grad=frozen)).square().mean()
+            with streams_joined(others):
+                loss.backward()
+                if not in_hooks:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            torch.sim.check_clocks()
+
+    @pytest.mark.parametrize("in_hooks", [False, True])
+    def test_with_passes_before_the_last(self, model, others, in_hooks, root):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if in_hooks:
+            step_in_hooks(model)
+        for _ in range(2):
+            for is_last in (False, True):
+                model.set_is_last_backward(is_last)
+                loss = model(torch.randn(6, 64, device=root)).square().mean()
+                with streams_joined(others):
+                    loss.backward()
+                    if is_last and not in_hooks:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            torch.sim.check_clocks()
+
+    def test_parameters_may_be_written_after_a_pass_that_is_not_the_last(self, model, others, root):
+        model.set_is_last_backward(False)
+        gather_the_first_in_vain(model)
+        for _ in range(2):
+            loss = model(torch.randn(6, 64, device=root)).square().mean()
+            with streams_joined(others):
+                loss.backward()
+                halve(model)
+            torch.sim.check_clocks()
+
+    def test_sums_that_wait_for_the_next_call(self, model, others, root):
+        """The call is on other streams than the forward before it, and than its backward."""
+        model.set_is_last_backward(False)
+        loss = model(torch.randn(6, 64, device=root)).square().mean()
+        with streams_joined(others):
+            loss.backward()
+        with streams_joined({device: torch.Stream(device) for device in others}), torch.no_grad():
+            model(torch.randn(6, 64, device=root))
+            for parameter in model.parameters():
+                parameter.grad.mul_(2)
+            torch.sim.check_clocks()
+
+    def test_gradients_of_inputs_alone(self, model, others, root):
+        """Parameters are read as long as that lasts, and may be written afterwards."""
+        x = torch.randn(6, 64, device=root, requires_grad=True)
+        for _ in range(2):
+            loss = model(x).square().mean()
+            with streams_joined(others):
+                torch.autograd.grad(loss, x)
+                halve(model)
+            torch.sim.check_clocks()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.streams.current import current_streams
+from dataparallel.streams.current import Event, current_streams, streams_set
 from dataparallel.units import passes
 from dataparallel.units.passes import BackwardPass
 
@@ -51,7 +51,7 @@ def running(ended: Ended, slots: list) -> BackwardPass:
         [ended.unit("a"), ended.unit("b")],
         devices,
         current_streams(devices),
-        lambda: None,
+        lambda computing: None,
         ended.pass_ended,
         ended.returned,
     )
@@ -117,6 +117,33 @@ class TestTheEnd:
         may_end.set()
         thread.join()
         assert ended.told == ["returned", *DONE]
+
+    @pytest.mark.devices("sim")
+    def test_orders_the_streams_of_all_that_joined(self, running, slots, root):
+        """A ``backward()`` that has returned before the others gets its gradients when the pass ends."""
+        has_joined, may_end = threading.Event(), threading.Event()
+        total, early, summing = torch.zeros(2, device=root), torch.Stream(root), torch.Stream(root)
+
+        def add() -> None:
+            summing.wait_stream(torch.accelerator.current_stream(root))
+            with streams_set({root: summing}):
+                total.add_(1)
+            running.sums.added[0] = Event(summing)
+
+        def other() -> None:
+            in_backward(running.join, has_joined.set, lambda: may_end.wait(60), add)
+
+        early.wait_stream(torch.accelerator.current_stream(root))
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert has_joined.wait(60)
+        with streams_set({root: early}):
+            in_backward(running.join)
+        may_end.set()
+        thread.join()
+        with streams_set({root: early}):
+            total.mul_(2)  # the clocks see it
+        early.synchronize()
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_of_a_failed_backward_says_that_one_which_has_returned_lost_gradients(self, running, ended):
@@ -262,7 +289,7 @@ class TestASlotThatIsAhead:
     def test_does_not_wait_for_a_slot_on_its_own_device(self, ended, slots, count):
         """One thread of the engine runs the backward of both."""
         devices = [slots[0]] * count
-        running = BackwardPass([], devices, current_streams(devices), lambda: None, ended.pass_ended)
+        running = BackwardPass([], devices, current_streams(devices), lambda computing: None, ended.pass_ended)
         running.delivered(0, MUCH)
         running.wait_for_others(0)
 
