@@ -4,12 +4,13 @@ It serves pairs of devices whose direct copies are not trusted. It is slower tha
 every device that can talk to the host. It checks nothing and chooses nothing: only ``comm.select`` hands it out.
 
 Both copies block. The first is complete before the second reads the staging buffer, and the second is complete before
-the buffer is freed, whatever streams they run on. So no memory has to be held, on any backend.
+the buffer is freed, whatever streams they run on. So no memory has to be held, on any backend. The first begins after
+what the current streams of the receiving devices have been given, as with every transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -21,6 +22,7 @@ from dataparallel.comm.routes import STAR
 from dataparallel.comm.sent import note
 from dataparallel.comm.transport import Transport
 from dataparallel.devices import CPU
+from dataparallel.streams.current import Event, current_streams
 
 __all__ = ["ThroughHost", "can_pin", "send"]
 
@@ -33,6 +35,7 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
     if tensor.device == device or "cpu" in (tensor.device.type, device.type):
         return STAR.to_device(tensor, device, own=own)
     original, tensor = tensor, tensor.detach()
+    _wait_for([device], tensor.device)
     note("host", original, CPU)
     if travels_flat(original) and can_pin(tensor.device.type):
         # Devices read and write pinned memory at full speed. The strides are those that `Tensor.to` gives.
@@ -43,6 +46,14 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
         staging = tensor.cpu()
     note("host", staging, device)
     return same_kind(staging.to(device), original)
+
+
+def _wait_for(targets: Iterable[torch.device], source: torch.device) -> None:
+    """Orders the source's current stream after those of the targets."""
+    streams = current_streams([source, *targets])
+    if source in streams:
+        for device in streams.keys() - {source}:
+            Event(streams[device]).make_wait(streams[source])
 
 
 @cache
@@ -68,6 +79,7 @@ class ThroughHost(Transport):
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """One copy to the host, and one from there to each device."""
         if buffers:
+            _wait_for([buffer.device for buffer in buffers], source.device)
             staged = send(source, CPU)
             for buffer in buffers:
                 note("host", staged, buffer.device)

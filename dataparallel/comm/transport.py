@@ -7,7 +7,8 @@ calls it, with checked arguments and with gradient recording off.
 
 It works on every backend that torch knows, on several slots of one device, and on CPU slots. Sums run in slot order.
 Copies from and to the host block: the caller may reuse a pinned batch, and read a result on the CPU, as soon as a call
-returns. torch orders copies between devices against the current streams of both.
+returns. A copy between devices begins after what the current streams of both have been given, and what they are given
+next comes after it. So whoever makes one of the two streams wait has ordered the copy.
 
 Isolated slots count as devices: a copy from one to another is made within a device too, in the same buffers and along
 the same route as between devices.
