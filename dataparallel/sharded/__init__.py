@@ -14,6 +14,7 @@ from dataparallel.sharded.operators import (  # noqa: F401  each fills a part of
     questions,
     random,
     reductions,
+    views,
 )
 from dataparallel.sharded.placements import Replicate, Shard
 from dataparallel.sharded.tensor import ShardedTensor

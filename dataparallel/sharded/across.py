@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 
 from dataparallel import comm
 from dataparallel.sharded.owners import Over
-from dataparallel.sharded.placements import Placement, part_shapes
+from dataparallel.sharded.placements import Division, Rows, part_shapes
 
 __all__ = ["from_all", "from_first", "joined", "local_shapes", "of_all_owners", "rows_of_all"]
 
@@ -24,7 +24,7 @@ AT_ONCE = 4 << 20
 """Bytes of a tensor that a device holds beside its own part while the tensor is joined, if its parts are smaller."""
 
 
-def local_shapes(shape: Sequence[int], placement: Placement, owners: int, over: Over | None) -> list[torch.Size]:
+def local_shapes(shape: Sequence[int], placement: Division, owners: int, over: Over | None) -> list[torch.Size]:
     """The shape of the part of each owner on this machine. ``owners``: how many there are on it."""
     if over is None:
         return part_shapes(shape, placement, owners)
@@ -50,7 +50,7 @@ def of_all_owners(of_owners: Tensor, over: Over) -> Tensor:
     return from_all(of_owners, over).transpose(0, 1).flatten(0, 1)
 
 
-def rows_of_all(parts: Sequence[Tensor], placement: Placement, shape: Sequence[int], over: Over) -> Iterator[Tensor]:
+def rows_of_all(parts: Sequence[Tensor], placement: Division, shape: Sequence[int], over: Over) -> Iterator[Tensor]:
     """The whole tensor, cut along the placement's dimension into pieces that follow each other.
 
     A piece has the parts of one owner on all machines and is on that owner's device, or of several owners if they are
@@ -63,18 +63,22 @@ def rows_of_all(parts: Sequence[Tensor], placement: Placement, shape: Sequence[i
     assert not isinstance(placement, Replicate)
     dim = placement.dim
     shapes = part_shapes(shape, placement, len(parts) * over.size)
-    largest, left = shapes[0], shape[dim]
+    largest = max(shapes, key=lambda part: part[dim])
     each = prod(largest) * parts[0].element_size() * over.size
     step = max(1, AT_ONCE // max(each, 1))
     for first in range(0, len(parts), step):
         some = parts[first : first + step]
-        rows = min(left, len(some) * over.size * largest[dim])
-        left -= rows
+        of_some = [part[dim] for part in shapes[first * over.size : (first + len(some)) * over.size]]
+        rows = sum(of_some)
         if not rows:
-            return
+            continue
         gathered = from_all(joined([_padded(part, largest) for part in some]), over)  # [machines, owners, *largest]
         in_order = gathered.movedim((1, 0), (dim, dim + 1)).flatten(dim, dim + 2)
-        yield in_order.narrow(dim, 0, rows)
+        if isinstance(placement, Rows):
+            pieces = in_order.split(largest[dim], dim)
+            yield torch.cat([piece.narrow(dim, 0, of) for piece, of in zip(pieces, of_some, strict=True)], dim)
+        else:  # only the last ones are not full
+            yield in_order.narrow(dim, 0, rows)
 
 
 def joined(of_owners: Sequence[Tensor]) -> Tensor:

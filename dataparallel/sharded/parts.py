@@ -20,14 +20,14 @@ from dataparallel import comm
 from dataparallel.devices import CPU
 from dataparallel.sharded.across import from_first, local_shapes, rows_of_all
 from dataparallel.sharded.owners import Over
-from dataparallel.sharded.placements import Placement, rows_of_parts
+from dataparallel.sharded.placements import Division, rows_of
 
 __all__ = ["copy_parts", "empty_parts", "join", "move", "split_into", "the_value"]
 
 
 def empty_parts(
     shape: Sequence[int],
-    placement: Placement,
+    placement: Division,
     devices: Sequence[torch.device],
     dtype: torch.dtype,
     over: Over | None = None,
@@ -51,7 +51,7 @@ def move(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
 @torch.no_grad()
 def split_into(
     parts: Sequence[Tensor],
-    placement: Placement,
+    placement: Division,
     tensor: Tensor,
     non_blocking: bool = False,
     over: Over | None = None,
@@ -65,7 +65,7 @@ def split_into(
 @torch.no_grad()
 def join(
     parts: Sequence[Tensor],
-    placement: Placement,
+    placement: Division,
     shape: Sequence[int],
     device: torch.device,
     over: Over | None = None,
@@ -99,9 +99,9 @@ def the_value(parts: Sequence[Tensor], over: Over | None) -> Tensor:
 @torch.no_grad()
 def copy_parts(
     targets: Sequence[Tensor],
-    to: Placement,
+    to: Division,
     sources: Sequence[Tensor],
-    of: Placement,
+    of: Division,
     shape: Sequence[int],
     non_blocking: bool = False,
     *,
@@ -149,22 +149,22 @@ def _copy_common(
     move(target, source, non_blocking)
 
 
-def _starts(shape: Sequence[int], placement: Placement, parts: int, over: Over | None = None) -> list[list[int]]:
+def _starts(shape: Sequence[int], placement: Division, parts: int, over: Over | None = None) -> list[list[int]]:
     """Where in the whole each part begins."""
     starts = [[0] * len(shape) for _ in range(parts)]
     if shape and not isinstance(placement, Replicate):
         rank, size = (0, 1) if over is None else (over.rank, over.size)
-        rows = rows_of_parts(shape[placement.dim], parts * size)
+        rows = rows_of(placement, shape[placement.dim], parts * size)
         for index, start in enumerate(starts):
             start[placement.dim] = sum(rows[: index * size + rank])
     return starts
 
 
-def _views(tensor: Tensor, placement: Placement, parts: int, over: Over | None) -> Sequence[Tensor]:
+def _views(tensor: Tensor, placement: Division, parts: int, over: Over | None) -> Sequence[Tensor]:
     if isinstance(placement, Replicate):
         return [tensor] * parts
     rank, size = (0, 1) if over is None else (over.rank, over.size)
     if tensor.dim() == 0:
         return [tensor if rank == 0 else tensor.new_empty(0), *[tensor.new_empty(0)] * (parts - 1)]
-    rows = rows_of_parts(tensor.shape[placement.dim], parts * size)
+    rows = rows_of(placement, tensor.shape[placement.dim], parts * size)
     return torch.split(tensor, rows, placement.dim)[rank::size]

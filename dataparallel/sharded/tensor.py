@@ -22,9 +22,9 @@ from dataparallel.devices import DeviceLike, resolve
 from dataparallel.sharded import in_backward, methods, operators
 from dataparallel.sharded.owners import Over, after_loading, over_of
 from dataparallel.sharded.parts import copy_parts, empty_parts, join, move, split_into
-from dataparallel.sharded.placements import Placement
+from dataparallel.sharded.placements import Division, Rows
 
-__all__ = ["ShardedTensor", "divided_like", "fill_parts", "is_divided_alike"]
+__all__ = ["ShardedTensor", "divided_beside", "divided_like", "fill_parts", "is_divided_alike"]
 
 _OWN = {"_shards", "_placement", "_devices", "_zeroed"}
 # torch's own, which the class overrides. Type checkers take them for the values.
@@ -43,10 +43,11 @@ class ShardedTensor(Tensor):
         devices: the owners, if the shards are not on them now (offloaded to the CPU, on meta). Default: the devices of
             the shards.
         requires_grad: as for any tensor.
+        like: a tensor with the strides and the offset that the whole has as a view. Default: contiguous.
     """
 
     _shards: tuple[Tensor, ...]
-    _placement: Placement
+    _placement: Division
     _devices: tuple[torch.device, ...]
     _zeroed = 0
     """How many times ``zero_`` was called, by ``zero_grad`` for example."""
@@ -57,15 +58,17 @@ class ShardedTensor(Tensor):
     def __new__(
         cls,
         shards: Sequence[Tensor],
-        placement: Placement,
+        placement: Division,
         shape: Sequence[int],
         devices: Sequence[torch.device] | None = None,
         requires_grad: bool = False,
+        like: Tensor | None = None,
     ) -> ShardedTensor:
         """Called for every result of an operator, so it checks nothing."""
         first = shards[0]
+        layout = {} if like is None else {"strides": like.stride(), "storage_offset": like.storage_offset()}
         made: ShardedTensor = _torch.make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=requires_grad
+            cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=requires_grad, **layout
         )
         _torch.refuse_data_pointers(made)
         made._shards = tuple(shards)
@@ -100,7 +103,7 @@ class ShardedTensor(Tensor):
         return over_of(self._devices)
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> Division:
         """How the whole is divided: ``Shard(dim)`` or ``Replicate()``."""
         return self._placement
 
@@ -224,6 +227,9 @@ class ShardedTensor(Tensor):
                 f"{self!r} cannot be pickled: this machine has a part of its values only. Save the plain tensors of "
                 "fully_shard.full_state_dict(model), which all machines call, or full_tensor()"
             )
+        if isinstance(self._placement, Rows):
+            with torch.no_grad():
+                return divided_beside(self, self, Shard(self._placement.dim)).__reduce_ex__(protocol)
         warn_if_has_hooks(self)
         dim = None if isinstance(self._placement, Replicate) else self._placement.dim
         owners = [str(device) for device in self._devices]
@@ -271,7 +277,7 @@ def _check_divided_alike(role: str, tensor: object, like: ShardedTensor) -> Shar
 
 
 def fill_parts(
-    parts: Sequence[Tensor], placement: Placement, tensor: Tensor, over: Over | None, non_blocking: bool = False
+    parts: Sequence[Tensor], placement: Division, tensor: Tensor, over: Over | None, non_blocking: bool = False
 ) -> None:
     """Copies the values of ``tensor``, plain or sharded in any way, into parts of its shape that are placed so."""
     if isinstance(tensor, ShardedTensor):
@@ -285,10 +291,15 @@ def divided_like(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:
     """The values of ``tensor``, plain or sharded in any way, divided as ``like`` is, with parts where its parts are."""
     if tensor.shape != like.shape:
         raise ValueError(f"expected a tensor of the shape {tuple(like.shape)} of {like!r}; got {tuple(tensor.shape)}")
+    return divided_beside(tensor, like, like._placement)
+
+
+def divided_beside(tensor: Tensor, like: ShardedTensor, placement: Division) -> ShardedTensor:
+    """The values of ``tensor``, plain or sharded in any way, divided so, with parts where those of ``like`` are."""
     places = [shard.device for shard in like._shards]
-    parts = empty_parts(like.shape, like._placement, places, tensor.dtype, like.over)
-    fill_parts(parts, like._placement, tensor, like.over)
-    return ShardedTensor(parts, like._placement, like.shape, like._devices)
+    parts = empty_parts(tensor.shape, placement, places, tensor.dtype, like.over)
+    fill_parts(parts, placement, tensor, like.over)
+    return ShardedTensor(parts, placement, tensor.shape, like._devices)
 
 
 def rebuild(

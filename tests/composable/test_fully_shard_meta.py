@@ -71,6 +71,36 @@ class TestMeta:
         assert_trains_as(several, one, slots)
 
     @pytest.mark.slots(3, long=[2, 8])
+    def test_initialisations_that_write_to_rows_and_slices(self, slots, root):
+        """A padding row as torch's and transformers' embeddings have it, and the forget gates of an LSTM."""
+
+        class Rows(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.words, self.places = nn.Embedding(11, 4, padding_idx=9), nn.Embedding(5, 4, padding_idx=-1)
+                self.gates = nn.LSTM(4, 3)
+
+            def forward(self, x: Tensor) -> Any:
+                return self.gates(self.words(x) + self.places(x))
+
+            def reset_parameters(self) -> None:
+                self.words.reset_parameters()
+                self.places.weight.data.normal_(std=0.02)
+                self.places.weight.data[self.places.padding_idx].zero_()
+                self.gates.reset_parameters()
+                self.gates.bias_ih_l0.data[3:6].fill_(1.0)
+                for gate in self.gates.weight_hh_l0.data.chunk(4):
+                    nn.init.xavier_uniform_(gate)
+
+        with torch.device("meta"):
+            several, one = Rows(), Rows()
+        fully_shard(several, devices=slots)
+        for model in (several, one):
+            model.to_empty(device=root)
+            torch.manual_seed(3)
+            model.reset_parameters()
+        assert_equal(state(several), state(one), "state", atol=0)
+
     def test_a_full_state_dict_is_loaded(self, slots, root):
         several, one = sharded(on_meta(), slots).to_empty(device=root.type), on_device(MODEL.build, root)
         several.load_state_dict(one.state_dict())

@@ -66,9 +66,9 @@ def new(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 @register(aten.new_empty_strided.default)
 def new_strided(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A tensor with the sharded tensor's own strides, which autograd makes for a gradient that it copies."""
+    """A tensor with the strides of a contiguous one, which autograd makes for a gradient that it copies."""
     tensor, size, stride = args[:3]
-    if torch.Size(size) == tensor.shape and tuple(stride) != tensor.stride():
+    if torch.Size(size) == tensor.shape and tuple(stride) != torch.empty(size, device="meta").stride():
         raise refusal(func, f" with the strides {tuple(stride)}")
     if torch.Size(size) != tensor.shape:
         return func(tensor._shards[0], *args[1:], **kwargs)

@@ -17,7 +17,7 @@ from dataparallel import comm
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import refusal
 from dataparallel.sharded.parts import the_value
-from dataparallel.sharded.placements import Replicate, rows_of_parts
+from dataparallel.sharded.placements import Replicate, Rows, rows_of
 from dataparallel.sharded.tensor import ShardedTensor
 
 __all__ = ["check_alike", "leading", "on_each", "parts_of", "places", "sharded_in", "single_value", "stand_in", "whole"]
@@ -47,7 +47,7 @@ def check_alike(func: OpOverload, tensor: ShardedTensor, lead: ShardedTensor) ->
 
     Raises:
         ValueError: owners or placements differ.
-        TypeError: shapes differ.
+        TypeError: shapes differ, or they are views of rows that other owners have.
     """
     if tensor._devices is not lead._devices and tensor._devices != lead._devices:
         raise ValueError(
@@ -57,6 +57,8 @@ def check_alike(func: OpOverload, tensor: ShardedTensor, lead: ShardedTensor) ->
     if tensor.shape != lead.shape:
         raise refusal(func, f" of different shapes, {tuple(lead.shape)} and {tuple(tensor.shape)}")
     if tensor._placement is not lead._placement and tensor._placement != lead._placement:
+        if isinstance(tensor._placement, Rows) or isinstance(lead._placement, Rows):
+            raise refusal(func, " that are views of different rows")
         raise ValueError(
             f"{func} got sharded tensors with different placements, {lead._placement} and {tensor._placement}; "
             "distribute them in the same way"
@@ -122,10 +124,10 @@ def _plain_parts(func: OpOverload, tensor: Tensor, lead: ShardedTensor) -> Seque
     devices = places(lead)
     over = lead.over
     if over is not None:
-        rows = rows_of_parts(tensor.shape[dim], len(devices) * over.size)
+        rows = rows_of(lead._placement, tensor.shape[dim], len(devices) * over.size)
         mine = tensor.detach().split(rows, dim)[over.rank :: over.size]
         return [_on(device, part) for part, device in zip(mine, devices, strict=True)]
-    rows = rows_of_parts(tensor.shape[dim], len(devices))
+    rows = rows_of(lead._placement, tensor.shape[dim], len(devices))
     if all(device == tensor.device for device in devices) or tensor.is_meta or devices[0].type == "meta":
         return [part.to(device) for part, device in zip(tensor.detach().split(rows, dim), devices, strict=True)]
     return comm.scatter(tensor.detach(), devices, rows, dim)

@@ -43,7 +43,7 @@ def draw_in_place(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     first = tensor._shards[0]
     drawn = _drawn(
         tensor,
-        lambda: func(first.new_empty(tensor.shape), *args[1:], **kwargs),
+        lambda: func(first.new_empty_strided(tensor.shape, tensor.stride()), *args[1:], **kwargs),
         first.device,
         kwargs,
     )

@@ -22,7 +22,7 @@ from dataparallel._torch import OpOverload
 from dataparallel.sharded.across import joined, of_all_owners
 from dataparallel.sharded.operators import refusal, register
 from dataparallel.sharded.operators.layout import single_value
-from dataparallel.sharded.placements import Replicate, Shard, part_shapes
+from dataparallel.sharded.placements import Replicate, moved, part_shapes
 from dataparallel.sharded.tensor import ShardedTensor
 
 __all__ = ["combined_norm", "summed_in"]
@@ -88,7 +88,7 @@ def _along(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], dims
     if not isinstance(placement, Replicate):
         if placement.dim in dims or not tensor.dim():
             raise refusal(func, f" along dimensions {dims} of one that is divided along {placement.dim}")
-        placement = placement if keepdim else Shard(placement.dim - sum(d < placement.dim for d in dims))
+        placement = placement if keepdim else moved(placement, placement.dim - sum(d < placement.dim for d in dims))
     shape = [1 if d in dims else size for d, size in enumerate(tensor.shape) if keepdim or d not in dims]
     parts = [func(shard, *args[1:], **kwargs) for shard in tensor._shards]
     if isinstance(parts[0], Tensor):

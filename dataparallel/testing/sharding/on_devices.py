@@ -10,6 +10,7 @@ from torch import Tensor
 from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.sharded import Replicate, ShardedTensor, distribute_tensor
 from dataparallel.sharded.owners import Owners, over_of
+from dataparallel.sharded.tensor import divided_like
 from dataparallel.testing.sharding.choices import Placements
 from dataparallel.testing.sharding.differences import same_bits
 
@@ -71,7 +72,7 @@ class OnDevices:
     def for_backward(self, output: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
         """What backward starts from, and with which gradient."""
         assert isinstance(output, ShardedTensor)
-        return output, distribute_tensor(cotangent, output.devices, output.placement)
+        return output, divided_like(cotangent, output)
 
     def is_refusal(self, error: Exception) -> bool:
         """True for the library's own errors that say what to do instead, and for what Python makes of them.

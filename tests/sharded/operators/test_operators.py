@@ -17,9 +17,8 @@ def parameter(slots: list) -> nn.Parameter:
 
 
 REFUSED: dict[str, Callable[[nn.Parameter], object]] = {
-    "aten.select.int": lambda p: p[0],
-    "aten.view.default": lambda p: p.view(-1),
-    "aten.t.default": lambda p: p.t(),
+    "aten.view.default": lambda p: p.view(4, 9),
+    "aten.diagonal.default": lambda p: p.diagonal(),
     "aten.mm.default": lambda p: p @ p,
     "aten.cat.default": lambda p: torch.cat([p, p]),
     "aten.stack.default": lambda p: torch.stack([p, p]),
@@ -54,10 +53,9 @@ def test_a_plain_tensor_is_divided_by_a_sharded_one_to_the_bit(slots: list) -> N
     assert torch.equal(full(3 / sharded(b, slots)), 3 / b)
 
 
-@pytest.mark.parametrize("name", ["sparse_", "orthogonal_", "dirac_", "eye_"])
+@pytest.mark.parametrize("name", ["sparse_", "orthogonal_", "eye_"])
 def test_initialisation_that_is_not_pointwise_is_refused(slots: list, name: str) -> None:
-    shape = (4, 4, 3) if name == "dirac_" else (4, 4)
-    parameter = nn.Parameter(sharded(torch.rand(shape), slots))
+    parameter = nn.Parameter(sharded(torch.rand(4, 4), slots))
     with pytest.raises(TypeError, match=r"full_tensor\(\)"):
         getattr(nn.init, name)(parameter, *([0.5] if name == "sparse_" else []))
 
@@ -69,7 +67,7 @@ def test_under_inference_mode_operators_that_torch_makes_of_others_work(slots: l
         assert torch.equal(full(torch.square(divided)), x.square())
         assert bool(torch.allclose(divided, divided + 1e-12))
         with pytest.raises(TypeError, match="full_tensor"):
-            divided.reshape(-1)
+            divided.diagonal()
 
 
 def test_gradients_are_divided_too(slots: list) -> None:

@@ -1,0 +1,169 @@
+"""Views of a sharded tensor: what is written to one reaches the parts of the tensor.
+
+Each owner makes a view of its own part. A slice, or one row, along the divided dimension leaves each owner the rows
+that it has of it, which is what the placement `Rows` says. A view to another shape keeps the order of elements, so
+each owner's part has to hold whole rows of the new shape. Other views would need elements of several owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel._torch import OpOverload
+from dataparallel.sharded.operators import refusal, register
+from dataparallel.sharded.placements import Division, Replicate, Rows, Shard, moved, rows_of, rows_of_parts
+from dataparallel.sharded.tensor import ShardedTensor
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+def _on_meta(tensor: ShardedTensor) -> Tensor:
+    """A tensor without memory that has the same shape, strides and offset, for torch to make views of."""
+    numel = tensor.storage_offset() + sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True)) + 1
+    like = torch.empty(max(numel, 1), dtype=tensor.dtype, device="meta")
+    return like.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _view(tensor: ShardedTensor, parts: Sequence[Tensor], placement: Division, like: Tensor) -> ShardedTensor:
+    return ShardedTensor(parts, placement, like.shape, tensor._devices, like=like)
+
+
+def _rows(tensor: ShardedTensor) -> list[tuple[int, int]]:
+    """For each part, over all machines, the rows of the whole that it has: from and up to."""
+    placement, over = tensor._placement, tensor.over
+    assert not isinstance(placement, Replicate)
+    counts = rows_of(placement, tensor.shape[placement.dim], len(tensor._shards) * (1 if over is None else over.size))
+    ends = [*accumulate(counts)]
+    return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _here(tensor: ShardedTensor, of_parts: Sequence[Any]) -> Sequence[Any]:
+    """Of a list for all parts what belongs to those of this machine."""
+    return of_parts if tensor.over is None else of_parts[tensor.over.rank :: tensor.over.size]
+
+
+def _each(tensor: ShardedTensor, view: Callable[[Tensor], Tensor], where: Callable[[int], int]) -> ShardedTensor:
+    """The same view of each part. ``where`` says where the divided dimension is then."""
+    placement = tensor._placement
+    if not isinstance(placement, Replicate):
+        placement = moved(placement, where(placement.dim))
+    return _view(tensor, [view(part) for part in tensor._shards], placement, view(_on_meta(tensor)))
+
+
+@register(aten.slice.Tensor)
+def slice_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """Every ``step``-th row from ``start`` up to ``end``."""
+    tensor, *given = args
+    named = dict(zip(("dim", "start", "end", "step"), given, strict=False)) | kwargs
+    like = func(_on_meta(tensor), **named)
+    dim, step = named.get("dim", 0) % tensor.dim(), named.get("step", 1)
+    placement = tensor._placement
+    if isinstance(placement, Replicate) or placement.dim != dim:
+        return _each(tensor, lambda part: func(part, **named), lambda of: of)
+    first, last, _ = slice(named.get("start"), named.get("end")).indices(tensor.shape[dim])
+    cuts = []
+    for begin, stop in _rows(tensor):
+        low = max(first, begin)
+        low += (first - low) % step
+        cuts.append((low - begin, max(low, min(last, stop)) - begin))
+    rows = tuple(len(range(low, high, step)) for low, high in cuts)
+    parts = [
+        func(part, dim, low if count else 0, high if count else 0, step)
+        for part, (low, high), count in zip(tensor._shards, _here(tensor, cuts), _here(tensor, rows), strict=True)
+    ]
+    return _view(tensor, parts, Rows(dim, rows), like)
+
+
+@register(aten.select.int)
+def select(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """One row, along the divided dimension that of one owner."""
+    tensor, dim, index = args
+    like = func(_on_meta(tensor), dim, index)
+    dim %= tensor.dim()
+    placement = tensor._placement
+    if isinstance(placement, Replicate) or placement.dim != dim:
+        return _each(tensor, lambda part: func(part, dim, index), lambda of: of - (of > dim))
+    index %= tensor.shape[dim]
+    ranges = _rows(tensor)
+    owner = next(i for i, (begin, stop) in enumerate(ranges) if begin <= index < stop)
+    here = [i == owner for i in _here(tensor, range(len(ranges)))]
+    rows = [
+        func(part, dim, index - ranges[owner][0]) if is_owner else part.new_empty((0, *like.shape[1:]))
+        for part, is_owner in zip(tensor._shards, here, strict=True)
+    ]
+    if like.dim():
+        return _view(tensor, rows, Rows(0, tuple(like.shape[0] * (i == owner) for i in range(len(ranges)))), like)
+    if tensor.over is not None:
+        raise refusal(func, " of one dimension over machines")
+    # The element of a 0-dim tensor belongs to the first owner.
+    order = sorted(range(len(rows)), key=lambda i: i != owner)
+    devices = tuple(tensor._devices[i] for i in order)
+    return ShardedTensor([rows[i] for i in order], Shard(0), (), devices, like=like)
+
+
+@register(aten.split.Tensor, aten.split_with_sizes.default)
+def split(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
+    """Slices that follow each other."""
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    sizes = [piece.shape[dim] for piece in func(_on_meta(args[0]), *args[1:], **kwargs)]
+    ends = [*accumulate(sizes)]
+    return [
+        slice_(aten.slice.Tensor, (args[0], dim, end - size, end), {}) for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+@register(aten.unbind.int)
+def unbind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
+    """All rows."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    count = len(func(_on_meta(args[0]), dim))
+    return [select(aten.select.int, (args[0], dim, index), {}) for index in range(count)]
+
+
+@register(aten.permute.default, aten.transpose.int, aten.t.default)
+def permute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """Dimensions in another order."""
+    tensor = args[0]
+    if not tensor.dim():
+        return _view(tensor, tensor._shards, tensor._placement, tensor)
+    numbered = func(torch.empty([*range(tensor.dim())], device="meta"), *args[1:], **kwargs).shape
+    return _each(tensor, lambda part: func(part, *args[1:], **kwargs), [*numbered].index)
+
+
+@register(aten.unsqueeze.default)
+def unsqueeze(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """One more dimension."""
+    tensor, dim = args
+    if not tensor.dim() and not isinstance(tensor._placement, Replicate):
+        raise refusal(func, " of no dimension")
+    dim %= tensor.dim() + 1
+    return _each(tensor, lambda part: func(part, dim), lambda of: of + (of >= dim))
+
+
+@register(aten.view.default, aten._unsafe_view.default)
+def reshape(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """Another shape, if every part holds whole rows of it."""
+    tensor = args[0]
+    like = func(_on_meta(tensor), args[1])
+    placement = tensor._placement
+    if isinstance(placement, Replicate):
+        return _view(tensor, [func(part, like.shape) for part in tensor._shards], placement, like)
+    if not tensor.dim() or not like.dim() or placement.dim:
+        raise refusal(func, f" from {tuple(tensor.shape)} to {tuple(like.shape)}")
+    row = like.shape[1:].numel()
+    counts = [(stop - begin) * tensor.shape[1:].numel() for begin, stop in _rows(tensor)]
+    if not row or any(count % row for count in counts):
+        raise refusal(func, f" from {tuple(tensor.shape)} to {tuple(like.shape)}, whose rows lie on several devices")
+    rows = [count // row for count in counts]
+    parts = [
+        func(part, (count, *like.shape[1:])) for part, count in zip(tensor._shards, _here(tensor, rows), strict=True)
+    ]
+    is_even = rows == rows_of_parts(like.shape[0], len(rows))
+    return _view(tensor, parts, Shard(0) if is_even else Rows(0, tuple(rows)), like)
