@@ -5,6 +5,7 @@ import threading
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
+from dataparallel.composable import fully_shard, replicate
 from memory import live_objects
 from selection import others_long
 
@@ -71,6 +73,33 @@ def test_a_thousand_training_steps_grow_nothing(slots, root):
     assert threading.active_count() <= threads
     assert live_objects() <= objects + 20
     assert psutil.Process().memory_info().rss <= memory + 8 * 2**20
+
+
+def units(model, slots, **options) -> nn.Module:
+    """The model, fully sharded, with a unit for each linear layer."""
+    for layer in (model[0], model[2]):
+        fully_shard(layer, devices=slots, **options)
+    return fully_shard(model, devices=slots, **options)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(DataParallel, id="DataParallel"),
+        pytest.param(lambda model, slots: replicate(model, devices=slots), id="replicate"),
+        pytest.param(units, id="fully_shard"),
+        pytest.param(partial(units, reshard_after_forward=False), id="fully_shard, units stay full"),
+    ],
+)
+def test_forwards_without_backward_leave_nothing(form, slots, root):
+    model = form(mlp(root), slots)
+    x = torch.randn(6, 8, dtype=torch.float64, device=root).requires_grad_()
+    for _ in range(10):
+        model(x)
+    objects = live_objects()
+    for _ in range(20):
+        model(x)
+    assert live_objects() < objects + 20
 
 
 def test_dropping_the_wrapper_frees_the_module(slots, root):

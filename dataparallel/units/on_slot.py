@@ -16,6 +16,7 @@ an event at the end of the copy out.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -117,7 +118,8 @@ class UnitOnSlot:
         self._versions: list[int] = []  # of the values that are here or on their way
         self._full_versions: list[int] = []  # of the full parameters; our own writes do not move them
         self._overwritten: int | None = None
-        self._shown_in: set[Registers] = set()
+        # Weakly: parameters may stay full in any number of forwards, and a replica's object lives as long as it.
+        self._shown_in: weakref.WeakSet[Registers] = weakref.WeakSet()
         self._users = 0  # calls of the unit's modules that run
         self._open: set[object] = set()  # calls whose backward has begun and not ended
         self._has_all_gradients = False
