@@ -62,13 +62,18 @@ class Registry:
         self.registered = [*parameters]
 
 
+def without_joint_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slot of units that are made from now on pulls from the owners."""
+    monkeypatch.setattr(joint.comm, "are_apart", lambda slots: False)
+
+
 def recorded_gathers(monkeypatch: pytest.MonkeyPatch, jointly: bool = False) -> list[Source]:
     """A list that gets the sources which slots ask for the owners' shards, one for each gather of a slot.
 
-    With ``jointly`` small units are gathered for all slots at once, as they are outside of tests.
+    With ``jointly`` units are gathered for all slots at once, as they are outside of tests.
     """
     if not jointly:
-        monkeypatch.setattr(joint, "_GATHERED_JOINTLY", 0)
+        without_joint_gathers(monkeypatch)
     asked: list[Source] = []
     of_source = Source.pieces
 

@@ -27,6 +27,7 @@ from dataparallel.comm.checks import (
     why_not_gatherable,
 )
 from dataparallel.comm.choice import Choice
+from dataparallel.comm.matrices import Memory, are_apart, memory
 from dataparallel.comm.select import choose_transport, transport_for
 from dataparallel.comm.settings import are_slots_isolated, using
 from dataparallel.comm.transport import FlatBroadcast, Later, Travelling
@@ -35,6 +36,8 @@ from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 __all__ = [
     "Choice",
     "add_flat",
+    "all_gather",
+    "are_apart",
     "broadcast",
     "broadcast_coalesced",
     "broadcast_into",
@@ -44,6 +47,7 @@ __all__ = [
     "near_equal_sizes",
     "reduce_add",
     "reduce_add_coalesced",
+    "reduce_scatter",
     "scatter",
     "sums_travel_flat",
     "using",
@@ -140,6 +144,30 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     transport = transport_for("gather", places, sources)
     for target, source in zip(targets, sources, strict=True):
         transport.copy(target, source)
+
+
+@torch.no_grad()
+def all_gather(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Copies all ``rows`` into each of ``matrices``, in their order. Copies run on the current streams.
+
+    Args:
+        matrices: contiguous, with as many rows as there are ``rows``, one on the device of each of these.
+        rows: one-dimensional, of one size and dtype, on distinct accelerators.
+    """
+    transport_for("all_gather", [row.device for row in rows], matrices[:1]).all_gather(matrices, rows)
+
+
+@torch.no_grad()
+def reduce_scatter(matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory = memory) -> None:
+    """Copies row j of the sum of ``matrices``, added in the order given, into ``out[j]``, on the current streams.
+
+    Args:
+        matrices: contiguous, of one shape and dtype.
+        out: one-dimensional, one for each row. They may be wider than the matrices: terms are added in their dtype.
+        empty: makes memory for what travels.
+    """
+    places = _places([target.device for target in out], [matrix.device for matrix in matrices])
+    transport_for("reduce_scatter", places, matrices[:1]).reduce_scatter(matrices, out, empty)
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ Plain copies take the route that takes the least time for this number of devices
 A transport that was asked for serves the calls that it supports. All others fall back to plain copies, and the reason
 says why:
 
-- *nccl* supports broadcasts, and sums if the caller allows any order. *cupy* supports broadcasts and sums. Scatter and
-  gather use plain copies.
+- *nccl* supports broadcasts, ``all_gather``, and, if the caller allows any order, sums and ``reduce_scatter``. *cupy*
+  supports broadcasts and sums. All else uses plain copies.
 - Both work between CUDA devices. A call with the CPU or with another type of accelerator, or with fewer than two
   accelerators, falls back.
 - *nccl* takes each device once. A sum with two terms on one device falls back, and so do isolated slots on one device.
@@ -41,10 +41,13 @@ from dataparallel.comm.times import fastest
 
 __all__ = ["Choice", "Collective", "choose"]
 
-Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter"]
+Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "all_gather", "reduce_scatter"]
 
-SUPPORTED: tuple[Collective, ...] = ("broadcast", "reduce_add")
-"""What *nccl* and *cupy* support. Plain copies and the host support everything."""
+SUPPORTED: dict[str, tuple[Collective, ...]] = {
+    "nccl": ("broadcast", "reduce_add", "all_gather", "reduce_scatter"),
+    "cupy": ("broadcast", "reduce_add"),
+}
+"""What these transports support. Plain copies and the host support everything."""
 
 
 class Choice(NamedTuple):
@@ -121,7 +124,7 @@ def _route(
 ) -> tuple[str, str]:
     """The route of plain copies between distinct devices, and the reason."""
     if work not in ("broadcast", "reduce_add"):
-        return "star", f"in a {work} each chunk goes to one device"
+        return "star", f"a {work} has no routes"
     if settings.route is not None:
         if work == "reduce_add" and settings.route == "tree":
             return "star", "a tree was asked for, but would not add in slot order"
@@ -142,9 +145,10 @@ def _why_not_supported(
     transport: str, work: Collective, devices: Sequence[torch.device], settings: Settings
 ) -> str | None:
     """Why the transport does not support this call, which then falls back to plain copies; ``None`` if it does."""
-    if work not in SUPPORTED:
+    adds = work in ("reduce_add", "reduce_scatter")
+    if work not in SUPPORTED[transport]:
         return f"{transport} has no {work}"
-    if transport == "nccl" and work == "reduce_add" and settings.deterministic:
+    if transport == "nccl" and adds and settings.deterministic:
         return "nccl adds in an order of its own; pass deterministic=False if the last bits may differ"
     accelerators = [device for device in devices if device.type != "cpu"]
     if len({*accelerators}) < 2 and not (settings.isolated and len(accelerators) > 1):
@@ -155,7 +159,7 @@ def _why_not_supported(
     if other is not None:
         return f"{transport} works between CUDA devices, and {other} is none"
     twice = next((device for device in devices if devices.count(device) > 1), None) if transport == "nccl" else None
-    if twice is not None and (work == "reduce_add" or settings.isolated):
+    if twice is not None and (adds or settings.isolated):
         return f"nccl takes each device once, and {twice} is listed more than once"
     return None
 

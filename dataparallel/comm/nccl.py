@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.cuda import nccl
 
 from dataparallel import _torch
+from dataparallel.comm.matrices import Memory
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.sent import note
 from dataparallel.comm.transport import Transport
@@ -75,3 +77,25 @@ class Nccl(Transport):
         with _launching:
             nccl.reduce(flats, output=total, root=places[0])
         return total
+
+    def all_gather(self, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """One launch on every device."""
+        for row, matrix in product(rows, matrices):
+            note("nccl", row, matrix.device)
+        with _launching:
+            nccl.all_gather([row.view(torch.uint8) for row in rows], [m.view(torch.uint8).flatten() for m in matrices])
+        increment_version(matrices)
+
+    def reduce_scatter(self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory) -> None:
+        """One launch on every device. Sums that NCCL may not or cannot make are made by torch, in slot order."""
+        is_square = [matrix.device for matrix in matrices] == [target.device for target in out]
+        dtypes = {tensor.dtype for tensor in (*matrices, *out)}
+        if not self._sums or not is_square or len(dtypes) > 1 or not dtypes <= _SUMMED:
+            super().reduce_scatter(matrices, out, empty)
+            return
+        for owner, target in enumerate(out):
+            for matrix in matrices:
+                note("nccl", matrix[owner], target.device)
+        with _launching:
+            nccl.reduce_scatter([matrix.flatten() for matrix in matrices], out)
+        increment_version(out)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
+from dataparallel.comm import matrices as of_rows
 from dataparallel.comm.buckets import (
     Bucket,
     Planned,
@@ -108,6 +109,14 @@ class Transport(ABC):
         for flat in waiting:
             total.add_(self.to_device(flat, destination))
         return total.to(first.dtype)
+
+    def all_gather(self, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """`matrices.all_gather`. The rows are on distinct accelerators."""
+        of_rows.all_gather(self.copy, matrices, rows)
+
+    def reduce_scatter(self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: of_rows.Memory) -> None:
+        """`matrices.reduce_scatter`."""
+        of_rows.reduce_scatter(self.copy, matrices, out, empty)
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
 

@@ -81,8 +81,7 @@ class Delivery:
     Attributes:
         matrices: for each dtype the gradients in the layout of the gathered matrix, with a row for each owner on this
             machine: over machines it has the owner's parts on all of them.
-        sums: for each dtype memory on the slot's device in which its part is added up; it begins as the slot's own row,
-            or that is copied when a small unit is added up.
+        sums: for each dtype memory on the slot's device for its part of the sum.
         parts: the same in the dtype of the parameters, which may be the same memory. Not used over machines.
         present: which of the parameters that need gradients have one.
         made: after the writes to all of this, on the slot's computing stream. ``None`` on the CPU.

@@ -260,7 +260,7 @@ class UnitGradients:
                 matrix.add_(held.matrices[at])
             matrices.append(matrix)
             if self._unit.requires_gradient_sync:
-                sums.append(self._sums.begun(matrix[slot], added_in(summed, dtype)))
+                sums.append(torch.empty_like(matrix[slot], dtype=added_in(summed, dtype)))
                 is_sent = self._unit.machines is not None
                 is_part = is_sent or sums[-1].dtype == dtype
                 parts.append(sums[-1] if is_part else torch.empty_like(sums[-1], dtype=dtype))

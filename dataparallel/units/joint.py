@@ -1,14 +1,14 @@
-"""Gathers of small units: one slot collects the pieces of all owners, and passes the parameters on to all slots.
+"""Gathers of a unit for all slots at once: who needs the unit first launches them.
 
 Where each slot pulls from each owner, N slots launch N * N copies, which takes longer than the copies of few bytes
-themselves. A joint gather takes 2 N launches. The slot that needs the unit first launches it for all, and the others
-take what has arrived for them.
+themselves. A joint gather takes few launches for each slot. There are two ways:
 
-So parameters arrive at slots that have not asked for them. Slots that run one after the other would have all small
-units in memory before they use the first. `Room` limits that for a tree. Beyond it slots pull from the owners.
+- Of a unit that is not large, one slot collects the pieces of all owners, and passes the parameters on: 2 N launches.
+- The slots of a large unit exchange what they have (``comm.all_gather``), so that all links are busy at the same time.
 
-Pieces, the matrix and what arrives belong to the receiving streams of their devices, which are joined by the copies
-between them. Only ``units.on_slot`` takes from here.
+So parameters arrive at slots that have not asked for them. ``units.room`` limits how many. Pieces, the matrix and what
+arrives belong to the receiving streams of their devices, which are joined by the copies between them. Only
+``units.on_slot`` takes from here.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ import torch
 from torch import Tensor
 
 from dataparallel import comm
-from dataparallel.devices import CPU
+from dataparallel.comm import settings
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.units.lines import Lines, wait_for
 from dataparallel.units.no_room import named_if_no_room
 from dataparallel.units.owned import LastCopies, OwnedShards, Source
+from dataparallel.units.room import Room
 
-__all__ = ["Arrived", "JointGathers", "OfUnit", "Room"]
+__all__ = ["Arrived", "JointGathers", "OfUnit"]
 
-_GATHERED_JOINTLY = 2**16
-"""Bytes of a unit's parameters up to which its gathers are joint."""
-
-_MAY_HAVE_ARRIVED = 2**19
-"""Bytes of small units that may be on a slot at a time before it has asked for them."""
+_COLLECTED = 2**22
+"""Bytes of a unit's parameters up to which one slot collects them. That takes three times the time for the bytes, and
+about half of the launches."""
 
 
 class OfUnit(Protocol):
@@ -60,35 +59,19 @@ class OfUnit(Protocol):
         """They grow with every change in place."""
 
 
-class Room:
-    """How many bytes of a tree's units have arrived at slots that have not taken them. Any thread may use it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._used = 0
-
-    def take(self, number_of_bytes: int) -> bool:
-        """Returns false if there is no room for them."""
-        with self._lock:
-            if self._used + number_of_bytes > _MAY_HAVE_ARRIVED:
-                return False
-            self._used += number_of_bytes
-            return True
-
-    def give_back(self, number_of_bytes: int) -> None:
-        """They have been taken, or dropped."""
-        with self._lock:
-            self._used -= number_of_bytes
-
-
 @dataclass
 class Arrived:
-    """What a slot takes: for each dtype the parameters in the layout of a full buffer, and an event after the copies.
+    """What a slot takes.
 
-    They have the values of ``versions``.
+    Attributes:
+        flats: for each dtype the gathered matrix, or the parameters in the layout of a full buffer.
+        are_matrices: which of the two.
+        event: after the copies.
+        versions: of the values.
     """
 
-    fulls: list[Tensor]
+    flats: list[Tensor]
+    are_matrices: bool
     event: Event
     versions: list[int]
 
@@ -108,10 +91,8 @@ class JointGathers:
     def __init__(self, unit: OfUnit, lines: Lines) -> None:
         self._unit, self._lines = unit, lines
         slots = lines.slots
-        are_apart = len({*slots}) == len(slots) and CPU not in slots
         # Over machines slots wait for gathers when they need them, so nothing is launched for others.
-        is_here = unit.sharded_over[0] == 1
-        self._is_small = are_apart and is_here and 0 < unit.full_bytes <= _GATHERED_JOINTLY
+        self._are_joint = comm.are_apart(slots) and unit.sharded_over[0] == 1 and unit.full_bytes > 0
         self._streams = {device: s for device, s in zip(slots, lines.receiving, strict=True) if s is not None}
         self.room, self.number = Room(), 0
         self._lock = threading.Lock()
@@ -126,32 +107,63 @@ class JointGathers:
             self._slots, self._are_together = slots, True
             self._drop()
 
-    def take(self, slot: int, ready: Mapping[torch.device, Event]) -> Arrived | None:
-        """What has arrived for the slot, after a gather that is launched now if there is none.
+    def take(self, slot: int, ready: Mapping[torch.device, Event], ahead: bool) -> Arrived | bool:
+        """What has arrived for the slot, after a gather that is launched now if there is none and there is room.
 
-        Returns ``None`` if the slot has to pull by itself: the unit is not small, or there is no room, or slots need
-        the unit in different rounds. ``ready``: for each device an event after which shards there may be read.
+        Without room the slot waits, unless it asks ``ahead`` of its need. Returns true if it has to ask again when it
+        needs the unit. Returns false if it has to pull by itself: there are few slots, or some share a device, or they
+        need the unit in different rounds, or nobody else goes on.
+
+        ``ready``: for each device an event after which shards there may be read.
 
         Raises:
             torch.OutOfMemoryError: a device has no room; the message names unit and device.
         """
-        if not self._is_small:
-            return None
+        if not self._are_joint:
+            return False
+        found = self._take(slot, ready)
+        if found is not None or ahead:
+            return True if found is None else found
+        arrived: list[Arrived | bool | None] = []
+
+        def has_come() -> bool:
+            arrived[:] = [self._take(slot, ready)]
+            return arrived[0] is not None
+
+        if not self.room.wait(self, has_come):
+            return False
+        assert arrived[0] is not None
+        return arrived[0]
+
+    def _take(self, slot: int, ready: Mapping[torch.device, Event]) -> Arrived | bool | None:
+        """`take`, or ``None`` if there is no room."""
         with self._lock:
             if slot >= self._slots or self._slots < 3 or not self._are_together:
-                return None
+                return False
             if self._waiting and next(iter(self._waiting.values())).versions != self._unit.versions():
                 self._drop()
             if self._waiting:
                 # A slot that comes again before others have come at all, as for a module that is used twice, would
                 # have one gather launched for each slot.
                 self._are_together = slot in self._waiting
-            elif self.room.take(self._unit.full_bytes):
+            elif self.room.take(self, self._unit.full_bytes):
                 self._launch_in_room(ready)
-            found = self._waiting.pop(slot, None)
-            if found is not None and not self._waiting:
-                self.room.give_back(self._unit.full_bytes)
-            return found
+            else:
+                return None
+            found = self._waiting.pop(slot, False)
+            is_last = not self._waiting
+        if is_last:
+            self.room.give_back(self, self._unit.full_bytes)
+        elif found:
+            self.room.took(slot, self)
+        return found
+
+    def drop(self, slot: int) -> None:
+        """What has arrived for the slot is not taken any more. Memory of the receiving streams, which alone use it."""
+        with self._lock:
+            is_last = self._waiting.pop(slot, None) is not None and not self._waiting
+        if is_last:
+            self.room.give_back(self, self._unit.full_bytes)
 
     def last_pull(self) -> Event | None:
         """An event after the last reads of shards."""
@@ -166,7 +178,7 @@ class JointGathers:
     def _drop(self) -> None:
         if self._waiting:
             self._waiting = {}  # memory of the receiving streams, which alone have used it
-            self.room.give_back(self._unit.full_bytes)
+            self.room.give_back(self, self._unit.full_bytes)
 
     def _launch_in_room(self, ready: Mapping[torch.device, Event]) -> None:
         """Launches a gather. If that fails, its room is free again."""
@@ -175,18 +187,17 @@ class JointGathers:
             with torch.no_grad(), streams_set(self._streams):
                 arrived = self._launch(ready)
         except BaseException:
-            self.room.give_back(self._unit.full_bytes)
+            self.room.give_back(self, self._unit.full_bytes)
             raise
         events = [Event(self._streams[device]) for device in self._lines.slots[: self._slots]]
         for slot, event in enumerate(events):
-            self._waiting[slot] = Arrived([of_slots[slot] for of_slots in arrived], event, versions)
+            flats = [of_slots[slot] for of_slots in arrived]
+            self._waiting[slot] = Arrived(flats, self._are_matrices, event, versions)
 
     def _launch(self, ready: Mapping[torch.device, Event]) -> list[list[Tensor]]:
         """Launches the copies on the receiving streams, and returns for each dtype what arrives at each slot."""
         unit, devices = self._unit, self._lines.slots[: self._slots]
-        here = self.number % len(devices)
-        own = self._streams[devices[here]]
-        wait_for({*ready.values()}, [own])  # copies to this stream begin after it
+        wait_for({*ready.values()}, self._streams.values())
         arrived: list[list[Tensor]] = []
         for owned in unit.owned:
             source = Source(owned, unit.dtype_on_slots(owned.dtype), 1, self._lines.casting, unit.copies)
@@ -194,18 +205,36 @@ class JointGathers:
             try:
                 for device, event in made.items():
                     event.make_wait(self._streams[device])
-                fulls = self._empty(owned, pieces[0].dtype, devices)
-                with self._named(devices[here]):
-                    matrix = pieces[0].new_empty(owned.layout.owners, owned.layout.numel, device=devices[here])
-                comm.copy_each(matrix.unbind(), pieces)
+                layout, at = owned.layout, devices if self._are_matrices else [devices[self._here]]
+                matrices = [m.view(layout.owners, -1) for m in self._empty(owned, pieces[0].dtype, at)]
+                if self._are_matrices:
+                    comm.all_gather(matrices, pieces)
+                else:
+                    comm.copy_each(matrices[0].unbind(), pieces)
             finally:
-                self._last_pull = Event(own)
-                source.done([self._last_pull])
-            with self._named(devices[here]):
-                owned.layout.copy_out(matrix, fulls[here])
-            comm.broadcast(fulls[here], out=[full for slot, full in enumerate(fulls) if slot != here])
-            arrived.append(fulls)
+                self._last_pull = self._lines.meet("pulls", map(Event, self._streams.values()))
+                source.done([] if self._last_pull is None else [self._last_pull])
+            arrived.append(matrices if self._are_matrices else self._passed_on(owned, matrices[0], devices))
         return arrived
+
+    def _passed_on(self, owned: OwnedShards, matrix: Tensor, devices: list[torch.device]) -> list[Tensor]:
+        """The parameters on all slots, of which one has the matrix."""
+        fulls = self._empty(owned, matrix.dtype, devices)
+        with self._named(matrix.device):
+            owned.layout.copy_out(matrix, fulls[self._here])
+        comm.broadcast(fulls[self._here], out=[full for slot, full in enumerate(fulls) if slot != self._here])
+        return fulls
+
+    @property
+    def _are_matrices(self) -> bool:
+        """True if slots exchange what they have. Along the route "shards" each device sends a part to all others too."""
+        is_large = self._unit.full_bytes > _COLLECTED or settings.current().route == "shards"
+        return is_large and self._slots == len(self._lines.slots)
+
+    @property
+    def _here(self) -> int:
+        """The slot that collects the pieces. Units use distinct ones."""
+        return self.number % self._slots
 
     def _empty(self, owned: OwnedShards, dtype: torch.dtype, devices: list[torch.device]) -> list[Tensor]:
         size = owned.layout.owners * owned.layout.numel

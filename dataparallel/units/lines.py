@@ -5,8 +5,7 @@ Each slot computes on the stream that is current when it is called. The rest are
 - ``receiving[i]``, on slot i's device: pulls of slot i end there. Memory that it receives into belongs to it.
 - ``pulling(i)``, on each owner's device: pulls of slot i begin there. It is a stream of its own for each slot, so a
   slot that lags does not hold up the pulls of others.
-- ``summing[j]``, on owner j's device: gradients are added there. ``adding(j)``: on the other devices they leave for
-  owner j on a stream of its own, for the same reason.
+- ``adding``, for each device: gradients arrive, are added, and leave there.
 - ``meeting``, on the first slot's device, for each purpose: events of all devices become one event there (`meet`).
 
 A copy between devices orders the two streams that are current on its ends: the source's stream waits for the target's
@@ -36,22 +35,14 @@ class Lines:
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self.slots = list(slots)
         self.receiving = [_kept(device, "gathers", i) for i, device in enumerate(slots)]
-        self.summing = [_kept(device, "sums", i) for i, device in enumerate(slots)]
+        self.adding = {d: s for d in {*slots} if (s := _kept(d, "sums", 0)) is not None}
         self.casting = {d: s for d in {*slots} if (s := _kept(d, "shards are cast", 0)) is not None}
         self.meeting = {purpose: _kept(slots[0], f"{purpose} meet", 0) for purpose in get_args(Purpose)}
         self._pulling = self._from_all("shards leave", self.receiving)
-        self._adding = self._from_all("gradients leave", self.summing)
 
     def pulling(self, slot: int) -> Mapping[torch.device, torch.Stream]:
         """The streams to be current while the slot pulls: sending ones on the owners, on its own device receiving."""
         return self._pulling[slot]
-
-    def adding(self, owner: int, sources: Iterable[torch.device] | None = None) -> Mapping[torch.device, torch.Stream]:
-        """The streams to be current while the owner pulls gradients from these devices (default: all) and adds them."""
-        streams = self._adding[owner]
-        if sources is None:
-            return streams
-        return {device: streams[device] for device in {self.slots[owner], *sources} if device in streams}
 
     def meet(self, purpose: Purpose, events: Iterable[Event]) -> Event | None:
         """One event after all of these, and after earlier ones of the same purpose: to wait for it takes one call.

@@ -6,11 +6,11 @@ once the unit is gathered in backward. To read them while there are no bytes cra
 registries hold the sharded parameters except while the unit runs there (``units.calls``).
 
 A gather has two steps. `start` lets the slot pull all pieces into a matrix, on side streams, and may come early.
-`make_full` makes the computing stream wait for that, copies parameters out, and drops the matrix. Small units are
-gathered for all slots together (``units.joint``). Of parameters that are sharded over machines, `start` only has the
-shards of other machines sent, and `make_full` pulls (``units.gathers_over_machines``). Memory is freed to the stream it
-belongs to: the full buffer to the computing stream, which alone uses it, and the matrix to the receiving stream after
-an event at the end of the copy out.
+`make_full` makes the computing stream wait for that, copies parameters out, and drops the matrix. Slots that have
+devices of their own gather together (``units.joint``). Of parameters that are sharded over machines, `start` only has
+the shards of other machines sent, and `make_full` pulls (``units.gathers_over_machines``). Memory is freed to the
+stream it belongs to: the full buffer to the computing stream, which alone uses it, and the matrix to the receiving
+stream after an event at the end of the copy out.
 """
 
 from __future__ import annotations
@@ -135,13 +135,16 @@ class UnitOnSlot:
 
     # ---- gathering and freeing ---------------------------------------------------------------------------------------
 
-    def start(self, ready: Mapping[torch.device, Event]) -> None:
+    def start(self, ready: Mapping[torch.device, Event], ahead: bool = False) -> None:
         """Starts a gather, unless values are here or on their way.
 
         In backward the slot gathers from its group where that has kept the parameters in pieces, and else from the
         owners.
 
-        ``ready``: for each device an event after which shards there may be read.
+        Args:
+            ready: for each device an event after which shards there may be read.
+            ahead: the slot does not need the unit yet. Nothing is started if that would take memory on slots that need
+                it later still.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for the matrix; the message names unit and device.
@@ -150,9 +153,9 @@ class UnitOnSlot:
             if self.is_started:
                 return
             with stage("unshard", slot=self.slot):
-                self._start(ready)
+                self._start(ready, ahead)
 
-    def _start(self, ready: Mapping[torch.device, Event]) -> None:
+    def _start(self, ready: Mapping[torch.device, Event], ahead: bool) -> None:
         """`start`, under the lock."""
         own = self._lines.receiving[self.slot]
         with torch.no_grad(), _OutOfMemory(self):
@@ -162,7 +165,7 @@ class UnitOnSlot:
             if self._sent is not None:
                 self._versions = self.unit.versions()
                 return
-            if self._take_joint(ready):
+            if self._take_joint(ready, ahead):
                 return
         with torch.no_grad(), _OutOfMemory(self):
             if not has_pulled:
@@ -171,16 +174,16 @@ class UnitOnSlot:
             if own is not None and self._groups:
                 self.last_pull = self._pulled = Event(own)
 
-    def _take_joint(self, ready: Mapping[torch.device, Event]) -> bool:
-        """Takes what arrives by a joint gather. Returns false if the slot has to pull by itself.
+    def _take_joint(self, ready: Mapping[torch.device, Event], ahead: bool) -> bool:
+        """Takes what arrives by a joint gather, if it does not come later. Returns false if the slot has to pull.
 
         It may launch the gather for all slots, so it names the device that lacks memory by itself.
         """
-        arrived = self.unit.joint.take(self.slot, ready)
-        if arrived is None:
-            return False
-        for full, of_dtype in zip(self._groups, arrived.fulls, strict=True):
-            full.take(of_dtype)
+        arrived = self.unit.joint.take(self.slot, ready, ahead)
+        if isinstance(arrived, bool):
+            return arrived
+        for full, of_dtype in zip(self._groups, arrived.flats, strict=True):
+            full.take(of_dtype, arrived.are_matrices)
         self._pulled, self._versions = arrived.event, arrived.versions
         return True
 

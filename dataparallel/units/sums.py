@@ -1,8 +1,7 @@
-"""Adds up what the slots have delivered for one unit, each owner its part.
+"""Adds up what the slots have delivered for one unit, and gives each owner its part of the sum.
 
-Owner j starts with its own row and adds those of slots j + 1, j + 2, ..., j - 1. So at any time all owners pull from
-distinct slots, and the order is the same in every run. The result is the owner's part of each gradient. It is added to
-``.grad`` of the sharded parameters, or becomes it.
+The sum is made for all owners by one call (``comm.reduce_scatter``), in slot order, so it has the same bits in every
+run. An owner's part is added to ``.grad`` of the sharded parameters, or becomes it.
 
 The summing streams wait for an event after all matrices were written. Matrices and the memory of the result belong to
 the computing streams of their devices, which wait for the sums before that memory is used again (`SumsOfPass`). Only
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.devices import CPU
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams, streams_set
 from dataparallel.units.deliveries import Delivery, Group, OfUnit, SumsOfPass, added_in
@@ -27,12 +25,6 @@ from dataparallel.units.no_room import named_if_no_room
 from dataparallel.units.summed import Summed
 
 __all__ = ["UnitSums"]
-
-_RECEIVED_TOGETHER = 2**17
-"""Bytes of rows that an owner receives by one call: calls for small rows take longer than the rows."""
-
-_ADDED_ON_ONE = 2**16
-"""Bytes of a slot's gradients up to which one slot adds those of all: launches take longer than so few bytes."""
 
 
 class UnitSums:
@@ -51,19 +43,11 @@ class UnitSums:
     def __init__(self, unit: OfUnit, groups: Sequence[Group], order: Mapping[int, int], lines: Lines) -> None:
         self._unit, self._groups, self._order, self._lines = unit, groups, order, lines
         self.is_torn = False
-        sizes = [layout.owners * layout.numel * unit.dtype_of_sums(dtype).itemsize for _, layout, dtype in groups]
-        are_apart = len({*lines.slots}) == len(lines.slots) > 2 and CPU not in lines.slots
-        # Sums that are scattered over machines have other rows.
-        self._is_small = are_apart and sum(sizes) <= _ADDED_ON_ONE and unit.sharded_over[0] == 1
 
     @property
     def full_bytes(self) -> int:
         """The size of one slot's gradients."""
         return sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self._groups)
-
-    def begun(self, row: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory for a sum, which begins as ``row``. Small ones have no values yet: most are not added here."""
-        return torch.empty_like(row, dtype=dtype) if self._is_small else row.to(dtype, copy=True)
 
     def add_up(self, found: Mapping[int, Delivery], sums: SumsOfPass) -> None:
         """Launches the sums of one round."""
@@ -72,34 +56,33 @@ class UnitSums:
         made = lines.meet("deliveries", [delivery.made for delivery in found.values() if delivery.made is not None])
         in_flight = [*found.items()]
         owns: list[Delivery] = []
-        orders: list[list[int]] = []  # for each owner the slots whose rows it adds to its own
+        new: list[Event] = []
         totals: list[list[Tensor]] = [[] for _ in self._groups]  # for each dtype the parts of all owners
         with torch.no_grad():
             for owner in range(len(slots)):
-                order = [s for s in ((owner + i) % len(slots) for i in range(len(slots))) if s in found]
                 own = found.get(owner)
                 if own is None or not own.sums:
                     if own is None:
-                        sums.release(owner)  # zeros of an earlier unit: this owner's slot delivers nothing itself
-                    own = self._zeros(owner, found, sums)
+                        sums.release(owner)  # what follows is for an earlier unit: its slot delivers nothing itself
+                    own = self._room(owner, found, sums)
                     in_flight.append((owner, own))
-                else:
-                    order.remove(owner)
+                    new += [] if own.made is None else [own.made]
                 owns.append(own)
-                orders.append(order)
-                if (stream := lines.summing[owner]) is not None:
-                    # `own` was made after all that the computing stream did to gradients that there are already.
-                    # Copies to this stream begin after it, so the streams on which they leave need not wait.
-                    wait_for([event for event in {made, own.made} if event is not None], [stream])
+            # All matrices, and the memory of the sums, were made after all that the computing streams did to gradients
+            # that there are already.
+            wait_for(new if made is None else [made, *new], lines.adding.values())
             try:
-                if self._is_small and len(found) == len(slots):
-                    self._add_on_one(found, owns, totals, present, sums)
-                else:
-                    self._add_rows(found, owns, orders, totals, present, sums)
+                self._add(found, owns)
+                for owner, own in enumerate(owns):
+                    stream = lines.adding.get(slots[owner])
+                    with streams_set({} if stream is None else {slots[owner]: stream}):
+                        self._end_sum(owner, own, totals, present, sums)
+                    if stream is not None:
+                        sums.added[owner] = Event(stream)
             except BaseException:
                 self.is_torn = any(totals) and not self._unit.is_offloaded and sums.over_machines is None
                 # Deliveries are dropped now, which sums that have been launched read.
-                launched = [Event(stream) for stream in lines.summing if stream is not None]
+                launched = [Event(stream) for stream in lines.adding.values()]
                 wait_for(launched, sums.computing.values())
                 raise
         read = sums.latest = lines.meet("sums", sums.added.values())  # each follows the copies to its stream
@@ -123,101 +106,32 @@ class UnitSums:
             self._add_to_gradients(owner, totals, present, summed)
         self._set_gradients(totals, present, summed)
 
-    def _zeros(self, owner: int, found: Mapping[int, Delivery], sums: SumsOfPass) -> Delivery:
-        """A delivery of zeros, for an owner whose slot has no memory for a sum."""
+    def _room(self, owner: int, found: Mapping[int, Delivery], sums: SumsOfPass) -> Delivery:
+        """A delivery without gradients, for an owner whose slot has no memory for a sum."""
         device = self._lines.slots[owner]
         like = next(iter(found.values())).matrices
         with streams_set({device: sums.computing[device]} if device in sums.computing else {}):
-            zeros = [
-                torch.zeros(matrix.shape[1], dtype=added_in(matrix.dtype, dtype), device=device)
+            memory = [
+                self._memory([matrix.shape[1]], added_in(matrix.dtype, dtype), device)
                 for matrix, (_, _, dtype) in zip(like, self._groups, strict=True)
             ]
             parts = [
-                zero if zero.dtype == dtype else torch.empty_like(zero, dtype=dtype)
-                for zero, (_, _, dtype) in zip(zeros, self._groups, strict=True)
+                total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+                for total, (_, _, dtype) in zip(memory, self._groups, strict=True)
             ]
             made = [Event(stream) for stream in current_streams([device]).values()]
-        return Delivery([], zeros, parts, [], made[0] if made else None)
+        return Delivery([], memory, parts, [], made[0] if made else None)
 
-    def _add_rows(
-        self,
-        found: Mapping[int, Delivery],
-        owns: Sequence[Delivery],
-        orders: Sequence[Sequence[int]],
-        totals: Sequence[list[Tensor]],
-        present: Sequence[bool],
-        sums: SumsOfPass,
-    ) -> None:
-        """Each owner adds to its own row those of the slots in its order. The parts go into ``totals``.
-
-        Owners take turns: links serve copies in the order of their launches, and the owners' are distinct.
-        """
-        lines, slots = self._lines, self._lines.slots
-        most = max(map(len, orders))
-        together, size = self._received_together(), self.full_bytes // len(slots)
-        for first in range(0, max(most, 1), together):
-            for owner, (own, order) in enumerate(zip(owns, orders, strict=True)):
-                few = order[first : first + together]
-                no_room = named_if_no_room("summed gradients", self._unit.name, slots[owner], size)
-                with streams_set(lines.adding(owner, [slots[slot] for slot in few])), no_room:
-                    for at, total in enumerate(own.sums):
-                        if first == 0 and self._is_small and own.matrices:
-                            total.copy_(own.matrices[at][owner])
-                        self._add([found[slot].matrices[at][owner] for slot in few], total)
-                    if first + together >= most:
-                        self._end_sum(owner, own, totals, present, sums)
-                        if (stream := lines.summing[owner]) is not None:
-                            sums.added[owner] = Event(stream)
-
-    def _add_on_one(
-        self,
-        found: Mapping[int, Delivery],
-        owns: Sequence[Delivery],
-        totals: Sequence[list[Tensor]],
-        present: Sequence[bool],
-        sums: SumsOfPass,
-    ) -> None:
-        """`_add_rows` for few bytes: one slot receives all and adds for all owners, in the same order.
-
-        This takes four launches for each slot, where each owner by itself takes two for each other slot.
-        """
-        lines, slots = self._lines, self._lines.slots
-        count, here = len(slots), len(sums.summed) % len(slots)  # units use distinct slots
-        streams = {device: s for device, s in zip(slots, lines.summing, strict=True) if s is not None}
-        no_room = named_if_no_room("summed gradients", self._unit.name, slots[here], count * self.full_bytes)
-        with streams_set(streams), no_room:
+    def _add(self, found: Mapping[int, Delivery], owns: Sequence[Delivery]) -> None:
+        """Launches the sums of all dtypes, into the memory that the owners have for them."""
+        with streams_set(self._lines.adding):
             for at in range(len(self._groups)):
-                matrices = [found[slot].matrices[at] for slot in range(count)]
-                received = matrices[here].new_empty(count, *matrices[here].shape)
-                comm.copy_each(received.unbind(), matrices)
-                rows = received.flatten(0, 1)  # that of slot s for owner j is at s * count + j
-                total = rows[:: count + 1].to(owns[here].sums[at].dtype, copy=True)
-                for i in range(1, count):  # that of slot j + i for owner j, and where this is too large, j + i - count
-                    total[: count - i].add_(rows[i * count :: count + 1])
-                    total[count - i :].add_(rows[count - i : i * count : count + 1])
-                comm.scatter(total.flatten(), out=[own.sums[at] for own in owns])
-            for owner, own in enumerate(owns):
-                self._end_sum(owner, own, totals, present, sums)
-                sums.added[owner] = Event(streams[slots[owner]])
+                matrices = [found[slot].matrices[at] for slot in sorted(found)]
+                comm.reduce_scatter(matrices, [own.sums[at] for own in owns], self._memory)
 
-    def _received_together(self) -> int:
-        """How many rows an owner receives by one call."""
-        most = max(
-            (layout.numel * self._unit.dtype_of_sums(dtype).itemsize for _, layout, dtype in self._groups), default=0
-        )
-        return max(1, _RECEIVED_TOGETHER // max(most, 1))
-
-    def _add(self, rows: Sequence[Tensor], total: Tensor) -> None:
-        """Adds the rows to ``total`` one after the other."""
-        rows = [*rows]
-        away = [i for i, row in enumerate(rows) if row.device != total.device]
-        if away:
-            received = torch.empty(len(away), *total.shape, dtype=rows[0].dtype, device=total.device).unbind()
-            comm.copy_each(received, [rows[i] for i in away])
-            for i, row in zip(away, received, strict=True):
-                rows[i] = row
-        for row in rows:
-            total.add_(row)
+    def _memory(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        with named_if_no_room("summed gradients", self._unit.name, device, self.full_bytes // len(self._lines.slots)):
+            return torch.empty(shape, dtype=dtype, device=device)
 
     def _end_sum(
         self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], present: Sequence[bool], sums: SumsOfPass

@@ -23,12 +23,12 @@ from dataparallel.streams.current import Event, GivenEvents, current_streams
 from dataparallel.units.before_step import before_next_step
 from dataparallel.units.calls import TensorHooks
 from dataparallel.units.deliveries import SumsOfPass
-from dataparallel.units.joint import Room
 from dataparallel.units.lines import wait_for
 from dataparallel.units.on_slot import UnitOnSlot
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.owned import LastCopies
 from dataparallel.units.passes import BackwardPass
+from dataparallel.units.room import Room
 from dataparallel.units.sums_over_machines import SumsOverMachines
 from dataparallel.units.unit import Unit
 
@@ -246,6 +246,7 @@ class ForwardCall:
     def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:
         self._tree, self.slots = tree, list(slots)
         tree.last_call = self
+        tree._room.renew()
         for number, unit in enumerate(tree.units):
             unit.renew_sources(len(slots))
             unit.level(len(slots))
@@ -278,13 +279,15 @@ class ForwardCall:
             following = self._tree.next_unit.get(unit)
             ahead = [] if following is None else [following]
         for other in ahead:
-            other.on_slots[on_slot.slot].start(self.ready)
+            other.on_slots[on_slot.slot].start(self.ready, ahead=True)
         return versions
 
     def ended(self, on_slot: UnitOnSlot) -> int:
         """A unit ends: its position in the order of ends."""
-        ended = self._ended[on_slot.slot]
-        ended.append(self._unit_of(on_slot))
+        unit, ended = self._unit_of(on_slot), self._ended[on_slot.slot]
+        ended.append(unit)
+        if unit is self._tree.units[0]:
+            self._tree._room.ended(on_slot.slot)
         return len(ended) - 1
 
     def join_pass(self) -> BackwardPass:
@@ -313,7 +316,7 @@ class ForwardCall:
             if not other.on_slots[on_slot.slot].is_started:
                 if latest is not None and receiving is not None:
                     latest.make_wait(receiving)
-                other.on_slots[on_slot.slot].start(self.ready)
+                other.on_slots[on_slot.slot].start(self.ready, ahead=True)
 
     def end_forward(self, has_failed: bool) -> None:
         """The forward has ended on all slots."""

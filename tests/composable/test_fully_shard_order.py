@@ -64,10 +64,10 @@ class Record:
     def _around(self, of: Any, name: str, what: str, state: Callable[[Any], bool], becomes: bool) -> None:
         real = getattr(of, name)
 
-        def recorded(on_slot: Any, *args: Any) -> None:
+        def recorded(on_slot: Any, *args: Any, **kwargs: Any) -> None:
             with on_slot._lock:
                 before = state(on_slot)
-                real(on_slot, *args)
+                real(on_slot, *args, **kwargs)
                 if state(on_slot) == becomes != before:
                     self.add(on_slot.slot, what, on_slot.unit)
 

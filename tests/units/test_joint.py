@@ -1,5 +1,6 @@
-"""Gathers of small units are launched once for all slots. What arrives too early is limited, and never kept."""
+"""Gathers are launched once for all slots. What arrives too early is limited, and never kept."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from torch import Tensor, nn
 
 from dataparallel.composable import fully_shard
 from dataparallel.units import joint
+from dataparallel.units import room as rooms
 from dataparallel.units.owned import Source
-from made_units import recorded_gathers
+from made_units import recorded_gathers, without_joint_gathers
 
 pytestmark = pytest.mark.devices("sim")
 
@@ -25,10 +27,11 @@ class Blocks(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.times = times
         self.fails = False
+        self.skips: dict[torch.device, int] = {}  # a block for each device
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            for _ in range(self.times):
+        for number, block in enumerate(self.blocks):
+            for _ in range(0 if self.skips.get(x.device) == number else self.times):
                 x = torch.tanh(block(x))
         if self.fails:
             raise ArithmeticError("in forward")
@@ -98,26 +101,83 @@ def test_a_step_sends_what_slots_receive_once(slots):
     assert copied <= parameters * len(slots) + batch
 
 
-@pytest.mark.slots(4, long=[3, 8])
+@pytest.fixture(params=[1, 4])
+def permits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many slots may run at a time, at most."""
+    number = request.param
+    room = sys.modules["dataparallel.parallel_apply"]
+    monkeypatch.setattr(room, "_who_may_run_together", lambda *args: (number, None))
+
+
+@pytest.fixture(params=[2**22, 0], ids=["collected", "exchanged"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slot collects the pieces, or slots exchange what they have."""
+    monkeypatch.setattr(joint, "_COLLECTED", request.param)
+
+
+@pytest.mark.slots(4, long=[3, 5, 8])
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("room", [0, 6000, 2**19])
+@pytest.mark.parametrize("room", [0, 6000, 2**20])
+@pytest.mark.usefixtures("way")
 def test_has_the_bits_of_gathers_by_each_slot(times, room, slots, monkeypatch):
     """Also where a slot needs a unit again before others have needed it, and where there is not room for all."""
-    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", room)
+    monkeypatch.setattr(rooms, "_MAY_HAVE_ARRIVED", room)
     model = make(slots, times)
     found = steps(model, slots)
     assert room_of(model) == 0
-    monkeypatch.setattr(joint, "_GATHERED_JOINTLY", 0)
+    without_joint_gathers(monkeypatch)
     expected = steps(make(slots, times), slots)
     assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.slots(4)
-def test_without_room_slots_pull_by_themselves(slots, gathers, monkeypatch):
-    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", 0)
+@pytest.mark.usefixtures("way", "permits")
+def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monkeypatch):
+    """Also if one runs at a time. So there is one gather for all, and one unit waits at a slot."""
+    monkeypatch.setattr(rooms, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(rooms, "_PATIENCE", 30.0)
+    most = 0
+    take = rooms.Room.take
+
+    def noted(self: Any, *args: Any) -> bool:
+        nonlocal most
+        found = take(self, *args)
+        most = max(most, len(self._arrived))
+        return found
+
+    monkeypatch.setattr(rooms.Room, "take", noted)
+    model = make(slots)
+    for number in range(1, 4):
+        with torch.no_grad():
+            model(rows(slots))
+        assert len(gathers) == 4 * number
+    assert most == 1
+
+
+@pytest.mark.slots(4)
+def test_slots_that_nobody_lets_on_pull_by_themselves(slots, gathers, monkeypatch):
+    """The others do not come: one replica runs after the other, each in the turn of the one before."""
+    monkeypatch.setattr(rooms, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(rooms.Room, "wait", lambda self, *args: False)
     with torch.no_grad():
         make(slots)(rows(slots))
-    assert len(gathers) == 4 * len(slots)
+    assert len(gathers) > 4
+
+
+@pytest.mark.slots(4)
+@pytest.mark.usefixtures("permits")
+def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
+    monkeypatch.setattr(rooms, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(rooms, "_PATIENCE", 30.0)
+    model = make(slots)
+    expected = steps(make(slots), slots, 1)
+    for skipped in range(3):
+        model.skips = {torch.device(slots[1]): skipped}
+        with torch.no_grad():
+            model(rows(slots))
+        assert room_of(model) == 0
+    model.skips = {}
+    assert all(map(torch.equal, steps(model, slots, 1), expected))
 
 
 @pytest.mark.slots(4)

@@ -17,10 +17,9 @@ class TestOnAccelerators:
 
     def test_no_stream_is_used_for_two_purposes(self, slots):
         lines = Lines(slots)
-        used = [*lines.receiving, *lines.summing, *lines.meeting.values(), *lines.casting.values()]
+        used = [*lines.receiving, *lines.adding.values(), *lines.meeting.values(), *lines.casting.values()]
         for slot, device in enumerate(slots):
-            for streams in (lines.pulling(slot), lines.adding(slot)):
-                used += [stream for other, stream in streams.items() if other != device]
+            used += [stream for other, stream in lines.pulling(slot).items() if other != device]
         used += current_streams(slots).values()
         assert len({(stream.device, stream.stream_id) for stream in used}) == len(used)
 
@@ -32,36 +31,22 @@ class TestOnAccelerators:
             assert pulling[device] == lines.receiving[slot]
             assert all(stream.device == where for where, stream in pulling.items())
 
-    def test_an_owner_adds_on_its_device_and_gradients_leave_on_all_others(self, slots):
-        lines = Lines(slots)
-        for owner, device in enumerate(slots):
-            adding = lines.adding(owner)
-            assert {*adding} == {*slots}
-            assert adding[device] == lines.summing[owner]
-            assert all(stream.device == where for where, stream in adding.items())
-
-    def test_the_streams_for_some_sources(self, slots):
-        lines = Lines(slots)
-        assert {*lines.adding(1, [slots[0]])} == {slots[0], slots[1]}
-        assert lines.adding(1, []) == {slots[1]: lines.summing[1]}
-
     def test_events_meet_in_one(self, slots):
         lines, written = Lines(slots), []
-        for device, stream in zip(slots, lines.summing, strict=True):
+        for device, stream in lines.adding.items():
             with streams_set({device: stream}):
                 written.append(torch.ones(2, device=device))
-        met = lines.meet("sums", [Event(stream) for stream in lines.summing])
+        met = lines.meet("sums", [Event(stream) for stream in lines.adding.values()])
         for tensor, device, stream in zip(written, slots, lines.receiving, strict=True):
             met.make_wait(stream)
             with streams_set({device: stream}):
                 tensor.add_(1)  # the clocks see it
-        wait_for([Event(stream) for stream in lines.receiving], lines.summing)
+        wait_for([Event(stream) for stream in lines.receiving], lines.adding.values())
 
     def test_slots_on_one_device_have_streams_of_their_own(self, root):
         lines = Lines([root, root])
         assert lines.receiving[0] != lines.receiving[1]
         assert lines.pulling(1) == {root: lines.receiving[1]}
-        assert lines.adding(1) == {root: lines.summing[1]}
 
     def test_are_kept_for_all_trees(self, slots):
         assert Lines(slots).receiving == Lines(slots).receiving
@@ -72,17 +57,17 @@ class TestOnAccelerators:
         for device, stream in zip(slots, lines.receiving, strict=True):
             with streams_set({device: stream}):
                 written.append(torch.ones(2, device=device))
-        wait_for([Event(stream) for stream in lines.receiving], lines.summing)
-        for tensor, device, stream in zip(written, slots, lines.summing, strict=True):
+        wait_for([Event(stream) for stream in lines.receiving], lines.adding.values())
+        for tensor, device, stream in zip(written, slots, [lines.adding[slot] for slot in slots], strict=True):
             with streams_set({device: stream}):
                 tensor.add_(1)  # the clocks see it
-        wait_for([Event(stream) for stream in lines.summing], lines.receiving)
+        wait_for([Event(stream) for stream in lines.adding.values()], lines.receiving)
 
 
 def test_the_cpu_has_no_streams():
     lines = Lines([torch.device("cpu")] * 2)
-    assert lines.receiving == lines.summing == [None, None]
+    assert lines.receiving == [None, None]
     assert lines.meet("pulls", []) is None
     assert not lines.casting
     assert not lines.pulling(0)
-    assert not lines.adding(1)
+    assert not lines.adding

@@ -24,7 +24,7 @@ def asked_for(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """What ``transport="cupy"`` means for CUDA devices holds for simulated ones."""
 
     def choose(work: str, *known: object) -> Choice:
-        if work in choice.SUPPORTED:
+        if work in choice.SUPPORTED["cupy"]:
             return Choice("cupy", "star", "these devices are taken for CUDA's")
         return Choice("copy", "star", "cupy does not support it")
 

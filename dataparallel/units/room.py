@@ -1,0 +1,127 @@
+"""How far gathers for all slots may run ahead of the slots: what arrives at a slot before it is needed takes memory.
+
+Parameters of a joint gather (``units.joint``) arrive at slots that have not asked for them. A few small units may wait
+there, or one unit of any size. A slot that needs a further unit waits until the others have taken what has arrived for
+them. While it waits in forward it has no permit, so that the others run. What a slot has passed by is dropped: it took
+a later unit, or has ended its forward.
+
+A slot that waits may be needed for the others to go on, or need what nobody is going to take. So a slot that has seen
+nothing move for `_PATIENCE` seconds waits no more in its call, and pulls from the owners by itself. Waiting saves
+launches, and is not needed for correct results.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from dataparallel.compiled.gate import gate
+from dataparallel.parallel_apply import is_serial
+from dataparallel.threads.meetings import Place, Turns, here
+from dataparallel.threads.slot_times import waiting
+
+__all__ = ["Gather", "Room"]
+
+_MAY_HAVE_ARRIVED = 2**20
+"""Bytes of small units that may be on a slot at a time before it has asked for them."""
+
+_PATIENCE = 0.25
+"""Seconds."""
+
+
+class Gather(Protocol):
+    """A gather that has arrived at slots.
+
+    Attributes:
+        number: of its unit in the tree, which is most often the order of forward.
+    """
+
+    number: int
+
+    def drop(self, slot: int) -> None:
+        """The slot does not take it any more."""
+
+
+class Room:
+    """The room of one tree of units. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used = 0
+        self._arrived: list[Gather] = []  # in the order in which they were launched
+        self._aside: dict[int, Turns] = {}  # slots that wait without a permit
+        self._movements = 0
+        self._has_given_up = False
+
+    def renew(self) -> None:
+        """A new call begins."""
+        self._has_given_up = False
+
+    def take(self, gather: Gather, number_of_bytes: int) -> bool:
+        """Returns false if there is no room for them."""
+        with self._lock:
+            if self._used and self._used + number_of_bytes > _MAY_HAVE_ARRIVED:
+                return False
+            self._used += number_of_bytes
+            self._arrived.append(gather)
+            return True
+
+    def give_back(self, gather: Gather, number_of_bytes: int) -> None:
+        """All slots have taken the parameters, or they are dropped. Slots that wait for room look again."""
+        with self._lock:
+            self._used -= number_of_bytes
+            self._arrived.remove(gather)
+            self._movements += 1
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Lets slots that wait go on."""
+        with self._lock:
+            aside, self._aside = self._aside, {}
+        for turns in {*aside.values()}:
+            turns.let_go_on([slot for slot, of in aside.items() if of is turns])
+
+    def took(self, slot: int, gather: Gather) -> None:
+        """The slot has passed by what was launched before this."""
+        with self._lock:
+            passed = self._arrived[: self._arrived.index(gather)] if gather in self._arrived else []
+        self._drop(slot, passed)
+
+    def ended(self, slot: int) -> None:
+        """The forward of the slot has ended: it takes nothing any more."""
+        self._drop(slot, [*self._arrived])
+
+    def _drop(self, slot: int, passed: list[Gather]) -> None:
+        for gather in passed:
+            gather.drop(slot)
+
+    def wait(self, needed: Gather, has_come: Callable[[], bool]) -> bool:
+        """Waits until ``has_come()``, which looks if there is room. Returns false if the slot waits no more.
+
+        Only the thread of a replica's forward waits: others might be those that have to take what is there.
+        """
+        place = here()
+        if place is None or place.count == 1 or place.meeting.turns is None or place.thread != threading.get_ident():
+            return False
+        if is_serial(None):  # all run in one thread, one after the other
+            return False
+        self._drop(place.index, [gather for gather in [*self._arrived] if gather.number < needed.number])
+        return gate.run_aside(self._wait, place, place.meeting.turns, has_come)
+
+    def _wait(self, place: Place, turns: Turns, has_come: Callable[[], bool]) -> bool:
+        while not (self._has_given_up or has_come()):
+            before = self._movements
+            with waiting():
+                turn = turns.step_aside(place.index)
+                with self._lock:
+                    self._aside[place.index] = turns
+                    is_late = self._movements != before
+                if is_late:
+                    self.look_again()
+                while not turn.wait(_PATIENCE):
+                    if self._movements == before:
+                        self._has_given_up = True
+                        self.look_again()
+                    before = self._movements
+        return not self._has_given_up

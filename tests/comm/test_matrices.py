@@ -1,0 +1,120 @@
+"""Collectives of matrices have the bits of plain sums and copies, and each device launches few of them."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from dataparallel import comm
+from dataparallel.comm import matrices
+from dataparallel.comm.matrices import _in_phases
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+COLUMNS = 24
+
+
+def matrices_on(slots: list, rows: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Their sums differ with the order."""
+    generator = torch.Generator().manual_seed(0)
+    powers = torch.tensor([10.0 ** (3 * (slot % 3)) for slot in range(len(slots))])
+    values = torch.randn(len(slots), rows, COLUMNS, generator=generator) * powers[:, None, None]
+    return [value.to(dtype).to(slot) for value, slot in zip(values, slots, strict=True)]
+
+
+def sum_of(found: list[Tensor], dtype: torch.dtype) -> Tensor:
+    total = found[0].cpu().to(dtype)
+    for matrix in found[1:]:
+        total = total + matrix.cpu()
+    return total
+
+
+@pytest.mark.slots(2, 3, 4, 8, long=[5, 6, 7])
+class TestReduceScatter:
+    @pytest.fixture(autouse=True, params=[2**18, 0], ids=["whole", "in pieces"])
+    def pieces(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(matrices, "_IN_PIECES_FROM", request.param)
+
+    @pytest.mark.parametrize(
+        ("dtype", "wide"),
+        [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
+        ids=str,
+    )
+    @pytest.mark.parametrize("transport", [None, "host"])
+    def test_adds_in_slot_order(self, slots: list, dtype: torch.dtype, wide: torch.dtype, transport: str | None):
+        found = matrices_on(slots, len(slots), dtype)
+        expected = sum_of(found, wide)
+        out = [torch.full((COLUMNS,), 7.0, dtype=wide, device=slot) for slot in slots]
+        with comm.using(transport=transport):
+            comm.reduce_scatter(found, out)
+        assert torch.equal(torch.stack([row.cpu() for row in out]), expected)
+
+    def test_some_slots_may_have_no_matrix(self, slots: list):
+        found = matrices_on(slots, len(slots))
+        for few in (found[1:], found[:1], found[::2]):
+            out = [torch.empty(COLUMNS, device=slot) for slot in slots]
+            comm.reduce_scatter([matrix.clone() for matrix in few], out)
+            assert torch.equal(torch.stack([row.cpu() for row in out]), sum_of(few, torch.float32))
+
+    def test_slots_may_share_a_device(self, slots: list, root: torch.device):
+        found = [matrix.to(root) for matrix in matrices_on(slots, len(slots))]
+        out = [torch.empty(COLUMNS, device=root) for _ in slots]
+        comm.reduce_scatter(found, out)
+        assert torch.equal(torch.stack(out).cpu(), sum_of(found, torch.float32))
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.not_isolated("distinct devices")
+class TestOnDevices:
+    @pytest.mark.slots(3, 4, 8, long=[5, 6, 7])
+    @pytest.mark.parametrize("transport", [None, "host"])
+    def test_all_gather_fills_all_matrices(self, slots: list, transport: str | None):
+        rows = [torch.arange(5, device=slot) + 10 * at for at, slot in enumerate(slots)]
+        found = [torch.empty(len(slots), 5, dtype=torch.int64, device=slot) for slot in slots]
+        with comm.using(transport=transport):
+            comm.all_gather(found, rows)
+        expected = torch.stack([row.cpu() for row in rows])
+        assert all(torch.equal(matrix.cpu(), expected) for matrix in found)
+
+    @pytest.mark.slots(8)
+    def test_launches_of_a_device_are_few(self, slots: list):
+        rows = [torch.ones(5, device=slot) for slot in slots]
+        found = [torch.empty(8, 5, device=slot) for slot in slots]
+        with torch.sim.counted() as counts:
+            comm.all_gather(found, rows)
+        assert sum(counts.launches) <= 8 * (1 + 3 + 1)  # its own row, three rounds, and one that ends at the last row
+        with torch.sim.counted() as counts:
+            comm.reduce_scatter(found, [torch.empty(5, device=slot) for slot in slots])
+        assert sum(counts.launches) <= 3 * 8
+
+    @pytest.mark.slots(4)
+    def test_memory_of_a_sum_is_that_of_a_piece(self, slots: list, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(matrices, "_IN_PIECES_FROM", 0)
+        asked: Counter[torch.device] = Counter()
+
+        def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+            asked[device] += torch.Size(shape).numel()
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        found = matrices_on(slots, 4)
+        comm.reduce_scatter(found, [torch.empty(COLUMNS, device=slot) for slot in slots], empty)
+        assert asked == {torch.device(slot): COLUMNS for slot in slots[1:]}
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("count", range(2, 17))
+def test_in_a_phase_no_device_sends_and_receives(count: int):
+    """Copies that share a device are launched one after the other: at most three times as many as one takes."""
+    distance = 1
+    while distance < count:
+        receivers = [*_in_phases(count, distance)]
+        assert sorted(receivers) == [*range(count)]
+        ends: Counter[int] = Counter()  # how many copies a device has to wait for
+        for receiver in receivers:
+            pair = receiver, (receiver + distance) % count
+            ends.update(dict.fromkeys({*pair}, 0))
+            end = 1 + max(ends[each] for each in pair)
+            ends.update({each: end - ends[each] for each in {*pair}})
+        assert max(ends.values()) <= 3
+        distance *= 2
