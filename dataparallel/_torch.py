@@ -248,6 +248,20 @@ flatten_dense_tensors: Callable[[list[Tensor]], Tensor] = _private(
     lambda tensors: torch.cat([tensor.contiguous().view(-1) for tensor in tensors]),
     "a view of each tensor is made first, which takes longer",
 )
+
+
+def _padded_and_joined(tensors: Sequence[Tensor], dim: int, chunks: int, *, out: Tensor) -> None:
+    """In the place of ``torch._chunk_cat`` for matrices that are cut along their first dimension."""
+    rows = [torch.nn.functional.pad(tensor, (0, 0, 0, -len(tensor) % chunks)) for tensor in tensors]
+    torch.cat([tensor.reshape(chunks, -1) for tensor in rows], 1, out=out)
+
+
+chunk_cat: Callable[..., None] = _private(
+    "torch._chunk_cat",
+    "copy the gradients of a unit into one matrix",
+    _padded_and_joined,
+    "gradients are padded and joined, which takes more than one operator",
+)
 foreach_add: Callable[..., Sequence[Tensor]] = _private("torch._foreach_add", "add lists of tensors")
 foreach_add_: Callable[..., None] = _private("torch._foreach_add_", "add a list of tensors to another one in place")
 _get_schema = _private("torch._C._get_schema", "read which arguments an operator has, and which it writes to")

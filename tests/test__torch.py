@@ -84,6 +84,11 @@ def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: 
     if name.path == "torch._utils._flatten_dense_tensors":
         a, b = torch.rand(2, 3).t(), torch.rand(4)
         assert torch.equal(room.flatten_dense_tensors([a, b]), torch.cat([a.flatten(), b]))
+    elif name.path == "torch._chunk_cat":
+        rows, found, expected = [torch.rand(5, 2), torch.rand(4, 3)], torch.empty(2, 12), torch.empty(2, 12)
+        room.chunk_cat(rows, 0, 2, out=found)
+        _torch.chunk_cat(rows, 0, 2, out=expected)
+        assert torch.equal(found, expected)
     elif name.path == "torch._C._FunctionBase._set_sequence_nr":
         node = (torch.ones(1, requires_grad=True) * 2).grad_fn
         before = node._sequence_nr()  # type: ignore[union-attr]

@@ -227,7 +227,7 @@ class JointGathers:
 
     @property
     def _are_matrices(self) -> bool:
-        """True if slots exchange what they have. Along the route "shards" each device sends a part to all others too."""
+        """True if slots exchange what they have, as on the route "shards" each device sends a part to all others."""
         is_large = self._unit.full_bytes > _COLLECTED or settings.current().route == "shards"
         return is_large and self._slots == len(self._lines.slots)
 

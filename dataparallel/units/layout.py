@@ -23,6 +23,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel.sharded.placements import Shard, part_shapes
 
 __all__ = ["Layout", "Place"]
@@ -131,45 +132,32 @@ class Layout:
         torch.cat([*parts], place.dim, out=region.view(place.shape))
 
     def copy_in(self, grads: Sequence[Tensor | None], gathered: Tensor) -> None:
-        """Copies gradients of whole parameters into the gathered matrix, and zeros where there is none."""
-        if all(grad is not None and place.is_even for grad, place in zip(grads, self.places, strict=True)):
-            columns: list[Tensor] = []
-            zeros: dict[int, Tensor] = {}  # for each number of columns: parameters of like shapes share them
-            for grad, place in zip(grads, self.places, strict=True):
-                assert grad is not None
-                columns.append(self._rows_of(grad, place))
-                if place.padding:
-                    if not zeros:
-                        zeros[_ALIGNED_TO] = gathered.new_zeros(self.owners, _ALIGNED_TO, dtype=grad.dtype)
-                    if place.padding not in zeros:
-                        zeros[place.padding] = zeros[_ALIGNED_TO][:, : place.padding]
-                    columns.append(zeros[place.padding])
-            torch.cat(columns, 1, out=gathered)
+        """Copies gradients of whole parameters into the gathered matrix, and zeros where there is none.
+
+        It is one operator, which casts too. On CUDA it is one kernel where the gradients are contiguous.
+        """
+        like = next((grad for grad in grads if grad is not None), None)
+        if like is None:
+            gathered.zero_()
             return
+        columns: list[Tensor] = []
+        zeros: dict[int, Tensor] = {}  # for each number of columns: parameters of like shapes share them
         for grad, place in zip(grads, self.places, strict=True):
-            if place.padding:
-                gathered[:, place.start + place.numel : place.start + place.numel + place.padding].zero_()
-            columns_of = gathered[:, place.start : place.start + place.numel]
-            if grad is None:
-                columns_of.zero_()
-                continue
-            if place.is_even:
-                columns_of.copy_(self._rows_of(grad, place))
-                continue
-            flat, done = grad.reshape(-1), 0
-            whole = sum(part.numel() == place.numel for part in place.part_shapes)
-            if whole:
-                done = whole * place.numel
-                columns_of[:whole].copy_(flat[:done].view(whole, place.numel))
-            columns_of[whole:].zero_()
-            if done < flat.numel():
-                columns_of[whole, : flat.numel() - done].copy_(flat[done:])
+            for numel, values in ((place.numel, grad), (place.padding, None)):
+                if numel and values is not None:
+                    columns.append(self._rows_of(values, place))
+                elif numel:
+                    if numel not in zeros:
+                        zeros[numel] = like.new_zeros(self.owners, numel)
+                    columns.append(zeros[numel])
+        if columns:  # else all parameters are empty
+            _torch.chunk_cat(columns, 0, self.owners, out=gathered)
 
     def _rows_of(self, grad: Tensor, place: Place) -> Tensor:
-        """A gradient with even parts as a matrix with a row for each owner."""
+        """A gradient with a row for each of its own, or, if it has even parts, for each owner."""
         if place.dim:
             grad = torch.stack(grad.chunk(self.owners, place.dim))
-        return grad.reshape(self.owners, place.numel)
+        return grad.reshape(self.owners if place.is_even else len(grad) if grad.dim() else 1, -1)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

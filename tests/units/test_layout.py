@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel.sharded.placements import Shard
 from dataparallel.units.layout import Layout
 
@@ -147,6 +148,28 @@ class TestGradients:
         for owner, part in enumerate(grad.chunk(2)):
             expected[owner, : part.numel()] = part.reshape(-1)
         assert torch.equal(gathered, expected)
+
+    def test_are_copied_by_one_operator_that_has_a_kernel_for_them(self, monkeypatch):
+        """On CUDA ``torch._chunk_cat`` is one kernel for contiguous bf16 tensors and a contiguous float32 result."""
+        shapes = [torch.Size(shape) for shape in ((8, 3), (7, 2), (3,), (), (4, 4))]
+        layout = Layout(shapes, [Shard(0)] * len(shapes), 4)
+        grads: list[Tensor | None] = [torch.ones(shape, dtype=torch.bfloat16) for shape in shapes]
+        grads[-1] = None
+        gathered = torch.full((4, layout.numel), -1.0)
+        asked: list[tuple[list[Tensor], Tensor]] = []
+        chunk_cat = _torch.chunk_cat
+
+        def noted(tensors: list[Tensor], dim: int, chunks: int, *, out: Tensor) -> None:
+            asked.append((tensors, out))
+            chunk_cat(tensors, dim, chunks, out=out)
+
+        monkeypatch.setattr(_torch, "chunk_cat", noted)
+        layout.copy_in(grads, gathered)
+        ((tensors, out),) = asked
+        assert out is gathered
+        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        assert gathered.sum() == 8 * 3 + 7 * 2 + 3 + 1
 
 
 @pytest.mark.parametrize(("rows", "is_even"), [(8, True), (7, False), (3, False), (0, True)])
