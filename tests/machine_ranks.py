@@ -19,7 +19,10 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.futures import Future
 
+from dataparallel.machines.rounds import Launched, Round
+from dataparallel.machines.waiting import Check, wait_for_future
 from dataparallel.testing.ranks import Rank, comms, on_processes
 from dataparallel.testing.ranks.found import Found, find
 
@@ -60,6 +63,17 @@ def on_machines(
     __tracebackhide__ = True
     settings = Settings(find(function), slots, kind or kind_of_this_run(), group_timeout or timeout + 30)
     return on_processes(_machine, settings, args, kwargs, ranks=ranks, backend="gloo", timeout=timeout, comms=False)
+
+
+def hooked(round: Round, what: str, call: Callable[[], Future[Any]]) -> Launched:
+    """Adds a function to the round that sends something itself, and waits for its future."""
+
+    def run(check: Check, _: object) -> Any:
+        future = call()
+        wait_for_future(future, check)
+        return future.value()
+
+    return round.call(what, run)
 
 
 @dataclass

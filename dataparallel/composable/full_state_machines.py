@@ -100,7 +100,7 @@ def checked_together(
             compare(left.pop(0), what, description)
     except BaseException as error:
         for machines in left:
-            machines.launcher.signal_failure(error)
+            machines.line.signal_failure(error)
         raise
     return result
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dataparallel.composable.managed import own_modules
 from dataparallel.modules.plan import dotted
-from dataparallel.units.over_machines import MachinesOfTree, own_group
+from dataparallel.units.over_machines import MachinesOfTree
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,7 +78,9 @@ class Start:
         description = describe(dict(parameters), _buffers(modules), slots, settings)
         names = " and ".join(type(module).__name__ for module in modules)
         self._compare(f"fully_shard of {names}", description)
-        return MachinesOfTree(*self.given)
+        machines = MachinesOfTree(*self.given)
+        machines.make_communicators(slots)
+        return machines
 
     def _compare(self, what: str, description: Mapping[str, Any]) -> None:
         from dataparallel.machines.start import compare
@@ -91,14 +93,14 @@ class Start:
         try:
             compare(shard, what, description)
         except BaseException as error:
-            replicate.launcher.signal_failure(error)
+            replicate.line.signal_failure(error)
             raise
         failure: BaseException | None = None
         try:
             compare(replicate, what, description)
         except BaseException as error:
             failure = error
-        last = shard.launcher.begin("the start in both dimensions", what).end([], failure)
+        last = shard.line.begin("the start in both dimensions", what).end([], failure)
         if failure is not None:
             raise failure
         last.wait()
@@ -134,12 +136,12 @@ def send_values(machines: MachinesOfTree, modules: Sequence[nn.Module], paramete
         shard,
     ):  # those that the first rank replicates with, then all that each of them shards with
         if group is not None:
-            send(own_group(group, "start"), with_values)
+            send(group.own("start"), with_values)
 
 
 def _for_start(machines: Machines | None) -> Machines | None:
     """Failures of the start are told by another thread, which must not meet what the user sends."""
-    return None if machines is None else own_group(machines, "start")
+    return None if machines is None else machines.own("start")
 
 
 def _buffers(modules: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -34,17 +34,17 @@ class HookedMachineSums:
 
     def __init__(self, hook: CommHook, machines: Machines) -> None:
         self.hook, self.machines = hook, machines
-        self.calls = HookCalls(machines)
+        self.calls = HookCalls()
 
     def begin(self, contents: str) -> _Pass:
         """See `AfterSlots`. The hook's name has to be the same on all ranks."""
-        round = self.machines.launcher.begin("backward", f"{contents}\nthe communication hook {self.hook.name}")
+        round = self.machines.line.begin("backward", f"{contents}\nthe communication hook {self.hook.name}")
         return _Pass(self, round)
 
     def signal_failure(self, error: BaseException) -> None:
         """See `AfterSlots`. What all machines know of is not told again."""
         if not isinstance(error, MachinesError):
-            self.machines.launcher.signal_failure(error)
+            self.machines.line.signal_failure(error)
 
 
 class _Pass:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dataparallel.composable.after_slots import Arriving, BucketSum
 from dataparallel.machines.arguments import machines_of
-from dataparallel.machines.collectives import Transfer, all_reduce, broadcast
+from dataparallel.machines.collectives import all_reduce
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Round
@@ -50,13 +50,12 @@ class MachineSums:
 
     def begin(self, contents: str) -> _Backward:
         """A pass begins."""
-        launcher = self._machines.launcher
-        return _Backward(self._machines, launcher.begin("backward", contents), self._average)
+        return _Backward(self._machines, self._machines.line.begin("backward", contents), self._average)
 
     def signal_failure(self, error: BaseException) -> None:
         """A pass has failed before it began, or a recorded forward has. What all machines know of is not told again."""
         if not isinstance(error, MachinesError):
-            self._machines.launcher.signal_failure(error)
+            self._machines.line.signal_failure(error)
 
 
 class _Backward:
@@ -102,24 +101,15 @@ class Agreement:
         if named:
             send_values(self._machines, {name: tensor.data for name, tensor in named.items()})
 
-    def order(self, positions: Sequence[int], device: torch.device) -> list[int]:
-        """Rank 0's order of tensors that all machines have. ``device``: of the root."""
-        machines = self._machines
-        sent = torch.tensor(positions, dtype=torch.int64, device=device)
-        exchange = machines.launcher.begin("order of buckets", f"{len(positions)} parameters")
-
-        staged = stage(machines, sent)
-
-        def issue() -> Transfer:
-            return broadcast(machines, staged)
-
-        arriving = exchange.launch("rank 0's order", issue)
-        ended = exchange.end([])
-        found: list[int] = arriving.wait().tolist()
-        ended.wait()
+    def order(self, positions: Sequence[int]) -> list[int]:
+        """Rank 0's order of tensors that all machines have."""
+        round = self._machines.line.begin("order of buckets", f"{len(positions)} parameters")
+        said = round.say("the order of each rank", lambda: [*positions])
+        round.end([]).wait()
+        found: list[int] = said.wait()[0]
         return found
 
     def signal_failure(self, error: BaseException) -> None:
         """A recorded forward has failed here. What all machines know of in this group is not told again."""
         if not isinstance(error, MachinesError) or error.is_of_peers:
-            self._machines.launcher.signal_failure(error)
+            self._machines.line.signal_failure(error)

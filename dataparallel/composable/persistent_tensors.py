@@ -144,7 +144,7 @@ class PersistentTensors:
         if not self._order.is_of(plan):
             self._order = BucketOrder(plan)
         elif self._order.is_due and self._order.known is None:
-            self._order.known = agreement.order(self._order.found(), self._slots[0])
+            self._order.known = agreement.order(self._order.found())
 
     def _is_called_by_one_thread(self) -> bool:
         """True if one thread has made all calls so far."""

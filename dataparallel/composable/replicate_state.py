@@ -265,10 +265,11 @@ class ReplicateState:
         buffers = {name: each for name, each in source.named_buffers() if id(each) not in ignored}
         what = f"`replicate` of a {type(self._twin.module).__name__}"
         compare(self.machines, what, describe(parameters, buffers, self.slots, self._settings))
-        # A group pairs collectives by their order, and those of the launcher's thread have none among the user's, or
-        # among those of another module. So each module has a group, and one for its replicas' collectives.
+        # Rounds come one after the other, and those of modules and of their replicas' collectives do not wait for each
+        # other.
         self.machines = self.machines.another()
         self._peers = PeerRounds(self.machines.another())
+        self.machines.make_communicators(self.slots[:1])
         send_values(self.machines, {**parameters, **buffers})
         self._agreement = Agreement(self.machines)
         self.tensors.agree_by(self._agreement, MachineSums(self.machines, bool(self._settings["average"])))

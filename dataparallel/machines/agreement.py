@@ -1,10 +1,11 @@
-"""What the ranks say to each other at the beginning and at the end of a round.
+"""What the ranks say to each other before each item of a round, and at its end.
 
-At the beginning each rank says what comes, as a number made of its text. Backends pair collectives by their order, and
-gloo ends the process if two of a pair differ in size. So nothing of a round is sent before all ranks have said the
+Before the first item each rank says what comes, as a number made of its text. Backends pair collectives by their order,
+and gloo ends the process if two of a pair differ in size. So nothing of a round is sent before all ranks have said the
 same. Where they differ, or one has failed, they exchange the texts, and every rank raises the same error.
 
-At the end each rank says what it has used, and whether it has failed. ``launcher`` calls this file, from its thread.
+At the end each rank says what it has used, and whether it has failed. ``line`` calls this file, from the launcher's
+thread.
 """
 
 from __future__ import annotations
@@ -15,48 +16,59 @@ from collections.abc import Sequence
 import torch
 
 from dataparallel.machines.backend import Group
-from dataparallel.machines.collectives import all_gather_objects, all_reduce
+from dataparallel.machines.control import Control, Steps
 from dataparallel.machines.differences import differences
 from dataparallel.machines.errors import MachinesDiffer, PeerFailed
-from dataparallel.machines.waiting import Check
 
-__all__ = ["agree", "exchange_used", "in_words"]
+__all__ = ["agree", "exchange_used", "failures", "in_words"]
 
 
-def agree(group: Group, kind: str, contents: str, failed: str | None, check: Check) -> None:
-    """Returns if all ranks begin the same round.
+def agree(group: Group, control: Control, kind: str, contents: str, failed: str | None) -> Steps:
+    """Returns if all ranks do the same next.
 
     Args:
         group: the machines.
+        control: of the line.
         kind: of the round, a word that messages use.
         contents: what has to be equal on all ranks.
         failed: why this rank cannot take part; the other arguments do not count then.
-        check: see ``waiting``.
 
     Raises:
         PeerFailed: a rank cannot take part.
-        MachinesDiffer: ranks begin different rounds.
+        MachinesDiffer: ranks do different things.
     """
     number = zlib.crc32(f"{kind}\n{contents}".encode())
-    said = torch.tensor([number, -number, failed is not None], device=group.small_device)
-    largest, smallest, has_failed = all_reduce(group, said, "max").wait(check).tolist()
+    said = yield from control.maximum(torch.tensor([number, -number, failed is not None]))
+    largest, smallest, has_failed = said.tolist()
     if has_failed:
-        _raise_failures(group, failed, check)
+        yield from _raise_failures(group, control, failed)
     if largest != -smallest:
-        raise MachinesDiffer(_differences(group, all_gather_objects(group, (kind, contents), check)))
+        raise MachinesDiffer(_differences(group, (yield from control.all((kind, contents)))))
 
 
-def exchange_used(group: Group, used: Sequence[bool], failed: str | None, check: Check) -> list[bool]:
+def exchange_used(group: Group, control: Control, used: Sequence[bool], failed: str | None) -> Steps:
     """For each entry, whether any rank has used it. There are as many entries on every rank.
 
     Raises:
         PeerFailed: a rank has failed.
     """
-    said = torch.tensor([*used, failed is not None], dtype=torch.uint8, device=group.small_device)
-    *anywhere, has_failed = all_reduce(group, said, "max").wait(check).tolist()
+    said = yield from control.maximum(torch.tensor([*used, failed is not None], dtype=torch.uint8))
+    *anywhere, has_failed = said.tolist()
     if has_failed:
-        _raise_failures(group, failed, check)
+        yield from _raise_failures(group, control, failed)
     return [bool(entry) for entry in anywhere]
+
+
+def failures(group: Group, said: Sequence[str | None]) -> PeerFailed | None:
+    """The error for what each rank has said about a failure of its own; ``None`` if none has failed."""
+    texts = [f"{group.names([rank])} failed{text}" for rank, text in enumerate(said) if text is not None]
+    if not texts:
+        return None
+    error = PeerFailed(
+        f"{'; '.join(texts)}. What was exchanged is dropped on every rank, and the group can still be used"
+    )
+    error.by_all = len(texts) == len(said)
+    return error
 
 
 def in_words(error: BaseException) -> str:
@@ -64,13 +76,10 @@ def in_words(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _raise_failures(group: Group, failed: str | None, check: Check) -> None:
-    said = all_gather_objects(group, failed, check)
-    texts = [f"{group.names([rank])} failed {text}" for rank, text in enumerate(said) if text is not None]
-    error = PeerFailed(
-        f"{'; '.join(texts)}. What was exchanged is dropped on every rank, and the group can still be used"
-    )
-    error.by_all = len(texts) == len(said)
+def _raise_failures(group: Group, control: Control, failed: str | None) -> Steps:
+    said = yield from control.all(None if failed is None else f" {failed}")
+    error = failures(group, said)
+    assert error is not None
     raise error
 
 

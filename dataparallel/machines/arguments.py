@@ -110,8 +110,15 @@ def check_sendable(machines: Machines, devices: Iterable[torch.device]) -> Machi
     """The machines, if tensors on all of the devices can get to other ranks: directly or through host memory.
 
     Raises:
-        ValueError: the group's backend takes neither.
+        ValueError: the group's backend takes neither, or torch lets the group send from another device only.
     """
+    bound, devices = machines.bound_device, [*devices]
+    for device in devices:
+        if bound is not None and machines.is_nccl(device) and device != bound:
+            raise ValueError(
+                f"the group is bound to {bound} and cannot send tensors on {device}, because init_process_group was "
+                f"called with device_id={str(bound)!r}. Here one process has several devices, so leave device_id out"
+            )
     if machines.can_send(CPU):
         return machines
     for device in devices:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import distributed
@@ -49,12 +50,30 @@ class Group:
         """True if tensors on the device go through NCCL, whose collectives run on streams."""
         return self.backends.get(device.type) == "nccl"
 
+    @property
+    def exists(self) -> bool:
+        """False if the group has been destroyed."""
+        try:
+            return distributed.get_process_group_ranks(self.group) == self.ranks
+        except (KeyError, ValueError):
+            return False
+
+    @property
+    def has_nccl(self) -> bool:
+        """True if tensors on some type of device go through NCCL."""
+        return "nccl" in self.backends.values()
+
+    @property
+    def bound_device(self) -> torch.device | None:
+        """The only CUDA device that torch lets the group send from, if ``device_id`` was given to it."""
+        bound: torch.device | None = self.group.bound_device_id
+        return bound
+
     @cached_property
-    def small_device(self) -> torch.device:
-        """Where numbers lie that ranks exchange: the CPU if the group takes it, else this rank's CUDA device."""
-        if CPU.type in self.backends:
-            return CPU
-        return torch.device("cuda", torch.cuda.current_device())
+    def store(self) -> Any:
+        """The store of all ranks of the job."""
+        world: Any = distributed.group.WORLD
+        return world.get_group_store()
 
     def names(self, ranks: list[int]) -> str:
         """Ranks of the group in words, by their global numbers: ``rank 3``, ``ranks 0 and 2``."""

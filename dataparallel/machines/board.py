@@ -50,23 +50,22 @@ class Board:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._waits: dict[int, str] = {}  # by thread: what for
+        self._waits: dict[object, str] = {}  # by wait: what for
         self._word = {"waits": "", "failed": ""}
         self._told = dict(self._word)
         self._is_over = False
         self._asked = ""
         self._heard: str | None = None
 
-    def note_wait(self, what: str) -> None:
-        """The calling thread has waited for more than `LATE` seconds. From now on the store is read now and then."""
-        thread = threading.get_ident()
-        if self._waits.get(thread) != what:
-            self._waits[thread] = what
+    def note_wait(self, wait: object, what: str) -> None:
+        """``wait`` has lasted for more than `LATE` seconds. From now on the store is read now and then."""
+        if self._waits.get(wait) != what:
+            self._waits[wait] = what
             self._do(self._tell_word)
 
-    def forget_wait(self) -> None:
-        """The calling thread waits no longer."""
-        if self._waits.pop(threading.get_ident(), None) is not None:
+    def forget_wait(self, wait: object) -> None:
+        """This wait is over."""
+        if self._waits.pop(wait, None) is not None:
             self._do(self._tell_word)
 
     def tell_broken(self, reason: dict[str, Any]) -> None:

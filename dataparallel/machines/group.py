@@ -1,12 +1,17 @@
-"""`Machines`: one object for each process group in this process. ``units`` and ``composable`` pass it around."""
+"""`Machines`: the ranks of a process group, for one purpose. ``units`` and ``composable`` pass it around.
+
+A group that the user has given is sent nothing. Beside it there is one group of ours that sends tensors, whatever
+number of purposes there are: with NCCL that is one communicator for each device, made at the start. Each purpose has a
+`Line` of rounds, and all of them share one `Health`.
+"""
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 from torch import distributed
@@ -14,28 +19,41 @@ from torch import distributed
 from dataparallel import _torch
 from dataparallel.forks import in_forked_child
 from dataparallel.machines.backend import Group
-from dataparallel.machines.collectives import all_gather_objects
-from dataparallel.machines.launcher import Launcher
+from dataparallel.machines.collectives import all_reduce
+from dataparallel.machines.health import Health
+from dataparallel.machines.launcher import launcher
+from dataparallel.machines.line import Line
+from dataparallel.machines.staging import stage
 
 __all__ = ["Machines"]
 
-_made: weakref.WeakValueDictionary[int, Machines] = weakref.WeakValueDictionary()
-_launchers: weakref.WeakValueDictionary[int, Launcher] = weakref.WeakValueDictionary()
-"""By the id of their group, which they hold. One may have rounds to end when nobody holds its `Machines` any more."""
+_given: dict[int, Machines] = {}
+"""Those of the users' groups, by the id of the group, which they hold: until it is destroyed, on all ranks alike."""
 _lock = threading.Lock()
 
 
 class Machines(Group):
-    """The machines of a process group; see `Group` for what it tells. `of` makes it."""
+    """The machines of a process group; see `Group` for what it tells. `of` makes it.
 
-    def __init__(self, group: distributed.ProcessGroup) -> None:
+    Args:
+        group: whose ranks they are, and which sends.
+        health: of the group.
+        number: of the purpose, among those of the group.
+
+    Attributes:
+        line: for the rounds of this purpose.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup, health: Health | None = None, number: int = 0) -> None:
         super().__init__(group)
-        self._launcher: Launcher | None = None
-        self._process = os.getpid()
+        self._health = health or Health(Group(group), launcher())
+        self.line = Line(Group(group), self._health, f"{group.group_name}/{number}")
+        self._sender: Sender | None = None
+        self._own: dict[str, Machines] = {}
 
     @staticmethod
     def of(group: distributed.ProcessGroup | None = None) -> Machines:
-        """The machines of the group, or of the default group. The same object for as long as somebody holds it.
+        """The machines of the group, or of the default group. The same object until the group is destroyed.
 
         Raises:
             RuntimeError: without a group, if there is no default group.
@@ -52,46 +70,67 @@ class Machines(Group):
             group = distributed.group.WORLD
             assert group is not None
         with _lock:
-            machines = _made.get(id(group))  # it holds the group, so the id is not another group's
-            if machines is None:
-                machines = _made[id(group)] = Machines(group)
-            return machines
-
-    @property
-    def launcher(self) -> Launcher:
-        """The group's launcher, made when it is first asked for."""
-        with _lock:
-            if self._launcher is None:
-                self._launcher = _launchers.get(id(self.group))
-            if self._launcher is None:
-                # Not this object: the launcher's thread holds the group, and this object holds the launcher.
-                self._launcher = _launchers[id(self.group)] = Launcher(Group(self.group))
-            return self._launcher
+            for machines in [*_given.values()]:
+                if not machines.exists:
+                    del _given[id(machines.group)]
+            found = _given.get(id(group))
+            if found is None:
+                found = _given[id(group)] = Machines(group)
+            return found
 
     def another(self) -> Machines:
-        """The same ranks with a group of their own: the same backend and timeout. All ranks of the group call it.
+        """The same ranks for another purpose. All ranks of the group call it, in one order.
 
         Raises:
-            RuntimeError: on every rank, if torch would give the new group different names on them.
+            RuntimeError: on every rank, if torch would give the group that sends different names on them.
             PeerGone: a rank did not come within the group's timeout.
         """
-        return self._with_ranks(self.ranks, [self])
+        if self._sender is None:
+            self._sender = Sender(self._with_ranks(self.ranks, [self]), self._health)
+        return self._sender.another()
+
+    def own(self, purpose: str) -> Machines:
+        """`another` for a purpose that has a name: the same object each time."""
+        if purpose not in self._own:
+            self._own[purpose] = self.another()
+        return self._own[purpose]
 
     def product(self, other: Machines) -> Machines:
-        """A group of all ranks of a mesh of which this group is a row and ``other`` a column. All of them call it.
+        """All ranks of a mesh of which these are a row and ``other`` a column; the same object each time.
 
         Raises:
             RuntimeError, PeerGone: as `another`.
         """
-        rows = all_gather_objects(other, self.ranks)
-        return self._with_ranks(sorted({rank for row in rows for rank in row}), [self, other])
+        purpose = f"with {other.ranks}"
+        if purpose not in self._own:
+            rows = other.all_say(self.ranks)
+            group = self._with_ranks(sorted({rank for row in rows for rank in row}), [self, other])
+            self._own[purpose] = Sender(group, Health(Group(group), launcher())).another()
+        return self._own[purpose]
 
-    def _with_ranks(self, ranks: list[int], groups: Sequence[Machines]) -> Machines:
-        """``groups``: those over which a word of one rank comes to all."""
+    def all_say(self, value: Any) -> list[Any]:
+        """What each rank says, in their order; small, and can be pickled. The calling thread waits."""
+        round = self.line.begin("a word of each rank", "")
+        said = round.say("what the ranks say", lambda: value)
+        round.close()
+        found: list[Any] = said.wait()
+        return found
+
+    def make_communicators(self, devices: Iterable[torch.device]) -> None:
+        """Makes what NCCL needs on these devices now, which would block the first collective of each otherwise.
+
+        All ranks of the group call it, in one order, with as many devices. It does nothing for other backends.
+        """
+        sender = self._sender
+        if sender is not None:
+            sender.make_communicators(devices)
+
+    def _with_ranks(self, ranks: list[int], groups: Sequence[Machines]) -> distributed.ProcessGroup:
+        """A group of torch. ``groups``: those over which a word of one rank comes to all."""
         is_whole = len(ranks) == distributed.get_world_size()
         names = set() if is_whole else {_torch.name_of_group(ranks)}
         for known in () if is_whole else groups:
-            names = names.union(*all_gather_objects(known, names))
+            names = names.union(*known.all_say(names))
         if len(names) > 1:
             raise RuntimeError(
                 f"a second group of the ranks {ranks} is needed, and torch {torch.__version__} has different "
@@ -99,15 +138,54 @@ class Machines(Group):
                 "that every rank is in as many, as init_device_mesh does"
             )
         try:
-            group = distributed.new_group(
+            group: distributed.ProcessGroup = distributed.new_group(
                 ranks,
                 timeout=timedelta(seconds=self.timeout),
                 backend=distributed.get_backend_config(self.group),
                 use_local_synchronization=not is_whole,
             )
         except RuntimeError as error:  # the store's, after the group's timeout
-            raise self.launcher.give_up(error, "the beginning of 'another group'") from error
-        return Machines.of(group)
+            raise self._health.break_because(error, "the beginning of 'another group'") from error
+        return group
+
+
+class Sender:
+    """The group that sends for all purposes of the same ranks.
+
+    Args:
+        group: of ours.
+        health: of the ranks.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup, health: Health) -> None:
+        self._group, self._health, self._count = group, health, 0
+        self._has_communicators: set[torch.device] = set()
+        self._first: Machines | None = None
+
+    def another(self) -> Machines:
+        """See `Machines.another`."""
+        machines = Machines(self._group, self._health, self._count)
+        machines._sender = self
+        self._count += 1
+        self._first = self._first or machines
+        return machines
+
+    def make_communicators(self, devices: Iterable[torch.device]) -> None:
+        """See `Machines.make_communicators`."""
+        first = self._first
+        assert first is not None
+        new = [each for each in dict.fromkeys(devices) if first.is_nccl(each) and each not in self._has_communicators]
+        if not new:
+            return
+        round = first.line.begin("communicators", f"for {len(new)} devices")
+        staged = [stage(first, torch.zeros(1, device=device)) for device in new]
+        launched = round.launch_together(
+            [f"the communicator of {device}" for device in new], [partial(all_reduce, first, each) for each in staged]
+        )
+        round.end([]).wait()
+        for each in launched:
+            each.wait().item()
+        self._has_communicators.update(new)
 
 
 @in_forked_child

@@ -4,11 +4,11 @@ The launcher's thread calls it when it is its turn in a round, and issues nothin
 such a function sends, and over which group, nobody here knows. So if it fails on one rank, two things may be true: the
 others have what they wait for, or they wait for something that this rank will never send.
 
-After each call the ranks say whether it has failed. They say this over a group of their own, which nothing else uses:
-collectives over a group that a hook uses would be paired with the hook's. If the call has failed on some rank, nothing
-more of the pass is called, every rank raises, and the next round works. A rank on which it has failed also puts that on
-the board. If another rank has read this and still waits for its own future `GRACE` seconds later, its collective will
-never be answered, and later ones would be paired with it: the group is broken, and every rank says so.
+After each call the ranks say whether it has failed, over the line's connections, which no hook uses. If the call has
+failed on some rank, nothing more of the pass is called, every rank raises, and the next round works. A rank on which it
+has failed also puts that on the board. If another rank has read this and still waits for its own future `GRACE` seconds
+later, its collective will never be answered, and later ones would be paired with it: the group is broken, and every
+rank says so.
 
 ``composable.hooked_machine_sums`` makes the calls.
 """
@@ -19,17 +19,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dataparallel.machines.agreement import in_words
-from dataparallel.machines.collectives import all_gather_objects, all_reduce
-from dataparallel.machines.errors import MachinesError, PeerFailed, again
+from dataparallel.machines.agreement import failures, in_words
+from dataparallel.machines.control import waited
+from dataparallel.machines.errors import MachinesError, again
 from dataparallel.machines.waiting import Check, wait_for_future
 
 if TYPE_CHECKING:
     from dataparallel.machines.board import Board
-    from dataparallel.machines.group import Machines
-    from dataparallel.machines.rounds import Launched, Round
+    from dataparallel.machines.rounds import Home, Launched, Round
 
 __all__ = ["GRACE", "HookCall", "HookCalls"]
 
@@ -40,10 +37,8 @@ GRACE = 2.0
 class HookCalls:
     """The calls of one hook, which all ranks make in the same order."""
 
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
-        self._second: Machines | None = None  # made by the launcher's thread, when all ranks have agreed on a round
-        self._number = 0
+    def __init__(self) -> None:
+        self.number = 0
 
     def call(self, round: Round, what: str, begin: Callable[[], Any], check: Callable[[], None]) -> HookCall:
         """Adds a call to the round. The launcher's thread calls ``begin``, and ``check`` when its future is done.
@@ -53,35 +48,6 @@ class HookCalls:
         call = HookCall(self, round, what, begin, check)
         call.launched = round.call(what, call.run)
         return call
-
-    def agree(self, error: BaseException | None, what: str, board: Board, check: Check) -> BaseException | None:
-        """Says whether the call has failed here. Returns ``error``, or that of another rank."""
-        if error is not None:
-            board.say(self._key, in_words(error))
-        failed = torch.tensor([error is not None], dtype=torch.uint8, device=self._group.small_device)
-        if not all_reduce(self._group, failed, "max").wait(check).item():
-            return None
-        said = all_gather_objects(self._group, None if error is None else in_words(error), check)
-        texts = [f"{self._group.names([rank])} failed: {text}" for rank, text in enumerate(said) if text is not None]
-        return error or PeerFailed(
-            f"{'; '.join(texts)}. What was exchanged is dropped on every rank, and the group can still be used"
-        )
-
-    def next(self) -> str:
-        """What the board calls the next call. The first time, all ranks make the group in which they `agree`."""
-        if self._second is None:
-            self._second = self._machines.another()
-        self._number += 1
-        return self._key
-
-    @property
-    def _key(self) -> str:
-        return f"hook {self._number} of {self._group.group.group_name}"
-
-    @property
-    def _group(self) -> Machines:
-        assert self._second is not None
-        return self._second
 
 
 class HookCall:
@@ -114,13 +80,14 @@ class HookCall:
         if self._round.failed_call is not None:
             raise again(self._round.failed_call)
 
-    def run(self, watch: Check, board: Board) -> None:
+    def run(self, watch: Check, line: Home) -> None:
         """Called by the launcher's thread."""
         functions, self._functions = self._functions, None  # they may refer to this object
         if self._round.failed_call is not None or functions is None:
             return
         begin, check = functions
-        key = self._calls.next()
+        self._calls.number += 1
+        board, key = line.health.board, f"hook {self._calls.number} of {line.name}"
         try:
             wait_for_future(begin(), _Patience(watch, board, key))
             check()
@@ -130,7 +97,9 @@ class HookCall:
             raise RuntimeError(str(error)) from None
         except Exception as error:
             self._own = error
-        self._round.failed_call = self._calls.agree(self._own, self._what, board, watch)
+            board.say(key, in_words(error))
+        said = waited(line.control.all(None if self._own is None else f": {in_words(self._own)}"), watch)
+        self._round.failed_call = self._own or failures(line.group, said)
 
 
 class _Unanswered(Exception):

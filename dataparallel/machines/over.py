@@ -1,9 +1,9 @@
 """`OverMachines`: how tensors whose parts lie on several machines are gathered.
 
 ``sharded`` knows only the protocol ``Over`` of its own. Here is its call on a process group, a collective: all ranks
-make the same calls in the same order. Each is a round of the group's launcher, so ranks that call different operators
-raise, and nobody waits for a rank that is gone. Operators have a group of their own (`Machines.another`), so that they
-do not wait for what belongs to a backward. ``units`` and ``composable`` make these objects.
+make the same calls in the same order. Each is a round, so ranks that call different operators raise, and nobody waits
+for a rank that is gone. Operators have a line of their own (`Machines.another`), so that they do not wait for what
+belongs to a backward. ``units`` and ``composable`` make these objects.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class OverMachines:
         The ranks first say that they come to the same call.
         """
         flat = tensor.detach().contiguous().view(-1)
-        staged = stage(self.machines, flat)  # here, where the current stream has computed it
+        staged = stage(self.machines, flat, self.size * flat.numel())  # here, where the current stream has computed it
         contents = f"all_gather: {flat.numel()} x {flat.dtype}"
-        round = self.machines.launcher.begin("an operator on sharded tensors", contents)
+        round = self.machines.line.begin("an operator on sharded tensors", contents)
         launched = round.launch("all_gather", lambda: all_gather(self.machines, staged))
         round.close()
         gathered: Tensor = launched.wait()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.end_of_pass import at_end_of_pass
-from dataparallel.machines.collectives import all_gather_objects, all_to_all
+from dataparallel.machines.collectives import all_to_all
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 from dataparallel.machines.peer_values import FORWARD, Exchange
@@ -63,7 +63,7 @@ class PeerRounds:
             yield call
         except BaseException as error:
             if not call.is_over and (call.has_begun or self._has_collectives.get(mode, False)):
-                self.machines.launcher.signal_failure(error)
+                self.machines.line.signal_failure(error)
             raise
         finally:
             call.token = None  # it leads to the graph
@@ -75,8 +75,8 @@ class PeerRounds:
     def say(self, kind: str, text: str, value: Any) -> list[Any]:
         """What each machine says, in their order. ``text`` is equal on all; ``value`` can be pickled."""
         with _errors_of_peers():
-            round = self.machines.launcher.begin(kind, text)
-            said = round.call("what machines bring", lambda check, _: all_gather_objects(self.machines, value, check))
+            round = self.machines.line.begin(kind, text)
+            said = round.say("what machines bring", lambda: value)
             round.close()
             found: list[Any] = said.wait()
             return found
@@ -84,8 +84,8 @@ class PeerRounds:
     def exchange(self, kind: str, text: str, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """What each machine has for this one: see `collectives.all_to_all`. For the current stream."""
         with _errors_of_peers():
-            staged = stage(self.machines, flat)
-            round = self.machines.launcher.begin(f"the values of {kind}", text)
+            staged = stage(self.machines, flat, sum(receive))
+            round = self.machines.line.begin(f"the values of {kind}", text)
             launched = round.launch("the values", partial(all_to_all, self.machines, staged, send, receive))
             round.close()
             found: Tensor = launched.wait()
@@ -94,7 +94,7 @@ class PeerRounds:
     def end(self, what: str) -> None:
         """The end of a forward or a pass: the machines learn if one has failed."""
         with _errors_of_peers():
-            self.machines.launcher.begin(f"the end of a {what} with collectives across machines", "").end([]).wait()
+            self.machines.line.begin(f"the end of a {what} with collectives across machines", "").end([]).wait()
 
     def pass_now(self, first: Any = None) -> _Pass:
         """The running pass of backward. ``first``: the first collective of a forward that the pass leads to."""
@@ -117,7 +117,7 @@ class PeerRounds:
         if error is None:
             self.end("backward")
         else:
-            self.machines.launcher.signal_failure(error)
+            self.machines.line.signal_failure(error)
 
 
 class PeerCall:

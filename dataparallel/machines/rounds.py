@@ -2,8 +2,8 @@
 
 A round is what all ranks do together, for example one backward: it begins with a text that has to be equal on all
 ranks, has collectives in one order, and an end. Its methods may be called by any thread and return at once. Waits are
-on `Launched`, and every failure ends them. ``launcher`` makes rounds and plays them; ``units`` and ``composable`` fill
-them.
+on `Launched`, and every failure ends them. ``line`` makes rounds and plays them; ``units`` and
+``composable`` fill them.
 """
 
 from __future__ import annotations
@@ -13,54 +13,58 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
-from torch.futures import Future
-
 from dataparallel.machines.agreement import in_words
-from dataparallel.machines.board import LATE, Board
+from dataparallel.machines.backend import Group
+from dataparallel.machines.board import LATE
 from dataparallel.machines.collectives import Transfer
+from dataparallel.machines.control import Control
 from dataparallel.machines.errors import MachinesError, again
+from dataparallel.machines.health import Health
+from dataparallel.machines.staging import Staged
 from dataparallel.machines.waiting import wait_for_event
 
 __all__ = ["Home", "Item", "Launched", "Round", "Watch", "check_process"]
 
 
 class Home(Protocol):
-    """What a round needs of its launcher."""
+    """What a round needs of its line."""
 
-    changed: threading.Condition
-    broken: MachinesError | None
-    process: int
+    health: Health
+    group: Group
+    name: str
 
-    def break_because(self, error: BaseException, what: str) -> MachinesError:
-        """The error that every wait raises from now on, because of this one."""
+    @property
+    def changed(self) -> threading.Condition:
+        """Guards the items of rounds."""
 
-    def look(self, what: str, seconds: float) -> None:
-        """Called several times a second by a wait that has lasted so long; raises if it is over."""
+    @property
+    def control(self) -> Control:
+        """For what a call says to the other ranks."""
 
-    def stop_looking(self) -> None:
-        """The wait has ended."""
+    def wake(self) -> None:
+        """A round has got something."""
 
 
 class Watch:
-    """The check of one wait: it tells the board that the wait lasts, and raises when the launcher is broken."""
+    """The check of one wait: it tells the board that the wait lasts, and raises when the group is broken."""
 
-    def __init__(self, home: Home, what: str) -> None:
-        self._home, self._what, self._began = home, what, time.monotonic()
+    def __init__(self, health: Health, what: str) -> None:
+        self._health, self._what, self._began = health, what, time.monotonic()
         self._is_told = False
 
     def __call__(self) -> None:
         """Raises if the wait is over."""
         seconds = time.monotonic() - self._began
         self._is_told = self._is_told or seconds > LATE
-        self._home.look(self._what, seconds)
+        self._health.look(self, self._what, seconds)
 
     def end(self) -> None:
         """Has to be called when the wait has ended."""
         if self._is_told:
-            self._home.stop_looking()
+            self._health.board.forget_wait(self)
 
 
 class Launched:
@@ -70,15 +74,15 @@ class Launched:
         what: in words, for messages.
     """
 
-    def __init__(self, what: str, home: Home) -> None:
+    def __init__(self, what: str, health: Health) -> None:
         self.what = what
-        self._home = home
+        self._health = health
         self._decided = threading.Event()
         self._error: BaseException | None = None
         self._result: Any = None
 
     def wait(self) -> Any:
-        """The result: of a collective its tensor, of a hook what its future holds, of an end a list of bool.
+        """The result: of a collective its tensor, of a call what it returns, of an end a list of bool.
 
         A tensor is ready for the calling thread's current stream.
 
@@ -86,10 +90,10 @@ class Launched:
             PeerGone: a rank is gone, or did not come within the group's timeout.
             PeerFailed: a rank has failed in this round.
             MachinesDiffer: the ranks have begun different rounds.
-            Exception: what a collective or a hook has raised on this rank.
+            Exception: what a collective or a call has raised on this rank.
         """
-        check_process(self._home)
-        watch = Watch(self._home, self.what)
+        check_process(self._health)
+        watch = Watch(self._health, self.what)
         try:
             wait_for_event(self._decided, watch)
             if self._error is not None:
@@ -102,12 +106,30 @@ class Launched:
                 except MachinesError:
                     raise
                 except RuntimeError as error:
-                    raise again(self._home.break_because(error, self.what)) from error
-            elif isinstance(result, Future):
-                result = result.wait()  # it is done: this orders the current stream
+                    raise again(self._health.break_because(error, self.what)) from error
             return result
         finally:
             watch.end()
+
+    @property
+    def is_decided(self) -> bool:
+        """True if it has been issued, or has failed."""
+        return self._decided.is_set()
+
+    def has_arrived(self) -> bool:
+        """True if `received` does not block, as far as one can tell."""
+        return self.is_decided and (not isinstance(self._result, Transfer) or self._result.has_arrived())
+
+    def received(self) -> Staged:
+        """What a collective has received, where it was received, for the launcher's thread to send on.
+
+        Raises:
+            Exception: as `wait`.
+        """
+        if self._error is not None:
+            raise again(self._error)
+        transfer: Transfer = self._result
+        return transfer.received()
 
     def succeed(self, result: Any) -> None:
         """The launcher has issued it, or has its result."""
@@ -120,27 +142,32 @@ class Launched:
         self._decided.set()
 
 
+@dataclass
 class Item:
-    """What a round has to issue.
+    """What a round has to do next.
 
     Attributes:
-        launched: what its caller holds.
-        kind: "collective" returns a `Transfer`, "hook" a future, "call" anything. An "end" has ``used`` and ``failed``
-            instead, and a "close" nothing.
-        call: of a collective, a hook or a call.
+        kind: "collective": ``calls`` return a `Transfer` each, and are issued together. A "call" may do anything, and
+            "say" returns what this rank says. An "end" has ``used`` and ``failed`` instead, a "close" nothing.
+        launched: what the caller holds, one for each of ``calls``.
+        after: what has to have arrived before.
     """
 
-    __slots__ = ("call", "failed", "kind", "launched", "used")
+    kind: Literal["collective", "call", "say", "end", "close"]
+    launched: Sequence[Launched]
+    calls: Sequence[Callable[..., Any]] = ()
+    after: Sequence[Launched] = ()
+    used: Sequence[bool] = ()
+    failed: str | None = None
 
-    def __init__(
-        self,
-        launched: Launched,
-        kind: Literal["collective", "hook", "call", "end", "close"],
-        call: Callable[..., Any] | None = None,
-        used: Sequence[bool] = (),
-        failed: str | None = None,
-    ) -> None:
-        self.launched, self.kind, self.call, self.used, self.failed = launched, kind, call, used, failed
+    @property
+    def what(self) -> str:
+        """In words, for messages."""
+        return self.launched[0].what
+
+    def is_ready(self) -> bool:
+        """True if this rank can do it."""
+        return all(launched.has_arrived() for launched in self.after)
 
 
 class Round:
@@ -151,50 +178,64 @@ class Round:
         contents: what has to be equal on all ranks.
         failed: of a round that is here only to say that this rank has failed, the reason.
         until_all: of such a round: it says so until all ranks do.
-        items: what is still to be issued.
-        error: why nothing more of the round is issued.
+        items: what is still to be done.
+        error: why nothing more of the round is done.
         failed_call: why a call of the round has failed; see ``hook_calls``.
-        launcher: kept as long as the round is.
     """
 
     def __init__(
-        self, home: Home, kind: str, contents: str, failed: str | None = None, until_all: bool = False
+        self, line: Home, kind: str, contents: str, failed: str | None = None, until_all: bool = False
     ) -> None:
         self.kind, self.contents, self.failed, self.until_all = kind, contents, failed, until_all
         self.items: deque[Item] = deque()
         self.error: BaseException | None = None
         self.failed_call: BaseException | None = None
-        self.launcher: object = None
-        self._home = home
+        self._line = line
         self._is_ended = failed is not None
 
-    def launch(self, what: str, collective: Callable[[], Transfer]) -> Launched:
+    def launch(self, what: str, collective: Callable[[], Transfer], after: Sequence[Launched] = ()) -> Launched:
         """The launcher's thread calls ``collective`` when it is its turn: in the order of these calls.
 
         ``collective`` has to issue the same on every rank. Tensors of accelerators have to be staged before this call,
         by the thread whose stream has computed them (``staging``). If it raises, its error is raised by this wait, and
         the group is broken: what the other ranks have sent has no partner.
 
+        Args:
+            what: in words, for messages.
+            collective: what to call.
+            after: the collective sends on what these have received, so it is issued when that has arrived.
+
         Raises:
             RuntimeError: after `end`.
         """
-        launched = Launched(f"{what} of {self.kind!r}", self._home)
-        self._add(Item(launched, "collective", collective))
+        return self.launch_together([what], [collective], after)[0]
+
+    def launch_together(
+        self, what: Sequence[str], collectives: Sequence[Callable[[], Transfer]], after: Sequence[Launched] = ()
+    ) -> list[Launched]:
+        """As `launch`, for collectives of several devices that nothing comes between on any of them."""
+        launched = [self._launched(each) for each in what]
+        if launched:
+            self._add(Item("collective", launched, collectives, after))
         return launched
 
-    def hook(self, what: str, call: Callable[[], Future[Tensor]]) -> Launched:
-        """As `launch`, but nothing after it is issued before the future is done, which may issue collectives itself."""
-        launched = Launched(f"{what} of {self.kind!r}", self._home)
-        self._add(Item(launched, "hook", call))
-        return launched
-
-    def call(self, what: str, call: Callable[[Watch, Board], Any]) -> Launched:
+    def call(self, what: str, call: Callable[[Watch, Home], Any]) -> Launched:
         """As `launch`, but ``call`` may send anything itself, and nothing after it is issued before it returns.
 
-        It gets the check that has to end each of its waits, and the group's board.
+        It gets the check that has to end each of its waits, and the line. It keeps the launcher's thread, so nothing of
+        another group is issued either.
         """
-        launched = Launched(f"{what} of {self.kind!r}", self._home)
-        self._add(Item(launched, "call", call))
+        launched = self._launched(what)
+        self._add(Item("call", [launched], [call]))
+        return launched
+
+    def say(self, what: str, value: Callable[[], Any], after: Sequence[Launched] = ()) -> Launched:
+        """The result: what each rank says, in their order. ``value`` is called by the launcher's thread, after `after`.
+
+        What it returns can be pickled, and is small.
+        """
+        launched = self._launched(what)
+        self._add(Item("say", [launched], [value], after))
         return launched
 
     def end(self, used: Sequence[bool], error: BaseException | None = None) -> Launched:
@@ -206,31 +247,35 @@ class Round:
                 in the round has to be launched here too, with zeros for example.
         """
         failed = None if error is None else f"in {self.kind!r}: {in_words(error)}"
-        launched = Launched(f"the end of {self.kind!r}", self._home)
-        self._add(Item(launched, "end", used=list(used), failed=failed))
+        launched = self._launched("the end")
+        self._add(Item("end", [launched], used=list(used), failed=failed))
         return launched
 
     def close(self) -> None:
         """The last of the round, without an exchange: no rank can fail in it."""
-        self._add(Item(Launched(f"the end of {self.kind!r}", self._home), "close"))
+        self._add(Item("close", []))
+
+    def _launched(self, what: str) -> Launched:
+        return Launched(f"{what} of {self.kind!r}", self._line.health)
 
     def _add(self, item: Item) -> None:
-        check_process(self._home)
-        with self._home.changed:
+        check_process(self._line.health)
+        with self._line.changed:
             if self._is_ended:
                 raise RuntimeError(f"the round {self.kind!r} has ended: nothing can be added to it")
             self._is_ended = item.kind in ("end", "close")
-            error = self.error or self._home.broken
+            error = self.error or self._line.health.broken
             if error is None:
                 self.items.append(item)
-                self._home.changed.notify_all()
+                self._line.wake()
                 return
-        item.launched.fail(error)
+        for launched in item.launched:
+            launched.fail(error)
 
 
-def check_process(home: Home) -> None:
+def check_process(health: Health) -> None:
     """Raises in a forked child. It is called before a lock is taken, which a thread of the parent may hold for ever."""
-    if home.process != os.getpid():
+    if health.process != os.getpid():
         raise MachinesError(
             "this process was forked from one that is a rank of the process group, and is no rank itself: let the "
             "children of a rank, a DataLoader's workers for example, call no module that spans machines"

@@ -7,11 +7,14 @@ The thread that has computed a tensor stages it, and knows the streams. The laun
   on the current stream of the calling thread. The launcher's thread waits for an event behind it.
 - on a device that NCCL sends: an event is recorded on that stream, for which the launcher's stream waits.
 
-The staged tensor is held until the result is taken. Who takes a result gets it on the stream that is current then:
-`Staged.arrive` orders it behind the event, whatever stream that is. ``collectives`` stages what is not staged yet.
+What is received is allocated here, too, for the stream that takes it. So its memory can be used again as soon as the
+result is dropped. The staged tensor is held until the result is taken. A result that comes through host memory
+may be taken on any stream: `Staged.arrive` orders it behind the event. ``collectives`` stages what is not staged yet.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ from dataparallel._torch import current_stream_at
 from dataparallel.comm.host import can_pin
 from dataparallel.devices import CPU
 from dataparallel.machines.backend import Group
-from dataparallel.streams.current import Event
+from dataparallel.streams.current import Event, streams_set
 
 __all__ = ["Staged", "stage"]
 
@@ -32,32 +35,51 @@ class Staged:
         tensor: what was given.
         host: what is sent: the tensor itself, or its copy in host memory.
         event: behind the copy, or behind what has computed the tensor; `None` on the CPU.
+        is_copied: a copy in host memory is sent.
+        room: what is received is written there, if it does not take the place of what is sent.
+        is_free: behind the former uses of ``room``, if another stream than that of ``event`` has made them.
     """
 
-    def __init__(self, tensor: Tensor, host: Tensor, event: Event | None) -> None:
-        self.tensor, self.host, self.event = tensor, host, event
+    def __init__(
+        self,
+        tensor: Tensor,
+        host: Tensor,
+        event: Event | None,
+        is_copied: bool,
+        room: Tensor | None = None,
+        is_free: Event | None = None,
+    ) -> None:
+        self.tensor, self.host, self.event, self.is_copied = tensor, host, event, is_copied
+        self.room, self.is_free = room, is_free
 
-    @property
-    def is_copied(self) -> bool:
-        """True if a copy in host memory is sent."""
-        return self.host is not self.tensor
+    def with_host(self, host: Tensor) -> Staged:
+        """The same with something else to send, which was received for it."""
+        return Staged(self.tensor, host, self.event, self.is_copied)
 
-    def arrive(self, result: Tensor, out: Tensor | None = None) -> Tensor:
-        """``result`` in host memory, copied to the tensor's device on the current stream, into ``out`` if given.
+    def arrive(self, result: Tensor) -> Tensor:
+        """``result`` in host memory, copied to the tensor's device on the current stream.
 
         torch's host allocator holds the pinned memory until the copy is done.
         """
         device = self.tensor.device
-        stream = current_stream_at(device.index)
         assert self.event is not None
-        self.event.make_wait(stream)
-        if out is not None:
-            return out.copy_(result, non_blocking=True)
+        self.event.make_wait(current_stream_at(device.index))
         return result.to(device, non_blocking=True)
 
 
-def stage(group: Group, tensor: Tensor) -> Staged:
+def stage(
+    group: Group,
+    tensor: Tensor,
+    receives: int | None = None,
+    taken_on: Mapping[torch.device, torch.Stream] | None = None,
+) -> Staged:
     """``tensor`` ready for a collective of ``group``; it must not be written to until the result is taken.
+
+    Args:
+        group: the machines.
+        tensor: what is sent, computed on the current stream.
+        receives: how many elements come, if they do not take the place of the tensor.
+        taken_on: streams on which what comes is taken, if not on the current ones. Only NCCL needs to know.
 
     Raises:
         ValueError: if it is not dense, or not contiguous.
@@ -69,10 +91,16 @@ def stage(group: Group, tensor: Tensor) -> Staged:
             f"{tensor.stride() if tensor.layout is torch.strided else None}: flatten it first"
         )
     device = tensor.device
-    if device == CPU:
-        return Staged(tensor, tensor, None)
-    if group.can_send(device):
-        return Staged(tensor, tensor, Event(current_stream_at(device.index)))
-    host = torch.empty_like(tensor, device=CPU, pin_memory=can_pin(device.type))
-    host.copy_(tensor, non_blocking=host.is_pinned())
-    return Staged(tensor, host, Event(current_stream_at(device.index)))
+    if device != CPU and group.is_nccl(device):
+        room, is_free = None, None
+        if receives is not None:
+            with streams_set(taken_on or {}):
+                room, is_free = tensor.new_empty(receives), Event(current_stream_at(device.index))
+        return Staged(tensor, tensor, Event(current_stream_at(device.index)), False, room, is_free)
+    host, is_pinned = tensor, device != CPU and can_pin(device.type)
+    if device != CPU:
+        host = torch.empty_like(tensor, device=CPU, pin_memory=is_pinned)
+        host.copy_(tensor, non_blocking=is_pinned)
+    room = None if receives is None else torch.empty(receives, dtype=tensor.dtype, pin_memory=is_pinned)
+    event = None if device == CPU else Event(current_stream_at(device.index))
+    return Staged(tensor, host, event, device != CPU, room)

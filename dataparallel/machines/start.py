@@ -88,7 +88,7 @@ def failing_together(machines: Machines | None) -> Iterator[None]:
         raise  # all ranks know of it
     except BaseException as error:
         if machines is not None:
-            machines.launcher.signal_failure(error)
+            machines.line.signal_failure(error)
         raise
 
 
@@ -104,7 +104,7 @@ def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> No
     Raises:
         MachinesDiffer: on every rank, with the same message: it lists what differs and on which ranks.
     """
-    machines.launcher.begin(f"the start of {what}", as_text(description)).end([]).wait()
+    machines.line.begin(f"the start of {what}", as_text(description)).end([]).wait()
 
 
 def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int = CAP_BYTES) -> None:
@@ -134,7 +134,7 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
         buckets = _plan(named, cap_bytes)
         # Made before anything is sent: a lack of memory later would leave the other ranks waiting.
         memory = _memory(buckets)
-    exchange = machines.launcher.begin("values of rank 0", as_text(_described(named, cap_bytes)))
+    exchange = machines.line.begin("values of rank 0", as_text(_described(named, cap_bytes)))
     under_way: deque[tuple[_Bucket, Launched]] = deque()
     try:
         for number, bucket in enumerate(buckets):

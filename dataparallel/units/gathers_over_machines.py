@@ -11,6 +11,7 @@ units, and nothing has been sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,27 +62,23 @@ class SourceOverMachines(Source):
 
     def _launch(self, ready: Mapping[torch.device, Event]) -> list[Any]:
         from dataparallel.machines.collectives import all_gather
-        from dataparallel.machines.staging import Staged, stage
+        from dataparallel.machines.staging import stage
 
         machines, owned = self._machines, self._owned
         for device, event in ready.items():
             event.make_wait(self._streams[device])
         try:
             with torch.no_grad(), streams_set(self._streams):
-                staged = [stage(machines, flat) for flat in map(self._cast, owned.flats, owned.owners)]
+                flats = map(self._cast, owned.flats, owned.owners)
+                staged = [stage(machines, flat, machines.size * flat.numel()) for flat in flats]
         finally:
             self._copies.record(self._streams)
 
-        def sends(shard: Staged) -> Callable[[], Any]:
-            return lambda: all_gather(machines, shard)
-
-        round = machines.launcher.begin(
-            "gather", f"{len(staged)} x {owned.layout.numel} {self._dtype} of {self._name!r}"
+        round = machines.line.begin("gather", f"{len(staged)} x {owned.layout.numel} {self._dtype} of {self._name!r}")
+        launched = round.launch_together(
+            [f"the parameters of {self._name!r} for {owner}" for owner in owned.owners],
+            [partial(all_gather, machines, shard) for shard in staged],
         )
-        launched = [
-            round.launch(f"the parameters of {self._name!r} for {owner}", sends(shard))
-            for owner, shard in zip(owned.owners, staged, strict=True)
-        ]
         round.close()
         return launched
 

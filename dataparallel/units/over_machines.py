@@ -1,10 +1,9 @@
 """The machines that the units of a tree are spread over: which groups, how many parts, and how failures are told.
 
 Parameters are sharded over the owners of this machine, and over those of the machines of the *shard* group too if there
-is one. The machines of the *replicate* group have the same parts. A tree has process groups of its own, made from those
-that the user gave: for the start, for gathers, for sums over each of the two, for operators on sharded tensors, and for
-collectives of replicas (``peers``). So none of them waits for another, and none meets what the user sends from another
-thread.
+is one. The machines of the *replicate* group have the same parts. There are rounds for each purpose: for the start, for
+gathers, for sums over each of the two, for operators on sharded tensors, and for collectives of replicas (``peers``).
+So none of them waits for another, and none meets what the user sends from another thread.
 
 If a rank fails, every rank fails in the same step, and each says so once to each group of sums: by the end of its
 round, or before one. Gathers are many, and a rank may have begun more of them than another. So a rank that has failed
@@ -16,7 +15,6 @@ without machines nobody does.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,9 +27,7 @@ if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
     from dataparallel.machines.peer_rounds import PeerRounds
 
-__all__ = ["MachinesOfTree", "own_group"]
-
-_own_groups: weakref.WeakKeyDictionary[Machines, dict[str, Machines]] = weakref.WeakKeyDictionary()
+__all__ = ["MachinesOfTree"]
 
 
 class MachinesOfTree:
@@ -43,8 +39,8 @@ class MachinesOfTree:
 
     Attributes:
         given: what was given, ``shard`` first.
-        gathers: a group of the same ranks as ``shard``, for gathers.
-        shard, replicate: groups of the same ranks, for sums.
+        gathers: the ranks of ``shard``, for gathers.
+        shard, replicate: for sums.
         parts: over how many machines parameters are sharded, and ``part``: which of them this is.
         ranks: how many machines there are in all; gradients are averaged over them.
         peers: for collectives of replicas across all of them.
@@ -53,12 +49,19 @@ class MachinesOfTree:
     def __init__(self, shard: Machines | None, replicate: Machines | None) -> None:
         self.given = shard, replicate
         # All ranks come here in one order, because making a group is collective.
-        self.gathers = None if shard is None else own_group(shard, "gathers")
-        self.shard = None if shard is None else own_group(shard, "sums")
-        self.replicate = None if replicate is None else own_group(replicate, "sums")
+        self.gathers = None if shard is None else shard.own("gathers")
+        self.shard = None if shard is None else shard.own("sums")
+        self.replicate = None if replicate is None else replicate.own("sums")
         self.parts, self.part = (1, 0) if shard is None else (shard.size, shard.rank)
         self.ranks = self.parts * (1 if replicate is None else replicate.size)
         self.peers = _peers(shard, replicate)
+
+    def make_communicators(self, slots: Sequence[torch.device]) -> None:
+        """Makes what NCCL needs, on all machines in one order: rows, then columns, then the first device of all."""
+        for machines in (self.shard, self.replicate):
+            if machines is not None:
+                machines.make_communicators(slots)
+        self.peers.machines.make_communicators(slots[:1])
 
     def is_like(self, other: MachinesOfTree | None) -> bool:
         """True if both are over the same groups."""
@@ -71,7 +74,7 @@ class MachinesOfTree:
             return slots
         from dataparallel.machines.over import OverMachines
 
-        return Owners(slots, OverMachines(own_group(shard, "tensors")))
+        return Owners(slots, OverMachines(shard.own("tensors")))
 
     def describe(self) -> str:
         """In words, for messages."""
@@ -86,28 +89,20 @@ class MachinesOfTree:
         if replicate is not None:
             from dataparallel.machines.start import send_values
 
-            send_values(own_group(replicate, "start"), {f"shard {i} of {name}": flat for i, flat in enumerate(flats)})
+            send_values(replicate.own("start"), {f"shard {i} of {name}": flat for i, flat in enumerate(flats)})
 
     def forward_failed(self, error: BaseException, was_recorded: bool) -> None:
         """Tells the others that a forward has failed here. Each of them fails in what it does next with this rank."""
         if was_recorded:
             for machines in (self.shard, self.replicate):
                 if machines is not None:
-                    machines.launcher.signal_failure(error)
+                    machines.line.signal_failure(error)
         self.step_failed(error)
 
     def step_failed(self, error: BaseException) -> None:
         """Ends the gathers of a step that has failed here. Those of the next step begin once all ranks are here."""
         if self.gathers is not None:
-            self.gathers.launcher.fail_until_all_do(error)
-
-
-def own_group(machines: Machines, purpose: str) -> Machines:
-    """A group of the same ranks for this purpose alone. All ranks ask for new ones in one order."""
-    own = _own_groups.setdefault(machines, {})
-    if purpose not in own:
-        own[purpose] = machines.another()
-    return own[purpose]
+            self.gathers.line.signal_failure(error, until_all=True)
 
 
 def _peers(shard: Machines | None, replicate: Machines | None) -> PeerRounds:
@@ -117,8 +112,5 @@ def _peers(shard: Machines | None, replicate: Machines | None) -> PeerRounds:
     first = shard or replicate
     assert first is not None
     if shard is None or replicate is None:
-        return PeerRounds(own_group(first, "peers"))
-    own, purpose = _own_groups.setdefault(shard, {}), f"peers, with {replicate.ranks}"
-    if purpose not in own:
-        own[purpose] = shard.product(replicate)
-    return PeerRounds(own[purpose])
+        return PeerRounds(first.own("peers"))
+    return PeerRounds(shard.product(replicate))

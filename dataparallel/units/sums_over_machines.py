@@ -9,7 +9,7 @@ The order is that in which rank 0's units came in an earlier pass of the tree, a
 A unit may be added up several times in one pass (``units.gradients``). What comes after its first time is sent at the
 end.
 
-Sums over the shard group come first, then those over the replicate group: their launcher waits for the former.
+Sums over the shard group come first, then those over the replicate group.
 Gradients are averaged over machines: they are divided before they are sent.
 """
 
@@ -113,7 +113,7 @@ class SumsOverMachines:
         self._came: list[int] = []
         self._order = list(order)
         is_for_all = any(of.is_for_all for of in self._units)
-        self._rounds = RoundsOverMachines(machines.shard, machines.replicate if is_for_all else None)
+        self._rounds = RoundsOverMachines(machines.shard, machines.replicate if is_for_all else None, computing)
         self._learn = learn_order if is_for_all or machines.replicate is None else None
         self._learned: Callable[[], list[int]] = list
         self._is_ended = not self._units
@@ -162,10 +162,10 @@ class SumsOverMachines:
 
     def _send(self, of: _OfUnit) -> None:
         of.is_sent = True
-        of.results = [[self._sum(of, staged) for staged in of_owners] for of_owners in of.staged]
+        of.results = [self._sum(of, of_owners) for of_owners in of.staged]
 
-    def _sum(self, of: _OfUnit, staged: Any) -> Any:
-        return self._rounds.sum(f"the gradients of {of.unit.name!r}", staged, of.is_for_all)
+    def _sum(self, of: _OfUnit, of_owners: Sequence[Any]) -> list[Any]:
+        return self._rounds.sum(f"the gradients of {of.unit.name!r}", of_owners, of.is_for_all)
 
     def _wire(self, of: _OfUnit, at: int) -> torch.dtype:
         """The dtype in which parts travel."""
@@ -264,7 +264,7 @@ class SumsOverMachines:
                 wire, numel = self._wire(of, at), self._machines.parts * layout.numel
                 rest = of.rest[at] or [torch.zeros(numel, dtype=wire, device=d) for d in self._devices]
                 staged = [self._rounds.staged(total.to(wire), of.is_for_all) for total in rest]
-                of_unit.append([self._sum(of, each) for each in staged])
+                of_unit.append(self._sum(of, staged))
         self._rounds.end([])()
         return found
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.futures import Future
 
-from dataparallel.machines.collectives import Transfer, all_gather_objects, all_reduce
+from dataparallel.machines.collectives import Transfer, all_reduce
 from dataparallel.machines.errors import PeerGone
 from dataparallel.machines.group import Machines
-from machine_ranks import Ended, on_mortal_machines
+from machine_ranks import Ended, hooked, on_mortal_machines
 
 GROUP_TIMEOUT = 3.0
 PHASES = [
@@ -57,11 +57,11 @@ def dies_in(rank: int, devices: list[torch.device], phase: str) -> None:
             return future.then(double)
 
         at("before the round")
-        round = machines.launcher.begin("backward", "three buckets")
+        round = machines.line.begin("backward", "three buckets")
         launched = [
             round.launch("bucket 0", lambda: reduce("after the agreement")),
             round.launch("bucket 1", lambda: reduce("between collectives")),
-            round.hook("bucket 2", hook),
+            hooked(round, "bucket 2", hook),
         ]
         if is_last and phase == "before the end":
             launched[-1].wait()
@@ -97,7 +97,7 @@ def hangs(rank: int, devices: list[torch.device]) -> None:
     if rank == 1:
         time.sleep(GROUP_TIMEOUT + 5)
         os.kill(os.getpid(), signal.SIGKILL)
-    machines.launcher.begin("backward", "").end([True]).wait()
+    machines.line.begin("backward", "").end([True]).wait()
 
 
 def test_a_rank_hangs() -> None:
@@ -113,13 +113,13 @@ def waits_again(rank: int, devices: list[torch.device]) -> list[str]:
     """What is raised by the first wait, by another one of the round, by a later round, and how long those take."""
     machines = Machines.of(None)
     if rank == 1:
-        all_gather_objects(machines, 0)
+        machines.all_say(0)
         os.kill(os.getpid(), signal.SIGKILL)
-    all_gather_objects(machines, 0)
-    round = machines.launcher.begin("backward", "")
+    machines.all_say(0)
+    round = machines.line.begin("backward", "")
     waits: list[Callable[[], object]] = [round.launch("bucket 0", lambda: all_reduce(machines, torch.ones(1))).wait]
     waits.append(round.end([True]).wait)
-    waits.append(lambda: machines.launcher.begin("backward", "").end([True]).wait())
+    waits.append(lambda: machines.line.begin("backward", "").end([True]).wait())
     said = []
     for wait in waits:
         with pytest.raises(PeerGone) as raised:
@@ -139,9 +139,9 @@ def test_later_waits_raise_the_same_sentence_at_once() -> None:
 
 def never_done(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
-    round = machines.launcher.begin("backward", "")
+    round = machines.line.begin("backward", "")
     futures: list[Future[torch.Tensor]] = [Future()]
-    launched = round.hook("bucket 0", futures.pop)
+    launched = hooked(round, "bucket 0", futures.pop)
     end = round.end([True])
     for each in (launched, end):
         with pytest.raises(PeerGone, match="nothing has come within the group's timeout of 1 s"):

@@ -38,7 +38,7 @@ class Sums:
 
 def in_a_round(machines: Machines, calls: HookCalls, hooks: list[Sums]) -> list[Any]:
     """What the waits for the calls of one round raise, or `None`."""
-    round = machines.launcher.begin("backward", "the same everywhere")
+    round = machines.line.begin("backward", "the same everywhere")
     made = [calls.call(round, f"call {i}", hook.begin, hook.check) for i, hook in enumerate(hooks)]
     end = round.end([True])
     found: list[Any] = []
@@ -56,7 +56,7 @@ def in_a_round(machines: Machines, calls: HookCalls, hooks: list[Sums]) -> list[
 def one_after_the_other(rank: int, devices: list[torch.device]) -> None:
     """The second call is made when the future of the first is done, which sends something in between."""
     machines, order = Machines.of(None), []
-    calls = HookCalls(machines)
+    calls = HookCalls()
 
     def chain(name: str) -> Any:
         def begin() -> Any:
@@ -72,7 +72,7 @@ def one_after_the_other(rank: int, devices: list[torch.device]) -> None:
 
         return begin
 
-    round = machines.launcher.begin("backward", "chains")
+    round = machines.line.begin("backward", "chains")
     made = [calls.call(round, name, chain(name), lambda: None) for name in "ab"]
     end = round.end([True])
     for call in made:
@@ -87,7 +87,7 @@ def test_a_call_is_made_when_the_future_of_the_one_before_is_done() -> None:
 
 def failing(rank: int, devices: list[torch.device], fails: str) -> None:
     machines = Machines.of(None)
-    calls = HookCalls(machines)
+    calls = HookCalls()
     mine = [Sums(1.0), Sums(2.0, fails if rank == 1 else ""), Sums(3.0)]
     first, second, third = in_a_round(machines, calls, mine)
     assert mine[0].tensor.item() == 2
@@ -111,7 +111,7 @@ def test_after_a_failure_on_one_rank_all_raise_and_the_next_round_works(fails: s
 
 def failing_everywhere(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
-    calls = HookCalls(machines)
+    calls = HookCalls()
     (found,) = in_a_round(machines, calls, [Sums(1.0, "before")])
     assert isinstance(found, ValueError)
     again = [Sums(5.0)]
@@ -125,7 +125,7 @@ def test_after_a_failure_on_all_ranks_the_next_round_works() -> None:
 
 def unanswered(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
-    calls = HookCalls(machines)
+    calls = HookCalls()
     began = time.monotonic()
     (found,) = in_a_round(machines, calls, [Sums(1.0, "before" if rank == 1 else "")])
     took = time.monotonic() - began

@@ -16,9 +16,9 @@ from machine_ranks import on_machines
 def every_collective(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
     device = devices[-1]
-    round = machines.launcher.begin("backward", "one of each")
+    round = machines.line.begin("backward", "one of each")
     x = torch.arange(4.0, device=device) + rank
-    staged = [stage(machines, x.clone()) for _ in range(5)]
+    staged = [stage(machines, x.clone(), receives) for receives in (None, None, None, 8, 2)]
     launched = [
         round.launch("a sum", lambda: all_reduce(machines, staged[0])),
         round.launch("a maximum", lambda: all_reduce(machines, staged[1], "max")),
@@ -47,22 +47,20 @@ def other_streams(rank: int, devices: list[torch.device]) -> None:
     """One stream computes, another one takes the result and uses the memory again."""
     machines = Machines.of(None)
     device = devices[1]
-    out = torch.zeros(8, device=device)
     for step in range(3):
-        round = machines.launcher.begin("backward", str(step))
+        round = machines.line.begin("backward", str(step))
         side = torch.Stream(device)
         with side:
             flat = torch.ones(4, device=device) * (step + rank)
-            staged = [stage(machines, flat), stage(machines, flat)]
+            staged = [stage(machines, flat), stage(machines, flat, 8)]
         launched = [
             round.launch("a sum", partial(all_reduce, machines, staged[0])),
-            round.launch("a gather", partial(all_gather, machines, staged[1], out)),
+            round.launch("a gather", partial(all_gather, machines, staged[1])),
         ]
         end = round.end([])
         total, whole = (each.wait() for each in launched)
         flat.zero_()
         assert total.tolist() == [2.0 * step + 1] * 4
-        assert whole is out
         assert whole.tolist() == [float(step)] * 4 + [step + 1.0] * 4
         end.wait()
 

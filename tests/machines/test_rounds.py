@@ -17,7 +17,7 @@ from dataparallel.machines.collectives import Transfer, all_reduce
 from dataparallel.machines.errors import MachinesDiffer, PeerFailed
 from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Launched
-from machine_ranks import on_machines, on_mortal_machines
+from machine_ranks import hooked, on_machines, on_mortal_machines
 
 
 def reduce(machines: Machines) -> Callable[[], Transfer]:
@@ -25,7 +25,7 @@ def reduce(machines: Machines) -> Callable[[], Transfer]:
 
 
 def whole_round(machines: Machines, kind: str = "backward", contents: str = "", error: Any = None) -> list[Launched]:
-    round = machines.launcher.begin(kind, contents)
+    round = machines.line.begin(kind, contents)
     launched = [round.launch(f"bucket {number}", reduce(machines)) for number in range(2)]
     return [*launched, round.end([True], error)]
 
@@ -72,13 +72,13 @@ def fails_before(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
     for _ in range(2):
         if rank == 1:
-            machines.launcher.signal_failure(ValueError("no such\ncolumn"))
+            machines.line.signal_failure(ValueError("no such\ncolumn"))
         else:
             text = messages(whole_round(machines), PeerFailed)
             assert "rank 1 failed before a round: ValueError: no such column" in text
             assert "rank 0" not in text
         assert_works(machines)
-    machines.launcher.signal_failure(ValueError(f"here too: {rank}"))  # on every rank
+    machines.line.signal_failure(ValueError(f"here too: {rank}"))  # on every rank
     assert_works(machines)
 
 
@@ -103,7 +103,7 @@ def test_a_failure_within_a_round_is_raised_at_its_end_on_every_rank() -> None:
 def raises(rank: int, devices: list[torch.device], place: str) -> None:
     """Rank 1 fails in its second call; the others have nobody to talk to then."""
     machines = Machines.of(None)
-    round = machines.launcher.begin("backward", "")
+    round = machines.line.begin("backward", "")
     launched = [round.launch("bucket 0", reduce(machines))]
 
     def fail() -> Any:
@@ -119,9 +119,9 @@ def raises(rank: int, devices: list[torch.device], place: str) -> None:
     if place == "collective":
         launched.append(round.launch("bucket 1", fail if rank == 1 else reduce(machines)))
     elif place == "hook":
-        launched.append(round.hook("bucket 1", fail if rank == 1 else future))
+        launched.append(hooked(round, "bucket 1", fail if rank == 1 else future))
     else:
-        launched.append(round.hook("bucket 1", failing_future if rank == 1 else future))
+        launched.append(hooked(round, "bucket 1", failing_future if rank == 1 else future))
     launched.append(round.launch("bucket 2", reduce(machines)))
     launched.append(round.end([True]))
     assert launched[0].wait().tolist() == [2, 2, 2]
@@ -171,8 +171,8 @@ def in_order(rank: int, devices: list[torch.device]) -> list[str]:
 
         return call
 
-    round = machines.launcher.begin("backward", "")
-    launched = [round.hook("a", hook("a")), round.launch("b", collective("b")), round.hook("c", hook("c"))]
+    round = machines.line.begin("backward", "")
+    launched = [hooked(round, "a", hook("a")), round.launch("b", collective("b")), hooked(round, "c", hook("c"))]
     launched.append(round.end([]))
     for each in launched:
         each.wait()
@@ -188,7 +188,7 @@ def from_threads(rank: int, devices: list[torch.device]) -> None:
     """Results are waited for by other threads than the one that launches, before they are launched elsewhere."""
     machines = Machines.of(None)
     for step in range(20):
-        round = machines.launcher.begin("backward", str(step))
+        round = machines.line.begin("backward", str(step))
         flats = [torch.full((5,), float(bucket + rank)) for bucket in range(4)]
         launched = [round.launch(str(i), lambda flat=flat: all_reduce(machines, flat)) for i, flat in enumerate(flats)]
         results: list[Any] = [None] * 4
@@ -213,7 +213,7 @@ def test_any_thread_may_wait() -> None:
 
 def after_the_end(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
-    round = machines.launcher.begin("backward", "")
+    round = machines.line.begin("backward", "")
     round.end([]).wait()
     with pytest.raises(RuntimeError, match="'backward' has ended"):
         round.launch("bucket 0", reduce(machines))

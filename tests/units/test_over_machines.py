@@ -54,7 +54,7 @@ def gathers(rank: int, devices: list[Any]) -> list[str]:
         fully_shard(unit, devices=devices, **where)
     machines = fully_shard.state(net).machines
     begun = []
-    launcher = machines.gathers.launcher
+    launcher = machines.gathers.line
     begin = launcher.begin
     launcher.begin = lambda kind, contents: begun.append(contents.split("'")[1]) or begin(kind, contents)
     net(torch.randn(4, 4, device=devices[0])).sum().backward()
