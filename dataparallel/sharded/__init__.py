@@ -16,7 +16,8 @@ from dataparallel.sharded.operators import (  # noqa: F401  each fills a part of
     reductions,
     views,
 )
+from dataparallel.sharded.operators.gathered import allow_gathers
 from dataparallel.sharded.placements import Replicate, Shard
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__ = ["Replicate", "Shard", "ShardedTensor", "distribute_tensor"]
+__all__ = ["Replicate", "Shard", "ShardedTensor", "allow_gathers", "distribute_tensor"]

@@ -180,23 +180,72 @@ def test_averages_equal_one_device(slots: list, root: torch.device, multi: Any) 
     assert_same(averages[1], averages[0])
 
 
-@pytest.mark.parametrize(
-    "make", [torch.optim.Rprop, torch.optim.Adafactor, torch.optim.LBFGS], ids=lambda o: o.__name__
-)
-def test_other_optimizers_are_right_or_refused(slots: list, root: torch.device, make: Any) -> None:
-    whole = whole_parameters(root)
-    parameters = divided(whole, slots)
+OF_WHOLE_MATRICES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Rprop": lambda p, **k: torch.optim.Rprop(p, lr=0.1, **k),
+    "Adafactor": lambda p, **k: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1, **k),
+    "Adafactor, foreach": lambda p, **k: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1, foreach=True, **k),
+    "Muon": lambda p, **k: torch.optim.Muon(p, lr=0.1, **k),
+    "Muon, weights": lambda p, **k: torch.optim.Muon(p, lr=0.1, nesterov=False, adjust_lr_fn="match_rms_adamw", **k),
+    "LBFGS": lambda p, **k: torch.optim.LBFGS(p, lr=0.1, **k),
+    "LBFGS, line search": lambda p, **k: torch.optim.LBFGS(p, lr=0.1, line_search_fn="strong_wolfe", **k),
+}
 
-    def steps(these: list[nn.Parameter]) -> None:
-        optimizer = make(these)
+
+def trained_by_closure(parameters: list[nn.Parameter], name: str) -> list[Tensor]:
+    """All parameters that the optimizer takes, after some steps on squares of their distance to given values."""
+    taken = [p for p in parameters if p.dim() == 2 or not name.startswith("Muon")]
+    optimizer = OF_WHOLE_MATRICES[name](taken)
+    for step in range(STEPS):
+
+        def loss(step: int = step) -> Tensor:
+            set_gradients(parameters, step)
+            for p in taken:
+                p.grad.add_(p.detach(), alpha=0.5)  # type: ignore[union-attr]
+            return sum((p.detach().square().sum() for p in taken), torch.zeros(()))  # type: ignore[return-value]
+
+        optimizer.step(loss)
+    return [full(parameter) for parameter in parameters]
+
+
+@pytest.mark.slots(3, long=[2, 8])
+@pytest.mark.usefixtures("gathers")
+@pytest.mark.parametrize("name", OF_WHOLE_MATRICES)
+def test_those_that_need_whole_matrices_equal_one_device(slots: list, root: torch.device, name: str) -> None:
+    parameters = divided(whole_parameters(), slots)
+    assert_same(trained_by_closure(parameters, name), trained_by_closure(whole_parameters(root), name), 1e-9)
+    assert all(isinstance(parameter, ShardedTensor) for parameter in parameters)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adafactor, foreach", "Muon", "LBFGS"])
+def test_they_are_refused_without_gathers_and_change_nothing(slots: list, name: str) -> None:
+    parameters = divided(whole_parameters(), slots)
+    with pytest.raises((TypeError, RuntimeError), match=r"full_tensor\(\)"):
+        trained_by_closure(parameters, name)
+
+
+@pytest.mark.usefixtures("gathers")
+@pytest.mark.parametrize("name", ["Adafactor", "Rprop", "Muon"])
+def test_they_go_with_scaling_clipping_and_averages(slots: list, root: torch.device, name: str) -> None:
+    found = []
+    for these in (whole_parameters(root), divided(whole_parameters(), slots)):
+        taken = [p for p in these if p.dim() == 2 or name != "Muon"]
+        optimizer = OF_WHOLE_MATRICES[name](taken)
+        scaler = torch.amp.GradScaler(root.type, init_scale=4.0, growth_interval=2)
+        model = Model(these)
+        averages = [AveragedModel(model, multi_avg_fn=multi) for multi in (None, get_ema_multi_avg_fn(0.9))]
+        norms = []
         for step in range(STEPS):
+            scaler.scale(torch.zeros((), device=root))
             set_gradients(these, step)
-            optimizer.step(*([lambda: 1.0] if make is torch.optim.LBFGS else []))
-
-    try:
-        steps(parameters)
-    except TypeError as error:
-        assert "full_tensor()" in str(error)  # noqa: PT017
-    else:
-        steps(whole)
-        assert_same([full(parameter) for parameter in parameters], whole)
+            if step == 2:
+                taken[0].grad.mul_(float("inf"))  # type: ignore[union-attr]
+            scaler.unscale_(optimizer)
+            norms.append(nn.utils.clip_grad_norm_(taken, 0.1))
+            scaler.step(optimizer)
+            scaler.update()
+            for averaged in averages:
+                averaged.update_parameters(model)
+        states = [full(p) for module in (model, *averages) for p in module.parameters()]
+        found.append([*norms, *states, torch.tensor(scaler.get_scale())])
+    for ours, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours.cpu(), expected.detach().cpu(), rtol=1e-9, atol=1e-9, equal_nan=True)

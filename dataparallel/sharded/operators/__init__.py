@@ -2,9 +2,9 @@
 
 `run` is where every operator arrives that has a sharded tensor among its arguments, below autograd. It looks the
 operator up in `TABLE`, then asks the rules, which know operators by their kind (all pointwise ones, all on lists). An
-operator that neither knows, and that torch does not make of others, is refused: there is no guessing, and no plain
-tensor takes the place of a sharded one. The files of this room fill the table when ``sharded`` is imported; this one
-imports none of them, because the tensor's class imports it.
+operator that neither knows, and that torch does not make of others, needs whole tensors, and so does one that is known
+where its arguments do not lie alike: `gathered` runs it on whole tensors, or refuses it. The files of this room fill
+the table when ``sharded`` is imported; this one imports none of them, because the tensor's class imports it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded import in_backward
 
-__all__ = ["RULES", "TABLE", "Operator", "refusal", "register", "register_rule", "run"]
+__all__ = ["RULES", "TABLE", "NeedsWhole", "Operator", "refusal", "register", "register_rule", "run"]
 
 Operator: TypeAlias = "Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]"
 """Takes the operator, its arguments and its keyword arguments."""
@@ -65,10 +65,20 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = TABLE[func] = _of_kind(func)
     if _torch.is_in_backward():
         with in_backward.ordered(_places([*args, *kwargs.values()])):
-            return operator(func, args, kwargs)
+            return _result(operator, func, args, kwargs)
     if torch.is_grad_enabled() and func not in LAUNCH_NOTHING:
         in_backward.remember(_places([*args, *kwargs.values()]))
-    return operator(func, args, kwargs)
+    return _result(operator, func, args, kwargs)
+
+
+def _result(operator: Operator, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return operator(func, args, kwargs)
+    except NeedsWhole as needs:
+        error = needs.error
+    from dataparallel.sharded.operators.gathered import on_wholes  # it imports the tensor's class, which imports this
+
+    return on_wholes(func, args, kwargs, error)
 
 
 def _places(values: Iterable[Any]) -> set[torch.device]:
@@ -94,8 +104,20 @@ def _made_of_others(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     """Under inference mode operators that torch makes of others arrive whole."""
     result = func.decompose(*args, **kwargs)
     if result is NotImplemented:
-        raise refusal(func)
+        raise NeedsWhole(refusal(func))
     return result
+
+
+class NeedsWhole(Exception):
+    """An operator needs more than each owner has. It has changed nothing.
+
+    Attributes:
+        error: what is raised if tensors may not be gathered.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def refusal(func: OpOverload, why: str = "") -> TypeError:

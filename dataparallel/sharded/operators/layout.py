@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dataparallel import comm
 from dataparallel._torch import OpOverload
-from dataparallel.sharded.operators import refusal
+from dataparallel.sharded.operators import NeedsWhole, refusal
 from dataparallel.sharded.parts import the_value
 from dataparallel.sharded.placements import Replicate, Rows, rows_of
 from dataparallel.sharded.tensor import ShardedTensor
@@ -46,22 +46,25 @@ def check_alike(func: OpOverload, tensor: ShardedTensor, lead: ShardedTensor) ->
     """Raises unless both are divided in the same way.
 
     Raises:
-        ValueError: owners or placements differ.
-        TypeError: shapes differ, or they are views of rows that other owners have.
+        NeedsWhole: owners, placements or shapes differ, or they are views of rows that other owners have.
     """
     if tensor._devices is not lead._devices and tensor._devices != lead._devices:
-        raise ValueError(
-            f"{func} got sharded tensors with different owners, {_names(lead._devices)} and {_names(tensor._devices)}; "
-            "distribute them over the same devices"
+        raise NeedsWhole(
+            ValueError(
+                f"{func} got sharded tensors with different owners, {_names(lead._devices)} and "
+                f"{_names(tensor._devices)}; distribute them over the same devices"
+            )
         )
     if tensor.shape != lead.shape:
-        raise refusal(func, f" of different shapes, {tuple(lead.shape)} and {tuple(tensor.shape)}")
+        raise NeedsWhole(refusal(func, f" of different shapes, {tuple(lead.shape)} and {tuple(tensor.shape)}"))
     if tensor._placement is not lead._placement and tensor._placement != lead._placement:
         if isinstance(tensor._placement, Rows) or isinstance(lead._placement, Rows):
-            raise refusal(func, " that are views of different rows")
-        raise ValueError(
-            f"{func} got sharded tensors with different placements, {lead._placement} and {tensor._placement}; "
-            "distribute them in the same way"
+            raise NeedsWhole(refusal(func, " that are views of different rows"))
+        raise NeedsWhole(
+            ValueError(
+                f"{func} got sharded tensors with different placements, {lead._placement} and {tensor._placement}; "
+                "distribute them in the same way"
+            )
         )
 
 
@@ -88,8 +91,9 @@ def parts_of(func: OpOverload, value: Any, lead: ShardedTensor) -> Sequence[Any]
     """For each owner its argument: what corresponds to its part of ``lead``.
 
     Raises:
-        ValueError: a sharded tensor with other owners or another placement.
-        TypeError: a tensor that does not broadcast to the shape of ``lead``.
+        NeedsWhole: a sharded tensor with other owners or another placement; a tensor that does not broadcast to the
+            shape of ``lead``.
+        TypeError: a tensor that is not dense.
     """
     if isinstance(value, ShardedTensor):
         if value is lead:
@@ -101,7 +105,7 @@ def parts_of(func: OpOverload, value: Any, lead: ShardedTensor) -> Sequence[Any]
     if isinstance(value, Tensor):
         return _plain_parts(func, value, lead)
     if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-        raise refusal(func, " in lists")
+        raise NeedsWhole(refusal(func, " in lists"))
     return [value] * len(lead._shards)
 
 
@@ -114,7 +118,7 @@ def _plain_parts(func: OpOverload, tensor: Tensor, lead: ShardedTensor) -> Seque
     if tensor.dim() > len(shape) or any(
         a not in (1, b) for a, b in zip(reversed(tensor.shape), reversed(shape), strict=False)
     ):
-        raise refusal(func, f" of shape {tuple(shape)} with a plain tensor of shape {tuple(tensor.shape)}")
+        raise NeedsWhole(refusal(func, f" of shape {tuple(shape)} with a plain tensor of shape {tuple(tensor.shape)}"))
     if isinstance(lead._placement, Replicate):
         return on_each(tensor, lead)
     dim = lead._placement.dim - (len(shape) - tensor.dim())
@@ -153,14 +157,14 @@ def whole(func: OpOverload, results: Sequence[Tensor], lead: ShardedTensor) -> S
     """The sharded tensor with these parts, divided as ``lead`` is. A 0-dim one's other parts are added, empty.
 
     Raises:
-        TypeError: parts have other shapes than those of ``lead``.
+        NeedsWhole: parts have other shapes than those of ``lead``.
     """
     shards = lead._shards
     if lead.dim() == 0:
         results = _of_single(func, results, shards)
     for result, shard in zip(results, shards, strict=True):
         if result.shape != shard.shape:
-            raise refusal(func, f": a part of shape {tuple(shard.shape)} became {tuple(result.shape)}")
+            raise NeedsWhole(refusal(func, f": a part of shape {tuple(shard.shape)} became {tuple(result.shape)}"))
     return ShardedTensor(results, lead._placement, lead.shape, lead._devices)
 
 
@@ -172,5 +176,5 @@ def _of_single(func: OpOverload, results: Sequence[Tensor], shards: Sequence[Ten
     if len(results) < len(shards):  # the operator ran on the first part only
         return [first, *[first.new_empty(part.shape, device=part.device) for part in shards[1:]]]
     if any(result.dtype != first.dtype for result in results):
-        raise refusal(func, " with 0-dim tensors of several dtypes in lists")
+        raise NeedsWhole(refusal(func, " with 0-dim tensors of several dtypes in lists"))
     return [first, *results[1:]]

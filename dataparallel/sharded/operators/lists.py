@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.across import from_all
-from dataparallel.sharded.operators import Operator, refusal, register, register_rule
+from dataparallel.sharded.operators import NeedsWhole, Operator, refusal, register, register_rule
 from dataparallel.sharded.operators.layout import on_each, parts_of, single_value, whole
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -177,7 +177,7 @@ def _only_reads(name: str, kwargs: Mapping[str, Any]) -> bool:
 def _check_written(
     func: OpOverload, signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any], group: Group
 ) -> None:
-    """Raises ``TypeError`` if the operator would write to a slice of a plain tensor."""
+    """Raises `NeedsWhole` if the operator would write to a slice of a plain tensor."""
     for i, name in signature.written:
         column = args[i]
         if not column or _only_reads(name, kwargs):
@@ -187,17 +187,18 @@ def _check_written(
             if target is lead:
                 continue
             if not isinstance(target, ShardedTensor):
-                raise refusal(func, f" if it writes to a plain tensor (position {position})")
+                raise NeedsWhole(refusal(func, f" if it writes to a plain tensor (position {position})"))
             if target.shape != lead.shape:
-                raise refusal(func, f" if it writes a result of shape {tuple(lead.shape)} to {tuple(target.shape)}")
+                why = f" if it writes a result of shape {tuple(lead.shape)} to {tuple(target.shape)}"
+                raise NeedsWhole(refusal(func, why))
 
 
 def _check_dtypes(func: OpOverload, columns: Sequence[Sequence[Any]], group: Group) -> None:
-    """Raises ``TypeError`` if machines might find several dtypes for a result: one only has a 0-dim part."""
+    """Raises `NeedsWhole` if machines might find several dtypes for a result: one only has a 0-dim part."""
     for position, lead in zip(group.positions, group.leads, strict=True):
         tensors = [column[position] for column in columns if isinstance(column[position], Tensor)]
         if lead.dim() == 0 and any(tensor.dtype != lead.dtype for tensor in tensors):
-            raise refusal(func, " with 0-dim tensors of several dtypes in lists")
+            raise NeedsWhole(refusal(func, " with 0-dim tensors of several dtypes in lists"))
 
 
 def _calls(
@@ -237,12 +238,12 @@ def _on_each_owner(func: OpOverload, value: Any, lead: ShardedTensor) -> Sequenc
     """An argument that is no list: a tensor with one element, or no tensor."""
     if isinstance(value, ShardedTensor):
         if value.dim() > 0:
-            raise refusal(func, f" with one of shape {tuple(value.shape)} for all tensors of the list")
+            raise NeedsWhole(refusal(func, f" with one of shape {tuple(value.shape)} for all tensors of the list"))
         value = single_value(value)
     if not isinstance(value, Tensor):
         return [value] * len(lead._shards)
     if value.numel() != 1:
-        raise refusal(func, f" with one of shape {tuple(value.shape)} for all tensors of the list")
+        raise NeedsWhole(refusal(func, f" with one of shape {tuple(value.shape)} for all tensors of the list"))
     return on_each(value, lead)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
-from dataparallel.sharded.operators import Operator, refusal, register, register_rule
+from dataparallel.sharded.operators import NeedsWhole, Operator, refusal, register, register_rule
 from dataparallel.sharded.operators.layout import leading, parts_of, stand_in, whole
 from dataparallel.sharded.placements import Replicate
 from dataparallel.sharded.tensor import ShardedTensor
@@ -94,12 +94,23 @@ def zero_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return result
 
 
+@register(torch.ops.aten.index_put_.default)
+def put_where(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``tensor[mask] = number``. Other indices lead to elements of several owners."""
+    tensor, indices, value, accumulate = (*args, kwargs.get("accumulate", False))[:4]
+    mask = indices[0]
+    is_mask = len(indices) == 1 and isinstance(mask, ShardedTensor) and mask.dtype is torch.bool
+    if not is_mask or mask.shape != tensor.shape or value.numel() != 1 or accumulate:
+        raise NeedsWhole(refusal(func))
+    return pointwise(torch.ops.aten.masked_fill_.Tensor, (tensor, mask, value.reshape(())), {})
+
+
 def pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator on each part. A 0-dim tensor has one part.
 
     Raises:
-        RuntimeError: it is one of `OF_PYTHON` and writes to a plain tensor.
-        TypeError, ValueError: as ``layout.parts_of``, and if it writes to any other tensor that it cannot write to.
+        NeedsWhole: as ``layout.parts_of``, and if it writes to a tensor that it cannot write to in parts. Where it is
+            one of `OF_PYTHON` and writes to a plain tensor, the error is a ``RuntimeError``.
     """
     alike = _alike(func, args, kwargs)
     if alike is not None:
@@ -112,9 +123,11 @@ def pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             error = refusal(func, " if it writes to a plain tensor")
             # Of plain += sharded torch makes a TypeError into NotImplemented. Python would then compute
             # plain = plain + sharded: the name would be bound to another tensor, and nothing written.
-            raise RuntimeError(*error.args) if func.overloadpacket.__name__ in OF_PYTHON else error
+            is_of_python = func.overloadpacket.__name__ in OF_PYTHON
+            raise NeedsWhole(RuntimeError(*error.args) if is_of_python else error)
         if target.shape != lead.shape:
-            raise refusal(func, f" if it writes a result of shape {tuple(lead.shape)} to {tuple(target.shape)}")
+            why = f" if it writes a result of shape {tuple(lead.shape)} to {tuple(target.shape)}"
+            raise NeedsWhole(refusal(func, why))
     columns: list[Sequence[Any]] = [parts_of(func, value, lead) for value in args]
     named = {name: parts_of(func, value, lead) for name, value in kwargs.items()}
     owners = len(lead._shards)

@@ -20,7 +20,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.across import joined, of_all_owners
-from dataparallel.sharded.operators import refusal, register
+from dataparallel.sharded.operators import NeedsWhole, refusal, register
 from dataparallel.sharded.operators.layout import single_value
 from dataparallel.sharded.placements import Replicate, moved, part_shapes
 from dataparallel.sharded.tensor import ShardedTensor
@@ -81,13 +81,14 @@ def _along(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], dims
     """The reduction of parts along dimensions that are not divided: a sharded result.
 
     Raises:
-        TypeError: the divided dimension is one of them.
+        NeedsWhole: the divided dimension is one of them.
     """
     tensor = args[0]
     placement: Any = tensor._placement
     if not isinstance(placement, Replicate):
         if placement.dim in dims or not tensor.dim():
-            raise refusal(func, f" along dimensions {dims} of one that is divided along {placement.dim}")
+            why = f" along dimensions {dims} of one that is divided along {placement.dim}"
+            raise NeedsWhole(refusal(func, why))
         placement = placement if keepdim else moved(placement, placement.dim - sum(d < placement.dim for d in dims))
     shape = [1 if d in dims else size for d, size in enumerate(tensor.shape) if keepdim or d not in dims]
     parts = [func(shard, *args[1:], **kwargs) for shard in tensor._shards]

@@ -2,7 +2,7 @@
 
 Each owner makes a view of its own part. A slice, or one row, along the divided dimension leaves each owner the rows
 that it has of it, which is what the placement `Rows` says. A view to another shape keeps the order of elements, so
-each owner's part has to hold whole rows of the new shape. Other views would need elements of several owners.
+each owner's part has to hold whole rows of the new shape. Other views need elements of several owners.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dataparallel._torch import OpOverload
-from dataparallel.sharded.operators import refusal, register
+from dataparallel.sharded.operators import NeedsWhole, refusal, register
 from dataparallel.sharded.placements import Division, Replicate, Rows, Shard, moved, rows_of, rows_of_parts
 from dataparallel.sharded.tensor import ShardedTensor
 
@@ -101,7 +101,7 @@ def select(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
     if like.dim():
         return _view(tensor, rows, Rows(0, tuple(like.shape[0] * (i == owner) for i in range(len(ranges)))), like)
     if tensor.over is not None:
-        raise refusal(func, " of one dimension over machines")
+        raise NeedsWhole(refusal(func, " of one dimension over machines"))
     # The element of a 0-dim tensor belongs to the first owner.
     order = sorted(range(len(rows)), key=lambda i: i != owner)
     devices = tuple(tensor._devices[i] for i in order)
@@ -141,9 +141,10 @@ def permute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def unsqueeze(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """One more dimension."""
     tensor, dim = args
-    if not tensor.dim() and not isinstance(tensor._placement, Replicate):
-        raise refusal(func, " of no dimension")
     dim %= tensor.dim() + 1
+    if not tensor.dim() and not isinstance(tensor._placement, Replicate):  # parts without the element have a dimension
+        parts = [part if part.dim() else func(part, dim) for part in tensor._shards]
+        return _view(tensor, parts, tensor._placement, func(_on_meta(tensor), dim))
     return _each(tensor, lambda part: func(part, dim), lambda of: of + (of >= dim))
 
 
@@ -156,11 +157,13 @@ def reshape(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if isinstance(placement, Replicate):
         return _view(tensor, [func(part, like.shape) for part in tensor._shards], placement, like)
     if not tensor.dim() or not like.dim() or placement.dim:
-        raise refusal(func, f" from {tuple(tensor.shape)} to {tuple(like.shape)}")
+        raise NeedsWhole(refusal(func, f" from {tuple(tensor.shape)} to {tuple(like.shape)}"))
     row = like.shape[1:].numel()
     counts = [(stop - begin) * tensor.shape[1:].numel() for begin, stop in _rows(tensor)]
     if not row or any(count % row for count in counts):
-        raise refusal(func, f" from {tuple(tensor.shape)} to {tuple(like.shape)}, whose rows lie on several devices")
+        raise NeedsWhole(
+            refusal(func, f" from {tuple(tensor.shape)} to {tuple(like.shape)}, whose rows lie on several devices")
+        )
     rows = [count // row for count in counts]
     parts = [
         func(part, (count, *like.shape[1:])) for part, count in zip(tensor._shards, _here(tensor, rows), strict=True)

@@ -1,0 +1,166 @@
+"""Operators that need several parts gather them and compute once, as on plain tensors; or they are refused by name."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, allow_gathers
+from dataparallel.sharded.operators import gathered
+from fake_machines import FakeOver, on_fake_machines, owners_of
+from sharding import full, sharded
+
+OPERATORS: dict[str, Callable[[Tensor], Any]] = {
+    "mm": lambda x: x @ x.T,
+    "addmm": lambda x: torch.addmm(x @ x.T, x, x.T, beta=2, alpha=3),
+    "mv": lambda x: x @ x[0],
+    "cat": lambda x: torch.cat([x, x[1:3]]),
+    "sum": lambda x: x.sum(0),
+    "norm": lambda x: torch.norm(x, dim=0, keepdim=True),
+    "max": lambda x: x.max(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: x.sort(0, descending=True),
+    "softmax": lambda x: x.softmax(0),
+    "svd": lambda x: torch.linalg.svdvals(x),
+    "index": lambda x: x[torch.tensor([3, 0, 6], device=x.device)],
+    "rows and rows": lambda x: x[0:3] + x[4:7],
+    "broadcast": lambda x: x + x.sum(1)[:, None],
+    "diagonal": lambda x: x.diagonal() * 2,
+    "a view of columns": lambda x: x.T.reshape(-1) + 1,
+    "dot": lambda x: torch.dot(x.view(-1), x.view(-1)),
+    "out of a plain one": lambda x: x + torch.ones(2, 7, 4, dtype=x.dtype, device=x.device),
+}
+IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
+    "index_put_": lambda x: x.index_put_((torch.tensor([3, 0], device=x.device),), x[1:3].clone()),
+    "a mask of rows": lambda x: x.__setitem__(x[:, 0] > 2, -1.0),
+    "a mask": lambda x: x.__setitem__(x > 9, -1.0),
+    "addmm_": lambda x: x.addmm_(x, x.T @ x),
+    "cumsum_": lambda x: x.cumsum_(0),
+    "add_ other rows": lambda x: x[0:3].add_(x[4:7]),
+    "out=": lambda x: torch.mm(x.clone(), x.T @ x, out=x),
+    "_foreach_add_ of other rows": lambda x: torch._foreach_add_([x[0:3], x[3:4]], [x[4:7], x[3:4] * 2]),
+}
+
+
+def values() -> Tensor:
+    return torch.arange(28.0, dtype=torch.float64).view(7, 4).sin() * 10
+
+
+def assert_alike(ours: Any, expected: Any) -> None:
+    if isinstance(expected, (list, tuple)):
+        for one, other in zip(ours, expected, strict=True):
+            assert_alike(one, other)
+    elif expected is not None:
+        assert isinstance(ours, ShardedTensor) == (expected.dim() > 0)
+        torch.testing.assert_close(full(ours), expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("gathers")
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_results_are_sharded_and_those_of_plain_tensors(slots: list, name: str, placement: Any) -> None:
+    assert_alike(OPERATORS[name](sharded(values(), slots, placement)), OPERATORS[name](values()))
+
+
+@pytest.mark.usefixtures("gathers")
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in ("svd", "sort", "max")])
+def test_gradients_are_those_of_plain_tensors(slots: list, name: str) -> None:
+    leaves = values().requires_grad_(), sharded(values(), slots).requires_grad_()
+    for leaf in leaves:
+        OPERATORS[name](leaf).square().sum().backward()
+    assert isinstance(leaves[1].grad, ShardedTensor)
+    assert_alike(leaves[1].grad, leaves[0].grad)
+
+
+@pytest.mark.usefixtures("gathers")
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_they_write_to_is_divided_again(slots: list, name: str, placement: Any) -> None:
+    whole, divided = values(), sharded(values(), slots, placement)
+    parts = divided.shards
+    for x in (whole, divided):
+        IN_PLACE[name](x)
+    assert_alike(divided, whole)
+    assert all(a is b for a, b in zip(divided.shards, parts, strict=True))
+
+
+@pytest.mark.usefixtures("gathers")
+def test_plain_tensors_are_written_to(slots: list, root: torch.device) -> None:
+    plain, other = torch.zeros(7, 4, dtype=torch.float64, device=root), sharded(values(), slots)
+    plain += other
+    torch.add(other, plain, out=plain)
+    torch._foreach_add_([plain, plain], [other, other])
+    torch.testing.assert_close(plain.cpu(), 4 * values())
+
+
+@pytest.mark.slots(4)
+@pytest.mark.usefixtures("gathers")
+def test_machines_compute_the_same(slots: list) -> None:
+    def compute(over: FakeOver) -> None:
+        for name, operator in OPERATORS.items():
+            assert_alike(operator(sharded(values(), owners_of(slots, over))), operator(values())), name
+
+    on_fake_machines(compute)
+
+
+@pytest.mark.usefixtures("gathers")
+def test_a_gathered_view_is_not_written_to(slots: list) -> None:
+    divided = sharded(values(), slots)
+    view = divided.view(4, 7)
+    assert_alike(view + 0, values().view(4, 7))
+    for write in (view.zero_, lambda: view.add_(1), lambda: torch._foreach_add_([view], 1), lambda: view[0].zero_()):
+        with pytest.raises(TypeError, match=r"view that was gathered.*clone\(\)"):
+            write()
+    assert torch.equal(full(divided), values())
+    view.clone().zero_()
+
+
+@pytest.mark.usefixtures("gathers")
+@pytest.mark.parametrize(
+    "operator", [lambda x: torch.native_dropout(x, 0.5, True), lambda x: x.t_(), lambda x: x.as_strided((2,), (1,))]
+)
+def test_some_are_refused_all_the_same(slots: list, operator: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(TypeError, match=r"full_tensor\(\)"):
+        operator(sharded(values(), slots))
+
+
+def test_one_warning_names_each_operator(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered, "_named", set())
+    monkeypatch.delenv("DATAPARALLEL_GATHERS", raising=False)
+    allow_gathers(None)
+    x = sharded(values(), slots)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            x.sum(0)
+            x.cumsum(0)
+    assert [str(each.message).partition(" ")[0] for each in seen] == ["aten.sum.dim_IntList", "aten.cumsum.default"]
+    assert {each.filename for each in seen} == {__file__}
+    allow_gathers(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x.prod(0)
+
+
+def test_the_environment_makes_them_errors_and_the_call_takes_precedence(
+    slots: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = sharded(values(), slots)
+    monkeypatch.setenv("DATAPARALLEL_GATHERS", "off")
+    allow_gathers(None)
+    with pytest.raises(TypeError, match=r"aten\.sum\.dim_IntList.*full_tensor\(\)"):
+        x.sum(0)
+    allow_gathers(True)
+    x.sum(0)
+
+
+@pytest.mark.usefixtures("gathers")
+def test_an_orthogonal_initialisation_is_that_of_one_device(slots: list) -> None:
+    whole, divided = torch.empty(7, 4), sharded(torch.empty(7, 4), slots)
+    for x in (whole, divided):
+        torch.manual_seed(0)
+        nn.init.orthogonal_(x)
+    torch.testing.assert_close(full(divided), whole)
