@@ -238,6 +238,7 @@ refuse_data_pointers: Callable[[Tensor], object] = _private(
     "C++ code that asks a sharded tensor for its memory, such as to_dlpack, gets a null pointer",
 )
 to_copy = _private("torch.ops.aten._to_copy.default", "take tensors whose parts lie on several devices to others")
+unsafe_view = _private("torch.ops.aten._unsafe_view.default", "give such a tensor another shape")
 pin_memory = _private("torch.ops.aten._pin_memory.default", "pin tensors whose parts have been taken to the CPU")
 local_scalar_dense = _private("torch.ops.aten._local_scalar_dense.default", "read the item of such a tensor")
 _indices = _private("torch.Tensor._indices", "reach the memory of a sparse tensor that is not coalesced")

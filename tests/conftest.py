@@ -244,6 +244,24 @@ def without_graph(request: pytest.FixtureRequest) -> Callable:
 
 
 @pytest.fixture
+def gathers_are_errors() -> Iterator[None]:
+    """Operators that would gather sharded tensors raise: for tests of what works on parts."""
+    from dataparallel.sharded import allow_gathers
+
+    allow_gathers(False)
+    yield
+    allow_gathers(None)
+
+
+@pytest.fixture
+def gathers(gathers_are_errors: None) -> None:
+    """Operators may gather sharded tensors."""
+    from dataparallel.sharded import allow_gathers
+
+    allow_gathers(True)
+
+
+@pytest.fixture
 def wrapped(net: torch.nn.Module, slots: list) -> DataParallel:
     """The test file's `net` on the slots."""
     return DataParallel(net, slots)

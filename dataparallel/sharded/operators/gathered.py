@@ -30,6 +30,7 @@ from dataparallel.sharded import operators
 from dataparallel.sharded.operators.layout import leading, sharded_in
 from dataparallel.sharded.placements import Replicate, Shard
 from dataparallel.sharded.tensor import ShardedTensor, divided_beside, fill_parts
+from dataparallel.threads.meetings import here
 
 __all__ = ["GatheredView", "allow_gathers", "on_wholes"]
 
@@ -43,10 +44,11 @@ def allow_gathers(allowed: bool | None) -> None:
 
     Args:
         allowed: ``True`` lets them. ``False`` makes them raise ``TypeError`` or ``ValueError``, with the operator's
-            name. ``None``, the default, lets them with one warning for each operator, unless the environment variable
-            ``DATAPARALLEL_GATHERS`` says no.
+            name. ``None``, the default, lets those whose graph is not recorded, as in optimizers, with one warning for
+            each operator, unless the environment variable ``DATAPARALLEL_GATHERS`` says no.
 
-    It holds for all threads.
+    It holds for all threads. In the ``forward`` of a replica they always raise: the parameters that it may use are
+    gathered by their unit.
     """
     global _allowed
     _allowed = allowed
@@ -81,8 +83,7 @@ def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], e
     Raises:
         Exception: ``error``, if operators may not gather or this one cannot.
     """
-    allowed = not says_no("DATAPARALLEL_GATHERS") if _allowed is None else _allowed
-    if not allowed or not _can_gather(func):
+    if not _may_gather([*args, *kwargs.values()]) or not _can_gather(func):
         raise error
     if _is_on_lists(func) and (count := max(len(value) for value in args if isinstance(value, (list, tuple)))) > 1:
         found = [operators.run(func, _at(args, i, count), kwargs) for i in range(count)]
@@ -106,6 +107,14 @@ def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], e
         if isinstance(target, ShardedTensor):
             fill_parts(target._shards, target._placement, wholes[id(target)][1], target.over)
     return _divided(func, results, lead, list(wholes.values()), error)
+
+
+def _may_gather(arguments: list[Any]) -> bool:
+    """Whether the user lets operators gather that have these arguments."""
+    if here() is not None or _allowed is False:
+        return False
+    is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sharded_in(arguments))
+    return bool(_allowed) or not (is_recorded or says_no("DATAPARALLEL_GATHERS"))
 
 
 def _divided(

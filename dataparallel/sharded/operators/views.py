@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import NeedsWhole, refusal, register
 from dataparallel.sharded.placements import Division, Replicate, Rows, Shard, moved, rows_of, rows_of_parts
@@ -148,7 +149,7 @@ def unsqueeze(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return _each(tensor, lambda part: func(part, dim), lambda of: of + (of >= dim))
 
 
-@register(aten.view.default, aten._unsafe_view.default)
+@register(aten.view.default, _torch.unsafe_view)
 def reshape(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     """Another shape, if every part holds whole rows of it."""
     tensor = args[0]

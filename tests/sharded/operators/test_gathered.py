@@ -145,6 +145,16 @@ def test_one_warning_names_each_operator(slots: list, monkeypatch: pytest.Monkey
         x.prod(0)
 
 
+def test_by_default_they_gather_where_no_graph_is_recorded(slots: list) -> None:
+    allow_gathers(None)
+    x = sharded(values(), slots).requires_grad_()
+    with pytest.raises(TypeError, match=r"aten\.mm.*full_tensor\(\)"):
+        x @ values().T
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_alike(x @ x.T, values() @ values().T)
+
+
 def test_the_environment_makes_them_errors_and_the_call_takes_precedence(
     slots: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:

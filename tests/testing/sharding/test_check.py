@@ -15,6 +15,8 @@ from dataparallel.sharded import Shard, ShardedTensor, operators
 from dataparallel.testing import OperatorDiffers, Rank, check_op
 from dataparallel.testing.ranks import on_processes, on_threads
 
+pytestmark = pytest.mark.usefixtures("gathers_are_errors")
+
 aten = torch.ops.aten
 
 

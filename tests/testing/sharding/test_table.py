@@ -8,6 +8,8 @@ import torch
 from dataparallel.testing.sharding import Checked
 from swept_operators import COUNTS, RANKS, on_dtensors, on_sharded_tensors, read_table, rows, swept
 
+pytestmark = pytest.mark.usefixtures("gathers_are_errors")
+
 OF_DTENSORS = ("2.13", "2.15")
 """The torch whose DTensors the table describes."""
 

@@ -15,7 +15,7 @@ from dataparallel.testing.sharding.differences import same_bits
 from dataparallel.testing.sharding.on_devices import OnDevices
 from dataparallel.testing.sharding.targets import target_of
 
-pytestmark = pytest.mark.devices("cpu")
+pytestmark = [pytest.mark.devices("cpu"), pytest.mark.usefixtures("gathers_are_errors")]
 
 
 def error_of(function: Callable[..., Any], *args: Any) -> Exception:
