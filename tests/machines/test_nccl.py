@@ -1,64 +1,174 @@
-"""How NCCL is launched: behind the staging's event, on a stream of its own, one launch at a time in this process.
+"""NCCL over machines: few communicators, made at the start; one order of launches; no stream waits that need not.
 
-Simulated devices stand in for CUDA devices, and a function for NCCL's all-reduce. It has not run on GPUs.
+Simulated devices stand in for CUDA devices, and `nccl_on_machines` for NCCL. It has not run on GPUs.
 """
 
 from __future__ import annotations
 
+import random
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from dataparallel.comm import nccl
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.machines.arguments import check_sendable
 from dataparallel.machines.backend import Group
-from dataparallel.machines.collectives import all_reduce
+from dataparallel.machines.collectives import all_gather
 from dataparallel.machines.group import Machines
 from dataparallel.machines.staging import stage
-from dataparallel.streams.current import Event
 from machine_ranks import on_machines
+from nccl_on_machines import has_circle, nccl_on_machines
+
+pytestmark = [pytest.mark.devices("sim"), pytest.mark.on_streams]
+
+STEPS = 3
 
 
-class Work:
-    """NCCL's: it runs on a stream of its own, and `wait` makes the current stream wait for it."""
+class Late(nn.Linear):
+    """Its backward takes another time in each call, on each machine and slot."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        launching = torch.accelerator.current_stream(tensor.device)
-        self.stream = torch.Stream(tensor.device)
-        Event(launching).make_wait(self.stream)
-        with self.stream:
-            tensor.mul_(2)
-        self.event = Event(self.stream)
+    def forward(self, x: Tensor) -> Tensor:
+        def delay(grad: Tensor) -> None:
+            time.sleep(random.random() / 200)
 
-    def wait(self) -> None:
-        self.event.make_wait(torch.accelerator.current_stream())
+        found = super().forward(x)
+        found.register_hook(delay)
+        return found
 
 
-def launches(rank: int, devices: list[torch.device]) -> None:
-    seen: list[Any] = []
+def mesh_of(ranks: int) -> Any:
+    return init_device_mesh("cpu", (2, ranks // 2) if ranks == 4 else (ranks,), mesh_dim_names=("a", "b")[: ranks // 2])
 
-    def stand_in(tensor: torch.Tensor, *_: object, **__: object) -> Work:
-        seen.append((nccl.launching().locked(), torch.accelerator.current_stream(tensor.device)))
-        return Work(tensor)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "is_nccl", lambda self, device: True)
-        patch.setattr(distributed, "all_reduce", stand_in)
+def trains(rank: int, devices: list[torch.device], form: str) -> dict[str, Any]:
+    random.seed(rank)
+    torch.manual_seed(0)
+    mesh = mesh_of(distributed.get_world_size())
+    net: Any = nn.Sequential(*[Late(8, 8, dtype=torch.float64) for _ in range(5)]).to(devices[0])
+    with nccl_on_machines() as nccl:
+        if form == "replicate":
+            net = replicate(net, devices=devices, mesh=mesh)
+        else:
+            for unit in (*net, net):
+                fully_shard(unit, devices=devices, mesh=mesh)
+        before = len(nccl.communicators)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        x = torch.randn(4 * distributed.get_world_size(), 8, dtype=torch.float64)
+        for _ in range(STEPS):
+            chunk = x.chunk(distributed.get_world_size())[rank].to(devices[0])
+            net(chunk).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = [getattr(p, "full_tensor", lambda p=p: p)().detach().cpu() for p in net.parameters()]
+    return {
+        "before": before,
+        "communicators": [(ranks, device.index) for ranks, device in nccl.communicators],
+        "issued": [(ranks, device.index, name) for ranks, device, name in nccl.issued],
+        "parameters": found,
+    }
+
+
+def alone(ranks: int) -> list[Tensor]:
+    """The parameters after the same steps of one device."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(8, 8, dtype=torch.float64) for _ in range(5)])
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    x = torch.randn(4 * ranks, 8, dtype=torch.float64)
+    for _ in range(STEPS):
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+def assert_one_order(of_ranks: list[dict[str, Any]]) -> None:
+    """No rank issues two collectives of different groups in another order than another rank, nor is there a circle."""
+    orders: dict[int, list[tuple[str, int]]] = {}
+    for rank, found in enumerate(of_ranks):
+        counts: dict[Any, int] = {}
+        orders[rank] = []
+        for ranks, device, name in found["issued"]:
+            counts[ranks, device] = number = counts.get((ranks, device), 0) + 1
+            orders[rank].append((f"{ranks} {device} {name}", number))
+    assert not has_circle(orders)
+    for rank, found in enumerate(of_ranks):  # what belongs together is the same on all its ranks
+        for group in {ranks for ranks, _, _ in found["issued"]}:
+            own = [[each for each in of_ranks[other]["issued"] if each[0] == group] for other in group]
+            assert own == [own[0]] * len(own)
+            assert rank in group
+
+
+@pytest.mark.parametrize(
+    ("form", "ranks", "communicators"),
+    [
+        ("replicate", 2, [((0, 1), 0)]),
+        ("fully_shard", 2, [((0, 1), 0), ((0, 1), 1)]),
+        ("fully_shard", 4, [((0, 1), 0), ((0, 1), 1), ((0, 2), 0), ((0, 2), 1), ((0, 1, 2, 3), 0)]),
+    ],
+)
+def test_a_group_has_one_communicator_for_each_device_and_all_ranks_one_order(
+    form: str, ranks: int, communicators: list[Any]
+) -> None:
+    found = on_machines(trains, form, ranks=ranks, timeout=120)
+    assert found[0]["communicators"] == communicators
+    for each in found:
+        assert each["before"] == len(each["communicators"]) == len(communicators)
+        for one, other in zip(each["parameters"], alone(ranks), strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-12)
+    assert_one_order(found)
+
+
+def takes(rank: int, devices: list[torch.device]) -> None:
+    """What one stream has computed is taken on another one, to which the memory of the result belongs."""
+
+    def refuse(tensor: Tensor, stream: Any) -> None:
+        raise AssertionError("a host that is ahead would hold this memory")
+
+    with nccl_on_machines() as nccl, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "record_stream", refuse)
         machines = Machines.of(None)
-        group = Group(machines.group)
-        side = torch.Stream(devices[0])
-        with side:  # what computes is not the stream that takes the result
-            flat = torch.ones(1000, device=devices[0]) * 3
-            staged = stage(group, flat)
-        transfer = all_reduce(group, staged)
-        assert transfer.wait().add(1).tolist() == [7] * 1000
-    ((is_locked, stream),) = seen
-    assert is_locked
-    assert stream not in (side, torch.accelerator.current_stream(devices[0]))
-    assert not nccl.launching().locked()
+        here, side = torch.accelerator.current_stream(devices[1]), torch.Stream(devices[1])
+        for step in range(3):
+            with side:
+                flat = torch.ones(1000, device=devices[1]) * (rank + step)
+                staged = stage(machines, flat, 2000, {devices[1]: here})
+            del flat
+            round = machines.line.begin("gather", str(step))
+            launched = round.launch("a gather", lambda staged=staged: all_gather(machines, staged))
+            round.close()
+            del staged
+            found = launched.wait()
+            del launched, round
+            assert (found.view(2, -1) + 1).mean(1).tolist() == [step + 1, step + 2]
+    assert [*nccl.communicators] == [((0, 1), devices[1])]
 
 
-@pytest.mark.devices("sim")
-def test_nccl_is_launched_in_order() -> None:
-    on_machines(launches)
+def test_a_result_belongs_to_the_stream_that_takes_it() -> None:
+    on_machines(takes)
+
+
+def says(rank: int, devices: list[torch.device]) -> None:
+    with nccl_on_machines() as nccl:
+        machines = Machines.of(None)
+        assert not machines.can_send(torch.device("cpu"))
+        assert machines.all_say(f"rank {rank}") == ["rank 0", "rank 1"]
+        assert machines.line.begin("a round", "").end([rank == 1]).wait() == [True]
+    assert not nccl.issued
+
+
+def test_small_values_use_no_device() -> None:
+    on_machines(says)
+
+
+def test_a_group_that_is_bound_to_a_device_is_refused_by_name() -> None:
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    group: Any = SimpleNamespace(bound_device=devices[0], can_send=lambda device: device.type == "cuda")
+    group.is_nccl = lambda device: Group.is_nccl(SimpleNamespace(backends={"cuda": "nccl"}), device)  # type: ignore
+    assert check_sendable(group, devices[:1]) is group
+    with pytest.raises(ValueError, match=r"bound to cuda:0 and cannot send tensors on cuda:1.*device_id='cuda:0'"):
+        check_sendable(group, devices)

@@ -47,16 +47,16 @@ class TestSources:
 
 
 def gathers(rank: int, devices: list[Any]) -> list[str]:
-    """What the launcher of gathers begins in a step whose units are used by both slots."""
+    """What the line of gathers begins in a step whose units are used by both slots."""
     net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).to(devices[0])
     where = spread("1-D")
     for unit in (*net, net):
         fully_shard(unit, devices=devices, **where)
     machines = fully_shard.state(net).machines
     begun = []
-    launcher = machines.gathers.line
-    begin = launcher.begin
-    launcher.begin = lambda kind, contents: begun.append(contents.split("'")[1]) or begin(kind, contents)
+    line = machines.gathers.line
+    begin = line.begin
+    line.begin = lambda kind, contents: begun.append(contents.split("'")[1]) or begin(kind, contents)
     net(torch.randn(4, 4, device=devices[0])).sum().backward()
     return begun
 
@@ -71,11 +71,11 @@ def ends(rank: int, devices: list[Any], failing: int) -> Any:
     """Four machines, two groups; one machine fails."""
     rows = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    rounds = RoundsOverMachines(Machines.of(rows[rank // 2]), Machines.of(columns[rank % 2]))
+    rounds = RoundsOverMachines(Machines.of(rows[rank // 2]), Machines.of(columns[rank % 2]), {})
     outcomes = []
     for fails in (True, False):
         rounds.begin("a pass")
-        part = rounds.sum("x", rounds.staged(torch.full((2,), float(rank)), True), True)
+        (part,) = rounds.sum("x", [rounds.staged(torch.full((2,), float(rank)), True)], True)
         if fails and rank == failing:
             rounds.fail([False], RuntimeError("broken"))
             continue
