@@ -21,6 +21,8 @@ from dataparallel.machines.waiting import Check, wait_for_future
 
 __all__ = ["Control", "Steps", "waited"]
 
+_SHORT, _OF_LENGTH = 1024, 8  # bytes of the first message, and of the length in it
+
 Steps = Generator[Future[Any], None, Any]
 """Waits for each future that it yields, and returns a result. The thread that drives it decides how it waits."""
 
@@ -52,18 +54,21 @@ class Control:
         return int(said)
 
     def all(self, value: Any) -> Steps:
-        """What each rank gives, in their order; anything that can be pickled."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = yield from self._rows(torch.tensor([data.numel()]))
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        rows = yield from self._rows(padded)
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        """What each rank gives, in their order; anything that can be pickled. One message, if it is short on all."""
+        data = pickle.dumps(value)
+        first = len(data).to_bytes(_OF_LENGTH, "little") + data
+        rows = yield from self._rows(first[:_SHORT], _SHORT)
+        lengths = [_OF_LENGTH + int.from_bytes(row[:_OF_LENGTH], "little") for row in rows]
+        if max(lengths) > _SHORT:
+            rest = yield from self._rows(first[_SHORT:], max(lengths) - _SHORT)
+            rows = [row + more for row, more in zip(rows, rest, strict=True)]
+        return [pickle.loads(row[_OF_LENGTH:length]) for row, length in zip(rows, lengths, strict=True)]
 
-    def _rows(self, values: Tensor) -> Steps:
-        rows = [torch.empty_like(values) for _ in range(self.size)]
-        yield self._gloo.allgather([rows], [values]).get_future()
-        return rows
+    def _rows(self, data: bytes, size: int) -> Steps:
+        own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        yield self._gloo.allgather([rows], [own]).get_future()
+        return [row.numpy().tobytes() for row in rows]
 
 
 def waited(steps: Steps, check: Check) -> Any:

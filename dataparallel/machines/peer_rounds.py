@@ -31,7 +31,8 @@ from dataparallel.autograd.end_of_pass import at_end_of_pass
 from dataparallel.machines.collectives import all_to_all
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
-from dataparallel.machines.peer_values import FORWARD, Exchange
+from dataparallel.machines.packed import Part, packed, unpacked
+from dataparallel.machines.peer_values import FORWARD, Exchange, has_gradients
 from dataparallel.machines.staging import stage
 from dataparallel.structures import tensors_in
 
@@ -81,15 +82,16 @@ class PeerRounds:
             found: list[Any] = said.wait()
             return found
 
-    def exchange(self, kind: str, text: str, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """What each machine has for this one: see `collectives.all_to_all`. For the current stream."""
+    def exchange(self, kind: str, text: str, parts: Sequence[Part]) -> list[Tensor]:
+        """What each machine has for this one, as one message: see `collectives.all_to_all`. For the current stream."""
+        flat, send, receive = packed(parts)
         with _errors_of_peers():
             staged = stage(self.machines, flat, sum(receive))
             round = self.machines.line.begin(f"the values of {kind}", text)
             launched = round.launch("the values", partial(all_to_all, self.machines, staged, send, receive))
             round.close()
             found: Tensor = launched.wait()
-            return found
+        return unpacked(parts, found)
 
     def end(self, what: str) -> None:
         """The end of a forward or a pass: the machines learn if one has failed."""
@@ -152,34 +154,41 @@ class PeerCall:
         with self._over_if_failed():
             return self.rounds.say(FORWARD, text, value)
 
-    def exchange(self, text: str, pieces: Sequence[Tensor], receive: Sequence[int], in_graph: bool) -> list[Tensor]:
-        """What each machine has for this one, in their order.
+    def exchange(
+        self, text: str, pieces: Sequence[Sequence[Tensor]], receive: Sequence[Sequence[int]], in_graph: bool
+    ) -> list[list[Tensor]]:
+        """For each dtype what each machine has for this one, in their order. All of it is one message.
 
         Args:
             text: equal on all machines.
-            pieces: for each machine a flat tensor, of one dtype on one device.
-            receive: how many elements come from each machine; those of this one are its own piece.
+            pieces: for each dtype a flat tensor for each machine, all on one device.
+            receive: for each dtype how many elements come from each machine; those of this one are its own piece.
             in_graph: equal on all machines: the result is in the graph, because a machine brings what is.
         """
-        own = pieces[self.rank]
-        if self.size == 1:
-            return [own]
-        others = [own[:0] if rank == self.rank else piece for rank, piece in enumerate(pieces)]
-        send = [piece.numel() for piece in others]
+        owns = [of_dtype[self.rank] for of_dtype in pieces]
+        if self.size == 1 or not pieces:
+            return [[own] for own in owns]
         self._number += 1
-        text = f"{text}, exchange {self._number}"  # for the backward: two that look alike are not the same
-        receive = [0 if rank == self.rank else size for rank, size in enumerate(receive)]
-        flat = torch.cat(others)
+        text = f"{text} {[own.dtype for own in owns]}, exchange {self._number}"  # for the backward, to tell them apart
+        others = [
+            [own[:0] if rank == self.rank else piece for rank, piece in enumerate(of_dtype)]
+            for own, of_dtype in zip(owns, pieces, strict=True)
+        ]
+        flats = [torch.cat(of_dtype) for of_dtype in others]
+        send = [[piece.numel() for piece in of_dtype] for of_dtype in others]
+        receive = [[0 if rank == self.rank else size for rank, size in enumerate(sizes)] for sizes in receive]
         with self._over_if_failed():
-            if in_graph:
-                token = flat.new_empty(0, dtype=torch.float32) if self.token is None else self.token
+            if in_graph and any(has_gradients(own.dtype) for own in owns):
+                token = torch.empty(0, device=flats[0].device) if self.token is None else self.token
                 before = token if token.requires_grad else token.requires_grad_()
-                self.token, found, own = Exchange.apply(self.rounds, text, send, receive, before, flat, own)
+                self.token, *found = Exchange.apply(self.rounds, text, send, receive, before, *flats, *owns)
+                found, owns = found[: len(flats)], found[len(flats) :]
                 self._first = self._first or self.token.grad_fn
             else:
-                found = self.rounds.exchange(FORWARD, text, flat, send, receive)
-        parts = [*found.split(receive)]
-        parts[self.rank] = own
+                found = self.rounds.exchange(FORWARD, text, [*map(Part, flats, send, receive)])
+        parts = [[*flat.split(sizes)] for flat, sizes in zip(found, receive, strict=True)]
+        for of_dtype, own in zip(parts, owns, strict=True):
+            of_dtype[self.rank] = own
         return parts
 
     def watch(self, output: Any) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.node import Node
 from dataparallel.machines.errors import MachinesError
+from dataparallel.machines.packed import Part
 from dataparallel.streams.nodes import forward_streams_set, note_forward_streams
 
-__all__ = ["BACKWARD", "FORWARD", "Exchange", "Rounds"]
+__all__ = ["BACKWARD", "FORWARD", "Exchange", "Rounds", "has_gradients"]
 
 FORWARD, BACKWARD = "a collective across machines", "the backward of a collective across machines"
 
@@ -25,7 +26,7 @@ FORWARD, BACKWARD = "a collective across machines", "the backward of a collectiv
 class Rounds(Protocol):
     """What the node needs of ``peer_rounds.PeerRounds``."""
 
-    def exchange(self, kind: str, text: str, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def exchange(self, kind: str, text: str, parts: Sequence[Part]) -> list[Tensor]:
         """What each machine has for this one."""
 
     def pass_now(self) -> Any:
@@ -33,12 +34,12 @@ class Rounds(Protocol):
 
 
 class Exchange(Node):
-    """``Exchange.apply(rounds, text, send, receive, token, flat, own)``: another token, what has come, and ``own``.
+    """``Exchange.apply(rounds, text, sends, receives, token, *flats, *owns)``: another token, what has come, and owns.
 
-    ``flat`` has what goes to each machine, one after the other, in sizes ``send``; the result has what has come from
-    each, in sizes ``receive``. ``own`` is what this machine has for itself. It passes through the node, so that a
-    backward through any result comes here, on every machine. The token has no elements. It orders the backwards: a node
-    runs after the one that took its token.
+    Each of ``flats`` is a `Part` with the sizes of ``sends`` and ``receives``; all of them are one message, there and
+    back. ``owns`` are what this machine has for itself. They pass through the node, so that a backward through any
+    result comes here, on every machine. The token has no elements. It orders the backwards: a node runs after the one
+    that took its token.
     """
 
     @staticmethod
@@ -46,30 +47,43 @@ class Exchange(Node):
         ctx: Any,
         rounds: Rounds,
         text: str,
-        send: Sequence[int],
-        receive: Sequence[int],
+        sends: Sequence[Sequence[int]],
+        receives: Sequence[Sequence[int]],
         token: Tensor,
-        flat: Tensor,
-        own: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         """The exchange; the host waits for what comes."""
-        ctx.rounds, ctx.text, ctx.send, ctx.receive = rounds, text, send, receive
-        note_forward_streams(ctx, [flat.device], [flat.device])
+        ctx.rounds, ctx.text, ctx.sends, ctx.receives = rounds, text, sends, receives
+        flats, owns = tensors[: len(sends)], tensors[len(sends) :]
+        note_forward_streams(ctx, [flats[0].device], [flats[0].device])
         kind = BACKWARD if _torch.is_in_backward() else FORWARD
-        found = rounds.exchange(kind, text, flat, send, receive)
-        return token.new_empty(0), found, own.clone()
+        found = [*rounds.exchange(kind, text, [*map(Part, flats, sends, receives)]), *(own.clone() for own in owns)]
+        ctx.mark_non_differentiable(*(each for each in found if not has_gradients(each.dtype)))
+        ctx.which = [i for i, flat in enumerate(flats) if has_gradients(flat.dtype)]
+        return (token.new_empty(0), *found)
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor, grad: Tensor, of_own: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:
         """The exchange of the gradients, the other way."""
-        rounds, text = ctx.rounds, f"of {ctx.text}"
-        this, nothing = rounds.pass_now(), (None,) * 4
-        with forward_streams_set(ctx, [grad]):
+        rounds, text, which, count = ctx.rounds, f"of {ctx.text}", ctx.which, len(ctx.sends)
+        sends, receives = [ctx.receives[i] for i in which], [ctx.sends[i] for i in which]
+        this = rounds.pass_now()
+        returned: list[Any] = [None] * 2 * count
+        with forward_streams_set(ctx, [grads[i] for i in which]):
             try:
-                sent = grad.contiguous()
+                sent, found = [grads[i].contiguous() for i in which], [grads[count + i] for i in which]
                 if torch.is_grad_enabled():
-                    return (*nothing, *Exchange.apply(rounds, text, ctx.receive, ctx.send, token, sent, of_own))
-                return (*nothing, token, rounds.exchange(BACKWARD, text, sent, ctx.receive, ctx.send), of_own)
+                    token, *found = Exchange.apply(rounds, text, sends, receives, token, *sent, *found)
+                else:
+                    found = [*rounds.exchange(BACKWARD, text, [*map(Part, sent, sends, receives)]), *found]
             except MachinesError:
                 this.is_over = True
                 raise
+        for at, i in enumerate(which):
+            returned[i], returned[count + i] = found[at], found[len(which) + at]
+        return (None, None, None, None, token, *returned)
+
+
+def has_gradients(dtype: torch.dtype) -> bool:
+    """True if tensors of the dtype have gradients."""
+    return dtype.is_floating_point or dtype.is_complex

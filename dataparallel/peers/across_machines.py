@@ -4,13 +4,13 @@ They have been brought to its first device, and the results go from there to all
 exchanged with those of other machines, by ``machines.peer_rounds``, with operators that autograd knows, so all of it
 can be differentiated. Sums add in the order of ranks, so the same bits come out on every machine and in every run.
 
-Machines first say what the others cannot know: whether their tensors are in a graph, and sizes that may differ. Tensors
-of one dtype travel as one.
+Machines first say what the others cannot know: whether their tensors are in a graph, and sizes that may differ. All
+tensors of a collective travel as one message, those of one dtype one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -27,22 +27,17 @@ a part, and then gets the parts of the others."""
 def summed(machines: Any, text: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The sums over machines of tensors that have the same shapes on all of them."""
     in_graph = _in_graph(machines, text, tensors)
-
-    def added(name: str, flat: Tensor) -> Tensor:
-        return _sum_of_flats(machines, name, flat, in_graph and _can(flat.dtype))
-
-    return _by_dtype(text, tensors, added)
-
-
-def _sum_of_flats(machines: Any, text: str, flat: Tensor, in_graph: bool) -> Tensor:
-    size, rank, numel = machines.size, machines.rank, flat.numel()
-    if size <= 2 or numel * flat.element_size() <= _SMALL:
-        # One node for all copies of it, so that its gradients are added in the order of ranks.
-        found = machines.exchange(text, flat.expand(size, numel).unbind(), [numel] * size, in_graph)
-        return _sum(found)
-    sizes = near_equal(numel, size)
-    part = _sum(machines.exchange(f"{text}, parts", flat.split(sizes), [sizes[rank]] * size, in_graph))
-    return torch.cat(machines.exchange(f"{text}, sums", part.expand(size, part.numel()).unbind(), sizes, in_graph))
+    flats, size = _flats(tensors), machines.size
+    if size <= 2 or sum(flat.numel() * flat.element_size() for flat in flats) <= _SMALL:
+        # One node for all copies of a flat, so that its gradients are added in the order of ranks.
+        found = machines.exchange(text, *_to_each(size, flats), in_graph)
+        return _unflat(tensors, [*map(_sum, found)])
+    sizes = [near_equal(flat.numel(), size) for flat in flats]
+    split = [flat.split(each) for flat, each in zip(flats, sizes, strict=True)]
+    mine = [[each[machines.rank]] * size for each in sizes]
+    parts = [*map(_sum, machines.exchange(f"{text}, parts", split, mine, in_graph))]
+    copies, _ = _to_each(size, parts)
+    return _unflat(tensors, [*map(torch.cat, machines.exchange(f"{text}, sums", copies, sizes, in_graph))])
 
 
 def _sum(of_machines: Sequence[Tensor]) -> Tensor:
@@ -55,17 +50,15 @@ def gathered(
     """The tensors of all machines, concatenated along ``dim``, where their sizes may differ; and all notes."""
     said = machines.say(text, (_needs_grad(tensors), [tensor.shape[dim] for tensor in tensors], note))
     in_graph = any(needs for needs, _, _ in said)
-    results: list[Tensor] = [*tensors]
-    for dtype, members in _members(tensors):
-        shapes = [[_resized(tensors[i], dim, sizes[i]) for i in members] for _, sizes, _ in said]
-        numels = [[shape.numel() for shape in of_machine] for of_machine in shapes]
-        flat = torch.cat([tensors[i].reshape(-1) for i in members])
-        pieces = flat.expand(machines.size, flat.numel()).unbind()
-        found = machines.exchange(f"{text} {dtype}", pieces, [sum(own) for own in numels], in_graph and _can(dtype))
-        parts = [piece.split(own) for piece, own in zip(found, numels, strict=True)]
-        for at, i in enumerate(members):
-            of_all = [part[at].view(own[at]) for part, own in zip(parts, shapes, strict=True)]
-            results[i] = torch.cat(of_all, dim)
+    members, results = _members(tensors), [*tensors]
+    shapes = [[[_resized(tensors[i], dim, sizes[i]) for i in own] for _, sizes, _ in said] for own in members]
+    numels = [[[shape.numel() for shape in of_machine] for of_machine in of_dtype] for of_dtype in shapes]
+    copies, _ = _to_each(machines.size, _flats(tensors))
+    found = machines.exchange(text, copies, [[*map(sum, of_dtype)] for of_dtype in numels], in_graph)
+    for own, of_dtype, sizes, pieces in zip(members, shapes, numels, found, strict=True):
+        parts = [piece.split(of_machine) for piece, of_machine in zip(pieces, sizes, strict=True)]
+        for at, i in enumerate(own):
+            results[i] = torch.cat([part[at].view(each[at]) for part, each in zip(parts, of_dtype, strict=True)], dim)
     return results, [note for _, _, note in said]
 
 
@@ -78,31 +71,24 @@ def _resized(tensor: Tensor, dim: int, size: int) -> torch.Size:
 def scattered(machines: Any, text: str, tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """This machine's rows of the sums over machines. ``rows``: of each tensor, how many each machine gets."""
     in_graph = _in_graph(machines, text, tensors)
-    results: list[Tensor] = [*tensors]
-    for dtype, members in _members(tensors):
-        chunks = [tensors[i].split([*rows[i]]) for i in members]
-        pieces = [torch.cat([of[rank].reshape(-1) for of in chunks]) for rank in range(machines.size)]
-        own = pieces[machines.rank].numel()
-        total = _sum(machines.exchange(f"{text} {dtype}", pieces, [own] * machines.size, in_graph and _can(dtype)))
-        mine = [of[machines.rank] for of in chunks]
-        for i, like, flat in zip(members, mine, total.split([each.numel() for each in mine]), strict=True):
-            results[i] = flat.view(like.shape)
-    return results
+    chunks = [tensor.split([*sizes]) for tensor, sizes in zip(tensors, rows, strict=True)]
+    of_machines = [_flats([of[rank] for of in chunks]) for rank in range(machines.size)]
+    pieces = [*zip(*of_machines, strict=True)]  # of each dtype
+    mine = [[own.numel()] * machines.size for own in of_machines[machines.rank]]
+    found = machines.exchange(text, pieces, mine, in_graph)
+    return _unflat([of[machines.rank] for of in chunks], [*map(_sum, found)])
 
 
 def broadcast(machines: Any, text: str, tensors: Sequence[Tensor], source: int) -> list[Tensor]:
     """The tensors of the machine ``source``, which have the same shapes on all."""
     in_graph = _in_graph(machines, text, tensors)
-
-    def from_source(name: str, flat: Tensor) -> Tensor:
-        is_source, size, numel = machines.rank == source, machines.size, flat.numel()
-        # An empty part of the own tensors keeps them in the graph, so that a backward reaches the same on all machines.
-        pieces = flat.expand(size, numel).unbind() if is_source else [flat[:0]] * size
-        sizes = [numel if rank == source else 0 for rank in range(size)]
-        found: list[Tensor] = machines.exchange(name, pieces, sizes, in_graph and _can(flat.dtype))
-        return found[source]
-
-    return _by_dtype(text, tensors, from_source)
+    flats, size = _flats(tensors), machines.size
+    # An empty part of the own tensors keeps them in the graph, so that a backward reaches the same on all machines.
+    pieces = [
+        flat.expand(size, flat.numel()).unbind() if machines.rank == source else [flat[:0]] * size for flat in flats
+    ]
+    sizes = [[flat.numel() if rank == source else 0 for rank in range(size)] for flat in flats]
+    return _unflat(tensors, [found[source] for found in machines.exchange(text, pieces, sizes, in_graph)])
 
 
 def sent(machines: Any, text: str, of_slots: Sequence[Sequence[Tensor]], counts: Sequence[int]) -> list[list[Tensor]]:
@@ -117,7 +103,7 @@ def sent(machines: Any, text: str, of_slots: Sequence[Sequence[Tensor]], counts:
     """
     shapes = [[tuple(tensor.shape) for tensor in own] for own in of_slots]
     said = machines.say(text, (_needs_grad([*chain.from_iterable(of_slots)]), shapes))
-    in_graph = any(needs for needs, _ in said) and _can(of_slots[0][0].dtype)
+    in_graph = any(needs for needs, _ in said)
     firsts = [0, *accumulate(counts)]
     targets = [range(firsts[rank], firsts[rank + 1]) for rank in range(machines.size)]
     pieces = [torch.cat([own[to].reshape(-1) for to in of for own in of_slots]) for of in targets]
@@ -125,7 +111,7 @@ def sent(machines: Any, text: str, of_slots: Sequence[Sequence[Tensor]], counts:
     # From each machine: for each replica here, what each replica there has for it.
     found_shapes = [[torch.Size(own[to]) for to in mine for own in shapes] for _, shapes in said]
     sizes = [[shape.numel() for shape in of_machine] for of_machine in found_shapes]
-    found = machines.exchange(text, pieces, [sum(of_machine) for of_machine in sizes], in_graph)
+    (found,) = machines.exchange(text, [pieces], [[sum(of_machine) for of_machine in sizes]], in_graph)
     results: list[list[Tensor]] = [[] for _ in mine]
     for flat, of_machine, own_sizes in zip(found, found_shapes, sizes, strict=True):
         parts = [part.view(shape) for part, shape in zip(flat.split(own_sizes), of_machine, strict=True)]
@@ -140,20 +126,29 @@ def near_equal(size: int, count: int) -> list[int]:
     return [size // count + (at < size % count) for at in range(count)]
 
 
-def _by_dtype(text: str, tensors: Sequence[Tensor], of_flat: Callable[[str, Tensor], Tensor]) -> list[Tensor]:
-    """Tensors of the same shapes, made of the flat tensors of each dtype."""
-    results: list[Tensor] = [*tensors]
-    for dtype, members in _members(tensors):
-        own = [tensors[i] for i in members]
-        flat = of_flat(f"{text} {dtype}", torch.cat([each.reshape(-1) for each in own]))
-        for i, like, part in zip(members, own, flat.split([each.numel() for each in own]), strict=True):
-            results[i] = part.view(like.shape)
+def _members(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of the tensors of each dtype."""
+    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return [[i for i, tensor in enumerate(tensors) if tensor.dtype == dtype] for dtype in dtypes]
+
+
+def _flats(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """For each dtype the tensors one after the other."""
+    return [torch.cat([tensors[i].reshape(-1) for i in own]) for own in _members(tensors)]
+
+
+def _unflat(like: Sequence[Tensor], flats: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of these shapes."""
+    results = [*like]
+    for own, flat in zip(_members(like), flats, strict=True):
+        for i, part in zip(own, flat.split([like[i].numel() for i in own]), strict=True):
+            results[i] = part.view(like[i].shape)
     return results
 
 
-def _members(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.dtype, list[int]]]:
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        yield dtype, [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+def _to_each(size: int, flats: Sequence[Tensor]) -> tuple[list[Sequence[Tensor]], list[list[int]]]:
+    """Every flat tensor for each of ``size`` machines, and as many elements from each."""
+    return [flat.expand(size, flat.numel()).unbind() for flat in flats], [[flat.numel()] * size for flat in flats]
 
 
 def _in_graph(machines: Any, text: str, tensors: Sequence[Tensor]) -> bool:
@@ -163,8 +158,3 @@ def _in_graph(machines: Any, text: str, tensors: Sequence[Tensor]) -> bool:
 
 def _needs_grad(tensors: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _can(dtype: torch.dtype) -> bool:
-    """True if tensors of the dtype have gradients."""
-    return dtype.is_floating_point or dtype.is_complex

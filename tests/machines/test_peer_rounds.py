@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.machines.errors import MachinesError, PeerFailed
+from dataparallel.machines.packed import Part
 from dataparallel.machines.peer_rounds import PeerCall
 
 
@@ -24,18 +25,18 @@ class Rounds:
         self.now = SimpleNamespace(is_over=False)
         self.fails = False
 
-    def exchange(self, kind: str, text: str, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def exchange(self, kind: str, text: str, parts: Sequence[Part]) -> list[Tensor]:
         if self.fails:
             raise PeerFailed("the other one has failed")
-        self.texts.append(text)
-        return flat.clone()
+        self.texts.append(text.replace(" [torch.float32]", ""))
+        return [part.flat.clone() for part in parts]
 
     def pass_now(self, first: Any = None) -> Any:
         return self.now
 
 
 def exchanged(call: PeerCall, text: str, tensor: Tensor) -> Tensor:
-    _, other = call.exchange(text, [tensor, tensor], [len(tensor)] * 2, in_graph=True)
+    ((_, other),) = call.exchange(text, [[tensor, tensor]], [[len(tensor)] * 2], in_graph=True)
     return other
 
 
@@ -76,7 +77,7 @@ class TestOrderOfBackwards:
 
     def test_a_piece_that_stays_here_leads_through_the_node_too(self, rounds):
         call, x = PeerCall(rounds), torch.ones(3, requires_grad=True)
-        own, _ = call.exchange("first", [x, x], [3, 3], in_graph=True)
+        ((own, _),) = call.exchange("first", [[x, x]], [[3, 3]], in_graph=True)
         (own * 2).sum().backward()
         assert rounds.texts[1:] == ["of first, exchange 1"]
         assert x.grad.tolist() == [2.0] * 3
