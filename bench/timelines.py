@@ -11,8 +11,8 @@ The library chooses routes by the links between devices. So what it does with mo
 as if they were linked all-to-all, and as if they shared links. Each machine gets the recording of its own kind.
 
 What is recorded is what the library does after its beginning. The first steps are left out, because the first backward
-learns the order of buckets. All replicas run at a time, because otherwise the library would measure how many should
-(and kernels that are skipped take no time), and wait for the devices while it does.
+learns the order of buckets. All replicas run at a time, because otherwise the library would measure how many should,
+and kernels that are skipped take no time.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -202,20 +202,17 @@ def _run_with_permits(
     else:
         tasks = Gang(in_workers, call.permits, groups, call.stall_timeout, slots, watch=watch)
     meeting.turns = tasks
-    seconds, turns = None, gate.turns
+    seconds, after, turns = None, None, gate.turns
+    before = chooser.marks(call, state.streams)
     try:
-        # A launch returns before its kernel has run, so the time includes waiting for the devices.
-        streams = state.streams if call.measured else []
-        _synchronize(streams)
         start = time.perf_counter()
         with state.intra_op_threads_divided(parts, here=isinstance(tasks, SerialTasks)):
             outcomes = tasks.run()
-        _synchronize(streams)
         if all(outcome.error is None for outcome in outcomes) and gate.turns == turns and not gate.is_taken:
-            seconds = time.perf_counter() - start
+            seconds, after = time.perf_counter() - start, chooser.marks(call, state.streams)
         return outcomes
     finally:
-        chooser.end(call, seconds, tasks.stalled)
+        chooser.end(call, seconds, tasks.stalled, before, after)
 
 
 def _called(module: Any, method: str | None) -> Callable[..., Any]:
@@ -234,11 +231,6 @@ def _followed(call: Callable[[], Any], function: Callable[[Any], Any]) -> Any:
 def _has_compiled(module: Any) -> bool:
     """True if the replica calls compiled code."""
     return isinstance(module, nn.Module) and HAS_COMPILED in vars(module)
-
-
-def _synchronize(streams: Iterable[torch.Stream]) -> None:
-    for stream in streams:
-        stream.synchronize()
 
 
 def _devices_of(

@@ -171,6 +171,10 @@ class TimedEvent(Event):
         finally:
             go_back_to_device(before)
 
+    def has_passed(self) -> bool:
+        """True if the device has come to the event. The host does not wait."""
+        return bool(self._event.query())
+
     def seconds_until(self, later: TimedEvent) -> float:
         """The seconds between two events of one device. Both must have passed."""
         return 1e-3 * float(self._event.elapsed_time(later._event))

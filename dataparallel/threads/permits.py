@@ -5,8 +5,12 @@ queues. A model that waits inside ``forward`` needs one permit for each slot. So
 (modes, size of the inputs) try the numbers 1, 2, 4, ..., and later calls use the best one. Results do not depend on it.
 
 ``DataParallel`` and the composable forms hold a `PermitChooser`. ``parallel_apply`` asks it before each call, and tells
-it afterwards how long the call took. This room runs nothing itself. It waits for nothing but its own lock, which is
-held for a few operations.
+it afterwards how long the call took. On accelerators a call returns before its kernels have run. So a call that is
+measured is enclosed by marks on its streams, and their times are read in a later call, when the devices have come to
+them. Until then nothing else is measured for its situation. The time is that from when the devices have done what came
+before: a host that is ahead of them costs nothing.
+
+This room runs nothing itself. It waits for nothing but its own lock, which is held for a few operations.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import math
 import os
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -27,6 +31,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
+from dataparallel.streams.device_times import DeviceClock, Marks
 from dataparallel.structures import tensors_in
 
 __all__ = ["CallPermits", "PermitChooser", "kind_of_call", "size_of"]
@@ -80,6 +85,8 @@ class PermitChooser:
         self._running: weakref.WeakSet[CallPermits] = weakref.WeakSet()
         self._wait_for_each_other: set[int] = set()  # numbers of replicas that had to run at the same time
         self.largest = 1  # the largest number of replicas that could run at a time
+        self._late: deque[tuple[CallPermits, Marks, Marks]] = deque()  # measured calls whose times have to be read
+        self._clock = DeviceClock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PermitChooser, ()
@@ -98,6 +105,7 @@ class PermitChooser:
         """
         with self._lock:
             self.largest = max(self.largest, at_once)
+            self._read_late()
             kind = (kind, at_once)
             situation = self._situation(kind, size, at_once)
             alone = len(self._running) == 0
@@ -114,8 +122,22 @@ class PermitChooser:
             self._running.add(call)
             return call
 
-    def end(self, call: CallPermits, seconds: float | None, stalled: bool = False) -> None:
-        """Notes that the call has ended after ``seconds``, or failed (``None``), or ``stalled`` on its way."""
+    def marks(self, call: CallPermits, streams: Sequence[torch.Stream]) -> Marks:
+        """Marks on the streams of a call, if it is measured. There are two: before the replicas run, and after."""
+        return self._clock.marks({stream: stream for stream in streams}) if call.measured else {}
+
+    def end(
+        self,
+        call: CallPermits,
+        seconds: float | None,
+        stalled: bool = False,
+        before: Marks | None = None,
+        after: Marks | None = None,
+    ) -> None:
+        """Notes that the call has ended after ``seconds`` of the host, or failed (``None``), or ``stalled`` on its way.
+
+        ``before`` and ``after`` are its `marks`. Without them the seconds of the host are its time.
+        """
         with self._lock:
             self._running.discard(call)
             situation = call.situation
@@ -124,12 +146,26 @@ class PermitChooser:
             if stalled and situation.shortest < math.inf:
                 # No replica takes several times as long as a whole call did, so replicas must wait for each other.
                 self._wait_for_each_other.add(situation.ladder[-1])
-            elif call.measured and not stalled and situation.note(call.permits, seconds):
-                self._choices[call.kind] = situation.number
-                self._choices.move_to_end(call.kind)
-                if len(self._choices) > SITUATIONS:
-                    self._choices.popitem(last=False)
+            elif call.measured and not stalled and before and after:
+                situation.is_late = True
+                self._late.append((call, before, after))
+            elif call.measured and not stalled:
+                self._note(call, seconds)
             situation.shortest = min(situation.shortest, seconds)
+
+    def _read_late(self) -> None:
+        """Notes the times of measured calls to whose ends the devices have come. Needs the lock."""
+        while self._late and self._clock.have_passed(self._late[0][2]):
+            call, before, after = self._late.popleft()
+            call.situation.is_late = False
+            self._note(call, max(self._clock.seconds(before, after).values()))
+
+    def _note(self, call: CallPermits, seconds: float) -> None:
+        if call.situation.note(call.permits, seconds):
+            self._choices[call.kind] = call.situation.number
+            self._choices.move_to_end(call.kind)
+            if len(self._choices) > SITUATIONS:
+                self._choices.popitem(last=False)
 
     def _situation(self, kind: Hashable, size: Hashable, at_once: int) -> _Situation:
         situation = self._situations.get((kind, size))
@@ -159,7 +195,8 @@ class _Situation:
     def __init__(self, ladder: tuple[int, ...], start: int | None) -> None:
         self.ladder = ladder
         self.calls = 0
-        self.shortest = math.inf  # seconds of the shortest call with any number
+        self.shortest = math.inf  # seconds of the host in the shortest call with any number
+        self.is_late = False  # a call has been measured, and its time has not been read
         self._start = start  # the choice for a similar situation, later the last one for this
         self._times: dict[int, list[float]] = {}
         self._is_decided = False
@@ -180,7 +217,7 @@ class _Situation:
 
     def next_to_measure(self) -> int | None:
         """The number that this call measures, if any."""
-        if self.calls <= UNMEASURED or (self._is_decided and self.calls < self._check_at):
+        if self.calls <= UNMEASURED or self.is_late or (self._is_decided and self.calls < self._check_at):
             return None
         if self._is_decided:
             # The machine may have been busy, or the model may have changed: measure again, around the choice.

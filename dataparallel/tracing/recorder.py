@@ -22,8 +22,8 @@ import torch
 from dataparallel import _torch, profiling
 from dataparallel.forks import in_forked_child
 from dataparallel.streams.current import current_streams
+from dataparallel.streams.device_times import DeviceClock, Marks
 from dataparallel.tracing.clocks import ThreadClocks
-from dataparallel.tracing.device_times import DeviceClock, Marks
 
 __all__ = ["ENGINE", "Copy", "Gradients", "Recorder", "Span", "Thread", "Wait", "start", "stop"]
 

@@ -1,6 +1,7 @@
 """The number of permits: the best one is chosen, at little cost, and the choice is checked later."""
 
 import copy
+import itertools
 import pickle
 import random
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
+from dataparallel.streams.device_times import DeviceClock
 from dataparallel.threads import permits
 from dataparallel.threads.permits import PermitChooser, size_of
 
@@ -134,6 +136,48 @@ def test_a_choice_that_became_wrong_is_mended_by_a_check() -> None:
     numbers, _ = calls(2000, chooser, SLEEPING)
     assert numbers[0] == 1
     assert numbers[-1] == 8
+
+
+class Devices(DeviceClock):
+    """They come to a mark when somebody says so. A mark holds the seconds at which they do."""
+
+    def __init__(self) -> None:
+        self.have_come = False
+
+    def have_passed(self, marks: Any) -> bool:
+        return self.have_come
+
+    def seconds(self, begin: Any, end: Any) -> dict[Any, float]:
+        assert self.have_come
+        return {device: end[device] - begin[device] for device in begin}
+
+
+def test_times_on_devices_are_read_in_a_later_call_and_nothing_is_measured_before() -> None:
+    chooser, devices = PermitChooser(), Devices()
+    chooser._clock = devices
+    numbers: list[int] = []
+    measured: list[int] = []
+    for number in range(200):
+        devices.have_come = number % 5 == 4
+        trial = chooser.begin("kind", number % 2, 8)
+        numbers.append(trial.permits)
+        measured += [number] * trial.measured
+        seconds = COMPUTE_BOUND_ON_2_CORES[trial.permits]
+        before, after = {0: 7.0, 1: 3.0}, {0: 7.0 + seconds, 1: 4.0}
+        chooser.end(trial, 1e-3, False, *((before, after) if trial.measured else ()))
+    assert len(measured) > 10
+    for size in (0, 1):
+        own = [number for number in measured if number % 2 == size]
+        assert all(a // 5 < b // 5 or b % 5 == 4 for a, b in itertools.pairwise(own)), "one at a time"
+    assert set(numbers[-40:]) == {best(COMPUTE_BOUND_ON_2_CORES)}, "the slowest device counts, and no host"
+
+
+def test_a_measured_call_without_marks_counts_by_the_host() -> None:
+    chooser = PermitChooser()
+    for _ in range(60):
+        trial = chooser.begin("kind", 0, 8)
+        chooser.end(trial, SLEEPING[trial.permits], False, {}, {})
+    assert chooser.begin("kind", 0, 8).permits == best(SLEEPING)
 
 
 def is_at_the_beginning(chooser: PermitChooser, size: Any) -> bool:

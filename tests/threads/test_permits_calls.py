@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, parallel_apply
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.streams.device_times import DeviceClock
 from dataparallel.threads import permits
 from dataparallel.threads.permits import PermitChooser
 
@@ -90,23 +92,63 @@ def test_a_call_without_a_wrapper_runs_all_replicas_at_once(slots: list) -> None
 
 @pytest.mark.not_isolated("replicas on one device and the caller's stream")
 @pytest.mark.devices("sim", "cuda")
-def test_devices_are_waited_for_while_measuring_only(
+def test_streams_are_marked_while_measuring_only(
     slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits: list[Any] = []
-    # The package has a function of the module's name.
-    monkeypatch.setattr(
-        sys.modules["dataparallel.parallel_apply"], "_synchronize", lambda streams: waits.append([*streams])
-    )
+    marked: list[Any] = []
+
+    class Noting(DeviceClock):
+        def marks(self, streams: Any) -> Any:
+            marked.append([*streams])
+            return super().marks(streams)
+
+    monkeypatch.setattr(permits, "DeviceClock", Noting)
     model, x = wrapper(slots), torch.zeros(6, 2, device=root)
     for _ in range(2):
         most_at_once(model, x)
-    assert waits == [[]] * 4
+    assert marked == []
     most_at_once(model, x)
-    assert waits[4:] == [[torch.accelerator.current_stream(slot) for slot in dict.fromkeys(slots)]] * 2
+    assert marked == [[torch.accelerator.current_stream(slot) for slot in dict.fromkeys(slots)]] * 2
     for _ in range(40):
         most_at_once(model, x)
-    assert waits[-1] == []
+    count = len(marked)
+    most_at_once(model, x)
+    assert len(marked) == count
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.not_isolated("replicas on one device and the caller's stream")
+@pytest.mark.parametrize("wrap", [DataParallel, replicate, fully_shard])
+def test_no_step_after_the_third_makes_the_host_wait_whatever_the_sizes(
+    slots: list, root: torch.device, wrap: Any
+) -> None:
+    """Steps of sizes that come once, that come again, and that have two inputs."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.last(self.first(x).tanh()).mean() + y.mean()
+
+    model = Net().to(root)
+    model = DataParallel(model, slots) if wrap is DataParallel else wrap(model, devices=slots)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(rows: int, length: int) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(rows, 2, device=root), torch.ones(rows, length, device=root)).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step(6, 1)
+    waits = 0
+    for rows, length in [*[(6, 1)] * 30, *((3 * (1 + k % 20), 1 + k % 3) for k in range(120))]:
+        with torch.sim.timeline() as timeline:
+            step(rows, length)
+        waits += sum(len(launch.host_waits) for launch in timeline.recording.launches)
+    assert waits == 0
 
 
 class Waiting(nn.Module):

@@ -288,6 +288,22 @@ void host_waits(c10::Stream stream) {
   here().clock.join(s.clocks[number_of(s, stream)]);
 }
 
+void host_asks(const Event& event) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.recorder.host_asks(here().clock, event.clock);
+  here().clock.join(event.clock);
+}
+
+void host_asks(c10::Stream stream) {
+  check_stream(stream);
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  const auto& answer = s.clocks[number_of(s, stream)];
+  s.recorder.host_asks(here().clock, answer);
+  here().clock.join(answer);
+}
+
 void host_waits_for_device(c10::DeviceIndex device) {
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);

@@ -90,6 +90,9 @@ void record(Event& event, c10::Stream stream);
 void wait(c10::Stream stream, const Event& event);
 void host_waits(const Event& event);
 void host_waits(c10::Stream stream);
+// As `host_waits`, where nothing had to be waited for.
+void host_asks(const Event& event);
+void host_asks(c10::Stream stream);
 void host_waits_for_device(c10::DeviceIndex device);
 
 // Throws if memory was freed while another stream might still use it, and the calling thread has not waited for that

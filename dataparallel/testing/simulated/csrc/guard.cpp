@@ -65,9 +65,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return reinterpret_cast<void*>(stream.id());
   }
 
-  // Nothing is ever pending, so queries return true. The calling thread then knows as much as after a wait.
+  // Nothing is ever pending, so queries return true. The calling thread then knows as much as after a wait, and has not
+  // waited.
   bool queryStream(const c10::Stream& stream) const override {
-    clocks::host_waits(stream);
+    clocks::host_asks(stream);
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
@@ -93,7 +94,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
-    synchronizeEvent(event);
+    if (event && event_of(event)->recorded) {
+      clocks::host_asks(*event_of(event));
+    }
     return true;
   }
   void synchronizeEvent(void* event) const override {

@@ -33,6 +33,7 @@ struct Recorder::Thread {
   std::optional<uint32_t> number;
   uint64_t last = 0;
   Clock known;
+  Entry::Marks waits; // those since its last launch that came before a question
   Clock issued;
   Clock learned; // launches that others have issued, which this thread has learned of within a backward
   std::optional<double> ended; // its CPU time at the end of its last launch
@@ -95,6 +96,14 @@ void Recorder::stream_waits(StreamNumber stream, const Clock& clock) {
   }
 }
 
+void Recorder::host_asks(const Clock& known, const Clock& answer) {
+  if (is_on_) {
+    auto& thread = this_thread();
+    raise(thread.known, known, thread.waits);
+    thread.known.join(answer);
+  }
+}
+
 uint64_t Recorder::issue(StreamNumber stream, std::optional<StreamNumber> joins, const Clock& clock, const Clock& known,
                          Issued& issued, bool in_backward, std::string stack) {
   if (!is_on_) {
@@ -123,6 +132,7 @@ uint64_t Recorder::issue(StreamNumber stream, std::optional<StreamNumber> joins,
   raise(seen, at(waited_, stream), entry.waits);
   leave_out(entry.waits, stream);
   seen = clock;
+  entry.host_waits = std::exchange(thread.waits, {});
   raise(thread.known, known, entry.host_waits);
 
   raise(thread.issued, thread.learned, entry.issued_after);

@@ -60,6 +60,8 @@ class Recorder {
   Recorded stop();
 
   void stream_waits(StreamNumber stream, const Clock& clock);
+  // The calling thread, which knew `known`, has asked if `answer` has been reached, and has heard that it has.
+  void host_asks(const Clock& known, const Clock& answer);
   // Returns the number of the entry, or 0 if nothing is being recorded. `clock` is that of the stream with this launch;
   // `known` and `issued` are what the calling thread knows.
   uint64_t issue(StreamNumber stream, std::optional<StreamNumber> joins, const Clock& clock, const Clock& known,

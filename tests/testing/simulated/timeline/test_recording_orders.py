@@ -188,7 +188,6 @@ def test_a_stream_that_only_received_is_named():
         lambda stream: stream.synchronize(),
         lambda stream: stream.record_event().synchronize(),
         lambda stream: torch.sim.synchronize(stream.device),
-        lambda stream: stream.query(),
     ],
 )
 def test_the_host_waits(wait):
@@ -200,6 +199,30 @@ def test_the_host_waits(wait):
         launch_on(b)
     assert waits(timeline.recording) == [(), (), ()]
     assert host_waits(timeline.recording) == [(), (0,), ()]
+
+
+@pytest.mark.parametrize("ask", [lambda stream: stream.query(), lambda stream: stream.record_event().query()])
+def test_a_question_is_no_wait(ask):
+    """Neither the question nor what is known by the answer. A wait before it stays one."""
+    a, b, c = streams(3)
+    with torch.sim.timeline() as timeline:
+        launch_on(a)
+        launch_on(b)
+        a.synchronize()
+        launch_on(a)
+        ask(a)
+        ask(b)
+        launch_on(c)
+        a.synchronize()
+        launch_on(c)
+    assert waits(timeline.recording) == [()] * 5
+    assert host_waits(timeline.recording) == [(), (), (0,), (), ()]
+    with torch.sim.timeline() as timeline:
+        launch_on(a)
+        a.synchronize()
+        ask(a)
+        launch_on(c)
+    assert host_waits(timeline.recording) == [(), (0,)]
 
 
 @pytest.mark.parametrize("read", [lambda x: x.item(), lambda x: x.cpu(), lambda x: x.nonzero()])

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from dataparallel.streams import device_times
 from dataparallel.streams.current import TimedEvent, current_streams
-from dataparallel.tracing import device_times
-from dataparallel.tracing.device_times import DeviceClock
+from dataparallel.streams.device_times import DeviceClock
 
 
 @pytest.mark.devices("sim", "cuda")
 def test_the_seconds_between_marks_of_each_device(slots: list) -> None:
     clock, streams = DeviceClock(), current_streams(slots)
-    begin, before = clock.marks(streams), time.perf_counter()
+    before, begin = time.perf_counter(), clock.marks(streams)
     for device in streams:
         torch.ones(300, 300, device=device).mm(torch.ones(300, 300, device=device))
     end = clock.marks(streams)
