@@ -24,6 +24,7 @@ from dataparallel.modules.plan import UNIT_ON_SLOT
 from dataparallel.streams.current import Event
 from dataparallel.structures import tensors_in
 from dataparallel.units.on_slot import Registers, UnitOnSlot
+from dataparallel.units.outputs import with_one_node
 from dataparallel.units.passes import BackwardPass
 
 __all__ = ["ModuleOnSlot", "OfTree", "TensorHooks", "UnitCall", "UnitInReplica"]
@@ -42,6 +43,9 @@ class OfTree(Protocol):
 
     def ended(self, on_slot: UnitOnSlot) -> int:
         """A unit ends: its position in the order of ends."""
+
+    def gives_one_node(self, on_slot: UnitOnSlot) -> bool:
+        """True if the outputs of the unit's calls get one node."""
 
     def join_pass(self) -> BackwardPass:
         """The pass of backward that runs now, which is one of this tree."""
@@ -85,8 +89,7 @@ class ModuleOnSlot:
             self._is_running = False
         if unit.precision.outputs is not None:
             output = _cast(output, unit.precision.outputs)
-        this.end(output, self._number)
-        return output
+        return this.end(output, self._number, (args, kwargs))
 
     def register(self, parameters: Sequence[Tensor]) -> None:
         """Registers these parameters in the replica: the full ones, or the sharded ones while there are no others."""
@@ -175,13 +178,16 @@ class UnitCall:
             if self._is_recomputation:
                 self._open()
 
-    def end(self, output: Any, number: int) -> None:
-        """Watches the gradients of the output, and frees the parameters unless they stay."""
+    def end(self, output: Any, number: int, given: Any) -> Any:
+        """Watches the gradients of the output, and frees the parameters unless they stay.
+
+        Returns the output, in whose graph the call is one node if it needs to be. ``given``: the call's arguments.
+        """
         on_slot = self._on_slot
         on_slot.end_use()
         on_slot.unit.refuse_overwritten(on_slot.slot)
         if self._is_recomputation:
-            return
+            return output
         self._position = self._call.ended(on_slot)
         has_backward = torch.is_grad_enabled() and (bool(on_slot.unit.recorded) or self._inputs > 0)
         is_announced = False
@@ -191,6 +197,8 @@ class UnitCall:
                     is_announced = True
                     self._call.hooks_of(on_slot.slot, tensor).begin(self._backward_begins)
         on_slot.module_ended(number, has_backward, is_announced)
+        gets_node = torch.is_grad_enabled() and self._call.gives_one_node(on_slot)
+        return with_one_node(output, given) if gets_node else output
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in tensors_in((args, kwargs)):

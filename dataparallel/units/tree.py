@@ -290,6 +290,16 @@ class ForwardCall:
             self._tree._room.ended(on_slot.slot)
         return len(ended) - 1
 
+    def gives_one_node(self, on_slot: UnitOnSlot) -> bool:
+        """True if the outputs of the unit's calls get one node, so that their gradients come together.
+
+        Losses of the root's outputs may be separate. They come together only where units are sharded over machines,
+        which have to gather in the same order.
+        """
+        machines = self._tree.machines
+        is_gathered_over_machines = machines is not None and machines.gathers is not None
+        return is_gathered_over_machines or self._unit_of(on_slot) is not self._tree.units[0]
+
     def join_pass(self) -> BackwardPass:
         """The pass of backward that runs now, begun if this is its first node in the tree."""
         running = self._tree.join_pass(self)

@@ -41,6 +41,9 @@ class Told:
         self._positions += 1
         return self._positions - 1
 
+    def gives_one_node(self, on_slot: Any) -> bool:
+        return True
+
     def join_pass(self) -> None:
         self.lines.append("join")
 
