@@ -19,7 +19,7 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from dataparallel import _torch
 from dataparallel.devices import DeviceLike, resolve
-from dataparallel.sharded import in_backward, methods, operators
+from dataparallel.sharded import host_reads, in_backward, methods, operators
 from dataparallel.sharded.owners import Over, after_loading, over_of
 from dataparallel.sharded.parts import copy_parts, empty_parts, join, move, split_into
 from dataparallel.sharded.placements import Division, Rows
@@ -90,6 +90,7 @@ class ShardedTensor(Tensor):
     @property
     def shards(self) -> tuple[Tensor, ...]:
         """For each owner its part, without a graph. Writing to a part writes to the tensor."""
+        host_reads.wait()
         return self._shards
 
     @property

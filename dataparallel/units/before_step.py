@@ -1,7 +1,7 @@
 """What has to happen before an optimizer steps, known only while it is needed.
 
-``units.unit`` has the host wait for copies of the shards that it would write to, and ``units.tree`` has a step refused
-whose gradients are incomplete. Changes of parameters that no optimizer makes are not seen here.
+``units.tree`` has a step refused whose gradients are incomplete. Changes of parameters that no optimizer makes are not
+seen here.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class SumsOfPass:
         waiting: what is added to gradients on the host when these events have passed.
         summed: the parameters that have got gradients, and their hooks.
         added_to: gradients of earlier passes that the sums are added to: others may drop them meanwhile.
-        latest: after the reads of the sums that were launched last.
+        latest: after all sums, and their reads.
         over_machines: adds up over machines what slots have added up.
         put_back: for a unit and a slot (their ``id`` and number) what leaves gradients of earlier passes on the slot
             again, if the pass fails. They are part of deliveries that have not been added up.
@@ -142,7 +142,7 @@ class SumsOfPass:
 
     def drop(self) -> None:
         """Drops everything, in order with what reads it. The pass has failed."""
-        wait_for(self.added.values(), self.computing.values())
+        wait_for([] if self.latest is None else [self.latest], self.computing.values())
         if self.over_machines is not None:
             self.over_machines.fail(RuntimeError("its backward has failed, with an error that is shown there"))
         self.in_flight.clear()
@@ -168,7 +168,7 @@ class SumsOfPass:
 
     def end(self) -> None:
         """Orders all computing streams and callers' after all sums, and finishes gradients on the host."""
-        wait_for(self.added.values(), self.computing.values())
+        wait_for([] if self.latest is None else [self.latest], self.computing.values())
         for slot in [*self.in_flight]:
             self.release(slot)
         self.added_to.clear()

@@ -27,5 +27,5 @@ class FormerGrad:
 
 def zeros_of(parameter: ShardedTensor) -> ShardedTensor:
     """Zeros on the current streams. An operator on sharded tensors would run on other streams in a backward."""
-    zeros = [torch.zeros_like(shard) for shard in parameter.shards]
+    zeros = [torch.zeros_like(shard) for shard in parameter._shards]
     return ShardedTensor(zeros, parameter.placement, parameter.shape, devices=parameter.devices)

@@ -168,7 +168,7 @@ class UnitSums:
                 continue
             for i, grad, part in zip(kept, grads, layout.parts_of(of_owners[owner], owner), strict=True):
                 if grad is not None and present[self._order[i]]:
-                    sums_to.append(grad.shards[owner])
+                    sums_to.append(grad._shards[owner])
                     additions.append(part)
         if sums_to:
             _torch.foreach_add_(sums_to, additions)

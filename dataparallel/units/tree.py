@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dataparallel import _torch
+from dataparallel.sharded import host_reads
 from dataparallel.streams.current import Event, GivenEvents, current_streams
 from dataparallel.units.before_step import before_next_step
 from dataparallel.units.calls import TensorHooks
@@ -226,12 +227,11 @@ class Tree:
     def _make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
         copies = self._copies.take()
-        pulls = [event for unit in self.units for event in unit.take_pulls()]
-        met = self.units[0].lines.meet("pulls", pulls) if pulls else None
-        wait_for([*copies, *([] if met is None else [met])], computing.values())
+        reads = [*copies, *(event for unit in self.units for event in unit.take_pulls())]
+        met = self.units[0].lines.meet("pulls", reads) if reads else None
+        wait_for([] if met is None else [met], computing.values())
         if any(unit.is_offloaded for unit in self.units):
-            for event in copies:
-                event.synchronize()
+            host_reads.note(copies)
 
 
 class ForwardCall:

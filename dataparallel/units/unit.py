@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dataparallel import _torch
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.sent import note
 from dataparallel.devices import CPU
+from dataparallel.sharded import host_reads
 from dataparallel.sharded.owners import over_of
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams
-from dataparallel.units.before_step import before_next_step
 from dataparallel.units.gathers_over_machines import SourceOverMachines, SourcesOverMachines
 from dataparallel.units.gradients import UnitGradients
 from dataparallel.units.joint import JointGathers
@@ -358,7 +357,7 @@ class Unit:
         if not async_op:
             handle.wait()
         elif self.is_offloaded:
-            before_next_step(self._before_step)
+            host_reads.note(self.copies.last())
         return handle
 
     def reshard(self) -> None:
@@ -384,16 +383,7 @@ class Unit:
         pulls = [event for event in found if event is not None]
         wait_for([*self.copies.last(), *pulls], current_streams(self.slots).values())
         if self.is_offloaded:
-            self._wait_for_copies()
-
-    def _before_step(self, optimizer: Optimizer) -> bool:
-        self._wait_for_copies()
-        return True
-
-    def _wait_for_copies(self) -> None:
-        """The host may write to offloaded shards when this returns: they have been sent."""
-        for event in self.copies.last():
-            event.synchronize()
+            host_reads.note(self.copies.last())
 
     def register_on_source(self) -> None:
         """Registers in the user's module what FSDP2 does.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
+from dataparallel.streams.current import Event
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from memory import allocated
@@ -115,6 +116,29 @@ class TestOffload:
         assert {shard.is_pinned() for shard in shards(model)} == {pin}
         grads = [shard for p in model.parameters() for shard in p.grad.shards if shard.numel()]
         assert {shard.is_pinned() for shard in grads} == {pin}
+
+    @pytest.mark.devices("sim")
+    def test_the_host_waits_for_uploads_before_it_writes_to_shards(self, slots, monkeypatch):
+        """Not in forward, and not for reads of values in the parameters' metadata."""
+        waited = []
+        synchronize = Event.synchronize
+        monkeypatch.setattr(Event, "synchronize", lambda event: (waited.append(event), synchronize(event)))
+        model = make(slots)
+        parameters = [*model.parameters()]
+
+        def write(parameter) -> None:
+            with torch.no_grad():
+                parameter.mul_(2)
+
+        optimizer = adamw(parameters)
+        mean_square_loss(model(rows(slots))).backward()
+        for touch in (lambda: write(parameters[0]), lambda: parameters[0].shards, optimizer.step):
+            waited.clear()
+            model(rows(slots))
+            assert [parameter.shape for parameter in parameters]
+            assert not waited
+            touch()
+            assert len(waited) >= len(slots)
 
     @pytest.mark.devices("sim")
     @pytest.mark.not_isolated("the slots' devices have memories of their own")
@@ -250,13 +274,15 @@ class TestCopiesOfOffloadedShards:
         assert arrived <= launches.complete_at_the_end()
 
     @pytest.mark.slots(3)
-    def test_shards_may_be_written_when_a_call_has_returned(self, slots, without_graph):
-        """Nothing reads them any more: uploads from pinned memory are no part of what a stream orders for the host."""
+    def test_shards_may_be_written_after_a_call(self, slots, without_graph):
+        """Nothing reads those that one gets: uploads from pinned memory are no part of what a stream orders for the
+        host."""
         model = make(slots)
         with without_graph():
             model(rows(slots))
             with Launches() as launches:
                 model(rows(slots))
+                assert shards(model)
                 probe(slots)
         sent = {launch.index for launch in launches.sent(to_host=False)}
         assert sent
@@ -269,7 +295,7 @@ class TestCopiesOfOffloadedShards:
         model = make(slots)
         optimizer = torch.optim.SGD(model.parameters())
         values = model.state_dict()
-        model(rows(slots))
+        mean_square_loss(model(rows(slots))).backward()
         with Launches() as launches:
             handle = model.layers[1].unshard(async_op=True)
             if what == "an optimizer steps":
@@ -280,6 +306,7 @@ class TestCopiesOfOffloadedShards:
                 )
             else:
                 model.layers[1].reshard()
+                assert shards(model)
             probe(slots)
         sent = {launch.index for launch in launches.sent(to_host=False)}
         assert sent

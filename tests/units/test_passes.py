@@ -128,7 +128,7 @@ class TestTheEnd:
             summing.wait_stream(torch.accelerator.current_stream(root))
             with streams_set({root: summing}):
                 total.add_(1)
-            running.sums.added[0] = Event(summing)
+            running.sums.latest = Event(summing)
 
         def other() -> None:
             in_backward(running.join, has_joined.set, lambda: may_end.wait(60), add)

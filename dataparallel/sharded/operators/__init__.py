@@ -16,7 +16,7 @@ import torch
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
-from dataparallel.sharded import in_backward
+from dataparallel.sharded import host_reads, in_backward
 
 __all__ = ["RULES", "TABLE", "NeedsWhole", "Operator", "refusal", "register", "register_rule", "run"]
 
@@ -63,6 +63,8 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operator = TABLE.get(func)
     if operator is None:
         operator = TABLE[func] = _of_kind(func)
+    if func not in LAUNCH_NOTHING:
+        host_reads.wait()
     if _torch.is_in_backward():
         with in_backward.ordered(_places([*args, *kwargs.values()])):
             return _result(operator, func, args, kwargs)

@@ -1,0 +1,39 @@
+"""Copies that still read shards in host memory, on their way to devices: before the host writes there, it waits.
+
+The runtime of units notes the copies that it launches (`note`). `wait` is called where other code gets at the shards:
+by each operator on sharded tensors that launches something, an optimizer's too, and by `ShardedTensor.shards`. So
+neither a forward nor a backward has to wait for the copies that it has launched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from dataparallel.forks import in_forked_child
+from dataparallel.streams.current import Event
+
+__all__ = ["note", "wait"]
+
+_lock = threading.Lock()
+_reading: list[Event] = []
+
+
+def note(events: Iterable[Event]) -> None:
+    """Copies that end at these events read shards in host memory."""
+    with _lock:
+        _reading.extend(events)
+
+
+def wait() -> None:
+    """Makes the host wait for the copies that were noted. Without any that is one question."""
+    while _reading:
+        with _lock:
+            events, _reading[:] = [*_reading], []
+        for event in events:
+            event.synchronize()
+
+
+@in_forked_child
+def _forget() -> None:
+    _reading.clear()
