@@ -185,8 +185,8 @@ class UnitCall:
         """
         on_slot = self._on_slot
         on_slot.end_use()
-        on_slot.unit.refuse_overwritten(on_slot.slot)
         if self._is_recomputation:
+            on_slot.unit.refuse_overwritten(on_slot.slot)
             return output
         self._position = self._call.ended(on_slot)
         has_backward = torch.is_grad_enabled() and (bool(on_slot.unit.recorded) or self._inputs > 0)
@@ -197,6 +197,7 @@ class UnitCall:
                     is_announced = True
                     self._call.hooks_of(on_slot.slot, tensor).begin(self._backward_begins)
         on_slot.module_ended(number, has_backward, is_announced)
+        on_slot.unit.refuse_overwritten(on_slot.slot)  # freed parameters have been looked at
         gets_node = torch.is_grad_enabled() and self._call.gives_one_node(on_slot)
         return with_one_node(output, given) if gets_node else output
 

@@ -185,16 +185,17 @@ class JointGathers:
         versions = self._unit.versions()
         try:
             with torch.no_grad(), streams_set(self._streams):
-                arrived = self._launch(ready)
+                are_matrices = self._are_exchanged()
+                arrived = self._launch(ready, are_matrices)
         except BaseException:
             self.room.give_back(self, self._unit.full_bytes)
             raise
         events = [Event(self._streams[device]) for device in self._lines.slots[: self._slots]]
         for slot, event in enumerate(events):
             flats = [of_slots[slot] for of_slots in arrived]
-            self._waiting[slot] = Arrived(flats, self._are_matrices, event, versions)
+            self._waiting[slot] = Arrived(flats, are_matrices, event, versions)
 
-    def _launch(self, ready: Mapping[torch.device, Event]) -> list[list[Tensor]]:
+    def _launch(self, ready: Mapping[torch.device, Event], are_matrices: bool) -> list[list[Tensor]]:
         """Launches the copies on the receiving streams, and returns for each dtype what arrives at each slot."""
         unit, devices = self._unit, self._lines.slots[: self._slots]
         wait_for({*ready.values()}, self._streams.values())
@@ -205,16 +206,16 @@ class JointGathers:
             try:
                 for device, event in made.items():
                     event.make_wait(self._streams[device])
-                layout, at = owned.layout, devices if self._are_matrices else [devices[self._here]]
+                layout, at = owned.layout, devices if are_matrices else [devices[self._here]]
                 matrices = [m.view(layout.owners, -1) for m in self._empty(owned, pieces[0].dtype, at)]
-                if self._are_matrices:
+                if are_matrices:
                     comm.all_gather(matrices, pieces)
                 else:
                     comm.copy_each(matrices[0].unbind(), pieces)
             finally:
                 self._last_pull = self._lines.meet("pulls", map(Event, self._streams.values()))
                 source.done([] if self._last_pull is None else [self._last_pull])
-            arrived.append(matrices if self._are_matrices else self._passed_on(owned, matrices[0], devices))
+            arrived.append(matrices if are_matrices else self._passed_on(owned, matrices[0], devices))
         return arrived
 
     def _passed_on(self, owned: OwnedShards, matrix: Tensor, devices: list[torch.device]) -> list[Tensor]:
@@ -225,8 +226,7 @@ class JointGathers:
         comm.broadcast(fulls[self._here], out=[full for slot, full in enumerate(fulls) if slot != self._here])
         return fulls
 
-    @property
-    def _are_matrices(self) -> bool:
+    def _are_exchanged(self) -> bool:
         """True if slots exchange what they have, as on the route "shards" each device sends a part to all others."""
         is_large = self._unit.full_bytes > _COLLECTED or settings.current().route == "shards"
         return is_large and self._slots == len(self._lines.slots)

@@ -56,7 +56,8 @@ class OwnedShards:
         self.layout = Layout(shapes, cuts, len(owners), machines=over[0], machine=over[1])
         self._pin = pin
         self.flats: list[Tensor] = []
-        self._addresses: list[int] = []
+        self._packed: list[tuple[Tensor, ...]] = []  # what each parameter's shards were
+        self._addresses: list[list[int]] = []
         self.pack()
 
     @property
@@ -70,7 +71,11 @@ class OwnedShards:
 
     def is_stale(self) -> bool:
         """True if a parameter's shards are not the views that `pack` has made."""
-        return self._addresses != [shard.data_ptr() for p in self.parameters for shard in p._shards]
+        # Other code gives a parameter all of its shards at once: most often it is enough to see that they are the same.
+        return any(
+            parameter._shards is not packed and addresses != [shard.data_ptr() for shard in parameter._shards]
+            for parameter, packed, addresses in zip(self.parameters, self._packed, self._addresses, strict=True)
+        )
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -91,7 +96,8 @@ class OwnedShards:
                 views = [self.layout.parts_of(flat, owner) for owner, flat in enumerate(self.flats)]
             for i, parameter in enumerate(self.parameters):
                 parameter._shards = tuple(of_owner[i] for of_owner in views)
-        self._addresses = [shard.data_ptr() for p in self.parameters for shard in p._shards]
+        self._packed = [parameter._shards for parameter in self.parameters]
+        self._addresses = [[shard.data_ptr() for shard in shards] for shards in self._packed]
 
 
 class LastCopies:

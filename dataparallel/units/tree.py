@@ -168,6 +168,7 @@ class Tree:
 
     def _new_pass(self, call: ForwardCall) -> BackwardPass:
         for unit in self.units:
+            unit.note_versions()
             unit.renew_sources(len(call.slots))
             unit.level(len(call.slots))
             unit.gradients.drop_void()
@@ -212,6 +213,7 @@ class Tree:
             self.machines.step_failed(RuntimeError("its backward has failed, with an error that is shown there"))
         try:
             for unit in self.units:
+                unit.forget_versions()
                 for on_slot in unit.on_slots:
                     on_slot.pass_ended(has_failed, ended.is_recorded)
                 unit.pieces.drop()
@@ -248,6 +250,7 @@ class ForwardCall:
         tree.last_call = self
         tree._room.renew()
         for number, unit in enumerate(tree.units):
+            unit.note_versions()
             unit.renew_sources(len(slots))
             unit.level(len(slots))
             unit.joint.room, unit.joint.number = tree._room, number
@@ -335,6 +338,7 @@ class ForwardCall:
         if not has_failed:
             self._tree.next_unit = dict(reversed([*pairwise(order)]))
         for unit in self._tree.units:
+            unit.forget_versions()
             for on_slot in unit.on_slots:
                 on_slot.forward_ended(has_failed)
             if has_failed:

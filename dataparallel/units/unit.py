@@ -113,6 +113,7 @@ class Unit:
             OwnedShards([self.parameters[i] for i in of], self.slots, self._pin, self.sharded_over)
             for of in self.indices
         ]
+        self._noted: list[int] | None = None
         self._had_no_values = any(owned.are_on_meta for owned in self.owned)
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.cuts = [cut_of(parameter) for parameter in self.parameters]
@@ -316,8 +317,17 @@ class Unit:
                 other.free()  # with a number, the first one may have a piece for a backward that the other waits for
 
     def versions(self) -> list[int]:
-        """A number for each parameter that grows with every change in place."""
-        return [*map(_torch.version_of, self.parameters)]
+        """A number for each parameter that grows with every change in place: the numbers of `note_versions`, if any."""
+        return [*map(_torch.version_of, self.parameters)] if self._noted is None else self._noted
+
+    def note_versions(self) -> None:
+        """A call or a pass of backward begins, in which the parameters have the values that they have now."""
+        self._noted = None
+        self._noted = self.versions()
+
+    def forget_versions(self) -> None:
+        """It has ended: the parameters may change."""
+        self._noted = None
 
     def free(self) -> None:
         """Frees what all slots have."""

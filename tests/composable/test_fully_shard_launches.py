@@ -1,14 +1,16 @@
 """The launches and waits of a step grow with the number of slots, not with its square."""
 
+from collections import Counter
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dataparallel import comm
+from dataparallel import _torch, comm
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
+from dataparallel.sharded import ShardedTensor
 from dataparallel.streams.current import Event
 
 pytestmark = [pytest.mark.devices("sim"), pytest.mark.usefixtures("one_intra_op_thread")]
@@ -66,3 +68,28 @@ def test_of_a_slot_are_almost_as_few_with_eight_slots_as_with_two(width, policy,
     launches, waits = step_of(slots, width, policy, monkeypatch, ways)
     assert launches / 8 <= 1.5 * launches_of_two / 2
     assert waits / 8 <= 1.5 * waits_of_two / 2
+
+
+@pytest.mark.slots(4)
+def test_versions_are_read_once_for_a_call_and_a_pass_and_where_parameters_are_freed(slots, monkeypatch):
+    """Not by each slot for each unit that it uses, gathers ahead, or frees."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(UNITS))).to(slots[0])
+    for block in model:
+        fully_shard(block, devices=slots)
+    fully_shard(model, devices=slots)
+    batch = torch.randn(8, 16, device=slots[0])
+    model(batch).square().mean().backward()
+    read: Counter[bool] = Counter()
+    version_of = _torch.version_of
+
+    def counted(tensor: Tensor) -> int:
+        read[isinstance(tensor, ShardedTensor)] += 1
+        return version_of(tensor)
+
+    monkeypatch.setattr(_torch, "version_of", counted)
+    model(batch).square().mean().backward()
+    parameters = 2 * UNITS
+    assert read[True] <= 3 * parameters
+    # Each slot frees twice, each time after a look if somebody has written to them; freeing moves the versions.
+    assert read[False] <= 4 * parameters * len(slots)
