@@ -10,11 +10,9 @@ from collections.abc import Iterable
 
 import torch
 
-from dataparallel.comm import duplex
-from dataparallel.streams import ahead, arrivals, gradients, isolated
+from dataparallel.streams import isolated, kept
 
 ISOLATED = 7  # on each device, for eight slots
-TURNS = 4  # more side streams for gradients than this would be the first ones again
 
 
 def make_library_streams(devices: Iterable[torch.device]) -> None:
@@ -25,16 +23,15 @@ def make_library_streams(devices: Iterable[torch.device]) -> None:
 
 
 def library_streams(device: torch.device) -> list[torch.Stream]:
-    """The library's streams on a device. Their rooms keep them under names of their own."""
+    """The library's streams on a device: those that it keeps, and those of isolated slots."""
     here = torch.accelerator.current_stream(device)
-    return [
-        *(gradients.side_stream(device, turn) for turn in range(TURNS)),
-        duplex._second_stream(device),
-        arrivals.parameter_stream(device),
-        arrivals.filling_stream(device),
-        ahead._side_stream(device),
-        *(isolated._stream(device, number, here) for number in range(1, ISOLATED + 1)),
-    ]
+    return [*kept_streams(device), *(isolated._stream(device, number, here) for number in range(1, ISOLATED + 1))]
+
+
+def kept_streams(device: torch.device) -> list[torch.Stream]:
+    """The streams for all purposes, each once."""
+    turns = [(purpose, turn) for purpose, streams in kept._STREAMS.items() for turn in range(len(streams))]
+    return [*dict.fromkeys(kept.kept_stream(device, purpose, turn) for purpose, turn in turns)]
 
 
 def spare_stream(device: torch.device, *others: torch.Stream) -> torch.Stream:

@@ -23,6 +23,7 @@ from torch import Tensor
 from dataparallel.environment import says_no
 from dataparallel.forks import in_forked_child
 from dataparallel.streams.current import streams_set
+from dataparallel.streams.kept import kept_stream
 
 __all__ = ["VARIABLE", "Pair", "check_all", "forget", "is_on", "trusted"]
 
@@ -35,7 +36,6 @@ CHECKED_BYTES = 2**18
 
 _lock = threading.Lock()  # held by the thread that checks; other threads wait for its answer
 _answers: dict[Pair, bool] = {}
-_streams: dict[torch.device, torch.Stream] = {}  # used with the lock held
 
 
 def check_all(devices: Sequence[torch.device]) -> dict[Pair, bool]:
@@ -95,7 +95,7 @@ def _arrives_unharmed(source: torch.device, target: torch.device) -> bool:
     data = torch.frombuffer(bytearray(os.urandom(CHECKED_BYTES)), dtype=torch.int64)
     # On separate streams, so that the blocking copies from and to the host wait for no other work. torch orders the
     # copy between the devices against both streams.
-    with streams_set({device: _stream(device) for device in (source, target)}):
+    with streams_set({device: kept_stream(device, "peers are checked") for device in (source, target)}):
         sent = data.to(source)
         # Every byte is wrong beforehand, so that a byte that does not arrive is noticed.
         arrived = data.bitwise_not().to(target)
@@ -103,16 +103,9 @@ def _arrives_unharmed(source: torch.device, target: torch.device) -> bool:
         return torch.equal(arrived.cpu(), data)
 
 
-def _stream(device: torch.device) -> torch.Stream:
-    if device not in _streams:
-        _streams[device] = torch.Stream(device)
-    return _streams[device]
-
-
 @in_forked_child
 def forget() -> None:
-    """Forgets all answers. In a forked child a thread of the parent may have held the lock; the streams are its."""
+    """Forgets all answers. In a forked child a thread of the parent may have held the lock."""
     global _lock
     _lock = threading.Lock()
     _answers.clear()
-    _streams.clear()

@@ -30,21 +30,10 @@ __all__ = [
     "GivenEvents",
     "TimedEvent",
     "current_streams",
-    "kept_stream",
     "make_current",
     "streams_joined",
     "streams_set",
 ]
-
-_kept: dict[tuple[torch.device, str, int], torch.Stream] = {}
-
-
-def kept_stream(device: torch.device, purpose: str, number: int = 0) -> torch.Stream:
-    """A stream of an accelerator that the library keeps for the whole process. Threads that ask get the same one."""
-    key = device, purpose, number
-    if key not in _kept:
-        _kept.setdefault(key, torch.Stream(device))
-    return _kept[key]
 
 
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:

@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.streams.current import Event, kept_stream, make_current
+from dataparallel.streams.current import Event, make_current
 from dataparallel.streams.isolated import run_apart
+from dataparallel.streams.kept import kept_stream
 from dataparallel.streams.nodes import memory_of
 
 __all__ = ["GradientStreams", "Made", "side_stream"]
@@ -47,17 +48,14 @@ _BUCKETS_HELD = 2
 """How many buckets have their flat buffers held. When one more bucket has been launched, the computing streams wait for
 the oldest bucket's sum, except on the root, and its buffers are freed."""
 
-_TURNS = 4
-"""How many side streams each device has. A sum ends at the root, so on one stream the next one would begin there only
-when it has ended, although most links are free by then."""
-
 
 def side_stream(device: torch.device, bucket: int = 0) -> torch.Stream:
     """The stream of an accelerator on which a bucket's gradients travel; ``bucket`` is its number, from 0 on.
 
-    Buckets take turns on a few streams.
+    Buckets take turns on a few streams: a sum ends at the root, so on one stream the next one would begin there only
+    when it has ended, although most links are free by then.
     """
-    return kept_stream(device, "gradients", bucket % _TURNS)
+    return kept_stream(device, "gradients", bucket)
 
 
 class Made:

@@ -1,10 +1,10 @@
 """The streams on which shards and gradients travel, for one tree of units.
 
-Each slot computes on the stream that is current when it is called. The rest are kept for the whole process:
+Each slot computes on the stream that is current when it is called. The rest are kept for the whole process
+(``streams.kept`` says which of them are one):
 
 - ``receiving[i]``, on slot i's device: pulls of slot i end there. Memory that it receives into belongs to it.
-- ``pulling(i)``, on each owner's device: pulls of slot i begin there. It is a stream of its own for each slot, so a
-  slot that lags does not hold up the pulls of others.
+- ``pulling(i)``, on each owner's device: pulls of slot i begin there, on one of a few streams that slots take in turn.
 - ``adding``, for each device: gradients arrive, are added, and leave there.
 - ``meeting``, on the first slot's device, for each purpose: events of all devices become one event there (`meet`).
 
@@ -21,7 +21,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from dataparallel.devices import CPU
-from dataparallel.streams.current import Event, current_streams, kept_stream
+from dataparallel.streams.current import Event, current_streams
+from dataparallel.streams.kept import kept_stream
 
 __all__ = ["Lines", "wait_for"]
 
@@ -35,9 +36,9 @@ class Lines:
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self.slots = list(slots)
         self.receiving = [_kept(device, "gathers", i) for i, device in enumerate(slots)]
-        self.adding = {d: s for d in {*slots} if (s := _kept(d, "sums", 0)) is not None}
-        self.casting = {d: s for d in {*slots} if (s := _kept(d, "shards are cast", 0)) is not None}
-        self.meeting = {purpose: _kept(slots[0], f"{purpose} meet", 0) for purpose in get_args(Purpose)}
+        self.adding = {d: s for d in {*slots} if (s := _kept(d, "sums")) is not None}
+        self.casting = {d: s for d in {*slots} if (s := _kept(d, "shards are cast")) is not None}
+        self.meeting = {purpose: _kept(slots[0], f"{purpose} meet") for purpose in get_args(Purpose)}
         self._pulling = self._from_all("shards leave", self.receiving)
 
     def pulling(self, slot: int) -> Mapping[torch.device, torch.Stream]:
@@ -78,5 +79,5 @@ def wait_for(events: Iterable[Event], streams: Iterable[torch.Stream]) -> None:
             event.make_wait(stream)
 
 
-def _kept(device: torch.device, purpose: str, number: int) -> torch.Stream | None:
+def _kept(device: torch.device, purpose: str, number: int = 0) -> torch.Stream | None:
     return None if device == CPU else kept_stream(device, purpose, number)

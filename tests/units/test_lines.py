@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dataparallel.streams import current
+from dataparallel.streams import kept
 from dataparallel.streams.current import Event, current_streams, streams_set
 from dataparallel.units.lines import Lines, wait_for
 
@@ -13,15 +13,14 @@ class TestOnAccelerators:
     @pytest.fixture(autouse=True)
     def distinct_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """torch gives out the same 32 streams again and again: older ones may be one stream."""
-        monkeypatch.setattr(current, "_kept", {})
+        monkeypatch.setattr(kept, "_kept", {})
 
-    def test_no_stream_is_used_for_two_purposes(self, slots):
+    def test_what_ends_on_a_device_has_streams_of_its_own(self, slots):
         lines = Lines(slots)
-        used = [*lines.receiving, *lines.adding.values(), *lines.meeting.values(), *lines.casting.values()]
-        for slot, device in enumerate(slots):
-            used += [stream for other, stream in lines.pulling(slot).items() if other != device]
-        used += current_streams(slots).values()
+        used = [*lines.receiving, *lines.adding.values(), *lines.casting.values(), *current_streams(slots).values()]
         assert len({(stream.device, stream.stream_id) for stream in used}) == len(used)
+        leaving = [s for slot in range(len(slots)) for d, s in lines.pulling(slot).items() if d != slots[slot]]
+        assert not {*leaving} & {*used}
 
     def test_a_slot_receives_on_its_device_and_shards_leave_on_all_others(self, slots):
         lines = Lines(slots)
@@ -43,10 +42,19 @@ class TestOnAccelerators:
                 tensor.add_(1)  # the clocks see it
         wait_for([Event(stream) for stream in lines.receiving], lines.adding.values())
 
-    def test_slots_on_one_device_have_streams_of_their_own(self, root):
+    def test_slots_on_one_device_share_streams(self, root):
         lines = Lines([root, root])
-        assert lines.receiving[0] != lines.receiving[1]
+        assert lines.receiving[0] == lines.receiving[1]
         assert lines.pulling(1) == {root: lines.receiving[1]}
+
+    @pytest.mark.slots(8)
+    def test_there_are_few_for_any_number_of_slots(self, slots):
+        for lines in (Lines(slots), Lines([*slots, *slots])):
+            used = {*lines.receiving, *lines.adding.values(), *lines.meeting.values(), *lines.casting.values()}
+            for slot in range(len(lines.slots)):
+                used.update(lines.pulling(slot).values())
+            for device in slots:
+                assert sum(1 for stream in used if stream.device == device) <= 8
 
     def test_are_kept_for_all_trees(self, slots):
         assert Lines(slots).receiving == Lines(slots).receiving
