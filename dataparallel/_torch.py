@@ -188,6 +188,44 @@ def group_timeout(group: Any, device: torch.device) -> timedelta:
     return timeout
 
 
+_gather_full_state = _private(
+    "torch.distributed._state_dict_utils._gather_state_dict",
+    "make a full state from a sharded one in torch.distributed.checkpoint",
+    False,
+    "get_model_state_dict(full_state_dict=True) returns sharded tensors: use fully_shard.full_state_dict",
+)
+_distribute_full_state = _private(
+    "torch.distributed._state_dict_utils._distribute_state_dict",
+    "divide a full state in torch.distributed.checkpoint",
+    False,
+    "set_model_state_dict puts whole tensors of a full state on one device before they are divided",
+)
+
+
+def wrap_full_states(gather: Callable[[F], F], distribute: Callable[[F], F]) -> None:
+    """Has ``torch.distributed.checkpoint.state_dict`` call what these make of its functions for full states.
+
+    It takes them from another module of torch when it is imported, which may have happened.
+    """
+    modules = [sys.modules.get(f"torch.distributed.{name}") for name in ("_state_dict_utils", "checkpoint.state_dict")]
+    for name, original, wrap in (
+        ("_gather_state_dict", _gather_full_state, gather),
+        ("_distribute_state_dict", _distribute_full_state, distribute),
+    ):
+        for module in modules:
+            if module is not None and original and getattr(module, name, None) is original:
+                setattr(module, name, wrap(original))  # type: ignore[arg-type]
+
+
+def stages_for_a_checkpoint() -> bool:
+    """True if the caller's caller is ``async_save``, which copies tensors to host memory.
+
+    It does so by their storage, unless ``data_ptr()`` is 0, as it is for a ``DTensor``.
+    """
+    caller = sys._getframe(2).f_globals.get("__name__")
+    return caller in ("torch.distributed.checkpoint._state_dict_stager", "torch.distributed._state_dict_utils")
+
+
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:

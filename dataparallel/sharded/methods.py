@@ -100,7 +100,6 @@ REFUSED = (
     "storage",
     "untyped_storage",
     "_typed_storage",
-    "data_ptr",
     "share_memory_",
     "apply_",
     "map_",
@@ -131,9 +130,21 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return method
 
 
+_refuse_data_ptr = _refusing("data_ptr")
+
+
+def data_ptr(self: Tensor) -> int:
+    """Raises, except where torch takes 0 for a tensor that has no storage to copy.
+
+    Others would take all sharded tensors for one, if all had the address 0.
+    """
+    return 0 if _torch.stages_for_a_checkpoint() else _refuse_data_ptr(self)
+
+
 METHODS: dict[str, Any] = {
     f"__{name}__": _method(f"__{name}__", function) for name, function in (FORWARD | REFLECTED | IN_PLACE).items()
 }
 """The methods by name."""
 METHODS.update({name: _refusing(name) for name in REFUSED})
+METHODS["data_ptr"] = data_ptr
 METHODS["__hash__"] = Tensor.__hash__  # a class that has __eq__ has no hash otherwise

@@ -22,7 +22,7 @@ from dataparallel.sharded.across import from_first, local_shapes, rows_of_all
 from dataparallel.sharded.owners import Over
 from dataparallel.sharded.placements import Division, rows_of
 
-__all__ = ["copy_parts", "empty_parts", "join", "move", "split_into", "the_value"]
+__all__ = ["copy_parts", "empty_parts", "join", "move", "split_into", "starts_of_parts", "the_value"]
 
 
 def empty_parts(
@@ -121,8 +121,8 @@ def copy_parts(
     if of_over is not None and not isinstance(of, Replicate):
         split_into(targets, to, join(sources, of, shape, targets[0].device, of_over), non_blocking, to_over)
         return
-    starts = _starts(shape, to, len(targets), to_over)
-    source_starts = _starts(shape, of, len(sources))
+    starts = starts_of_parts(shape, to, len(targets), to_over)
+    source_starts = starts_of_parts(shape, of, len(sources))
     for target, start in zip(targets, starts, strict=True):
         if not target.numel():
             continue
@@ -149,7 +149,7 @@ def _copy_common(
     move(target, source, non_blocking)
 
 
-def _starts(shape: Sequence[int], placement: Division, parts: int, over: Over | None = None) -> list[list[int]]:
+def starts_of_parts(shape: Sequence[int], placement: Division, parts: int, over: Over | None = None) -> list[list[int]]:
     """Where in the whole each part begins."""
     starts = [[0] * len(shape) for _ in range(parts)]
     if shape and not isinstance(placement, Replicate):

@@ -24,7 +24,7 @@ from dataparallel.sharded.owners import Over, after_loading, over_of
 from dataparallel.sharded.parts import copy_parts, empty_parts, join, move, split_into
 from dataparallel.sharded.placements import Division, Rows
 
-__all__ = ["ShardedTensor", "divided_beside", "divided_like", "fill_parts", "is_divided_alike"]
+__all__ = ["ShardedTensor", "distributed_as", "divided_beside", "divided_like", "fill_parts", "is_divided_alike"]
 
 _OWN = {"_shards", "_placement", "_devices", "_zeroed"}
 # torch's own, which the class overrides. Type checkers take them for the values.
@@ -301,6 +301,15 @@ def divided_beside(tensor: Tensor, like: ShardedTensor, placement: Division) -> 
     parts = empty_parts(tensor.shape, placement, places, tensor.dtype, like.over)
     fill_parts(parts, placement, tensor, like.over)
     return ShardedTensor(parts, placement, tensor.shape, like._devices)
+
+
+def distributed_as(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:
+    """As `divided_like`, but with parts on the owners if those of ``like`` have no memory."""
+    if not like.is_meta:
+        return divided_like(tensor, like)
+    parts = empty_parts(like.shape, like._placement, like._devices, tensor.dtype, like.over)
+    fill_parts(parts, like._placement, tensor, like.over)
+    return ShardedTensor(parts, like._placement, like.shape, like._devices)
 
 
 def rebuild(
