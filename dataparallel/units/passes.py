@@ -6,10 +6,12 @@ reentrant checkpoint, belongs to that. So do passes of several threads at a time
 and it lasts until all of them have ended.
 
 Slots may not run far ahead of each other: gradients of a fast slot would pile up until the slowest has delivered its
-own. A slot that has delivered more than another one stops before its next unit (`BackwardPass.wait_for_others`). The
-slot that has delivered least never stops. It may be done, though, or need what the thread of a slot that waits is to
-compute. So a slot that has seen no other move for `_PATIENCE` seconds waits no more until the slot behind has delivered
-something: waiting saves memory and is not needed for correct results.
+own. A slot stops before its next unit while too many of its gradients wait for another slot
+(`BackwardPass.wait_for_others`). That is so for units which the other slot will deliver: not for those that its forward
+has skipped, nor for those that its backward has passed. A slot for which all others wait never stops. It may need,
+though, what the thread of a slot that waits is to compute. So a slot that has seen no other move for `_PATIENCE`
+seconds waits no more until a slot behind has delivered something: waiting saves memory and is not needed for correct
+results.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _PATIENCE = 0.25
 """Seconds. A slot moves when the backward of a unit begins there and when its gradients are there."""
 
 _MAY_WAIT_BYTES = 2**20
-"""So many bytes of gradients a slot may have delivered more than another before it stops."""
+"""So many bytes of a slot's gradients may wait for another slot before it stops."""
 
 
 class BackwardPass:
@@ -77,8 +79,13 @@ class BackwardPass:
         self.is_recorded = False
         self._tasks: set[int] = set()
         self._changed = threading.Condition()
-        self._delivered: defaultdict[int, int] = defaultdict(int)  # bytes of each slot
-        self._gave_up_at: dict[int, int] = {}  # what the slot behind had delivered when a slot gave up
+        self._missing: defaultdict[int, set[Unit]] = defaultdict(set)  # units that each slot will deliver
+        # For two slots the units of the first whose gradients wait for the second, and their bytes.
+        self._waiting: defaultdict[tuple[int, int], dict[Unit, int]] = defaultdict(dict)
+        # The orders of the forwards of this pass, by `id`, and from where on each slot has passed the units.
+        self._orders: dict[int, tuple[Sequence[Sequence[Unit]], list[int]]] = {}
+        self._deliveries: defaultdict[int, int] = defaultdict(int)  # how many of each slot
+        self._gave_up_at: dict[int, int] = {}  # what the slot furthest behind had delivered when a slot gave up
         self._movements = 0
         self._is_over = False
 
@@ -115,29 +122,59 @@ class BackwardPass:
         """True if the engine's task that runs now has joined the pass."""
         return _torch.current_graph_task_id() in self._tasks
 
-    def delivered(self, slot: int, number_of_bytes: int) -> None:
+    def delivered(self, slot: int, unit: Unit, number_of_bytes: int) -> None:
         """A slot has delivered a unit's gradients, which may wait for those of other slots."""
         with self._changed:
-            self._delivered[slot] += number_of_bytes
+            for other in range(self.sums.slots):
+                if other != slot and unit in self._missing[other]:
+                    self._waiting[slot, other][unit] = number_of_bytes
+            self._deliveries[slot] += 1
+            self._no_more(slot, unit)
             self._moved()
 
-    def wait_for_others(self, slot: int) -> None:
-        """Waits while another slot has delivered less, if each slot's backward has a thread of its own."""
+    def begins(self, slot: int, position: int, order: Sequence[Sequence[Unit]]) -> None:
+        """The backward of a unit begins on a slot.
+
+        ``order``: for each slot the units of a forward, in the order in which they ended. ``position``: of this one.
+        Units that ended later and have not begun are not reached: the slot has passed them.
+        """
         if not self._have_own_threads:
             return
         with self._changed:
+            if id(order) not in self._orders:
+                self._orders[id(order)] = order, [*map(len, order)]
+                for each, units in enumerate(order):
+                    self._missing[each].update(units)
+            _, passed = self._orders[id(order)]
+            for unit in order[slot][position + 1 : passed[slot]]:
+                self._no_more(slot, unit)
+            passed[slot] = min(position, passed[slot])
             self._moved()
-            while self._is_ahead(slot) and self._gave_up_at.get(slot) != self._least() and not self._is_over:
+
+    def _no_more(self, slot: int, unit: Unit) -> None:
+        """Gradients of this unit on other slots do not wait for this slot, or do so no longer."""
+        self._missing[slot].discard(unit)
+        for other in range(self.sums.slots):
+            self._waiting[other, slot].pop(unit, None)
+
+    def wait_for_others(self, slot: int) -> None:
+        """Waits while gradients of this slot wait for another, if each slot's backward has a thread of its own."""
+        if not self._have_own_threads:
+            return
+        with self._changed:
+            while (behind := self._behind(slot)) and not self._is_over:
+                least = min(self._deliveries[other] for other in behind)
+                if self._gave_up_at.get(slot) == least:
+                    break
                 before = self._movements
                 self._changed.wait(_PATIENCE)
                 if self._movements == before:
-                    self._gave_up_at[slot] = self._least()
+                    self._gave_up_at[slot] = least
 
-    def _is_ahead(self, slot: int) -> bool:
-        return self._delivered[slot] - self._least() > _MAY_WAIT_BYTES
-
-    def _least(self) -> int:
-        return min(self._delivered[slot] for slot in range(self.sums.slots))
+    def _behind(self, slot: int) -> list[int]:
+        """The slots for which many of this slot's gradients wait."""
+        others = range(self.sums.slots)
+        return [other for other in others if sum(self._waiting[slot, other].values()) > _MAY_WAIT_BYTES]
 
     def _moved(self) -> None:
         self._movements += 1

@@ -201,7 +201,7 @@ class Tree:
         assert call is not None
         running = self._joined_pass(call, only_if_alone=True)
         if unit.gradients.deliver(slot, grads, running.sums) is not None:
-            running.delivered(slot, unit.gradients.full_bytes)
+            running.delivered(slot, unit, unit.gradients.full_bytes)
 
     def _pass_ended(self, ended: BackwardPass, has_failed: bool) -> None:
         with self._changed:
@@ -313,6 +313,7 @@ class ForwardCall:
         """The backward of a unit that ended at this position comes next. Starts those that come after it."""
         unit = self._unit_of(on_slot)
         unit.deliver = self._tree.deliver
+        running.begins(on_slot.slot, position, self._ended)
         running.wait_for_others(on_slot.slot)
         if unit.unshard_in_backward:
             on_slot.make_full(self.ready)

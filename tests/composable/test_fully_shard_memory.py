@@ -18,6 +18,7 @@ from dataparallel.units import passes
 from dataparallel.units.full_buffer import FullBuffer
 from dataparallel.units.gradients import UnitGradients
 from dataparallel.units.on_slot import UnitOnSlot
+from dataparallel.units.passes import BackwardPass
 from dataparallel.units.sums import UnitSums
 from memory import allocated, nbytes
 from sharded_steps import no_sync, sharded
@@ -275,6 +276,38 @@ def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lag
     }[way]
     for _ in range(3):
         assert max(peaks_of_backward(training, before, quietly)) <= most
+
+
+class SkipsBlocks(Deep):
+    """One slot skips some blocks, as a draw may have it."""
+
+    skipped: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if x.device.index != 1 or number not in self.skipped:
+                x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.slots(4)
+@pytest.mark.parametrize("skipped", [(2, 3), (0, 1), (4, 5), (0, 2, 5)], ids=str)
+def test_nobody_waits_for_a_slot_that_skips_blocks(skipped, slots, root, monkeypatch):
+    """It has no gradients of them that could come."""
+    monkeypatch.setattr(passes, "_PATIENCE", 3.0)
+    gave_up: list[int] = []
+    end = BackwardPass.end
+
+    def ended(self: BackwardPass, *args: Any, **kwargs: Any) -> None:
+        gave_up.extend(self._gave_up_at)
+        end(self, *args, **kwargs)
+
+    monkeypatch.setattr(BackwardPass, "end", ended)
+    model = sharded(SkipsBlocks(BLOCKS).to(root), slots)
+    model.skipped = skipped
+    for _ in range(2):
+        model(torch.randn(2 * SAMPLES * len(slots), WIDTH, device=root)).square().mean().backward()
+    assert not gave_up
 
 
 @pytest.mark.slots(8)

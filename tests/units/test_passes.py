@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -202,6 +202,19 @@ def assert_ends(thread: threading.Thread) -> None:
 
 MUCH = 2**21
 LONG = 3600.0
+UNITS: list[Any] = ["a", "b", "c", "d"]
+"""In the order of their forward, on each slot."""
+
+
+def delivers(running: BackwardPass, slot: int, units: str, size: int = MUCH) -> None:
+    for unit in units:
+        running.delivered(slot, cast("Any", unit), size)
+
+
+def begins(running: BackwardPass, order: list[list[Any]]) -> None:
+    """The last unit's backward begins on each slot."""
+    for slot, units in enumerate(order):
+        running.begins(slot, len(units) - 1, order)
 
 
 @pytest.mark.devices("sim")
@@ -211,86 +224,123 @@ class TestASlotThatIsAhead:
         """Whoever is not woken hangs."""
         monkeypatch.setattr(passes, "_PATIENCE", LONG)
 
-    def test_waits_until_the_others_have_delivered(self, running):
-        running.delivered(0, MUCH)
+    @pytest.fixture
+    def order(self, running: BackwardPass) -> list[list[Any]]:
+        order = [UNITS] * 3
+        begins(running, order)
+        return order
+
+    def test_waits_until_the_others_have_delivered(self, running, order):
+        delivers(running, 0, "d")
         thread = waits(running, 0)
-        running.delivered(1, MUCH)
+        delivers(running, 1, "d")
         assert thread.is_alive()
-        running.delivered(2, MUCH)
+        delivers(running, 2, "d")
         assert_ends(thread)
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_is_woken_by_a_failure(self, running):
-        running.delivered(0, MUCH)
+    def test_is_woken_by_a_failure(self, running, order):
+        delivers(running, 0, "d")
         thread = waits(running, 0)
         with pytest.raises(ValueError, match="in backward"):
             in_backward(running.join, fail)
         assert_ends(thread)
 
-    def test_is_woken_by_the_end(self, running):
-        running.delivered(0, MUCH)
+    def test_is_woken_by_the_end(self, running, order):
+        delivers(running, 0, "d")
         thread = waits(running, 0)
         in_backward(running.join)
         assert_ends(thread)
 
-    def test_does_not_wait_for_a_few_bytes(self, running):
-        running.delivered(0, 1000)
+    def test_does_not_wait_for_a_few_bytes(self, running, order):
+        delivers(running, 0, "d", size=1000)
         running.wait_for_others(0)
 
-    def test_the_others_do_not_wait(self, running):
-        running.delivered(0, MUCH)
+    def test_the_others_do_not_wait(self, running, order):
+        delivers(running, 0, "d")
         running.wait_for_others(1)
 
-    def test_gives_up_if_nothing_moves(self, running, monkeypatch):
+    def test_gives_up_if_nothing_moves(self, running, order, monkeypatch):
         monkeypatch.setattr(passes, "_PATIENCE", 0.01)
-        running.delivered(0, MUCH)
+        delivers(running, 0, "d")
         running.wait_for_others(0)
 
-    def test_waits_on_after_a_movement_that_does_not_help(self, running):
-        """All others have delivered; this slot is still ahead with a unit that is larger."""
-        running.delivered(0, 3 * MUCH)
+    def test_waits_on_after_a_movement_that_does_not_help(self, running, order):
+        """All others have delivered something; this slot is still ahead."""
+        delivers(running, 0, "dcb")
         thread = waits(running, 0)
-        for _ in range(2):
-            running.delivered(1, MUCH)
-            running.delivered(2, MUCH)
+        for unit in "dc":
+            delivers(running, 1, unit)
+            delivers(running, 2, unit)
             assert thread.is_alive()
-        running.delivered(1, MUCH)
-        running.delivered(2, MUCH)
+        delivers(running, 1, "b")
+        delivers(running, 2, "b")
         assert_ends(thread)
 
-    def test_is_patient_while_another_slot_moves(self, running, monkeypatch):
+    def test_is_patient_while_another_slot_moves(self, running, order, monkeypatch):
         monkeypatch.setattr(passes, "_PATIENCE", 1.0)
-        running.delivered(0, MUCH)
+        delivers(running, 0, "d")
         thread = waits(running, 0)
         for _ in range(15):
             thread.join(0.1)
-            running.wait_for_others(1)  # a unit begins
+            running.begins(1, 3, order)
         assert thread.is_alive()
         for slot in (1, 2):
-            running.delivered(slot, MUCH)
+            delivers(running, slot, "d")
         assert_ends(thread)
 
-    def test_that_has_given_up_waits_again_when_the_slot_behind_has_delivered(self, running, monkeypatch):
+    def test_that_has_given_up_waits_again_when_the_slot_behind_has_delivered(self, running, order, monkeypatch):
         monkeypatch.setattr(passes, "_PATIENCE", 0.01)
-        running.delivered(0, MUCH)
+        delivers(running, 0, "d")
         running.wait_for_others(0)
         monkeypatch.setattr(passes, "_PATIENCE", LONG)
-        running.delivered(0, 2 * MUCH)
+        delivers(running, 0, "c")
         running.wait_for_others(0)
-        running.delivered(1, MUCH)
+        delivers(running, 1, "d")
         running.wait_for_others(0)  # slot 2 has not moved
-        running.delivered(2, MUCH)
+        delivers(running, 2, "d")
         thread = waits(running, 0)
         for slot in (1, 2):
-            running.delivered(slot, 2 * MUCH)
+            delivers(running, slot, "c")
         assert_ends(thread)
+
+    def test_does_not_wait_for_what_others_have_skipped(self, running):
+        begins(running, [UNITS, ["a", "d"], ["d"]])
+        for slot in range(3):
+            delivers(running, slot, "d")
+        delivers(running, 1, "a")
+        delivers(running, 0, "cb")
+        running.wait_for_others(0)
+        thread = waits(running, 1)
+        delivers(running, 0, "a")
+        assert_ends(thread)
+
+    def test_does_not_wait_for_what_the_backward_of_others_has_passed(self, running, order):
+        """Their graphs do not lead there."""
+        delivers(running, 0, "dcb")
+        thread = waits(running, 0)
+        running.begins(1, 0, order)
+        delivers(running, 1, "d")
+        assert thread.is_alive()
+        running.begins(2, 0, order)
+        delivers(running, 2, "d")
+        assert_ends(thread)
+
+    def test_does_not_wait_for_branches_that_others_take_in_another_order(self, running, order):
+        for slot in (1, 2):
+            running.begins(slot, 0, order)
+            delivers(running, slot, "da")
+            running.begins(slot, 1, order)
+        delivers(running, 0, "dba")
+        running.wait_for_others(0)
 
     @pytest.mark.parametrize("count", [2])
     def test_does_not_wait_for_a_slot_on_its_own_device(self, ended, slots, count):
         """One thread of the engine runs the backward of both."""
         devices = [slots[0]] * count
         running = BackwardPass([], devices, current_streams(devices), lambda computing: None, ended.pass_ended)
-        running.delivered(0, MUCH)
+        begins(running, [UNITS] * count)
+        delivers(running, 0, "d")
         running.wait_for_others(0)
 
 
