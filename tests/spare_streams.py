@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from dataparallel.streams import isolated, kept
+from dataparallel.streams import current, isolated
 
 ISOLATED = 7  # on each device, for eight slots
 
@@ -30,8 +30,8 @@ def library_streams(device: torch.device) -> list[torch.Stream]:
 
 def kept_streams(device: torch.device) -> list[torch.Stream]:
     """The streams for all purposes, each once."""
-    turns = [(purpose, turn) for purpose, streams in kept._STREAMS.items() for turn in range(len(streams))]
-    return [*dict.fromkeys(kept.kept_stream(device, purpose, turn) for purpose, turn in turns)]
+    turns = [(purpose, turn) for purpose, streams in current._STREAMS.items() for turn in range(len(streams))]
+    return [*dict.fromkeys(current.kept_stream(device, purpose, turn) for purpose, turn in turns)]
 
 
 def spare_stream(device: torch.device, *others: torch.Stream) -> torch.Stream:

@@ -23,8 +23,7 @@ from contextlib import contextmanager
 import torch
 
 from dataparallel.devices import current_device_set
-from dataparallel.streams.current import current_streams
-from dataparallel.streams.kept import kept_stream
+from dataparallel.streams.current import current_streams, kept_stream
 
 __all__ = ["TwoStreams", "two_streams"]
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from dataparallel.environment import says_no
 from dataparallel.forks import in_forked_child
-from dataparallel.streams.current import streams_set
-from dataparallel.streams.kept import kept_stream
+from dataparallel.streams.current import kept_stream, streams_set
 
 __all__ = ["VARIABLE", "Pair", "check_all", "forget", "is_on", "trusted"]
 

@@ -25,8 +25,7 @@ from dataparallel._torch import current_stream_at
 from dataparallel.composable.after_slots import BucketSum
 from dataparallel.composable.comm_hooks import CommHook, GradBucket, wait_for
 from dataparallel.devices import current_device_set
-from dataparallel.streams.current import Event, streams_set
-from dataparallel.streams.kept import kept_stream
+from dataparallel.streams.current import Event, kept_stream, streams_set
 
 __all__ = ["Called", "HookedSums"]
 

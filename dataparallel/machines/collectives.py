@@ -29,8 +29,7 @@ from dataparallel.machines.backend import Group
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.staging import Staged, stage
 from dataparallel.machines.waiting import Check, wait_for
-from dataparallel.streams.current import streams_set
-from dataparallel.streams.kept import kept_stream
+from dataparallel.streams.current import kept_stream, streams_set
 
 __all__ = [
     "Operator",

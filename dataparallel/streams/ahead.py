@@ -43,8 +43,7 @@ from dataparallel.comm.host import can_pin
 from dataparallel.comm.sent import note
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
-from dataparallel.streams.current import Event, current_streams, streams_set
-from dataparallel.streams.kept import kept_stream
+from dataparallel.streams.current import Event, current_streams, kept_stream, streams_set
 
 __all__ = ["HostReads", "Sender", "SentBatch", "SentTensor", "can_be_sent", "copied_at_once", "take_sent_chunks"]
 

@@ -41,9 +41,8 @@ from dataparallel import _torch
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.environment import says_no
-from dataparallel.streams.current import Event, current_streams, streams_set
+from dataparallel.streams.current import Event, current_streams, kept_stream, streams_set
 from dataparallel.streams.isolated import run_apart
-from dataparallel.streams.kept import kept_stream
 
 __all__ = ["Arrival", "Arrivals", "Expected", "LateCopies", "arrivals_for", "parameter_stream"]
 

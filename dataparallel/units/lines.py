@@ -1,7 +1,7 @@
 """The streams on which shards and gradients travel, for one tree of units.
 
 Each slot computes on the stream that is current when it is called. The rest are kept for the whole process
-(``streams.kept`` says which of them are one):
+(``streams.current`` says which of them are one):
 
 - ``receiving[i]``, on slot i's device: pulls of slot i end there. Memory that it receives into belongs to it.
 - ``pulling(i)``, on each owner's device: pulls of slot i begin there, on one of a few streams that slots take in turn.
@@ -21,8 +21,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from dataparallel.devices import CPU
-from dataparallel.streams.current import Event, current_streams
-from dataparallel.streams.kept import kept_stream
+from dataparallel.streams.current import Event, current_streams, kept_stream
 
 __all__ = ["Lines", "wait_for"]
 

@@ -1,11 +1,15 @@
 """A sharded model may be called on any streams, and its backward on others than its forward."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from dataparallel.composable import fully_shard
+from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.streams.current import streams_joined
+from dataparallel.units.full_buffer import FullBuffer
+from dataparallel.units.tree import ForwardCall
 
 
 @pytest.mark.devices("sim")
@@ -105,6 +109,51 @@ def test_a_hook_on_one_gradient_may_write_all_parameters(slots, root, width):
     for _ in range(2):
         model(torch.randn(6, width, device=root)).square().mean().backward()
         torch.sim.check_clocks()
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.slots(2)
+def test_after_a_call_that_failed_parameters_are_written_when_they_have_been_cast(slots, root, monkeypatch):
+    """A device has no room for what it would receive: no pull says when the casts have read the shards."""
+
+    def pull(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(nn.Linear(256, 256).to(root), devices=slots, mp_policy=policy)
+    monkeypatch.setattr(FullBuffer, "pull", pull)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        model(torch.randn(6, 256, device=root))
+    halve(model)
+    torch.sim.check_clocks()
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.not_isolated("distinct devices")
+def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots, root, monkeypatch):
+    """The next delivery waits for these sums, and links serve copies in the order of their launches."""
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]).to(root)
+    for layer in model:
+        fully_shard(layer, devices=slots)
+    fully_shard(model, devices=slots)
+    made: list[bool] = []
+    begins = ForwardCall.backward_begins
+
+    def noted(call: ForwardCall, on_slot: Any, position: int, running: Any) -> None:
+        latest, receiving = running.sums.latest, on_slot._lines.receiving[on_slot.slot]
+        if latest is None:
+            return begins(call, on_slot, position, running)
+        waited: list[torch.Stream] = []
+        make_wait = type(latest).make_wait
+        with monkeypatch.context() as patch:
+            patch.setattr(latest, "make_wait", lambda s: (waited.append(s), make_wait(latest, s)), raising=False)
+            begins(call, on_slot, position, running)
+        made.append(receiving in waited)
+        return None
+
+    monkeypatch.setattr(ForwardCall, "backward_begins", noted)
+    model(torch.randn(6, 256, device=root)).sum().backward()
+    assert any(made)
 
 
 @pytest.mark.devices("sim")

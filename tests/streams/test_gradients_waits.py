@@ -18,7 +18,7 @@ from dataparallel import DataParallel
 from dataparallel.autograd.bucket_gradients import Packing
 from dataparallel.autograd.bucket_nodes import ToSlots
 from dataparallel.composable import replicate
-from dataparallel.streams import isolated, kept
+from dataparallel.streams import current, isolated
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.streams.gradients import side_stream
 from dataparallel.testing import isolated_slots
@@ -61,7 +61,7 @@ def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def distinct_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's streams are new. torch gives out the same few again and again, so older ones may be one stream."""
-    monkeypatch.setattr(kept, "_kept", {})
+    monkeypatch.setattr(current, "_kept", {})
     monkeypatch.setattr(isolated, "_made", {})
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dataparallel.streams import kept
+from dataparallel.streams import current
 from dataparallel.streams.current import Event, current_streams, streams_set
 from dataparallel.units.lines import Lines, wait_for
 
@@ -13,7 +13,7 @@ class TestOnAccelerators:
     @pytest.fixture(autouse=True)
     def distinct_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """torch gives out the same 32 streams again and again: older ones may be one stream."""
-        monkeypatch.setattr(kept, "_kept", {})
+        monkeypatch.setattr(current, "_kept", {})
 
     def test_what_ends_on_a_device_has_streams_of_its_own(self, slots):
         lines = Lines(slots)

@@ -11,8 +11,8 @@ from torch import nn
 import dataparallel
 from dataparallel import DataParallel
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard, replicate
-from dataparallel.streams import kept
-from dataparallel.streams.kept import kept_stream
+from dataparallel.streams import current
+from dataparallel.streams.current import kept_stream
 from spare_streams import kept_streams
 
 PACKAGE = Path(dataparallel.__file__).parent
@@ -23,7 +23,7 @@ class TestOnADevice:
     @pytest.fixture(autouse=True)
     def new_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """torch gives out the same 32 streams again and again: older ones may be one stream."""
-        monkeypatch.setattr(kept, "_kept", {})
+        monkeypatch.setattr(current, "_kept", {})
 
     def test_there_are_eight_for_all_purposes(self, root: torch.device) -> None:
         assert len(kept_streams(root)) == 8
@@ -50,10 +50,8 @@ class TestOnADevice:
 
     def test_a_second_one_is_never_the_one_that_sums_travel_on(self, root: torch.device) -> None:
         """`comm.duplex` adds a second stream to the current one."""
-        current = [
-            kept_stream(root, purpose, turn) for purpose in ("gradients", "gathers", "sums") for turn in range(4)
-        ]
-        assert kept_stream(root, "second of two") not in current
+        others = [kept_stream(root, purpose, turn) for purpose in ("gradients", "gathers", "sums") for turn in range(4)]
+        assert kept_stream(root, "second of two") not in others
 
     @pytest.mark.slots(3, 8)
     @pytest.mark.not_isolated("counts the streams of devices")
@@ -73,7 +71,7 @@ class TestOnADevice:
                     model.zero_grad()
                 torch.sim.check_clocks()
         for device in slots:
-            assert sum(1 for where, _ in kept._kept if where == device) <= 8
+            assert sum(1 for where, _ in current._kept if where == device) <= 8
 
 
 def test_nobody_else_makes_streams() -> None:
@@ -85,4 +83,4 @@ def test_nobody_else_makes_streams() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "Stream"
     }
-    assert found == {"kept.py", "isolated.py", "ahead.py"}
+    assert found == {"current.py", "isolated.py", "ahead.py"}
