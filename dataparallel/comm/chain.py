@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dataparallel.comm.duplex import two_streams
+from dataparallel.comm.duplex import two_streams, two_streams_kept
 from dataparallel.comm.sent import note
 from dataparallel.comm.transport import summed_in
 
@@ -39,10 +39,12 @@ def broadcast(source: Tensor, buffers: Sequence[Tensor], count: int) -> None:
     flats = [source, *buffers]
     pieces = [split(flat, count) for flat in flats]
     devices = [flat.device for flat in flats]
-    with two_streams(devices if len(pieces[0]) > 1 else ()) as streams:
+    with two_streams_kept(devices, opens=len(pieces[0]) > 1) as streams:
+        first = streams.turn
+        streams.turn += len(pieces[0])
         for hop, piece in _wavefront(len(buffers), len(pieces[0])):
-            streams.use(devices[hop], piece % 2 if hop else 0)
-            streams.use(devices[hop + 1], piece % 2)
+            streams.use(devices[hop], (first + piece) % 2 if hop else 0)
+            streams.use(devices[hop + 1], (first + piece) % 2)
             note("chain", pieces[hop][piece], devices[hop + 1])
             pieces[hop + 1][piece].copy_(pieces[hop][piece])
 

@@ -12,7 +12,7 @@ is the latency of a kernel and three accesses to memory for each byte. Broadcast
 - *tree*: a binomial tree. In each step, each device that has the data sends it to one that has not:
   ceil(log2(n)) t(s).
 - *chain*: each device passes piece by piece to the next, and receives a piece while it sends the one before:
-  (n - 2 + k) t(s/k). The next bucket follows after k + 1 steps.
+  (n - 2 + k) t(s/k). The next bucket of a model follows after k steps (``comm.duplex``).
 - *shards*: the root sends to each device another n-th of the data, and then each device sends its part to all others:
   2 (n - 1) t(s/n).
 
@@ -145,7 +145,7 @@ def _broadcast_tree(n: int, s: float, links: Links, k: int) -> _Cost:
 
 def _broadcast_chain(n: int, s: float, links: Links, k: int) -> _Cost:
     step = _copy(links, s / k)
-    return _Cost((n - 2 + k) * step, (k + 1) * step, (n - 1) * k + _waits(n, k), s / k)
+    return _Cost((n - 2 + k) * step, k * step, (n - 1) * k + _waits(n, k), s / k)
 
 
 def _broadcast_shards(n: int, s: float, links: Links, k: int) -> _Cost:

@@ -11,8 +11,9 @@ from tensor_kinds import devices_of, of_many_magnitudes
 from torch import Tensor
 
 from dataparallel.comm import duplex
-from dataparallel.comm.duplex import two_streams
+from dataparallel.comm.duplex import two_streams, two_streams_kept
 from dataparallel.comm.routes import TorchCopies
+from dataparallel.streams.current import streams_set
 from orders import race
 
 pytestmark = [pytest.mark.devices("sim"), pytest.mark.not_isolated("distinct devices")]
@@ -82,6 +83,43 @@ def test_a_chain_streams(everyone: list, monkeypatch: pytest.MonkeyPatch) -> Non
         for _ in range(5):
             broadcast("chain", 4, everyone)
     assert ports.steps == (8 - 2 + 4) + 4 * (4 + 1)
+
+
+@pytest.mark.slots(3, 4, 8)
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4])
+def test_buckets_in_one_block_follow_each_other_without_a_gap(
+    pieces: int, everyone: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first device sends piece after piece."""
+    buckets = [
+        [torch.full((SIZE,), number + i, device=device) for i, device in enumerate(everyone)] for number in (1, 9)
+    ]
+    with Ports(monkeypatch) as ports, two_streams_kept(everyone):
+        for source, *buffers in buckets:
+            TorchCopies("chain", pieces).broadcast_flat(source, buffers)
+    assert ports.steps == (len(everyone) - 2 + pieces) + pieces
+    for source, *buffers in buckets:
+        assert all(torch.equal(buffer.cpu(), source.cpu()) for buffer in buffers)
+
+
+@pytest.mark.slots(4)
+def test_a_block_is_for_its_devices_and_their_current_streams_only(everyone: list) -> None:
+    with two_streams_kept(everyone[:3]) as outer:
+        for stream in outer.of(everyone[0])[:1]:
+            assert stream == torch.accelerator.current_stream(everyone[0])
+        with two_streams_kept(everyone[:2]) as inner:
+            assert inner is outer
+        with two_streams_kept(everyone) as inner:
+            assert inner is not outer
+        other = torch.Stream(everyone[0])
+        with streams_set({everyone[0]: other}), two_streams_kept(everyone[:2]) as inner:
+            assert inner is not outer
+        with two_streams_kept(everyone[:2]) as inner:
+            assert inner is outer
+    with two_streams_kept(everyone[:3]) as later:
+        assert later is not outer
+    with two_streams_kept(everyone, opens=False) as none:
+        assert none.of(everyone[0]) == ()
 
 
 @pytest.mark.slots(8)
