@@ -74,8 +74,9 @@ def timeline(limit: int = 1_000_000, stacks: bool = False) -> Iterator[Timeline]
 
     Recorded are what each launch reads, writes and moves, and what orders it: its stream, the streams and events that
     this stream has waited for, what its host thread has waited for (``synchronize``, ``item``, blocking copies), and
-    threads that were started or joined. A query (``event.query``) is no wait. Not recorded are what a thread learns through locks and queues (the clocks do
-    not know it either), what torch.distributed moves, and what an operator takes from a CPU tensor by itself. Bytes are
+    threads that were started or joined. A query (``event.query``) is no wait. Not recorded are what a thread learns
+    through locks and queues (the clocks do not know it either), what torch.distributed moves, and what an operator
+    takes from a CPU tensor by itself. Bytes are
     elements times item size, for every tensor that an operator reads or writes, without caches. FLOPs are those of
     ``torch.utils.flop_counter``: 0 for operators without a formula. A thread's first launch has 0 seconds of host time,
     unless the thread opened the block or started inside.
