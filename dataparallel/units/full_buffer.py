@@ -56,9 +56,9 @@ class FullBuffer:
         comm.copy_each([rows[i] for i in order], [pieces[i] for i in order])
         self.gathered = made
 
-    def take(self, flat: Tensor, is_matrix: bool = False) -> None:
-        """Takes what has arrived by a joint gather: the matrix, or the parameters as they lie in the full buffer."""
-        self._gathered_as, self.gathered = self.layout if is_matrix else None, flat
+    def take(self, gathered: Tensor, is_matrix: bool = True) -> None:
+        """Takes what has arrived: a matrix, or a copy of the full buffer of another slot."""
+        self._gathered_as, self.gathered = self.layout if is_matrix else None, gathered
 
     def copy_to(self, device: torch.device) -> Tensor:
         """A copy of the full buffer on the device of another slot, for `take` there."""

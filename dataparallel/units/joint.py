@@ -3,10 +3,11 @@
 Where each slot pulls from each owner, N slots launch N * N copies, which takes longer than the copies of few bytes
 themselves. A joint gather takes few launches for each slot. There are two ways:
 
-- Of a unit that is not large, one slot collects the pieces of all owners, and passes the parameters on: 2 N launches.
+- Of a unit that is not large, one slot collects the pieces of all owners, and passes the matrix on: 2 N launches.
 - The slots of a large unit exchange what they have (``comm.all_gather``), so that all links are busy at the same time.
 
-So parameters arrive at slots that have not asked for them. ``units.room`` limits how many. Pieces, the matrix and what
+So parameters arrive at slots that have not asked for them. ``units.room`` limits how many. In backward, where there are
+gradients too, large units are launched by the slot that asks for them last. Pieces, the matrix and what
 arrives belong to the receiving streams of their devices, which are joined by the copies between them. Only
 ``units.on_slot`` takes from here.
 """
@@ -22,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dataparallel import comm
+from dataparallel import _torch, comm
 from dataparallel.comm import settings
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.units.lines import Lines, wait_for
@@ -64,14 +65,12 @@ class Arrived:
     """What a slot takes.
 
     Attributes:
-        flats: for each dtype the gathered matrix, or the parameters in the layout of a full buffer.
-        are_matrices: which of the two.
+        matrices: for each dtype the gathered matrix.
         event: after the copies.
         versions: of the values.
     """
 
-    flats: list[Tensor]
-    are_matrices: bool
+    matrices: list[Tensor]
     event: Event
     versions: list[int]
 
@@ -99,12 +98,13 @@ class JointGathers:
         self._slots = len(slots)
         self._waiting: dict[int, Arrived] = {}  # of the last gather, for slots that have not taken it
         self._are_together = True
+        self._asked: set[int] = set()  # slots that have asked for a large unit in this backward
         self._last_pull: Event | None = None
 
     def renew(self, slots: int) -> None:
         """Drops what waits. The next gathers are for the first few slots."""
         with self._lock:
-            self._slots, self._are_together = slots, True
+            self._slots, self._are_together, self._asked = slots, True, set()
             self._drop()
 
     def take(self, slot: int, ready: Mapping[torch.device, Event], ahead: bool) -> Arrived | bool:
@@ -121,13 +121,13 @@ class JointGathers:
         """
         if not self._are_joint:
             return False
-        found = self._take(slot, ready)
+        found = self._take(slot, ready, ahead)
         if found is not None or ahead:
             return True if found is None else found
         arrived: list[Arrived | bool | None] = []
 
         def has_come() -> bool:
-            arrived[:] = [self._take(slot, ready)]
+            arrived[:] = [self._take(slot, ready, ahead)]
             return arrived[0] is not None
 
         if not self.room.wait(self, has_come):
@@ -135,13 +135,17 @@ class JointGathers:
         assert arrived[0] is not None
         return arrived[0]
 
-    def _take(self, slot: int, ready: Mapping[torch.device, Event]) -> Arrived | bool | None:
-        """`take`, or ``None`` if there is no room."""
+    def _take(self, slot: int, ready: Mapping[torch.device, Event], ahead: bool) -> Arrived | bool | None:
+        """`take`, or ``None`` if there is no room yet."""
         with self._lock:
             if slot >= self._slots or self._slots < 3 or not self._are_together:
                 return False
             if self._waiting and next(iter(self._waiting.values())).versions != self._unit.versions():
                 self._drop()
+            if not self._waiting and self._is_too_early(slot):
+                # Who needs it now cannot wait: backward may need this thread.
+                self._are_together = ahead
+                return None if ahead else False
             if self._waiting:
                 # A slot that comes again before others have come at all, as for a module that is used twice, would
                 # have one gather launched for each slot.
@@ -157,6 +161,17 @@ class JointGathers:
         elif found:
             self.room.took(slot, self)
         return found
+
+    def _is_too_early(self, slot: int) -> bool:
+        """True if other slots are not as far in backward as this one, where they have gradients in memory too.
+
+        A slot that asks for a large unit, most often ahead, has freed the one before the unit that it computes. The
+        first unit of a backward is needed by all, and there are no gradients yet.
+        """
+        if not self.room.is_large(self._unit.full_bytes) or not _torch.is_in_backward():
+            return False
+        self._asked.add(slot)
+        return len(self._asked) < self._slots and self.room.was_taken
 
     def drop(self, slot: int) -> None:
         """What has arrived for the slot is not taken any more. Memory of the receiving streams, which alone use it."""
@@ -185,19 +200,19 @@ class JointGathers:
         versions = self._unit.versions()
         try:
             with torch.no_grad(), streams_set(self._streams):
-                are_matrices = self._are_exchanged()
-                arrived = self._launch(ready, are_matrices)
+                arrived = self._launch(ready)
         except BaseException:
             self.room.give_back(self, self._unit.full_bytes)
             raise
         events = [Event(self._streams[device]) for device in self._lines.slots[: self._slots]]
         for slot, event in enumerate(events):
-            flats = [of_slots[slot] for of_slots in arrived]
-            self._waiting[slot] = Arrived(flats, are_matrices, event, versions)
+            matrices = [of_slots[slot] for of_slots in arrived]
+            self._waiting[slot] = Arrived(matrices, event, versions)
 
-    def _launch(self, ready: Mapping[torch.device, Event], are_matrices: bool) -> list[list[Tensor]]:
+    def _launch(self, ready: Mapping[torch.device, Event]) -> list[list[Tensor]]:
         """Launches the copies on the receiving streams, and returns for each dtype what arrives at each slot."""
         unit, devices = self._unit, self._lines.slots[: self._slots]
+        are_exchanged = self._are_exchanged()
         wait_for({*ready.values()}, self._streams.values())
         arrived: list[list[Tensor]] = []
         for owned in unit.owned:
@@ -206,25 +221,22 @@ class JointGathers:
             try:
                 for device, event in made.items():
                     event.make_wait(self._streams[device])
-                layout, at = owned.layout, devices if are_matrices else [devices[self._here]]
-                matrices = [m.view(layout.owners, -1) for m in self._empty(owned, pieces[0].dtype, at)]
-                if are_matrices:
+                at = devices if are_exchanged else [devices[self._here]]
+                matrices = self._empty(owned, pieces[0].dtype, at)
+                if are_exchanged:
                     comm.all_gather(matrices, pieces)
                 else:
                     comm.copy_each(matrices[0].unbind(), pieces)
             finally:
                 self._last_pull = self._lines.meet("pulls", map(Event, self._streams.values()))
                 source.done([] if self._last_pull is None else [self._last_pull])
-            arrived.append(matrices if are_matrices else self._passed_on(owned, matrices[0], devices))
+            if not are_exchanged:
+                others = [device for slot, device in enumerate(devices) if slot != self._here]
+                received = self._empty(owned, matrices[0].dtype, others)
+                comm.broadcast(matrices[0].view(-1), out=[matrix.view(-1) for matrix in received])
+                matrices = [*received[: self._here], matrices[0], *received[self._here :]]
+            arrived.append(matrices)
         return arrived
-
-    def _passed_on(self, owned: OwnedShards, matrix: Tensor, devices: list[torch.device]) -> list[Tensor]:
-        """The parameters on all slots, of which one has the matrix."""
-        fulls = self._empty(owned, matrix.dtype, devices)
-        with self._named(matrix.device):
-            owned.layout.copy_out(matrix, fulls[self._here])
-        comm.broadcast(fulls[self._here], out=[full for slot, full in enumerate(fulls) if slot != self._here])
-        return fulls
 
     def _are_exchanged(self) -> bool:
         """True if slots exchange what they have, as on the route "shards" each device sends a part to all others."""
@@ -237,11 +249,11 @@ class JointGathers:
         return self.number % self._slots
 
     def _empty(self, owned: OwnedShards, dtype: torch.dtype, devices: list[torch.device]) -> list[Tensor]:
-        size = owned.layout.owners * owned.layout.numel
+        shape = owned.layout.owners, owned.layout.numel
         made: list[Tensor] = []
         try:
             for device in devices:
-                made.append(torch.empty(size, dtype=dtype, device=device))
+                made.append(torch.empty(shape, dtype=dtype, device=device))
         except torch.OutOfMemoryError as error:
             with self._named(devices[len(made)]):
                 raise error

@@ -182,8 +182,8 @@ class UnitOnSlot:
         arrived = self.unit.joint.take(self.slot, ready, ahead)
         if isinstance(arrived, bool):
             return arrived
-        for full, of_dtype in zip(self._groups, arrived.flats, strict=True):
-            full.take(of_dtype, arrived.are_matrices)
+        for full, matrix in zip(self._groups, arrived.matrices, strict=True):
+            full.take(matrix)
         self._pulled, self._versions = arrived.event, arrived.versions
         return True
 
@@ -294,7 +294,7 @@ class UnitOnSlot:
                 return
             with torch.no_grad(), _OutOfMemory(self):
                 for full, theirs in zip(self._groups, other._groups, strict=True):
-                    full.take(theirs.copy_to(self.device))
+                    full.take(theirs.copy_to(self.device), is_matrix=False)
                 self._versions = other._versions
 
     def free_if_changed(self) -> None:

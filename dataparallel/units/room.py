@@ -44,7 +44,11 @@ class Gather(Protocol):
 
 
 class Room:
-    """The room of one tree of units. Any thread may use it."""
+    """The room of one tree of units. Any thread may use it.
+
+    Attributes:
+        was_taken: by a gather of this call or backward.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,11 +56,15 @@ class Room:
         self._arrived: list[Gather] = []  # in the order in which they were launched
         self._aside: dict[int, Turns] = {}  # slots that wait without a permit
         self._movements = 0
-        self._has_given_up = False
+        self._has_given_up = self.was_taken = False
 
     def renew(self) -> None:
-        """A new call begins."""
-        self._has_given_up = False
+        """A new call or backward begins."""
+        self._has_given_up = self.was_taken = False
+
+    def is_large(self, number_of_bytes: int) -> bool:
+        """True if a unit of this size waits alone."""
+        return number_of_bytes > _MAY_HAVE_ARRIVED
 
     def take(self, gather: Gather, number_of_bytes: int) -> bool:
         """Returns false if there is no room for them."""
@@ -65,6 +73,7 @@ class Room:
                 return False
             self._used += number_of_bytes
             self._arrived.append(gather)
+            self.was_taken = True
             return True
 
     def give_back(self, gather: Gather, number_of_bytes: int) -> None:

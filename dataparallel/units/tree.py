@@ -167,6 +167,7 @@ class Tree:
             unit.gradients.refuse_lost()
 
     def _new_pass(self, call: ForwardCall) -> BackwardPass:
+        self._room.renew()
         for unit in self.units:
             unit.note_versions()
             unit.renew_sources(len(call.slots))

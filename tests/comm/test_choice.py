@@ -324,3 +324,12 @@ def test_a_choice_can_always_be_carried_out(
         assert work == "broadcast" or (work == "reduce_add" and choice.route in ("chain", "shards"))
     if choice.route == "shards":
         assert settings.route == "shards" or (links.is_all_to_all and len({*where}) == len(where))
+
+
+def test_nccl_gathers_matrices_and_adds_them_in_any_order_only() -> None:
+    for deterministic in (True, False):
+        settings = Settings("nccl", None, deterministic)
+        assert decide("all_gather", CUDA_8, settings=settings, available=ALL).transport == "nccl"
+        expected = "copy" if deterministic else "nccl"
+        assert decide("reduce_scatter", CUDA_8, settings=settings, available=ALL).transport == expected
+    assert decide("reduce_scatter", CUDA_8, settings=Settings("cupy"), available=ALL).transport == "copy"

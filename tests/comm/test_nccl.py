@@ -7,6 +7,7 @@ import torch
 from nccl_stand_in import AS_NUMBERS, Library
 
 from dataparallel.comm import nccl
+from dataparallel.comm.matrices import memory
 from dataparallel.comm.nccl import Nccl, why_not
 from dataparallel.comm.routes import STAR
 
@@ -42,6 +43,29 @@ def test_sums_are_its_own_only_where_their_order_does_not_matter(sums: bool, slo
     assert torch.equal(total.cpu(), torch.full((4,), 6.0))
     assert total.device == slots[0]
     assert library.calls == ([("reduce", 3, 0)] if sums else [])
+
+
+@pytest.mark.not_isolated("distinct devices")
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.slots(3)
+class TestMatrices:
+    def test_are_gathered_by_one_call(self, slots: list, library: Library) -> None:
+        rows = [torch.full((4,), at, dtype=torch.int16, device=slot) for at, slot in enumerate(slots)]
+        found = [torch.zeros(3, 4, dtype=torch.int16, device=slot) for slot in slots]
+        Nccl(sums=False).all_gather(found, rows)
+        assert library.calls == [("all_gather", 3, 3)]
+        assert all(matrix.tolist() == [[0] * 4, [1] * 4, [2] * 4] for matrix in found)
+
+    @pytest.mark.parametrize("sums", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_are_added_by_one_call_where_order_and_dtype_allow_it(
+        self, sums: bool, dtype: torch.dtype, slots: list, library: Library
+    ) -> None:
+        found = [torch.full((3, 4), float(at + 1), dtype=dtype, device=slot) for at, slot in enumerate(slots)]
+        out = [torch.zeros(4, device=slot) for slot in slots]
+        Nccl(sums).reduce_scatter(found, out, memory)
+        assert all(row.tolist() == [6.0] * 4 for row in out)
+        assert library.calls == ([("reduce_scatter", 3, 3)] if sums and dtype == torch.float32 else [])
 
 
 DTYPES = [getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
