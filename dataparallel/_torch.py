@@ -191,14 +191,10 @@ def group_timeout(group: Any, device: torch.device) -> timedelta:
 _gather_full_state = _private(
     "torch.distributed._state_dict_utils._gather_state_dict",
     "make a full state from a sharded one in torch.distributed.checkpoint",
-    False,
-    "get_model_state_dict(full_state_dict=True) returns sharded tensors: use fully_shard.full_state_dict",
 )
 _distribute_full_state = _private(
     "torch.distributed._state_dict_utils._distribute_state_dict",
     "divide a full state in torch.distributed.checkpoint",
-    False,
-    "set_model_state_dict puts whole tensors of a full state on one device before they are divided",
 )
 
 
@@ -213,7 +209,7 @@ def wrap_full_states(gather: Callable[[F], F], distribute: Callable[[F], F]) -> 
         ("_distribute_state_dict", _distribute_full_state, distribute),
     ):
         for module in modules:
-            if module is not None and original and getattr(module, name, None) is original:
+            if module is not None and getattr(module, name, None) is original:
                 setattr(module, name, wrap(original))  # type: ignore[arg-type]
 
 
