@@ -38,7 +38,7 @@ BROADCASTS = {
     "chain": [1, 1 + 1 / 16, 1 + 2 / 16, 1 + 6 / 16],
     "shards": [1, 4 / 3, 1.5, 1.75],
 }
-FOLLOWING = {"star": [1, 2, 3, 7], "tree": [1, 2, 2, 3], "chain": [17 / 16] * 4, "shards": [1, 4 / 3, 1.5, 1.75]}
+FOLLOWING = {"star": [1, 2, 3, 7], "tree": [1, 2, 2, 3], "chain": [1] * 4, "shards": [1, 4 / 3, 1.5, 1.75]}
 
 
 @pytest.mark.parametrize(("place", "number"), [(0, 2), (1, 3), (2, 4), (3, 8)])
