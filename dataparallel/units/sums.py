@@ -3,7 +3,7 @@
 The sum is made for all owners by one call (``comm.reduce_scatter``), in slot order, so it has the same bits in every
 run. An owner's part is added to ``.grad`` of the sharded parameters, or becomes it.
 
-The summing streams wait for an event after all matrices were written. Matrices and the memory of the result belong to
+The streams that add wait for an event after all matrices were written. Matrices and the memory of the result belong to
 the computing streams of their devices, which wait for the sums before that memory is used again (`SumsOfPass`). Only
 ``units.gradients`` uses this file.
 """

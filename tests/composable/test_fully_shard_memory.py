@@ -17,7 +17,7 @@ from dataparallel.sharded import Shard
 from dataparallel.units import passes
 from dataparallel.units.full_buffer import FullBuffer
 from dataparallel.units.gradients import UnitGradients
-from dataparallel.units.on_slot import UnitOnSlot
+from dataparallel.units.joint import JointGathers
 from dataparallel.units.passes import BackwardPass
 from dataparallel.units.sums import UnitSums
 from memory import allocated, nbytes
@@ -425,7 +425,7 @@ def take_room(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: An
 @pytest.mark.parametrize(
     ("where", "what"),
     [
-        ((UnitOnSlot, "start"), "parameters"),
+        ((JointGathers, "_launch"), "parameters"),
         ((FullBuffer, "fill"), "parameters"),
         ((UnitGradients, "_packed"), "gradients"),
         ((UnitSums, "add_up"), "summed gradients"),
