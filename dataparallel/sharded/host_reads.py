@@ -26,14 +26,22 @@ def note(events: Iterable[Event]) -> None:
 
 
 def wait() -> None:
-    """Makes the host wait for the copies that were noted. Without any that is one question."""
+    """Makes the host wait for the copies that were noted. Without any that is one question.
+
+    A copy is forgotten when it has ended: until then other threads that call this wait for it too.
+    """
     while _reading:
         with _lock:
-            events, _reading[:] = [*_reading], []
+            events = [*_reading]
         for event in events:
             event.synchronize()
+        with _lock:
+            _reading[:] = [event for event in _reading if event not in events]
 
 
 @in_forked_child
 def _forget() -> None:
+    """In a forked child a thread of the parent may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
     _reading.clear()

@@ -1,0 +1,50 @@
+"""Who writes to shards in host memory waits until no copy reads them, whichever thread noted the copies."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dataparallel.sharded import host_reads
+from dataparallel.streams.current import Event
+
+pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
+
+
+class Copy(Event):
+    """Ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_awaited, self.has_ended = threading.Event(), threading.Event()
+
+    def synchronize(self) -> None:
+        self.is_awaited.set()
+        assert self.has_ended.wait(30)
+
+
+def test_every_thread_waits_for_a_copy_that_another_one_waits_for_already() -> None:
+    copy = Copy()
+    host_reads.note([copy])
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(host_reads.wait)
+        assert copy.is_awaited.wait(30)
+        copy.is_awaited.clear()
+        second = pool.submit(host_reads.wait)
+        try:
+            assert copy.is_awaited.wait(30)
+            assert not first.done()
+            assert not second.done()
+        finally:
+            copy.has_ended.set()
+        first.result(30)
+        second.result(30)
+
+
+def test_a_copy_is_waited_for_once() -> None:
+    copy = Copy()
+    copy.has_ended.set()
+    host_reads.note([copy])
+    host_reads.wait()
+    copy.is_awaited.clear()
+    host_reads.wait()
+    assert not copy.is_awaited.is_set()
