@@ -2,10 +2,11 @@
 
 torch may rename these without notice, so other rooms ask this one. There are two exceptions: ``testing``, whose
 simulated devices are a backend for torch, and the names by which torch lets modules and classes be extended
-(``PUBLISHED`` in ``tests/test__torch.py``). Most names are looked up once, at import. The compiler's class is looked up
-when it is first needed; the profiler's flag, NCCL, and attributes of modes and compiled functions at each call. If
-torch lacks a name, importing the library still works: either there is a fallback, which ``without`` describes, or calls
-that need the name raise ``RuntimeError`` with an explanation. torch 2.11, 2.13 and 2.15 have all names, in every build.
+(``PUBLISHED`` in ``tests/test__torch.py``). Most names are looked up once, at import. The compiler's class and the
+functions for full states are looked up when they are first needed; the profiler's flag, NCCL, and attributes of modes
+and compiled functions at each call. If torch lacks a name, importing the library still works: either there is a
+fallback, which ``without`` describes, or calls that need the name raise ``RuntimeError`` with an explanation. torch
+2.11, 2.13 and 2.15 have all names, in every build.
 
 Any room may call this one. It knows nothing of the library.
 """
@@ -188,26 +189,20 @@ def group_timeout(group: Any, device: torch.device) -> timedelta:
     return timeout
 
 
-_gather_full_state = _private(
-    "torch.distributed._state_dict_utils._gather_state_dict",
-    "make a full state from a sharded one in torch.distributed.checkpoint",
-)
-_distribute_full_state = _private(
-    "torch.distributed._state_dict_utils._distribute_state_dict",
-    "divide a full state in torch.distributed.checkpoint",
-)
-
-
+@cache
 def wrap_full_states(gather: Callable[[F], F], distribute: Callable[[F], F]) -> None:
-    """Has ``torch.distributed.checkpoint.state_dict`` call what these make of its functions for full states.
+    """Has ``torch.distributed.checkpoint.state_dict`` call what these make of its functions for full states, once.
 
     It takes them from another module of torch when it is imported, which may have happened.
     """
+    # Not looked up at import, because that would import torch's own distributed tensors.
+    purpose = "make and divide full states in torch.distributed.checkpoint"
+    originals = {
+        "_gather_state_dict": _private("torch.distributed._state_dict_utils._gather_state_dict", purpose),
+        "_distribute_state_dict": _private("torch.distributed._state_dict_utils._distribute_state_dict", purpose),
+    }
     modules = [sys.modules.get(f"torch.distributed.{name}") for name in ("_state_dict_utils", "checkpoint.state_dict")]
-    for name, original, wrap in (
-        ("_gather_state_dict", _gather_full_state, gather),
-        ("_distribute_state_dict", _distribute_full_state, distribute),
-    ):
+    for (name, original), wrap in zip(originals.items(), (gather, distribute), strict=True):
         for module in modules:
             if module is not None and getattr(module, name, None) is original:
                 setattr(module, name, wrap(original))  # type: ignore[arg-type]

@@ -3,10 +3,7 @@
 Importing it also fills the table of operators (``sharded.operators``), and prepares optimizers for what they load.
 """
 
-from dataparallel.sharded import (  # noqa: F401
-    checkpointed,  # what torch.distributed.checkpoint asks of sharded tensors
-    optimizer_state,  # divides what optimizers load
-)
+from dataparallel.sharded import optimizer_state  # noqa: F401  divides what optimizers load
 from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.operators import (  # noqa: F401  each fills a part of the table
     copies,

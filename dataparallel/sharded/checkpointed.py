@@ -6,7 +6,7 @@ methods with two underscores are torch's protocol for classes of tensors. `Shard
 calls them.
 
 For full states torch knows no protocol: ``get_model_state_dict`` and its relatives would take a sharded tensor for a
-plain one. So two of their functions are wrapped when ``sharded`` is imported.
+plain one. So two of their functions are wrapped when the first tensor is divided (`prepare`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__: list[str] = []
+__all__ = ["prepare"]
 
 
 def _places(tensor: ShardedTensor) -> Iterator[tuple[Tensor, torch.Size, torch.Size]]:
@@ -124,4 +124,6 @@ def _distributing(distribute: Callable[..., None]) -> Callable[..., None]:
     return distribute_state_dict
 
 
-_torch.wrap_full_states(_gathering, _distributing)
+def prepare() -> None:
+    """Has torch's functions for full states know sharded tensors. It imports ``torch.distributed``, the first time."""
+    _torch.wrap_full_states(_gathering, _distributing)

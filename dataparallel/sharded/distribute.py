@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from dataparallel.devices import DeviceLike, resolve_each
+from dataparallel.sharded import checkpointed
 from dataparallel.sharded.owners import Owners, over_of
 from dataparallel.sharded.parts import empty_parts
 from dataparallel.sharded.placements import Placement, Shard, check_placement
@@ -43,6 +44,7 @@ def distribute_tensor(
         ValueError: no devices, devices that the machine lacks, a dimension that the tensor lacks.
     """
     _check_dense(tensor)
+    checkpointed.prepare()
     over = over_of(devices)
     owners = resolve_each(devices) if over is None else Owners(resolve_each(devices), over)
     placement = check_placement(placement, tensor.shape)

@@ -18,10 +18,23 @@ from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded import host_reads, in_backward
 
-__all__ = ["RULES", "TABLE", "NeedsWhole", "Operator", "refusal", "register", "register_rule", "run"]
+__all__ = [
+    "RULES",
+    "TABLE",
+    "NeedsWhole",
+    "Operator",
+    "refusal",
+    "register",
+    "register_on_wholes",
+    "register_rule",
+    "run",
+]
 
 Operator: TypeAlias = "Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]"
 """Takes the operator, its arguments and its keyword arguments."""
+
+OnWholes: TypeAlias = "Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Exception], Any]"
+"""Also takes the error to be raised if tensors may not be gathered."""
 
 TABLE: dict[OpOverload, Operator] = {}
 """What single operators do. What a rule says of an operator is kept here too."""
@@ -29,6 +42,7 @@ TABLE: dict[OpOverload, Operator] = {}
 RULES: list[Callable[[OpOverload], Operator | None]] = []
 """Functions that say what an operator of a kind does, or ``None`` if it is not of that kind."""
 
+_on_wholes: list[OnWholes] = []
 
 LAUNCH_NOTHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 """Operators whose current streams do not matter."""
@@ -51,6 +65,12 @@ def register_rule(
     """Adds a rule. Rules are asked in the order in which they were added."""
     RULES.append(rule)
     return rule
+
+
+def register_on_wholes(on_wholes: OnWholes) -> OnWholes:
+    """Has this function run operators that need whole tensors."""
+    _on_wholes[:] = [on_wholes]
+    return on_wholes
 
 
 def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,9 +98,7 @@ def _result(operator: Operator, func: OpOverload, args: tuple[Any, ...], kwargs:
         return operator(func, args, kwargs)
     except NeedsWhole as needs:
         error = needs.error
-    from dataparallel.sharded.operators.gathered import on_wholes  # it imports the tensor's class, which imports this
-
-    return on_wholes(func, args, kwargs, error)
+    return _on_wholes[0](func, args, kwargs, error)
 
 
 def _places(values: Iterable[Any]) -> set[torch.device]:

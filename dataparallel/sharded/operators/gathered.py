@@ -32,7 +32,7 @@ from dataparallel.sharded.placements import Replicate, Shard
 from dataparallel.sharded.tensor import ShardedTensor, divided_beside, fill_parts
 from dataparallel.threads.meetings import here
 
-__all__ = ["GatheredView", "allow_gathers", "on_wholes"]
+__all__ = ["GatheredView", "allow_gathers"]
 
 _lock = threading.Lock()
 _named: set[str] = set()
@@ -77,6 +77,7 @@ def _cannot_be_written(view: ShardedTensor) -> GatheredView:
     return GatheredView(view._shards, view._placement, view.shape, view._devices, like=view)
 
 
+@operators.register_on_wholes
 def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
     """The operator's result on gathered arguments.
 
