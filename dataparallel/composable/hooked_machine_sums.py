@@ -1,6 +1,6 @@
 """A communication hook after the slots, with machines: `HookedMachineSums` is the `AfterSlots` of such a module.
 
-The launcher's thread calls the hook for one bucket after the other, in the order that all machines have agreed on, so
+The issuing thread calls the hook for one bucket after the other, in the order that all machines have agreed on, so
 backward goes on meanwhile. What the hook sends may go over the machines' own group: nothing else is issued on it until
 the hook's future is done. Nothing is added over machines besides: what the hook leaves are the gradients.
 
@@ -84,7 +84,7 @@ class _Pass:
 
 
 class _Arriving:
-    """One bucket. The launcher's thread calls `begin` and `check`."""
+    """One bucket. The issuing thread calls `begin` and `check`."""
 
     call: HookCall
 

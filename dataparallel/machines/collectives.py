@@ -1,6 +1,6 @@
 """Collectives of a group, as calls that return at once. `Transfer.wait` gives the result.
 
-The launcher's thread calls them, or a thread while the launcher has nothing under way: all ranks have to issue the same
+The issuing thread calls them, or a thread while the launcher has nothing under way: all ranks have to issue the same
 collectives in the same order. Nothing here checks that; ``launcher`` does. A tensor is given as it is, which is right
 if the calling thread's current stream has computed it, or staged by the thread whose stream has (``staging``).
 

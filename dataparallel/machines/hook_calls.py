@@ -1,6 +1,6 @@
 """Calls of a user's function that sends something itself: a communication hook.
 
-The launcher's thread calls it when it is its turn in a round, and issues nothing else before its future is done. What
+The issuing thread calls it when it is its turn in a round, and issues nothing else before its future is done. What
 such a function sends, and over which group, nobody here knows. So if it fails on one rank, two things may be true: the
 others have what they wait for, or they wait for something that this rank will never send.
 
@@ -41,7 +41,7 @@ class HookCalls:
         self.number = 0
 
     def call(self, round: Round, what: str, begin: Callable[[], Any], check: Callable[[], None]) -> HookCall:
-        """Adds a call to the round. The launcher's thread calls ``begin``, and ``check`` when its future is done.
+        """Adds a call to the round. The issuing thread calls ``begin``, and ``check`` when its future is done.
 
         Either may raise. After a failure on any rank, later calls of the round are not made.
         """
@@ -81,7 +81,7 @@ class HookCall:
             raise again(self._round.failed_call)
 
     def run(self, watch: Check, line: Home) -> None:
-        """Called by the launcher's thread."""
+        """Called by the issuing thread."""
         functions, self._functions = self._functions, None  # they may refer to this object
         if self._round.failed_call is not None or functions is None:
             return

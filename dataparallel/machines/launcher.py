@@ -1,9 +1,10 @@
-"""`Launcher`: the one thread of this process that issues collectives, of all groups, in an order that all ranks have.
+"""`Launcher`: one thread of this process has the collectives of all groups issued, in an order that all ranks have.
 
 Gradients come in any order and from any thread. A backend pairs collectives by the order in which each rank issues
 them, and NCCL needs one order over all groups. So each purpose of each group has a ``line``, whose items come in one
 order on all ranks, and ``order`` says in which order items of different lines are issued. The thread lets each line go
-on until it waits for something, and sleeps when all of them wait.
+on until it waits for something, and sleeps when all of them wait. It never blocks: calls that may block are made by the
+issuing thread (``issuing``).
 
 The thread holds a line only while that has rounds, and ends when there have been none for a while. It is a daemon, and
 is stopped before the interpreter ends.
@@ -18,6 +19,7 @@ import weakref
 from typing import Protocol
 
 from dataparallel.forks import in_forked_child
+from dataparallel.machines.issuing import Issuing
 from dataparallel.machines.order import Order
 from dataparallel.machines.waiting import SLICE
 
@@ -56,12 +58,14 @@ class Launcher:
     Attributes:
         changed: guards the rounds of all lines. It is told when something has come that a line may wait for.
         order: of items that are ready.
+        issuing: the thread that issues them.
         is_closed: the interpreter ends.
     """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.order = Order()
+        self.issuing = Issuing()
         self.is_closed = False
         self._closables: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._playing: dict[Playable, None] = {}

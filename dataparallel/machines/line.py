@@ -2,8 +2,8 @@
 
 The launcher's thread plays them. For each item of a round all ranks say that they have it (``agreement``), over
 connections of the line's own (``control``). What is sent to other machines then gets its place in the process's
-``order``. A round ends with an exchange. All of these waits are pauses, in which other lines go on; only a ``call``
-keeps the thread.
+``order``, and is issued by the issuing thread (``issuing``). A round ends with an exchange. All of these waits are
+pauses, in which other lines go on.
 
 A round that the ranks disagree on, and one in which a rank has failed, ends for itself alone: later rounds work. Every
 other failure breaks the group (``health``).
@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from dataparallel.comm import nccl
@@ -243,14 +244,16 @@ class Line:
         order.settle(self.name, (yield from self._driven(proposed, item.what)))
         self._launcher.wake()
         yield from self._until(lambda: order.is_first(self.name), item.what)
-        try:
-            self._issue(item)
-        finally:
-            order.leave(self.name)
-            self._launcher.wake()
+        issued = self._launcher.issuing.put(partial(self._issue, item))
+        issued.add_done_callback(self._launcher.wake)
+        order.leave(self.name)  # what has a larger number is put behind it
+        self._launcher.wake()
+        while not issued.done():
+            yield
+        issued.result()
 
     def _issue(self, item: Item) -> None:
-        """The collectives of an item, or its call, which keeps the thread until it is done."""
+        """The collectives of an item, or its call. The issuing thread calls this."""
         if item.kind == "call":
             watch = Watch(self.health, item.what)
             try:

@@ -10,9 +10,9 @@ Birman and Joseph, "Reliable communication in the presence of failures" (1987):
 - The largest proposal is the item's number, on all ranks of the line.
 - A rank issues the item with the smallest number, if no other one that has been proposed can get a smaller one.
 
-Nobody proposes before all ranks have the item. So a proposal waits only for other launchers and never for what a rank
-still computes. The numbers grow along every chain of waits, so there is no circle. Only the launcher's thread uses this
-file.
+Nobody proposes before all ranks have the item. So a proposal waits only for other launchers, which never block, and not
+for what a rank still computes or issues. The numbers grow along every chain of waits, so there is no circle. Only the
+launcher's thread uses this file.
 """
 
 from __future__ import annotations

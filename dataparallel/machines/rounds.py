@@ -194,7 +194,7 @@ class Round:
         self._is_ended = failed is not None
 
     def launch(self, what: str, collective: Callable[[], Transfer], after: Sequence[Launched] = ()) -> Launched:
-        """The launcher's thread calls ``collective`` when it is its turn: in the order of these calls.
+        """``collective`` is called by the issuing thread, when it is its turn: in the order of these calls.
 
         ``collective`` has to issue the same on every rank. Tensors of accelerators have to be staged before this call,
         by the thread whose stream has computed them (``staging``). If it raises, its error is raised by this wait, and
@@ -222,8 +222,8 @@ class Round:
     def call(self, what: str, call: Callable[[Watch, Home], Any]) -> Launched:
         """As `launch`, but ``call`` may send anything itself, and nothing after it is issued before it returns.
 
-        It gets the check that has to end each of its waits, and the line. It keeps the launcher's thread, so nothing of
-        another group is issued either.
+        It gets the check that has to end each of its waits, and the line. It keeps the issuing thread, so nothing
+        of another group is issued either.
         """
         launched = self._launched(what)
         self._add(Item("call", [launched], [call]))

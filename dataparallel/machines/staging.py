@@ -1,11 +1,11 @@
-"""`stage`: makes a tensor ready to be sent by another thread, the launcher's.
+"""`stage`: makes a tensor ready to be sent by another thread, the issuing one.
 
-The thread that has computed a tensor stages it, and knows the streams. The launcher's thread sends it:
+The thread that has computed a tensor stages it, and knows the streams. The issuing thread sends it:
 
 - on the CPU: there is nothing to order.
 - on a device that the group cannot send: the copy to host memory, pinned where the backend has that, is launched here,
-  on the current stream of the calling thread. The launcher's thread waits for an event behind it.
-- on a device that NCCL sends: an event is recorded on that stream, for which the launcher's stream waits.
+  on the current stream of the calling thread. The issuing thread waits for an event behind it.
+- on a device that NCCL sends: an event is recorded on that stream, for which the stream of the launch waits.
 
 What is received is allocated here, too, for the stream that takes it. So its memory can be used again as soon as the
 result is dropped. The staged tensor is held until the result is taken. A result that comes through host memory

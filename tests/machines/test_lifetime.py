@@ -122,7 +122,7 @@ def drops(rank: int, devices: list[torch.device]) -> None:
     while alive() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert alive() is None  # what was issued is dropped
-    assert threads() == ["machines: launcher"]
+    assert threads() == ["machines: issuing", "machines: launcher"]
     while threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads() == []
