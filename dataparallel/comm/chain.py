@@ -1,8 +1,8 @@
 """A chain of devices, each of which passes a buffer piece by piece to the next.
 
-Pieces take turns on the two streams of each device (``comm.duplex``). A piece stays on one stream of every device that
-it passes, so torch's own order of copies is enough: it arrives, is added to, and is sent on. The next piece is on the
-other stream and arrives meanwhile. The first device sends all pieces from one stream, since two copies at a time would
+Pieces take the streams of each device in turn (``comm.duplex``). A piece stays on one stream of every device that it
+passes, so torch's own order of copies is enough: it arrives, is added to, and is sent on. The next piece is on another
+stream and arrives meanwhile. The first device sends all pieces from one stream, since two copies at a time would
 only share its link.
 
 ``comm.routes`` calls these functions, and ``comm.times`` says how long they take. Only the caller's streams are current
@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dataparallel.comm.duplex import two_streams, two_streams_kept
+from dataparallel.comm.duplex import piece_streams, piece_streams_kept
 from dataparallel.comm.sent import note
 from dataparallel.comm.transport import summed_in
 
@@ -39,12 +39,12 @@ def broadcast(source: Tensor, buffers: Sequence[Tensor], count: int) -> None:
     flats = [source, *buffers]
     pieces = [split(flat, count) for flat in flats]
     devices = [flat.device for flat in flats]
-    with two_streams_kept(devices, opens=len(pieces[0]) > 1) as streams:
+    with piece_streams_kept(devices, min(2, len(pieces[0]))) as streams:
         first = streams.turn
         streams.turn += len(pieces[0])
         for hop, piece in _wavefront(len(buffers), len(pieces[0])):
-            streams.use(devices[hop], (first + piece) % 2 if hop else 0)
-            streams.use(devices[hop + 1], (first + piece) % 2)
+            streams.use(devices[hop], first + piece if hop else 0)
+            streams.use(devices[hop + 1], first + piece)
             note("chain", pieces[hop][piece], devices[hop + 1])
             pieces[hop + 1][piece].copy_(pieces[hop][piece])
 
@@ -69,12 +69,12 @@ def sum_up(flats: Sequence[Tensor], destination: torch.device, count: int) -> Te
     terms = [[split(flat, count) for flat in (station if at else station[1:])] for at, station in enumerate(stations)]
     devices = [*(flat.device for flat in partial), destination]
     last = len(stations) - 1
-    with two_streams(devices if len(totals) > 1 else ()) as streams:
+    with piece_streams(devices, min(2, len(totals))) as streams:
         for at, piece in _wavefront(len(stations) + (result is not total), len(totals)):
             if at:
-                streams.use(devices[at - 1], piece % 2 if at > 1 else 0)
+                streams.use(devices[at - 1], piece if at > 1 else 0)
             # The first device sends on stream 0, so the destination, which is often the first, receives on the other.
-            streams.use(devices[at], 1 if at > last else piece % 2 if at else 0)
+            streams.use(devices[at], 1 if at > last else piece if at else 0)
             if at > last:
                 note("chain", totals[piece], destination)
                 results[piece].copy_(totals[piece])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm import chain, shards
+from dataparallel.comm.duplex import are_pieces_under_way
 from dataparallel.comm.sent import note
 from dataparallel.comm.transport import Transport
 
@@ -38,9 +39,14 @@ class TorchCopies(Transport):
         return self.route != "star"
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Along a star or a tree one copy for each buffer; along other routes one for each piece of each buffer."""
-        if self.route == "chain":
-            chain.broadcast(source, buffers, self.pieces)
+        """Along a star or a tree one copy for each buffer; along other routes one for each piece of each buffer.
+
+        A small buffer that follows others along a chain takes that too: otherwise it would wait for all their pieces,
+        and what follows would wait for it.
+        """
+        follows = self.route in ("star", "tree") and are_pieces_under_way([flat.device for flat in (source, *buffers)])
+        if self.route == "chain" or follows:
+            chain.broadcast(source, buffers, 1 if follows else self.pieces)
         elif self.route == "shards":
             shards.broadcast(source, buffers)
         else:

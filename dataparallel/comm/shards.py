@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.chain import split
-from dataparallel.comm.duplex import two_streams
+from dataparallel.comm.duplex import piece_streams
 from dataparallel.comm.sent import note
 from dataparallel.comm.transport import summed_in
 
@@ -34,7 +34,7 @@ def broadcast(source: Tensor, buffers: Sequence[Tensor]) -> None:
         note("shards", shards[0][slot], flats[slot].device)
         shards[slot][slot].copy_(shards[0][slot])
     # The second streams wait for the shards that have arrived.
-    with two_streams([flat.device for flat in flats] if count > 1 else ()) as streams:
+    with piece_streams([flat.device for flat in flats], min(2, count)) as streams:
         for sender, receiver in _rounds(len(flats)):
             if sender < count and receiver:
                 streams.use(flats[sender].device, _SENDING)
@@ -62,7 +62,7 @@ def sum_up(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
             received = flats[0].new_empty((len(senders), shards[0][owner].numel()), device=devices[owner])
             for sender, place in zip(senders, received.unbind(), strict=True):
                 terms[owner][sender] = place
-    with two_streams(devices if len(owners) > 1 else ()) as streams:
+    with piece_streams(devices, min(2, len(owners))) as streams:
         for sender, owner in travelling:
             streams.use(devices[sender], _SENDING)
             streams.use(devices[owner], _RECEIVING)

@@ -35,7 +35,7 @@ single broadcast, a chain of n pieces needs the time and the launches of shards,
 broadcast takes shards only if they are asked for.
 
 Objectives differ. Weights travel bucket after bucket, each in a call of its own, so a broadcast is optimised for the
-time of the first bucket and that of eight more. Sums are hidden behind the backward pass, except the last ones, which
+time of the first bucket and that of twelve more. Sums are hidden behind the backward pass, except the last ones, which
 are small. So a sum is optimised for the time until the next one may follow and for its launches, because the host is
 busy with these while it could launch the backward; its own time counts little. Only for a tensor that is larger than
 any bucket its own time counts. There shards may win over a chain, because a chain has to be filled: 1.75 s/b for 8
@@ -53,8 +53,8 @@ __all__ = ["MOST_PIECES", "Routed", "fastest", "pieces", "time_of"]
 MOST_PIECES = 16
 """Pieces of a chain. More would save less than a tenth of the time, and each is one more launch on every device."""
 
-_FOLLOWING = 8
-"""Buckets that follow another one, in a model of some hundred megabytes."""
+_FOLLOWING = 12
+"""Buckets that follow another one: twelve of 25 MiB are a model of some hundred megabytes."""
 
 _HIDDEN = 8
 """The time of a sum is divided by this number when routes are compared, because the backward pass and other sums go on

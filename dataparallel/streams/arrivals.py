@@ -15,11 +15,11 @@ These events order the streams:
 - The root fills flat buffers on a stream of its own (`filling_stream`), so that it fills one while it sends another.
   The buffers are memory of this stream, so each is held until this stream waits for its send. There are at most two:
   before the root fills a third one, the stream waits for the send of the first, which is then freed, and so on.
-- Buckets follow each other on the two streams of ``comm.duplex``, without waiting for each other: while a device sends
-  the last piece of a bucket, it receives the first one of the next.
-- On each device an event on each of the two streams follows each bucket. A stream waits for both before it uses a
-  parameter of the bucket. On the root, where replicas share the source's memory, an event follows the read of the
-  source: a forward may write to it.
+- Buckets follow each other on the streams of ``comm.duplex``, without waiting for each other: while a device sends the
+  last piece of a bucket, it receives the first one of the next.
+- On each device an event follows each bucket, on each of the streams that it came on. A stream waits for these before
+  it uses a parameter of the bucket. On the root, where replicas share the source's memory, an event follows the read of
+  the source: a forward may write to it.
 - When the call ends, also if it fails, the computing streams wait for the side streams. Everything later on them comes
   after the copies: backward, the optimizer, the next call, other use of the memory. Until then the copies are held, and
   the memory of the sources too: somebody may give a source other memory. Until then only slot 0's lookups order writes
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm.duplex import TwoStreams, two_streams_kept
+from dataparallel.comm.duplex import PieceStreams, piece_streams_kept
 from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.environment import says_no
@@ -54,6 +54,9 @@ VARIABLE = "DATAPARALLEL_LATE_COPIES"
 
 _FLATS_HELD = 2
 """How many flat buffers there are at a time: one is sent while the next one is filled."""
+
+_PIECE_STREAMS = 3
+"""Streams that pieces take in turn on each device (``comm.duplex``). Those of different buckets differ in size."""
 
 
 def parameter_stream(device: torch.device) -> torch.Stream:
@@ -127,13 +130,13 @@ class Arrivals:
             Event(self._computing[device]).make_wait(side)
         sent: deque[tuple[Tensor, Event]] = deque()  # flat buffers, and an event after the send of each
         try:
-            with streams_set(sides), two_streams_kept([*sides]) as both:
+            with streams_set(sides), piece_streams_kept([*sides], _PIECE_STREAMS) as pieces:
                 for broadcast in sorted(broadcasts, key=lambda broadcast: at_once.isdisjoint(broadcast.indices)):
                     if len(sent) == _FLATS_HELD:
                         oldest, is_sent = sent.popleft()
                         is_sent.make_wait(filling)
                         del oldest
-                    sent.append(self._launch(broadcast, sides, filling, both))
+                    sent.append(self._launch(broadcast, sides, filling, pieces))
         finally:
             Event(sides[root]).make_wait(filling)
             sent.clear()
@@ -147,7 +150,7 @@ class Arrivals:
         broadcast: FlatBroadcast,
         sides: Mapping[torch.device, torch.Stream],
         filling: torch.Stream,
-        both: TwoStreams,
+        pieces: PieceStreams,
     ) -> tuple[Tensor, Event]:
         """Fills a flat buffer and sends it. Returns it, with an event after the send."""
         root = self._slots[0]
@@ -157,7 +160,7 @@ class Arrivals:
         read = Arrival(filling)
         Event(filling).make_wait(sides[root])
         broadcast.send(flat)
-        arrived = {device: Arrival(*(both.of(device) or (side,))) for device, side in sides.items()}
+        arrived = {device: Arrival(*(pieces.taken(device) or (side,))) for device, side in sides.items()}
         for i in broadcast.indices:
             self._read[i] = read
             for device, arrival in arrived.items():

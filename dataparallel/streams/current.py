@@ -42,7 +42,7 @@ _STREAMS: Mapping[str, tuple[int, ...]] = {
     "flat buffers": (1,),
     "shards are cast": (1,),
     "calls meet": (1,),
-    "pulls meet": (1,),
+    "pulls meet": (0,),
     "sums meet": (1,),
     "hooks": (1,),
     "collectives": (1,),
@@ -52,7 +52,7 @@ _STREAMS: Mapping[str, tuple[int, ...]] = {
     "deliveries meet": (3,),
     "gradients": (3, 4, 5, 6),
     "shards leave": (4, 5, 6, 7),
-    "second of two": (7,),
+    "pieces": (7, 6),
 }
 """For each purpose its streams on a device, which are taken in turn: eight, whatever the number of slots and models.
 
@@ -64,7 +64,9 @@ Streams that are shared cannot wait for each other in a circle: a stream only wa
 work that waits long holds up what is launched behind it. So a stream has purposes of different forms, since a model has
 one form, or those that wait for each other anyway:
 
-- Shards are cast after all that the call began with. ``calls meet`` and ``pulls meet`` stand for that.
+- Shards are cast after all that the call began with, which is what ``calls meet`` stands for.
+- ``pulls meet`` where the first slot receives. They do not meet where sums do: what waits for pulls, as every pass of
+  backward does at its end, need not wait for the sums of a pass that is not the last.
 - In backward a gather ahead waits for the last sums, which are what ``sums meet`` stands for.
 - The first owner's sum waits for the deliveries that meet.
 - Shards leave for several slots on four streams in turn. With two, a device was seen to wait for slots that lag:

@@ -180,6 +180,10 @@ class JointGathers:
         if is_last:
             self.room.give_back(self, self._unit.full_bytes)
 
+    def waits_for(self, slot: int) -> bool:
+        """True if something has arrived for the slot, which has not taken it."""
+        return slot in self._waiting
+
     def last_pull(self) -> Event | None:
         """An event after the last reads of shards."""
         return self._last_pull

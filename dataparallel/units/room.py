@@ -5,9 +5,10 @@ there, or one unit of any size. A slot that needs a further unit waits until the
 them. While it waits in forward it has no permit, so that the others run. What a slot has passed by is dropped: it took
 a later unit, or has ended its forward.
 
-A slot that waits may be needed for the others to go on, or need what nobody is going to take. So a slot that has seen
-nothing move for `_PATIENCE` seconds waits no more in its call, and pulls from the owners by itself. Waiting saves
-launches, and is not needed for correct results.
+A slot pulls from the owners by itself where waiting is in vain: what has arrived for it is needed later than the unit
+that it waits for, so it would wait for itself. That happens where another slot has skipped that unit. A slot that waits
+may also be needed for the others to go on. So a slot that has seen nothing move for `_PATIENCE` seconds waits no more
+in its call. Waiting saves launches, and is not needed for correct results.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class Gather(Protocol):
 
     def drop(self, slot: int) -> None:
         """The slot does not take it any more."""
+
+    def waits_for(self, slot: int) -> bool:
+        """True if the slot has not taken it."""
 
 
 class Room:
@@ -115,12 +119,16 @@ class Room:
             return False
         if is_serial(None):  # all run in one thread, one after the other
             return False
-        self._drop(place.index, [gather for gather in [*self._arrived] if gather.number < needed.number])
-        return gate.run_aside(self._wait, place, place.meeting.turns, has_come)
+        return gate.run_aside(self._wait, place, place.meeting.turns, needed, has_come)
 
-    def _wait(self, place: Place, turns: Turns, has_come: Callable[[], bool]) -> bool:
-        while not (self._has_given_up or has_come()):
+    def _wait(self, place: Place, turns: Turns, needed: Gather, has_come: Callable[[], bool]) -> bool:
+        while not self._has_given_up:
             before = self._movements
+            self._drop(place.index, [gather for gather in [*self._arrived] if gather.number < needed.number])
+            if has_come():
+                return True
+            if any(gather is not needed and gather.waits_for(place.index) for gather in [*self._arrived]):
+                return False
             with waiting():
                 turn = turns.step_aside(place.index)
                 with self._lock:
@@ -133,4 +141,4 @@ class Room:
                         self._has_given_up = True
                         self.look_again()
                     before = self._movements
-        return not self._has_given_up
+        return False

@@ -1,4 +1,4 @@
-"""Two streams on each device: what overlaps, what is ordered, and what is as before afterwards."""
+"""Several streams on each device: what overlaps, what is ordered, and what is as before afterwards."""
 
 import operator
 from contextlib import nullcontext
@@ -11,7 +11,7 @@ from tensor_kinds import devices_of, of_many_magnitudes
 from torch import Tensor
 
 from dataparallel.comm import duplex
-from dataparallel.comm.duplex import two_streams, two_streams_kept
+from dataparallel.comm.duplex import piece_streams, piece_streams_kept
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.streams.current import streams_set
 from orders import race
@@ -94,7 +94,7 @@ def test_buckets_in_one_block_follow_each_other_without_a_gap(
     buckets = [
         [torch.full((SIZE,), number + i, device=device) for i, device in enumerate(everyone)] for number in (1, 9)
     ]
-    with Ports(monkeypatch) as ports, two_streams_kept(everyone):
+    with Ports(monkeypatch) as ports, piece_streams_kept(everyone):
         for source, *buffers in buckets:
             TorchCopies("chain", pieces).broadcast_flat(source, buffers)
     assert ports.steps == (len(everyone) - 2 + pieces) + pieces
@@ -102,30 +102,62 @@ def test_buckets_in_one_block_follow_each_other_without_a_gap(
         assert all(torch.equal(buffer.cpu(), source.cpu()) for buffer in buffers)
 
 
+@pytest.mark.slots(4, 8)
+@pytest.mark.parametrize("route", ["star", "tree"])
+def test_a_small_buffer_that_follows_along_a_chain_takes_one_step(
+    route: str, everyone: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree would begin when the pieces have reached the last device, and the next bucket when the tree is done."""
+    sizes = [SIZE, 1, SIZE]
+    buckets = [
+        [torch.full((size,), number + i, device=device) for i, device in enumerate(everyone)]
+        for number, size in enumerate(sizes)
+    ]
+    with Ports(monkeypatch) as ports, piece_streams_kept(everyone, 3):
+        for (source, *buffers), size in zip(buckets, sizes, strict=True):
+            TorchCopies("chain" if size == SIZE else route, 2).broadcast_flat(source, buffers)
+    assert ports.steps == (len(everyone) - 2 + 2) + 1 + 2
+    for source, *buffers in buckets:
+        assert all(torch.equal(buffer.cpu(), source.cpu()) for buffer in buffers)
+
+
+@pytest.mark.slots(3)
+def test_what_a_bucket_came_on_is_told_once(everyone: list) -> None:
+    buckets = [[torch.zeros(SIZE, device=device) for device in everyone] for _ in range(3)]
+    with piece_streams_kept(everyone, 3) as streams:
+        first, second, third = streams.of(everyone[1])
+        expected = [[first, second], [third], [first, second, third]]
+        for (source, *buffers), pieces, came_on in zip(buckets, [2, 1, 4], expected, strict=True):
+            TorchCopies("chain", pieces).broadcast_flat(source, buffers)
+            assert streams.taken(everyone[1]) == came_on
+        assert streams.taken(everyone[1]) == [first]  # where work is that asks for no other
+        assert streams.taken(torch.device("cpu")) == ()
+
+
 @pytest.mark.slots(4)
 def test_a_block_is_for_its_devices_and_their_current_streams_only(everyone: list) -> None:
-    with two_streams_kept(everyone[:3]) as outer:
+    with piece_streams_kept(everyone[:3]) as outer:
         for stream in outer.of(everyone[0])[:1]:
             assert stream == torch.accelerator.current_stream(everyone[0])
-        with two_streams_kept(everyone[:2]) as inner:
+        with piece_streams_kept(everyone[:2]) as inner:
             assert inner is outer
-        with two_streams_kept(everyone) as inner:
+        with piece_streams_kept(everyone) as inner:
             assert inner is not outer
         other = torch.Stream(everyone[0])
-        with streams_set({everyone[0]: other}), two_streams_kept(everyone[:2]) as inner:
+        with streams_set({everyone[0]: other}), piece_streams_kept(everyone[:2]) as inner:
             assert inner is not outer
-        with two_streams_kept(everyone[:2]) as inner:
+        with piece_streams_kept(everyone[:2]) as inner:
             assert inner is outer
-    with two_streams_kept(everyone[:3]) as later:
+    with piece_streams_kept(everyone[:3]) as later:
         assert later is not outer
-    with two_streams_kept(everyone, opens=False) as none:
+    with piece_streams_kept(everyone, 1) as none:
         assert none.of(everyone[0]) == ()
 
 
 @pytest.mark.slots(8)
 def test_on_one_stream_a_chain_takes_longer(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the model above sees the difference."""
-    monkeypatch.setattr(duplex.TwoStreams, "use", lambda self, device, which: None)
+    monkeypatch.setattr(duplex.PieceStreams, "use", lambda self, device, which: None)
     with Ports(monkeypatch) as ports:
         broadcast("chain", 3, everyone)
     assert ports.steps == 11  # of a third of the data each: 3.67 times the time of one copy of it
@@ -150,7 +182,7 @@ def test_no_receive_waits_for_the_send_before_and_no_send_for_the_receive_after(
         return result
 
     if on_one_stream:
-        monkeypatch.setattr(duplex.TwoStreams, "use", lambda self, device, which: None)
+        monkeypatch.setattr(duplex.PieceStreams, "use", lambda self, device, which: None)
     with monkeypatch.context() as inside:
         inside.setattr(Tensor, "copy_", noting)
         TorchCopies("chain", 2).broadcast_flat(source, [middle, end])
@@ -171,6 +203,30 @@ def test_no_receive_waits_for_the_send_before_and_no_send_for_the_receive_after(
         read(middle[half:], sent[0])  # nor the second half in the middle when the first is at the end
     for device in everyone:
         torch.sim.synchronize(device)  # the readers' memory is freed only now
+
+
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("number", [2, 3])
+def test_with_three_streams_a_piece_may_arrive_before_the_last_but_one_has_left(number: int, everyone: list) -> None:
+    """Pieces of different sizes get into each other's way on two."""
+    source, middle, end = (torch.zeros(SIZE, device=device) for device in everyone)
+    copy_, arrived = Tensor.copy_, []
+
+    def noting(target: Tensor, other: Tensor) -> Tensor:
+        result = copy_(target, other)
+        if target.device == everyone[1]:
+            arrived.append(torch.accelerator.current_stream(target.device).record_event())
+        return result
+
+    with pytest.MonkeyPatch.context() as inside, piece_streams_kept(everyone, number):
+        inside.setattr(Tensor, "copy_", noting)
+        TorchCopies("chain", 3).broadcast_flat(source, [middle, end])
+    reader = torch.Stream(everyone[2])
+    reader.wait_event(arrived[2])
+    with torch.sim.stream(reader), race() if number == 3 else nullcontext():
+        end[: SIZE // 3] + 1
+    for device in everyone:
+        torch.sim.synchronize(device)
 
 
 @pytest.mark.slots(3, 8)
@@ -216,7 +272,7 @@ def test_after_an_error_streams_and_device_are_as_before(everyone: list) -> None
     written = torch.zeros(3, device=everyone[1])
 
     def fail() -> None:
-        with two_streams(everyone) as streams:
+        with piece_streams(everyone) as streams:
             streams.use(everyone[1], 1)
             written.add_(1)
             raise KeyError
@@ -230,7 +286,7 @@ def test_after_an_error_streams_and_device_are_as_before(everyone: list) -> None
 
 @pytest.mark.slots(2)
 def test_one_accelerator_has_nothing_to_overlap(everyone: list) -> None:
-    with two_streams([everyone[0], everyone[0], torch.device("cpu")]) as streams:
+    with piece_streams([everyone[0], everyone[0], torch.device("cpu")]) as streams:
         streams.use(everyone[0], 0)
         streams.use(torch.device("cpu"), 1)
         assert torch.accelerator.current_stream(everyone[0]) == torch.sim.default_stream(everyone[0])

@@ -35,7 +35,7 @@ class TestOnADevice:
         "purposes",
         [
             ["gathers", "shards are cast", "inputs", "shards leave", "sums"],
-            ["parameters", "flat buffers", "inputs", "gradients", "second of two"],
+            ["parameters", "flat buffers", "inputs", "gradients", "pieces"],
         ],
         ids=["sharded", "replicated"],
     )
@@ -51,7 +51,7 @@ class TestOnADevice:
     def test_a_second_one_is_never_the_one_that_sums_travel_on(self, root: torch.device) -> None:
         """`comm.duplex` adds a second stream to the current one."""
         others = [kept_stream(root, purpose, turn) for purpose in ("gradients", "gathers", "sums") for turn in range(4)]
-        assert kept_stream(root, "second of two") not in others
+        assert kept_stream(root, "pieces") not in others
 
     @pytest.mark.slots(3, 8)
     @pytest.mark.not_isolated("counts the streams of devices")
