@@ -162,7 +162,7 @@ def reduce_scatter(matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Mem
     """Copies row j of the sum of ``matrices``, added in the order given, into ``out[j]``, on the current streams.
 
     Args:
-        matrices: contiguous, of one shape and dtype.
+        matrices: contiguous, of one shape and dtype. They may be written to, once there is memory for what travels.
         out: one-dimensional, one for each row. They may be wider than the matrices: terms are added in their dtype.
         empty: makes memory for what travels.
     """

@@ -76,6 +76,12 @@ class PieceStreams:
         for device in self._streams:
             self._make_current(device, 0)
 
+    def order(self, device: torch.device, first: int, then: int) -> None:
+        """Makes one stream of the device wait for all that another one has been given."""
+        streams = self.of(device)
+        if len(streams) > 1:
+            streams[then % len(streams)].wait_stream(streams[first % len(streams)])
+
     def use(self, device: torch.device, which: int) -> None:
         """Makes stream 0 (the caller's) or a further one of the device current. They are counted in a circle.
 

@@ -7,21 +7,26 @@ copies of few bytes themselves. Here the copies of a device are few, however man
   log2(n) copies on each device, and each device receives each row once. (Bruck et al., "Efficient algorithms for
   all-to-all communications in multiport message-passing systems", 1997.)
 - `reduce_scatter` passes partial sums from each device to the next, in slot order, and the last one sends each device
-  its row: two launches for each device and piece.
+  its row: two launches for each device and piece. A large matrix on few devices takes no more launches if each device
+  gets its row from each other one, and less time. For a very large one the launches do not count.
 
-A transport (``comm.transport``) calls these functions with its own copies. All of them run on the current streams, one
-for each device: a second one would need as many waits as there are copies.
+A transport (``comm.transport``) calls these functions with its own copies. They run on the current streams. Large
+matrices take a second stream on each device, so that it sends while it receives (``comm.duplex``). For small ones the
+waits for that stream would take longer than what they save.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 
 import torch
 from torch import Tensor
 
+from dataparallel.comm.duplex import piece_streams
 from dataparallel.devices import CPU
+from dataparallel.streams.current import Event
 
 __all__ = ["Memory", "all_gather", "are_apart", "memory", "reduce_scatter"]
 
@@ -38,7 +43,17 @@ def memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 
 _PIECES, _IN_PIECES_FROM = 4, 2**18
-"""A matrix of more bytes than this travels in pieces: they take turns in the memory of one, and follow each other."""
+"""To a sum along a chain, a matrix of more bytes than this travels in so many pieces. Up to so many devices are no
+chain for it."""
+
+_LARGE = 2**22
+"""Bytes. Devices send and receive parts of matrices of more bytes than this at the same time."""
+
+_VERY_LARGE = 2**26
+"""Bytes. On 8 devices they take a millisecond at 225 GB/s, and the launches half of that."""
+
+_RECEIVING, _SENDING = 0, 1
+"""Streams of a device: the caller's, and a second one."""
 
 
 def are_apart(devices: Sequence[torch.device]) -> bool:
@@ -48,26 +63,37 @@ def are_apart(devices: Sequence[torch.device]) -> bool:
 
 def all_gather(copy: Copy, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Copies all ``rows`` into each of the matrices. The matrix at a position is where the row at it is."""
-    count = len(rows)
+    count, number = len(rows), _streams_for(matrices[0])
     for slot, (matrix, row) in enumerate(zip(matrices, rows, strict=True)):
         copy(matrix[slot], row)
     have = 1  # each slot has so many rows, from its own one on; the first row comes after the last one
-    while have < count:
-        more = min(have, count - have)
-        for receiver in _in_phases(count, have):
-            sender = (receiver + have) % count
-            until = min(sender + more, count)
-            copy(matrices[receiver][sender:until], matrices[sender][sender:until])
-            if (rest := sender + more - until) > 0:
-                copy(matrices[receiver][:rest], matrices[sender][:rest])
-        have += more
+    with piece_streams([row.device for row in rows], number) as streams:
+        for round in range((count - 1).bit_length()):
+            # What a device has received in the round before is sent from the stream that it came on. The other stream,
+            # on which it receives now, has what came before that.
+            for row in rows if round > 1 else ():
+                streams.order(row.device, round + 1, round)
+            more = min(have, count - have)
+            for receiver in range(count) if number > 1 else _in_phases(count, have):
+                sender = (receiver + have) % count
+                streams.use(rows[sender].device, round)
+                streams.use(rows[receiver].device, round + 1)
+                until = min(sender + more, count)
+                copy(matrices[receiver][sender:until], matrices[sender][sender:until])
+                if (rest := sender + more - until) > 0:
+                    copy(matrices[receiver][:rest], matrices[sender][:rest])
+            have += more
+
+
+def _streams_for(matrix: Tensor) -> int:
+    return 2 if matrix.nbytes > _LARGE else 1
 
 
 def _in_phases(count: int, distance: int) -> Iterator[int]:
     """All slots, each of which is to receive from the one at this ``distance``, in the order of the launches.
 
-    A device that sends cannot receive meanwhile, because a copy takes the streams of both ends. So first every other
-    slot receives, and then the rest: one after the other, each copy would wait for the one before.
+    On one stream a device that sends cannot receive meanwhile, because a copy takes the streams of both ends. So first
+    every other slot receives, and then the rest: one after the other, each copy would wait for the one before.
     """
     circles = gcd(count, distance)
     length = count // circles
@@ -83,12 +109,16 @@ def reduce_scatter(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor]
     Args:
         copy: of the transport.
         matrices: one on each device. A device may have none, or several.
-        out: of one dtype, in which the terms are added; there are as many as rows.
+        out: of one dtype, in which the terms are added; there are as many as rows. The matrices may be written to.
         empty: makes memory for what travels.
     """
     devices = [matrix.device for matrix in matrices]
     if len(matrices) > 2 and are_apart(devices):
-        _along_a_chain(copy, matrices, out, empty)
+        is_square = devices == [total.device for total in out]
+        if is_square and matrices[0].nbytes > (_IN_PIECES_FROM if len(matrices) <= _PIECES else _VERY_LARGE):
+            _from_each(copy, matrices, out, empty)
+        else:
+            _along_a_chain(copy, matrices, out, empty)
         return
     for owner, total in enumerate(out):
         _add_rows(copy, [matrix[owner] for matrix in matrices], total, empty)
@@ -113,27 +143,81 @@ def _add_rows(copy: Copy, rows: Sequence[Tensor], total: Tensor, empty: Memory) 
             total.copy_(row)
 
 
+def _from_each(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory) -> None:
+    """Each device gets its row from one device after the other, in slot order. In each step it sends to another one."""
+    count, devices = len(matrices), [matrix.device for matrix in matrices]
+    rooms = [empty(total.shape, matrices[0].dtype, total.device) for total in out]
+    with piece_streams(devices, _streams_for(matrices[0])) as streams:
+        for step in range(2 * count - 1):
+            for owner in range(max(step - count + 1, 0), min(step + 1, count)):
+                slot = step - owner
+                row, total = matrices[slot][owner], out[owner]
+                streams.use(devices[owner], _RECEIVING)
+                if slot != owner:
+                    streams.use(devices[slot], _SENDING)
+                    received = total if slot == 0 and row.dtype == total.dtype else rooms[owner]
+                    copy(received, row)
+                    row = received
+                if slot:
+                    total.add_(row)
+                elif row is not total:
+                    total.copy_(row)
+
+
 def _along_a_chain(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory) -> None:
-    """A piece is some rows. When a device receives one, it has sent on the one before, from the same memory."""
-    dtype, last = out[0].dtype, len(matrices) - 1
-    size = -(-len(out) // (_PIECES if matrices[0].nbytes > _IN_PIECES_FROM else 1))
-    terms = [matrix.split(size) for matrix in matrices]
-    # The first device has nothing to add to, and sends its own terms, unless they are added in another dtype.
-    is_sent_as_it_is = matrices[0].dtype == dtype
-    needs = range(1 if is_sent_as_it_is else 0, len(matrices))
-    partial = {slot: empty(matrices[slot][:size].shape, dtype, matrices[slot].device) for slot in needs}
-    count = len(terms[0])
-    for step in range(last + count):
-        # Of pieces that move in one step, those that are further on leave room for those behind them.
-        for piece in range(max(step - last, 0), min(step + 1, count)):
-            slot, own = step - piece, terms[step - piece][piece]
-            if slot == 0:
-                if not is_sent_as_it_is:
-                    partial[0][: len(own)].copy_(own)
-                continue
-            total = partial[slot][: len(own)]
-            copy(total, terms[0][piece] if is_sent_as_it_is and slot == 1 else partial[slot - 1][: len(own)])
-            total.add_(own)
-            if slot == last:
-                for row, target in zip(total, out[piece * size :], strict=False):
-                    copy(target, row)
+    """Each device adds its own terms to what it receives, and sends on the sum. The last one sends it to the rows.
+
+    A matrix travels in pieces. A device receives and adds a piece of a large one while it sends the piece before. A sum
+    takes the place of the device's own terms. If these have another dtype, sums have memory of their own, for one piece
+    or, of large matrices, for two.
+    """
+    dtype, last, devices = out[0].dtype, len(matrices) - 1, [matrix.device for matrix in matrices]
+    size = -(-matrices[0].numel() // (_PIECES if matrices[0].nbytes > _IN_PIECES_FROM else 1))
+    terms = [matrix.view(-1).split(size) for matrix in matrices]
+    count, is_wide, number = len(terms[0]), matrices[0].dtype != dtype, _streams_for(matrices[0])
+    needs = devices if is_wide else [None, *devices[1:]]
+    rooms = [
+        [] if device is None else [empty((size,), dtype, device) for _ in range(number if is_wide else 1)]
+        for device in needs
+    ]
+    sums = [
+        [rooms[slot][piece % number][: len(own)] if is_wide else own for piece, own in enumerate(of_slot)]
+        for slot, of_slot in enumerate(terms)
+    ]
+    left: list[deque[Event]] = [deque() for _ in devices]  # behind each send of a sum whose memory is used again
+    with piece_streams(devices, number) as streams:
+        for step in range(last + count):
+            # A device sends a sum on before it gets the next piece, for which its sending stream would wait.
+            for piece in range(max(step - last, 0), min(step + 1, count)):
+                slot = step - piece
+                total, own = sums[slot][piece], terms[slot][piece]
+                if len(left[slot]) > 1:
+                    left[slot].popleft().make_wait(streams.of(devices[slot])[_RECEIVING])
+                streams.use(devices[slot], _RECEIVING)
+                if slot:
+                    streams.use(devices[slot - 1], _SENDING)
+                    received = total if is_wide else rooms[slot][0][: len(own)]
+                    copy(received, sums[slot - 1][piece])
+                    total.add_(own if is_wide else received)
+                elif is_wide:
+                    total.copy_(own)
+                if slot or is_wide:
+                    streams.order(devices[slot], _RECEIVING, _SENDING)
+                if slot == last:
+                    streams.use(devices[last], _SENDING)
+                    for target, part in _parts_of_rows(out, total, piece * size):
+                        if target.device != devices[last]:
+                            streams.use(target.device, _RECEIVING)
+                        copy(target, part)
+                for sender in [slot - 1] * (slot > 0) + [slot] * (slot == last):
+                    if is_wide and number > 1:
+                        left[sender].append(Event(streams.of(devices[sender])[_SENDING]))
+
+
+def _parts_of_rows(rows: Sequence[Tensor], piece: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of rows that a piece of the matrix has, which begins at the element ``start``, and what they get."""
+    length, end = rows[0].numel(), start + len(piece)
+    for number in range(start // length, -(-end // length)):
+        begin = number * length
+        first, until = max(start, begin), min(end, begin + length)
+        yield rows[number].view(-1)[first - begin : until - begin], piece[first - start : until - start]

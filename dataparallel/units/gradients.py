@@ -150,10 +150,11 @@ class UnitGradients:
         try:
             self._sums.add_up(found, sums)
         except BaseException:
-            for slot in found:
-                if (put_back := sums.put_back.pop((id(self), slot), None)) is not None:
-                    put_back()
-            if self._sums.is_torn:
+            held = [put_back for slot in found if (put_back := sums.put_back.pop((id(self), slot), None)) is not None]
+            is_lost = bool(held) and self._sums.is_overwritten
+            for put_back in () if is_lost else held:
+                put_back()
+            if is_lost or self._sums.is_torn:
                 self._note_lost()
             raise
         # Those in host memory and over machines are added when the pass ends.

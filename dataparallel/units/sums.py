@@ -38,11 +38,12 @@ class UnitSums:
 
     Attributes:
         is_torn: `add_up` has failed when some owners had added their part to gradients that were there already.
+        is_overwritten: it has failed when sums had taken the place of what slots have delivered.
     """
 
     def __init__(self, unit: OfUnit, groups: Sequence[Group], order: Mapping[int, int], lines: Lines) -> None:
         self._unit, self._groups, self._order, self._lines = unit, groups, order, lines
-        self.is_torn = False
+        self.is_torn = self.is_overwritten = False
 
     @property
     def full_bytes(self) -> int:
@@ -125,9 +126,17 @@ class UnitSums:
     def _add(self, found: Mapping[int, Delivery], owns: Sequence[Delivery]) -> None:
         """Launches the sums of all dtypes, into the memory that the owners have for them."""
         with streams_set(self._lines.adding):
+            self.is_overwritten = False
             for at in range(len(self._groups)):
                 matrices = [found[slot].matrices[at] for slot in sorted(found)]
-                comm.reduce_scatter(matrices, [own.sums[at] for own in owns], self._memory)
+                try:
+                    comm.reduce_scatter(matrices, [own.sums[at] for own in owns], self._memory)
+                except torch.OutOfMemoryError:
+                    raise  # before anything is written
+                except BaseException:
+                    self.is_overwritten = True
+                    raise
+                self.is_overwritten = True
 
     def _memory(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         with named_if_no_room("summed gradients", self._unit.name, device, self.full_bytes // len(self._lines.slots)):

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from ports import Ports
 from torch import Tensor
 
 from dataparallel import comm
@@ -30,11 +31,20 @@ def sum_of(found: list[Tensor], dtype: torch.dtype) -> Tensor:
     return total
 
 
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of any size travel in pieces, on two streams of each device."""
+    monkeypatch.setattr(matrices, "_IN_PIECES_FROM", 0)
+    monkeypatch.setattr(matrices, "_LARGE", 0)
+
+
 @pytest.mark.slots(2, 3, 4, 8, long=[5, 6, 7])
 class TestReduceScatter:
-    @pytest.fixture(autouse=True, params=[2**18, 0], ids=["whole", "in pieces"])
+    @pytest.fixture(autouse=True, params=["whole", "in pieces", "on two streams"])
     def pieces(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(matrices, "_IN_PIECES_FROM", request.param)
+        if request.param == "in pieces":
+            monkeypatch.setattr(matrices, "_IN_PIECES_FROM", 0)
+        if request.param == "on two streams":
+            large(monkeypatch)
 
     @pytest.mark.parametrize(
         ("dtype", "wide"),
@@ -88,18 +98,67 @@ class TestOnDevices:
             comm.reduce_scatter(found, [torch.empty(5, device=slot) for slot in slots])
         assert sum(counts.launches) <= 3 * 8
 
-    @pytest.mark.slots(4)
-    def test_memory_of_a_sum_is_that_of_a_piece(self, slots: list, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(matrices, "_IN_PIECES_FROM", 0)
+    @pytest.mark.slots(4, 8)
+    def test_large_matrices_are_sent_and_received_at_the_same_time(self, slots: list, monkeypatch: pytest.MonkeyPatch):
+        """A step is the time of one copy. A round of a gather is mostly one."""
+        large(monkeypatch)
+        count = len(slots)
+        rows = [torch.ones(5, device=slot) for slot in slots]
+        gathered = [torch.empty(count, 5, device=slot) for slot in slots]
+        with Ports(monkeypatch) as ports:
+            comm.all_gather(gathered, rows)
+        assert ports.steps <= (count - 1).bit_length() + 2  # rows from the last one on to the first are two copies
+        assert all(matrix.cpu().eq(1).all() for matrix in gathered)
+        out = [torch.empty(COLUMNS, device=slot) for slot in slots]
+        with Ports(monkeypatch) as ports:
+            comm.reduce_scatter(matrices_on(slots, count), out)
+        # Few devices get their rows in one step after the other. In a chain of 8, pieces of two rows follow each other.
+        assert ports.steps <= (2 * count - 1 if count == 4 else (count - 1) + (4 - 1) + 2 + 2)
+
+    @pytest.mark.slots(3, 8)
+    def test_very_large_sums_go_straight_to_their_owners(self, slots: list, monkeypatch: pytest.MonkeyPatch):
+        large(monkeypatch)
+        monkeypatch.setattr(matrices, "_VERY_LARGE", 0)
+        found = matrices_on(slots, len(slots))
+        expected = sum_of(found, torch.float32)
+        out = [torch.empty(COLUMNS, device=slot) for slot in slots]
+        with Ports(monkeypatch) as ports:
+            comm.reduce_scatter(found, out)
+        assert ports.steps <= 2 * len(slots) - 1
+        assert len(ports.copies) == len(slots) * (len(slots) - 1)
+        assert torch.equal(torch.stack([row.cpu() for row in out]), expected)
+
+    @pytest.mark.slots(3)
+    def test_rows_need_not_begin_where_pieces_do(self, slots: list, monkeypatch: pytest.MonkeyPatch):
+        large(monkeypatch)
+        monkeypatch.setattr(matrices, "_PIECES", 2)  # so that three devices are a chain
+        for dtype in (torch.float32, torch.bfloat16):
+            found = matrices_on(slots, len(slots), dtype)
+            expected = sum_of(found, torch.float32)
+            out = [torch.empty(COLUMNS, device=slot) for slot in slots]
+            comm.reduce_scatter(found, out)
+            assert torch.equal(torch.stack([row.cpu() for row in out]), expected)
+
+    @pytest.mark.slots(4, 8)
+    @pytest.mark.parametrize(("dtype", "pieces"), [(torch.float32, 1), (torch.bfloat16, 2)], ids=str)
+    def test_memory_of_a_sum_is_that_of_what_is_under_way(
+        self, slots: list, dtype: torch.dtype, pieces: int, monkeypatch: pytest.MonkeyPatch
+    ):
+        """A row on few devices. In a chain sums take the place of terms, if they have their dtype."""
+        large(monkeypatch)
         asked: Counter[torch.device] = Counter()
 
         def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
             asked[device] += torch.Size(shape).numel()
             return torch.empty(shape, dtype=dtype, device=device)
 
-        found = matrices_on(slots, 4)
+        found = matrices_on(slots, len(slots), dtype)
         comm.reduce_scatter(found, [torch.empty(COLUMNS, device=slot) for slot in slots], empty)
-        assert asked == {torch.device(slot): COLUMNS for slot in slots[1:]}
+        if len(slots) == 4:
+            assert asked == {torch.device(slot): COLUMNS for slot in slots}
+        else:
+            needing = slots[1:] if dtype == torch.float32 else slots
+            assert asked == {torch.device(slot): pieces * len(slots) * COLUMNS // 4 for slot in needing}
 
 
 @pytest.mark.devices("cpu")
