@@ -83,3 +83,30 @@ def assert_state_is_divided(parameters: Sequence[Tensor], optimizer: torch.optim
                 assert isinstance(value, ShardedTensor), name
                 assert (value.devices, value.placement) == (parameter.devices, parameter.placement)
                 assert [shard.device for shard in value.shards] == [shard.device for shard in parameter.shards]
+
+
+OF_WHOLE_MATRICES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Rprop": lambda p, **k: torch.optim.Rprop(p, lr=0.1, **k),
+    "Adafactor": lambda p, **k: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1, **k),
+    "Adafactor, foreach": lambda p, **k: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1, foreach=True, **k),
+    "Muon": lambda p, **k: torch.optim.Muon(p, lr=0.1, **k),
+    "Muon, weights": lambda p, **k: torch.optim.Muon(p, lr=0.1, nesterov=False, adjust_lr_fn="match_rms_adamw", **k),
+    "LBFGS": lambda p, **k: torch.optim.LBFGS(p, lr=0.1, **k),
+    "LBFGS, line search": lambda p, **k: torch.optim.LBFGS(p, lr=0.1, line_search_fn="strong_wolfe", **k),
+}
+
+
+def trained_by_closure(parameters: list[nn.Parameter], name: str) -> list[Tensor]:
+    """All parameters that the optimizer takes, after some steps on squares of their distance to given values."""
+    taken = [p for p in parameters if p.dim() == 2 or not name.startswith("Muon")]
+    optimizer = OF_WHOLE_MATRICES[name](taken)
+    for step in range(STEPS):
+
+        def loss(step: int = step) -> Tensor:
+            set_gradients(parameters, step)
+            for p in taken:
+                p.grad.add_(p.detach(), alpha=0.5)  # type: ignore[union-attr]
+            return sum((p.detach().square().sum() for p in taken), torch.zeros(()))  # type: ignore[return-value]
+
+        optimizer.step(loss)
+    return [full(parameter) for parameter in parameters]

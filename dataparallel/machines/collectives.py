@@ -10,9 +10,9 @@ take every dtype.
 NCCL: torch's documentation says that a collective runs on a stream of NCCL's own, behind what the launching thread's
 current stream has been given, and that ``Work.wait`` makes the current stream wait for it. So the launch is made on a
 stream that is kept for this, after it has waited for the staging's event; the streams that compute wait for nothing
-until the result is taken. The result belongs to the stream that takes it, and what is sent is held until then. So
-``record_stream`` is not needed, with which a host that is ahead would hold memory that nothing uses any more.
-This has not run on GPUs.
+until the result is taken. The result belongs to the stream that takes it. What is sent is held until then, and belongs
+to the stream that has staged it, which waits then too. So ``record_stream`` is not needed, with which a host that is
+ahead would hold memory that nothing uses any more. This has not run on GPUs.
 """
 
 from __future__ import annotations
@@ -78,6 +78,11 @@ class Transfer:
         ``check`` is called several times a second while the host waits, and ends the wait if it raises.
         """
         if self._is_on_stream:
+            stream = self._staged.stream
+            assert stream is not None
+            # The memory of what is sent goes back to the stream that has staged it, so that one waits too.
+            with streams_set({stream.device: stream}):
+                self._work.wait()
             self._work.wait()
             return self._result
         wait_for(self._work, check)

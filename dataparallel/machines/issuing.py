@@ -5,11 +5,14 @@ ranks need this one's proposals for the ``order`` of other collectives, and the 
 both, ranks would wait for each other in a circle. Only ``launcher`` uses this file.
 
 The thread ends when there has been nothing for a while. It is a daemon: at the end of the interpreter it may block.
+What is called may raise anything; an error that is no ``Exception`` would end the thread that asks for the result, so
+it becomes a ``RuntimeError``.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,12 +35,22 @@ class Issuing:
         """``call`` is called when the calls before have returned. The result says when it has returned or raised."""
         future: Future[None] = Future()
         with self._changed:
-            self._queue.append((call, future))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="machines: issuing", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="machines: issuing", daemon=True)
+                thread.start()  # if there can be no thread, nothing has changed
+                self._thread = thread
+            self._queue.append((call, future))
             self._changed.notify()
         return future
+
+    def close(self, until: float) -> None:
+        """Makes no more calls, and waits for the one that is being made until this time, of the monotonic clock."""
+        with self._changed:
+            self._queue.clear()
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         while True:
@@ -50,8 +63,13 @@ class Issuing:
                 call, future = self._queue.popleft()
             try:
                 call()
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
+            except BaseException as error:
+                other = RuntimeError(f"{type(error).__name__}: {error}")
+                other.__cause__ = error
+                future.set_exception(other)
+                del other
             else:
                 future.set_result(None)
             del call, future  # nothing is held while there is nothing to do

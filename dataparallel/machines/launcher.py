@@ -79,10 +79,11 @@ class Launcher:
     def play(self, line: Playable) -> None:
         """The line has a round."""
         with self.changed:
-            self._playing[line] = None
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="machines: launcher", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="machines: launcher", daemon=True)
+                thread.start()  # if there can be no thread, nothing has changed
+                self._thread = thread
+            self._playing[line] = None
             self.wake()
 
     def wake(self, _: object = None) -> None:
@@ -92,7 +93,7 @@ class Launcher:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread. What is not issued yet is not sent."""
+        """Ends both threads. What is not issued yet is not sent."""
         self.is_closed = True
         for closable in [*self._closables]:
             closable.close()
@@ -100,6 +101,7 @@ class Launcher:
         thread, until = self._thread, time.monotonic() + AT_EXIT
         while thread is not None and thread.is_alive() and not self._is_parked and time.monotonic() < until:
             thread.join(0.01)
+        self.issuing.close(until)
 
     def _run(self) -> None:
         while not self.is_closed:

@@ -14,6 +14,7 @@ A line holds this group's data and the rounds, no module: what was issued is dro
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -108,16 +109,16 @@ class Line:
                 return round
             if self.health.is_closed:
                 raise MachinesError("the interpreter ends: nothing can be sent any more")
-            self._rounds.append(round)
             self._launcher.play(self)
+            self._rounds.append(round)
         return round
 
     # ---- what the launcher and `Health` call
 
     @property
     def has_rounds(self) -> bool:
-        """True if there is something to play."""
-        return bool(self._rounds)
+        """True if there is something to play, or what was played has not ended: it may have a number in the order."""
+        return bool(self._rounds) or self._steps is not None
 
     def advance(self) -> None:
         """Plays the rounds until something has to be waited for."""
@@ -147,7 +148,9 @@ class Line:
                 error: BaseException | None = None
             except (PeerFailed, MachinesDiffer) as failure:
                 error = failure
+                _let_go(failure)
             except Exception as failure:
+                _let_go(failure)
                 what = f"the beginning of {round.kind!r}"
                 error = self.health.broken or self.health.break_because(failure, what)
             finally:
@@ -249,11 +252,15 @@ class Line:
         order.leave(self.name)  # what has a larger number is put behind it
         self._launcher.wake()
         while not issued.done():
+            if self.health.broken is not None:
+                raise again(self.health.broken)  # the call may block: nobody waits for it any more
             yield
         issued.result()
 
     def _issue(self, item: Item) -> None:
         """The collectives of an item, or its call. The issuing thread calls this."""
+        if self.health.broken is not None:
+            raise again(self.health.broken)  # since it was put behind others: no rank would come to it
         if item.kind == "call":
             watch = Watch(self.health, item.what)
             try:
@@ -326,3 +333,8 @@ class Line:
             for launched in item.launched:
                 launched.fail(error)
         self._launcher.wake()
+
+
+def _let_go(error: BaseException) -> None:
+    """Ends a circle: the frames of the error hold what was to be sent, which holds the error."""
+    traceback.clear_frames(error.__traceback__)

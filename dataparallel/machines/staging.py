@@ -38,6 +38,7 @@ class Staged:
         is_copied: a copy in host memory is sent.
         room: what is received is written there, if it does not take the place of what is sent.
         is_free: behind the former uses of ``room``, if another stream than that of ``event`` has made them.
+        stream: that of ``event``, to which the memory of ``tensor`` belongs.
     """
 
     def __init__(
@@ -48,13 +49,14 @@ class Staged:
         is_copied: bool,
         room: Tensor | None = None,
         is_free: Event | None = None,
+        stream: torch.Stream | None = None,
     ) -> None:
         self.tensor, self.host, self.event, self.is_copied = tensor, host, event, is_copied
-        self.room, self.is_free = room, is_free
+        self.room, self.is_free, self.stream = room, is_free, stream
 
     def with_host(self, host: Tensor) -> Staged:
         """The same with something else to send, which was received for it."""
-        return Staged(self.tensor, host, self.event, self.is_copied)
+        return Staged(self.tensor, host, self.event, self.is_copied, stream=self.stream)
 
     def arrive(self, result: Tensor) -> Tensor:
         """``result`` in host memory, copied to the tensor's device on the current stream.
@@ -96,7 +98,8 @@ def stage(
         if receives is not None:
             with streams_set(taken_on or {}):
                 room, is_free = tensor.new_empty(receives), Event(current_stream_at(device.index))
-        return Staged(tensor, tensor, Event(current_stream_at(device.index)), False, room, is_free)
+        stream = current_stream_at(device.index)
+        return Staged(tensor, tensor, Event(stream), False, room, is_free, stream)
     host, is_pinned = tensor, device != CPU and can_pin(device.type)
     if device != CPU:
         host = torch.empty_like(tensor, device=CPU, pin_memory=is_pinned)

@@ -2,7 +2,8 @@
 
 The runtime of units notes the copies that it launches (`note`). `wait` is called where other code gets at the shards:
 by each operator on sharded tensors that launches something, an optimizer's too, and by `ShardedTensor.shards`. So
-neither a forward nor a backward has to wait for the copies that it has launched.
+neither a forward nor a backward has to wait for the copies that it has launched. Where nobody writes, as in evaluation,
+copies that have ended are forgotten when there are many.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from dataparallel.streams.current import Event
 
 __all__ = ["note", "wait"]
 
+MANY = 64
+"""So many copies are noted before those are forgotten that have ended."""
+
 _lock = threading.Lock()
 _reading: list[Event] = []
 
@@ -22,6 +26,8 @@ _reading: list[Event] = []
 def note(events: Iterable[Event]) -> None:
     """Copies that end at these events read shards in host memory."""
     with _lock:
+        if len(_reading) >= MANY:
+            _reading[:] = [event for event in _reading if not event.has_passed()]
         _reading.extend(events)
 
 

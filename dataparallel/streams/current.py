@@ -158,6 +158,10 @@ class Event:
         """Makes the host wait for the event."""
         self._event.synchronize()
 
+    def has_passed(self) -> bool:
+        """True if the device has come to the event. The host does not wait."""
+        return bool(self._event.query())
+
     def __del__(
         self, exchange: Callable[[int], int] = exchange_device, go_back: Callable[[int], object] = go_back_to_device
     ) -> None:
@@ -187,6 +191,10 @@ class GivenEvents(Event):
         for event in self._events:
             event.synchronize()
 
+    def has_passed(self) -> bool:
+        """True if the device has come to all of the events."""
+        return all(event.query() for event in self._events)
+
 
 def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
     if type(event) is not torch.Event:
@@ -199,7 +207,7 @@ def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
 
 
 class TimedEvent(Event):
-    """An event that knows when it has passed on its device.
+    """An event that knows when it has passed.
 
     Raises:
         RuntimeError, NotImplementedError: the backend has no events with times.
@@ -213,10 +221,6 @@ class TimedEvent(Event):
             self._event.record(stream)
         finally:
             go_back_to_device(before)
-
-    def has_passed(self) -> bool:
-        """True if the device has come to the event. The host does not wait."""
-        return bool(self._event.query())
 
     def seconds_until(self, later: TimedEvent) -> float:
         """The seconds between two events of one device. Both must have passed."""

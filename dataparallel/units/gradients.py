@@ -246,7 +246,12 @@ class UnitGradients:
                     self._former[i] = FormerGrad(grad)
 
     def _packed(self, slot: int, grads: Sequence[Tensor | None]) -> Delivery:
-        """The slot's delivery, with what is held on it."""
+        """The slot's delivery, with what is held on it.
+
+        Raises:
+            TypeError: a gradient is sparse.
+        """
+        self._refuse_sparse(grads)
         device = self._lines.slots[slot]
         held = self._held.get(slot)
         matrices: list[Tensor] = []
@@ -270,3 +275,12 @@ class UnitGradients:
             present = [a or b for a, b in zip(present, held.present, strict=True)]
         stream = current_streams([device]).get(device)
         return Delivery(matrices, sums, parts, present, None if stream is None else Event(stream))
+
+    def _refuse_sparse(self, grads: Sequence[Tensor | None]) -> None:
+        for i, grad in zip(self.recorded, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise TypeError(
+                    f"the gradient of a parameter of shape {list(self._unit.shapes[i])} in {self._unit.name!r} has the "
+                    f"layout {grad.layout}, and sharded parameters get dense gradients: pass sparse=False to the "
+                    "Embedding"
+                )

@@ -12,6 +12,7 @@ import torch
 from loops import wait_for_the_engine
 from torch import Tensor, nn
 
+from dataparallel.composable import fully_shard
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from memory import allocated, live_objects
@@ -408,3 +409,12 @@ def test_an_error_in_every_tenth_step_leaves_nothing(steps, slots):
     assert allocated(slots, idle) == idle
     assert threading.active_count() <= threads
     assert live_objects() <= objects + 20
+
+
+def test_a_sparse_gradient_is_refused_by_name(slots: list) -> None:
+    model: Any = fully_shard(nn.Sequential(nn.Embedding(11, 4, sparse=True)).to(slots[0]), devices=slots)
+    output = model(torch.arange(6, device=slots[0]))
+    with pytest.raises(TypeError, match=r"shape \[11, 4\] in 'Sequential' has the layout .*sparse=False"):
+        output.sum().backward()
+    wait_for_the_engine(slots)
+    assert_all_sharded(model)

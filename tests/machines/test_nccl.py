@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dataparallel.composable import fully_shard, replicate
+from dataparallel.composable import MixedPrecisionPolicy, fully_shard, replicate
 from dataparallel.machines.arguments import check_sendable
 from dataparallel.machines.backend import Group
 from dataparallel.machines.collectives import all_gather
@@ -133,7 +133,8 @@ def takes(rank: int, devices: list[torch.device]) -> None:
         patch.setattr(Tensor, "record_stream", refuse)
         machines = Machines.of(None)
         here, side = torch.accelerator.current_stream(devices[1]), torch.Stream(devices[1])
-        for step in range(3):
+        sums = []
+        for step in range(3):  # in which the host waits for no device
             with side:
                 flat = torch.ones(1000, device=devices[1]) * (rank + step)
                 staged = stage(machines, flat, 2000, {devices[1]: here})
@@ -144,12 +145,32 @@ def takes(rank: int, devices: list[torch.device]) -> None:
             del staged
             found = launched.wait()
             del launched, round
-            assert (found.view(2, -1) + 1).mean(1).tolist() == [step + 1, step + 2]
+            sums.append((found.view(2, -1) + 1).mean(1))
+            del found
+        torch.sim.check_clocks()
+        assert [each.tolist() for each in sums] == [[step + 1, step + 2] for step in range(3)]
     assert [*nccl.communicators] == [((0, 1), devices[1])]
 
 
 def test_a_result_belongs_to_the_stream_that_takes_it() -> None:
     on_machines(takes)
+
+
+def casts(rank: int, devices: list[torch.device]) -> None:
+    """What is sent is a copy in another dtype, which is dropped when the result is taken."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(devices[0])
+    with nccl_on_machines():
+        for unit in (*net, net):
+            policy = MixedPrecisionPolicy(torch.bfloat16)
+            fully_shard(unit, devices=devices, mesh=mesh_of(2), mp_policy=policy)
+        for _ in range(STEPS):
+            net(torch.ones(4, 8, device=devices[0])).sum().backward()
+        torch.sim.check_clocks()
+
+
+def test_memory_of_what_is_sent_is_used_again_after_it_was_sent() -> None:
+    on_machines(casts)
 
 
 def says(rank: int, devices: list[torch.device]) -> None:

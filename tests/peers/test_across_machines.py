@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from dataparallel import DataParallel, peers
+from dataparallel.nn import SyncBatchNorm
 from machine_ranks import on_machines
 from peer_machines import FUNCTIONS, Across, as_one_call, grad_of, samples, spanning
 
@@ -206,17 +207,20 @@ def counts_messages(rank: int, devices: list[torch.device]) -> dict[str, int]:
         "broadcast": lambda tensors: peers.broadcast(tensors, 0, across_machines=True),
         "reduce_scatter": lambda tensors: peers.reduce_scatter(tensors, across_machines=True),
     }
+    modules: dict[str, nn.Module] = {name: Collects(collective) for name, collective in collectives.items()}
+    norm = SyncBatchNorm.convert(nn.BatchNorm1d(3), across_machines=True)
+    modules["SyncBatchNorm"] = nn.Sequential(nn.Linear(3, 3), norm)
     counts = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "all_to_all_single", counting)
-        for name, collective in collectives.items():
-            net = spanning(Collects(collective), devices)
+        for name, module in modules.items():
+            net = spanning(module, devices)
             sent.clear()
             output = net(torch.ones(4, 3, device=devices[0]))
             counts[name] = len(sent)
             output.sum().backward()
             counts[f"{name}, backward"] = len(sent) - counts[name]
-            assert net.weight.grad is not None
+            assert all(parameter.grad is not None for parameter in net.parameters())
     return counts
 
 

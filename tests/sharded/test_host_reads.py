@@ -21,6 +21,9 @@ class Copy(Event):
         self.is_awaited.set()
         assert self.has_ended.wait(30)
 
+    def has_passed(self) -> bool:
+        return self.has_ended.is_set()
+
 
 def test_every_thread_waits_for_a_copy_that_another_one_waits_for_already() -> None:
     copy = Copy()
@@ -48,3 +51,18 @@ def test_a_copy_is_waited_for_once() -> None:
     copy.is_awaited.clear()
     host_reads.wait()
     assert not copy.is_awaited.is_set()
+
+
+def test_copies_that_have_ended_are_forgotten_if_nobody_writes() -> None:
+    first = Copy()
+    host_reads.note([first])
+    for _ in range(10 * host_reads.MANY):
+        copy = Copy()
+        copy.has_ended.set()
+        host_reads.note([copy])
+    assert len(host_reads._reading) <= host_reads.MANY + 1
+    assert not first.is_awaited.is_set()
+    first.has_ended.set()
+    host_reads.wait()
+    assert first.is_awaited.is_set()
+    assert not host_reads._reading

@@ -12,6 +12,7 @@ from dataparallel.sharded import Shard, ShardedTensor
 from fake_machines import FakeOver, on_fake_machines, owners_of
 from sharded_parameters import (
     FUSED,
+    OF_WHOLE_MATRICES,
     OPTIMIZERS,
     STEPS,
     assert_same,
@@ -20,6 +21,7 @@ from sharded_parameters import (
     gradients,
     set_gradients,
     trained,
+    trained_by_closure,
     whole_parameters,
 )
 from sharding import full, sharded
@@ -219,6 +221,18 @@ def test_other_optimizers_are_right_or_refused(slots: list, root: torch.device, 
             assert_same(got, steps(whole_parameters(root)))
 
     on_fake_machines(on_machine)
+
+
+@pytest.mark.usefixtures("gathers")
+@pytest.mark.parametrize("name", OF_WHOLE_MATRICES)
+def test_those_that_need_whole_matrices_equal_one_device(slots: list, root: torch.device, name: str) -> None:
+    expected = trained_by_closure(whole_parameters(root), name)
+
+    def steps(over: FakeOver) -> None:
+        parameters = divided(whole_parameters(), owners_of(slots, over))
+        assert_same(trained_by_closure(parameters, name), expected, 1e-9)
+
+    on_fake_machines(steps)
 
 
 @pytest.mark.parametrize("foreach", [False, True])

@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, parallel_apply
 from dataparallel.composable import fully_shard, replicate
+from dataparallel.streams.current import Event
 from dataparallel.streams.device_times import DeviceClock
 from dataparallel.threads import permits
 from dataparallel.threads.permits import PermitChooser
@@ -120,9 +122,9 @@ def test_streams_are_marked_while_measuring_only(
 @pytest.mark.not_isolated("replicas on one device and the caller's stream")
 @pytest.mark.parametrize("wrap", [DataParallel, replicate, fully_shard])
 def test_no_step_after_the_third_makes_the_host_wait_whatever_the_sizes(
-    slots: list, root: torch.device, wrap: Any
+    slots: list, root: torch.device, wrap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of sizes that come once, that come again, and that have two inputs."""
+    """Steps and evaluations of sizes that come once, that come again, and of two inputs of different lengths."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -134,21 +136,31 @@ def test_no_step_after_the_third_makes_the_host_wait_whatever_the_sizes(
 
     model = Net().to(root)
     model = DataParallel(model, slots) if wrap is DataParallel else wrap(model, devices=slots)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
-    def step(rows: int, length: int) -> None:
-        optimizer.zero_grad()
-        model(torch.ones(rows, 2, device=root), torch.ones(rows, length, device=root)).sum().backward()
-        optimizer.step()
+    def step(rows: int, length: int, other: int, is_training: bool = True) -> None:
+        x, y = torch.ones(rows, length, 2, device=root), torch.ones(rows, other, device=root)
+        model.train(is_training)
+        with nullcontext() if is_training else torch.no_grad():
+            loss = model(x, y).sum()
+        if is_training:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
 
     for _ in range(3):
-        step(6, 1)
-    waits = 0
-    for rows, length in [*[(6, 1)] * 30, *((3 * (1 + k % 20), 1 + k % 3) for k in range(120))]:
+        step(6, 1, 1)
+    waits: list[Any] = []
+    synchronize = Event.synchronize
+    monkeypatch.setattr(Event, "synchronize", lambda event: (waits.append(event), synchronize(event)))
+    of_many_lengths = [(3 * (1 + k % 20), 1 + 7 * k % 33, 1 + 5 * k % 17, k % 4 != 3) for k in range(120)]
+    for sizes in [*[(6, 1, 1, True)] * 30, *of_many_lengths]:
         with torch.sim.timeline() as timeline:
-            step(rows, length)
-        waits += sum(len(launch.host_waits) for launch in timeline.recording.launches)
-    assert waits == 0
+            step(*sizes)
+            for slot in slots:
+                torch.ones(1, device=slot)  # what this thread has waited for before is noted at its next launch
+        waits += [launch for launch in timeline.recording.launches if launch.host_waits]
+    assert waits == []
 
 
 class Waiting(nn.Module):
