@@ -59,16 +59,18 @@ FORMS: dict[str, Callable[[list], Any]] = {
         module(slots[0], 1), devices=slots[:1], shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.dim() else None
     ),
     "replicate": lambda slots: replicate(module(slots[0], 1), devices=slots),
+    "wrapper": lambda slots: DataParallel(module(slots[0], 1), slots),
     "plain": lambda slots: module(slots[0], 1),
 }
 INTO = pytest.mark.parametrize("form", FORMS)
 
 
 class Trained:
-    """A model with AdamW. `step` is the same step for all."""
+    """A model with AdamW. `step` is the same step for all. Of a wrapper, what is saved and loaded is its ``module``."""
 
     def __init__(self, model: Any, steps: int = 0) -> None:
-        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.call, self.model = model, model.module if isinstance(model, DataParallel) else model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for seed in range(steps):
             self.step(seed)
 
@@ -76,7 +78,7 @@ class Trained:
         torch.manual_seed(seed)
         x = torch.randn(9, 7, dtype=torch.float64)
         self.optimizer.zero_grad()
-        self.model(x.to(next(self.model.buffers()).device)).square().mean().backward()
+        self.call(x.to(next(self.model.buffers()))).square().mean().backward()
         self.optimizer.step()
 
     def state(self) -> Any:
@@ -144,6 +146,24 @@ def test_full_states_are_loaded(form: str, slots: list, one: Trained) -> None:
     assert_equal(other.state(), one.state(), "state", atol=1e-9)
 
 
+@pytest.mark.parametrize("form", OF_ONE_KIND)
+def test_states_of_the_model_and_of_the_optimizer_are_got_and_set_one_by_one(
+    form: str, slots: list, one: Trained
+) -> None:
+    several, other = Trained(FORMS[form](slots), 2), Trained(module(slots[0]))
+    for source, target in ((several, other), (one, several)):
+        source_model, target_model = source.model, target.model
+        of_model = copy.deepcopy(of_torch.get_model_state_dict(source_model, options=FULL))
+        of_optimizer = copy.deepcopy(of_torch.get_optimizer_state_dict(source_model, source.optimizer, options=FULL))
+        assert {value.device.type for value in of_model.values()} == {"cpu"}
+        options = StateDictOptions(full_state_dict=True)
+        of_torch.set_model_state_dict(target_model, of_model, options=options)
+        of_torch.set_optimizer_state_dict(target_model, target.optimizer, of_optimizer, options=options)
+        assert_equal(target.state(), source.state(), "state", atol=0)
+        for each in (several, other, one):
+            each.step(7)
+
+
 def test_no_device_gets_a_whole_tensor_of_a_full_state(
     slots: list, one: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,12 +222,22 @@ def test_files_of_eight_slots_are_loaded_and_saved_again(
     assert_equal(back.state(), one.state(), "back", atol=1e-9)
 
 
+@INTO
+def test_files_in_half_precision_have_the_same_bits(
+    form: str, make_slots: Callable[[int], list], tmp_path: Path
+) -> None:
+    several = Trained(sharded(make_slots(8)).bfloat16(), 2)
+    checkpoint.save(several.to_save(), checkpoint_id=tmp_path)
+    other = Trained(FORMS[form](make_slots(3)).bfloat16())
+    other.load(tmp_path)
+    assert {value.dtype for value in other.state()[0].values()} == {torch.bfloat16}
+    assert_equal(other.state(), several.state(), "state", atol=0)
+
+
 def test_those_of_a_wrapper_have_the_names_of_its_module(slots: list, one: Trained, tmp_path: Path) -> None:
     wrapper: Any = DataParallel(module(slots[0], 1), slots)
     several = Trained(wrapper, 2)
-    inside = Trained(wrapper.module)
-    inside.optimizer = several.optimizer
-    checkpoint.save(inside.to_save(), checkpoint_id=tmp_path)
+    checkpoint.save(several.to_save(), checkpoint_id=tmp_path)
     other = Trained(sharded(slots))
     other.load(tmp_path)
     for each in (one, other):

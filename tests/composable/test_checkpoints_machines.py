@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict as of_torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 
-from dataparallel.composable import fully_shard, replicate
+from dataparallel.composable import CPUOffloadPolicy, fully_shard, replicate
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
 from sharded_machines import EACH_SPREAD, SPREADS, spread
@@ -76,24 +76,28 @@ def _full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else whole(value)
 
 
-def ours(devices: list[Any], where: dict[str, Any]) -> Any:
+def ours(devices: list[Any], where: dict[str, Any], form: str = "sharded") -> Any:
     made = module(devices[0])
+    if form == "replicated":
+        return replicate(made, devices=devices, process_group=distributed.group.WORLD)
+    if form == "offloaded":
+        where = where | {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     fully_shard(made[0], devices=devices, **where)
     return fully_shard(made, devices=devices, **where)
 
 
-def saved(rank: int, devices: list[Any], way: str, folder: str) -> None:
+def saved(rank: int, devices: list[Any], way: str, folder: str, form: str) -> None:
     """Saves and loads again, in a model that has made other steps; also by full states, and while training goes on."""
-    one, several = Trained(module(), "cpu", 2), Trained(ours(devices, spread(way)), devices[0], 2)
+    one, several = Trained(module(), "cpu", 2), Trained(ours(devices, spread(way), form), devices[0], 2)
     checkpoint.save(several.to_save(), checkpoint_id=folder)
     # What is plain, as the number of steps, is the optimizer's own tensor.
     full = copy.deepcopy(of_torch.get_state_dict(several.model, several.optimizer, options=FULL))
     saving = checkpoint.async_save(several.to_save(), checkpoint_id=f"{folder} too")
     several.step(5)
     saving.result()
-    from_files = Trained(ours(devices, spread(way)), devices[0], 1).load(folder)
-    from_later = Trained(ours(devices, spread(way)), devices[0], 1).load(f"{folder} too")
-    from_full = Trained(ours(devices, spread(way)), devices[0], 1)
+    from_files = Trained(ours(devices, spread(way), form), devices[0], 1).load(folder)
+    from_later = Trained(ours(devices, spread(way), form), devices[0], 1).load(f"{folder} too")
+    from_full = Trained(ours(devices, spread(way), form), devices[0], 1)
     assert {type(value) for value in full[0].values()} == {torch.Tensor}
     from_full.set({"model": full[0], "optimizer": full[1]}, FULL)
     one.step(7)
@@ -101,14 +105,84 @@ def saved(rank: int, devices: list[Any], way: str, folder: str) -> None:
         assert_equal(other.step(7).weights(), one.weights(), "weights", atol=1e-9)
 
 
+def here(folder: str) -> None:
+    """Loads what was saved after two steps, without a process group."""
+    expected = Trained(module(), "cpu", 2)
+    for model in (module(), fully_shard(module(), devices=["cpu"] * 3), replicate(module(), devices=["cpu"] * 2)):
+        loaded = Trained(model, "cpu", 1).load(folder)
+        assert_equal(loaded.weights(), expected.weights(), "weights", atol=1e-9)
+
+
 @EACH_SPREAD
 def test_states_of_all_machines_are_saved_and_loaded(way: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
-    on_machines(saved, way, folder, ranks=SPREADS[way][0])
-    here = Trained(module(), "cpu", 2)
-    for model in (module(), fully_shard(module(), devices=["cpu"] * 3), replicate(module(), devices=["cpu"] * 2)):
-        loaded = Trained(model, "cpu", 1).load(folder)
-        assert_equal(loaded.weights(), here.weights(), "weights", atol=1e-9)
+    on_machines(saved, way, folder, "sharded", ranks=SPREADS[way][0])
+    here(folder)
+
+
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [
+        ("replicated", "hybrid"),
+        pytest.param("offloaded", "hybrid", marks=pytest.mark.long),
+        ("offloaded", "1-D"),
+    ],
+)
+def test_states_of_other_forms_are_saved_and_loaded(form: str, way: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    on_machines(saved, way, folder, form)
+    here(folder)
+
+
+def by_rank_0(rank: int, devices: list[Any], way: str, form: str) -> None:
+    """A full state is got by rank 0 alone, in host memory, and goes from there to all."""
+    one, several = Trained(module(), "cpu", 2), Trained(ours(devices, spread(way), form), devices[0], 2)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    of_model = of_torch.get_model_state_dict(several.model, options=options)
+    of_optimizer = of_torch.get_optimizer_state_dict(several.model, several.optimizer, options=options)
+    assert bool(of_model) == (rank == 0)
+    assert all(type(value) is torch.Tensor and value.device.type == "cpu" for value in of_model.values())
+    of_model, of_optimizer = copy.deepcopy((of_model, of_optimizer))
+    other = Trained(ours(devices, spread(way), form), devices[0], 1)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    of_torch.set_model_state_dict(other.model, of_model, options=options)
+    of_torch.set_optimizer_state_dict(other.model, other.optimizer, of_optimizer, options=options)
+    assert_equal(other.step(7).weights(), one.step(7).weights(), "weights", atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [
+        ("sharded", "hybrid"),
+        ("sharded", "1-D"),
+        pytest.param("sharded", "2-D", marks=pytest.mark.long),
+        ("replicated", "hybrid"),
+        ("offloaded", "1-D"),
+    ],
+)
+def test_a_full_state_goes_from_rank_0_to_all(form: str, way: str) -> None:
+    on_machines(by_rank_0, way, form, ranks=SPREADS[way][0], kind="cpu")  # torch asks for CUDA beside other devices
+
+
+def loaded(rank: int, devices: list[Any], way: str, form: str, folder: str) -> None:
+    there = Trained(ours(devices, spread(way), form), devices[0], 1).load(folder)
+    assert_equal(there.step(7).weights(), Trained(module(), "cpu", 2).step(7).weights(), "weights", atol=1e-9)
+
+
+@pytest.mark.slots(8)
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [
+        ("sharded", "1-D"),
+        ("replicated", "hybrid"),
+        pytest.param("sharded", "2-D", marks=pytest.mark.long),
+        pytest.param("offloaded", "1-D", marks=pytest.mark.long),
+    ],
+)
+def test_files_of_eight_slots_go_to_machines(form: str, way: str, slots: list, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    checkpoint.save(Trained(ours(slots, {}), slots[0], 2).to_save(), checkpoint_id=folder)
+    on_machines(loaded, way, form, folder, ranks=SPREADS[way][0])
 
 
 def by_fsdp2(rank: int, devices: list[Any], folder: str, back: str) -> None:
