@@ -158,16 +158,19 @@ def all_gather(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def reduce_scatter(matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory = memory) -> None:
+def reduce_scatter(
+    matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory = memory, overwrite: bool = False
+) -> None:
     """Copies row j of the sum of ``matrices``, added in the order given, into ``out[j]``, on the current streams.
 
     Args:
-        matrices: contiguous, of one shape and dtype. They may be written to, once there is memory for what travels.
+        matrices: contiguous, of one shape and dtype.
         out: one-dimensional, one for each row. They may be wider than the matrices: terms are added in their dtype.
         empty: makes memory for what travels.
+        overwrite: the matrices may be written to, so that less of that is needed.
     """
     places = _places([target.device for target in out], [matrix.device for matrix in matrices])
-    transport_for("reduce_scatter", places, matrices[:1]).reduce_scatter(matrices, out, empty)
+    transport_for("reduce_scatter", places, matrices[:1]).reduce_scatter(matrices, out, empty, overwrite)
 
 
 @torch.no_grad()

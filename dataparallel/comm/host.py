@@ -4,13 +4,14 @@ It serves pairs of devices whose direct copies are not trusted. It is slower tha
 every device that can talk to the host. It checks nothing and chooses nothing: only ``comm.select`` hands it out.
 
 Both copies block. The first is complete before the second reads the staging buffer, and the second is complete before
-the buffer is freed, whatever streams they run on. So no memory has to be held, on any backend. The first begins after
-what the current streams of the receiving devices have been given, as with every transport.
+the buffer is freed, whatever streams they run on. So no memory has to be held, on any backend. As with every transport,
+a copy begins after what the current streams of both ends have been given, and what they are given next comes after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -35,25 +36,36 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
     if tensor.device == device or "cpu" in (tensor.device.type, device.type):
         return STAR.to_device(tensor, device, own=own)
     original, tensor = tensor, tensor.detach()
-    _wait_for([device], tensor.device)
-    note("host", original, CPU)
-    if travels_flat(original) and can_pin(tensor.device.type):
-        # Devices read and write pinned memory at full speed. The strides are those that `Tensor.to` gives.
-        staging = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        staging.copy_(tensor)
-    else:
-        # Sparse, quantised and lazily conjugated tensors and subclasses have their own way to the CPU.
-        staging = tensor.cpu()
-    note("host", staging, device)
-    return same_kind(staging.to(device), original)
+    with _ordered(tensor.device, [device]):
+        note("host", original, CPU)
+        if travels_flat(original) and can_pin(tensor.device.type):
+            # Devices read and write pinned memory at full speed. The strides are those that `Tensor.to` gives.
+            staging = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            staging.copy_(tensor)
+        else:
+            # Sparse, quantised and lazily conjugated tensors and subclasses have their own way to the CPU.
+            staging = tensor.cpu()
+        note("host", staging, device)
+        return same_kind(staging.to(device), original)
 
 
-def _wait_for(targets: Iterable[torch.device], source: torch.device) -> None:
-    """Orders the source's current stream after those of the targets."""
+@contextmanager
+def _ordered(source: torch.device, targets: Iterable[torch.device]) -> Iterator[None]:
+    """Copies from the source to the targets, which the block launches, come after what their current streams do.
+
+    What the source's stream is given next comes after them too. The targets' streams need not wait for the source's:
+    the host has waited for it.
+    """
     streams = current_streams([source, *targets])
-    if source in streams:
-        for device in streams.keys() - {source}:
-            Event(streams[device]).make_wait(streams[source])
+    sending = streams.pop(source, None)
+    if sending is None:  # the source is in host memory
+        yield
+        return
+    for receiving in streams.values():
+        Event(receiving).make_wait(sending)
+    yield
+    for receiving in streams.values():
+        Event(receiving).make_wait(sending)
 
 
 @cache
@@ -74,13 +86,14 @@ class ThroughHost(Transport):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """A source on the device of ``target`` is copied directly."""
-        target.copy_(send(source, target.device))
+        with _ordered(source.device, [target.device]):
+            target.copy_(send(source, target.device))
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """One copy to the host, and one from there to each device."""
         if buffers:
-            _wait_for([buffer.device for buffer in buffers], source.device)
-            staged = send(source, CPU)
-            for buffer in buffers:
-                note("host", staged, buffer.device)
-                buffer.copy_(staged)
+            with _ordered(source.device, [buffer.device for buffer in buffers]):
+                staged = send(source, CPU)
+                for buffer in buffers:
+                    note("host", staged, buffer.device)
+                    buffer.copy_(staged)

@@ -103,14 +103,17 @@ def _in_phases(count: int, distance: int) -> Iterator[int]:
                 yield (start + step * distance) % count
 
 
-def reduce_scatter(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory = memory) -> None:
+def reduce_scatter(
+    copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory = memory, overwrite: bool = False
+) -> None:
     """Copies row j of the sum of ``matrices``, which is added in the order given, into ``out[j]``.
 
     Args:
         copy: of the transport.
         matrices: one on each device. A device may have none, or several.
-        out: of one dtype, in which the terms are added; there are as many as rows. The matrices may be written to.
+        out: of one dtype, in which the terms are added; there are as many as rows.
         empty: makes memory for what travels.
+        overwrite: the matrices may be written to.
     """
     devices = [matrix.device for matrix in matrices]
     if len(matrices) > 2 and are_apart(devices):
@@ -118,7 +121,7 @@ def reduce_scatter(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor]
         if is_square and matrices[0].nbytes > (_IN_PIECES_FROM if len(matrices) <= _PIECES else _VERY_LARGE):
             _from_each(copy, matrices, out, empty)
         else:
-            _along_a_chain(copy, matrices, out, empty)
+            _along_a_chain(copy, matrices, out, empty, overwrite)
         return
     for owner, total in enumerate(out):
         _add_rows(copy, [matrix[owner] for matrix in matrices], total, empty)
@@ -164,25 +167,25 @@ def _from_each(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], em
                     total.copy_(row)
 
 
-def _along_a_chain(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory) -> None:
+def _along_a_chain(
+    copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory, overwrite: bool
+) -> None:
     """Each device adds its own terms to what it receives, and sends on the sum. The last one sends it to the rows.
 
-    A matrix travels in pieces. A device receives and adds a piece of a large one while it sends the piece before. A sum
-    takes the place of the device's own terms. If these have another dtype, sums have memory of their own, for one piece
-    or, of large matrices, for two.
+    A matrix travels in pieces. A device receives and adds a piece of a large one while it sends the piece before, so it
+    needs memory for two sums, unless they may take the place of its own terms. The first device sends its terms as they
+    are, if they have the dtype of the sums.
     """
     dtype, last, devices = out[0].dtype, len(matrices) - 1, [matrix.device for matrix in matrices]
     size = -(-matrices[0].numel() // (_PIECES if matrices[0].nbytes > _IN_PIECES_FROM else 1))
     terms = [matrix.view(-1).split(size) for matrix in matrices]
     count, is_wide, number = len(terms[0]), matrices[0].dtype != dtype, _streams_for(matrices[0])
-    needs = devices if is_wide else [None, *devices[1:]]
-    rooms = [
-        [] if device is None else [empty((size,), dtype, device) for _ in range(number if is_wide else 1)]
-        for device in needs
-    ]
+    is_own = [not is_wide and (slot == 0 or overwrite) for slot in range(last + 1)]  # where sums are
+    needs = [0 if own and slot == 0 else 1 if own else number for slot, own in enumerate(is_own)]
+    rooms = [[empty((size,), dtype, device) for _ in range(n)] for n, device in zip(needs, devices, strict=True)]
     sums = [
-        [rooms[slot][piece % number][: len(own)] if is_wide else own for piece, own in enumerate(of_slot)]
-        for slot, of_slot in enumerate(terms)
+        of_slot if own else [room[piece % number][: len(term)] for piece, term in enumerate(of_slot)]
+        for own, room, of_slot in zip(is_own, rooms, terms, strict=True)
     ]
     left: list[deque[Event]] = [deque() for _ in devices]  # behind each send of a sum whose memory is used again
     with piece_streams(devices, number) as streams:
@@ -196,9 +199,9 @@ def _along_a_chain(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor]
                 streams.use(devices[slot], _RECEIVING)
                 if slot:
                     streams.use(devices[slot - 1], _SENDING)
-                    received = total if is_wide else rooms[slot][0][: len(own)]
+                    received = rooms[slot][0][: len(own)] if is_own[slot] else total
                     copy(received, sums[slot - 1][piece])
-                    total.add_(own if is_wide else received)
+                    total.add_(received if is_own[slot] else own)
                 elif is_wide:
                     total.copy_(own)
                 if slot or is_wide:
@@ -210,7 +213,7 @@ def _along_a_chain(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor]
                             streams.use(target.device, _RECEIVING)
                         copy(target, part)
                 for sender in [slot - 1] * (slot > 0) + [slot] * (slot == last):
-                    if is_wide and number > 1:
+                    if number > 1 and not is_own[sender]:
                         left[sender].append(Event(streams.of(devices[sender])[_SENDING]))
 
 

@@ -86,12 +86,12 @@ class Nccl(Transport):
             nccl.all_gather([row.view(torch.uint8) for row in rows], [m.view(torch.uint8).flatten() for m in matrices])
         increment_version(matrices)
 
-    def reduce_scatter(self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory) -> None:
+    def reduce_scatter(self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Memory, overwrite: bool) -> None:
         """One launch on every device. Sums that NCCL may not or cannot make are made by torch, in slot order."""
         is_square = [matrix.device for matrix in matrices] == [target.device for target in out]
         dtypes = {tensor.dtype for tensor in (*matrices, *out)}
         if not self._sums or not is_square or len(dtypes) > 1 or not dtypes <= _SUMMED:
-            super().reduce_scatter(matrices, out, empty)
+            super().reduce_scatter(matrices, out, empty, overwrite)
             return
         for owner, target in enumerate(out):
             for matrix in matrices:

@@ -114,9 +114,11 @@ class Transport(ABC):
         """`matrices.all_gather`. The rows are on distinct accelerators."""
         of_rows.all_gather(self.copy, matrices, rows)
 
-    def reduce_scatter(self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: of_rows.Memory) -> None:
+    def reduce_scatter(
+        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: of_rows.Memory, overwrite: bool
+    ) -> None:
         """`matrices.reduce_scatter`."""
-        of_rows.reduce_scatter(self.copy, matrices, out, empty)
+        of_rows.reduce_scatter(self.copy, matrices, out, empty, overwrite)
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
 

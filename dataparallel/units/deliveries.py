@@ -169,8 +169,7 @@ class SumsOfPass:
     def end(self) -> None:
         """Orders all computing streams and callers' after all sums, and finishes gradients on the host."""
         wait_for([] if self.latest is None else [self.latest], self.computing.values())
-        for slot in [*self.in_flight]:
-            self.release(slot)
+        self.in_flight.clear()  # the event is behind the sums that read them
         self.added_to.clear()
         if self.over_machines is not None:
             self.over_machines.finish(self.summed)

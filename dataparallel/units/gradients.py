@@ -148,13 +148,12 @@ class UnitGradients:
     def _add_up(self, found: dict[int, Delivery], sums: SumsOfPass) -> None:
         """Adds up one round. From then on, or if that fails, nothing has to be put back for its slots."""
         try:
-            self._sums.add_up(found, sums)
+            self._sums.add_up(found, sums, overwrite=not any((id(self), slot) in sums.put_back for slot in found))
         except BaseException:
-            held = [put_back for slot in found if (put_back := sums.put_back.pop((id(self), slot), None)) is not None]
-            is_lost = bool(held) and self._sums.is_overwritten
-            for put_back in () if is_lost else held:
-                put_back()
-            if is_lost or self._sums.is_torn:
+            for slot in found:
+                if (put_back := sums.put_back.pop((id(self), slot), None)) is not None:
+                    put_back()
+            if self._sums.is_torn:
                 self._note_lost()
             raise
         # Those in host memory and over machines are added when the pass ends.

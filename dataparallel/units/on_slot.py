@@ -239,7 +239,7 @@ class UnitOnSlot:
                 sent, self._sent = self._sent, None
                 self._pull_from_owners(sent, own, ready)
                 if own is not None:
-                    self.last_pull = self._pulled = Event(own)
+                    self._pulled = Event(own)  # it reads copies, of which `LastCopies` knows, and no shards
             if self._pulled is not None:
                 wait_for([self._pulled], computing.values())
             for full in self._groups:

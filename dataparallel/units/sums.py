@@ -38,20 +38,22 @@ class UnitSums:
 
     Attributes:
         is_torn: `add_up` has failed when some owners had added their part to gradients that were there already.
-        is_overwritten: it has failed when sums had taken the place of what slots have delivered.
     """
 
     def __init__(self, unit: OfUnit, groups: Sequence[Group], order: Mapping[int, int], lines: Lines) -> None:
         self._unit, self._groups, self._order, self._lines = unit, groups, order, lines
-        self.is_torn = self.is_overwritten = False
+        self.is_torn = False
 
     @property
     def full_bytes(self) -> int:
         """The size of one slot's gradients."""
         return sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self._groups)
 
-    def add_up(self, found: Mapping[int, Delivery], sums: SumsOfPass) -> None:
-        """Launches the sums of one round."""
+    def add_up(self, found: Mapping[int, Delivery], sums: SumsOfPass, overwrite: bool) -> None:
+        """Launches the sums of one round.
+
+        ``overwrite``: nobody needs what slots have delivered if that fails.
+        """
         present = [any(of_slots) for of_slots in zip(*(found[slot].present for slot in sorted(found)), strict=True)]
         lines, slots = self._lines, self._lines.slots
         made = lines.meet("deliveries", [delivery.made for delivery in found.values() if delivery.made is not None])
@@ -73,7 +75,7 @@ class UnitSums:
             # that there are already.
             wait_for(new if made is None else [made, *new], lines.adding.values())
             try:
-                self._add(found, owns)
+                self._add(found, owns, overwrite)
                 for owner, own in enumerate(owns):
                     stream = lines.adding.get(slots[owner])
                     with streams_set({} if stream is None else {slots[owner]: stream}):
@@ -123,20 +125,12 @@ class UnitSums:
             made = [Event(stream) for stream in current_streams([device]).values()]
         return Delivery([], memory, parts, [], made[0] if made else None)
 
-    def _add(self, found: Mapping[int, Delivery], owns: Sequence[Delivery]) -> None:
+    def _add(self, found: Mapping[int, Delivery], owns: Sequence[Delivery], overwrite: bool) -> None:
         """Launches the sums of all dtypes, into the memory that the owners have for them."""
         with streams_set(self._lines.adding):
-            self.is_overwritten = False
             for at in range(len(self._groups)):
                 matrices = [found[slot].matrices[at] for slot in sorted(found)]
-                try:
-                    comm.reduce_scatter(matrices, [own.sums[at] for own in owns], self._memory)
-                except torch.OutOfMemoryError:
-                    raise  # before anything is written
-                except BaseException:
-                    self.is_overwritten = True
-                    raise
-                self.is_overwritten = True
+                comm.reduce_scatter(matrices, [own.sums[at] for own in owns], self._memory, overwrite)
 
     def _memory(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         with named_if_no_room("summed gradients", self._unit.name, device, self.full_bytes // len(self._lines.slots)):

@@ -55,10 +55,13 @@ class TestReduceScatter:
     def test_adds_in_slot_order(self, slots: list, dtype: torch.dtype, wide: torch.dtype, transport: str | None):
         found = matrices_on(slots, len(slots), dtype)
         expected = sum_of(found, wide)
-        out = [torch.full((COLUMNS,), 7.0, dtype=wide, device=slot) for slot in slots]
-        with comm.using(transport=transport):
-            comm.reduce_scatter(found, out)
-        assert torch.equal(torch.stack([row.cpu() for row in out]), expected)
+        before = [matrix.cpu() for matrix in found]
+        for overwrite in (False, True):
+            out = [torch.full((COLUMNS,), 7.0, dtype=wide, device=slot) for slot in slots]
+            with comm.using(transport=transport):
+                comm.reduce_scatter(found, out, overwrite=overwrite)
+            assert torch.equal(torch.stack([row.cpu() for row in out]), expected)
+            assert overwrite or all(map(torch.equal, [matrix.cpu() for matrix in found], before))
 
     def test_some_slots_may_have_no_matrix(self, slots: list):
         found = matrices_on(slots, len(slots))
@@ -140,11 +143,15 @@ class TestOnDevices:
             assert torch.equal(torch.stack([row.cpu() for row in out]), expected)
 
     @pytest.mark.slots(4, 8)
-    @pytest.mark.parametrize(("dtype", "pieces"), [(torch.float32, 1), (torch.bfloat16, 2)], ids=str)
+    @pytest.mark.parametrize(
+        ("dtype", "overwrite", "pieces"),
+        [(torch.float32, True, 1), (torch.float32, False, 2), (torch.bfloat16, True, 2)],
+        ids=str,
+    )
     def test_memory_of_a_sum_is_that_of_what_is_under_way(
-        self, slots: list, dtype: torch.dtype, pieces: int, monkeypatch: pytest.MonkeyPatch
+        self, slots: list, dtype: torch.dtype, overwrite: bool, pieces: int, monkeypatch: pytest.MonkeyPatch
     ):
-        """A row on few devices. In a chain sums take the place of terms, if they have their dtype."""
+        """A row on few devices. In a chain sums take the place of terms, if they may and have their dtype."""
         large(monkeypatch)
         asked: Counter[torch.device] = Counter()
 
@@ -153,7 +160,7 @@ class TestOnDevices:
             return torch.empty(shape, dtype=dtype, device=device)
 
         found = matrices_on(slots, len(slots), dtype)
-        comm.reduce_scatter(found, [torch.empty(COLUMNS, device=slot) for slot in slots], empty)
+        comm.reduce_scatter(found, [torch.empty(COLUMNS, device=slot) for slot in slots], empty, overwrite)
         if len(slots) == 4:
             assert asked == {torch.device(slot): COLUMNS for slot in slots}
         else:

@@ -63,7 +63,7 @@ class TestMatrices:
     ) -> None:
         found = [torch.full((3, 4), float(at + 1), dtype=dtype, device=slot) for at, slot in enumerate(slots)]
         out = [torch.zeros(4, device=slot) for slot in slots]
-        Nccl(sums).reduce_scatter(found, out, memory)
+        Nccl(sums).reduce_scatter(found, out, memory, False)
         assert all(row.tolist() == [6.0] * 4 for row in out)
         assert library.calls == ([("reduce_scatter", 3, 3)] if sums and dtype == torch.float32 else [])
 

@@ -62,6 +62,26 @@ def test_a_copy_comes_after_what_the_receiving_streams_wait_for(
     source.zero_()
 
 
+@pytest.mark.not_isolated("distinct devices")
+@pytest.mark.parametrize("operation", ["copies", "gather"])
+def test_what_the_sending_stream_is_given_next_comes_after_a_copy(
+    operation: str, way: None, slots: list, root: torch.device
+) -> None:
+    """Who waits for an event on it may write to what has been received."""
+    source, targets = torch.ones(5, device=root), [torch.zeros(5, device=device) for device in slots[1:]]
+    streams = {device: torch.Stream(device) for device in slots}
+    for device, stream in streams.items():
+        stream.wait_stream(torch.accelerator.current_stream(device))
+    with streams_set(streams):
+        OPERATIONS[operation](source, targets)
+        sent = Event(streams[root])
+    for device in slots[1:]:
+        sent.make_wait(torch.accelerator.current_stream(device))
+    for target in targets:
+        target.add_(1)
+    assert targets[0].tolist() == [2] * 5
+
+
 class Net(nn.Module):
     """Units of a few bytes, which travel jointly, and larger ones."""
 
@@ -90,7 +110,7 @@ FORMS: dict[str, Callable[[Net, list], nn.Module]] = {
     "fully_shard": sharded,
     "fully_shard, cast": lambda net, slots: sharded(net, slots, mp_policy=HALF),
     "fully_shard, in groups": lambda net, slots: sharded(
-        net, slots, reshard_after_forward=2 if len(slots) > 2 else False
+        net, slots, reshard_after_forward=2 if len(slots) > 3 else False
     ),
 }
 

@@ -1,5 +1,6 @@
 """A sharded model may be called on any streams, and its backward on others than its forward."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
-from dataparallel.streams.current import streams_joined
+from dataparallel.streams.current import Event, streams_joined
+from dataparallel.units import passes
 from dataparallel.units.full_buffer import FullBuffer
 from dataparallel.units.tree import ForwardCall
 
@@ -132,26 +134,28 @@ def test_after_a_call_that_failed_parameters_are_written_when_they_have_been_cas
 @pytest.mark.not_isolated("distinct devices")
 def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots, root, monkeypatch):
     """The next delivery waits for these sums, and links serve copies in the order of their launches."""
-    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]).to(root)
+    monkeypatch.setattr(passes, "_MAY_WAIT_BYTES", 0)  # no slot is more than a unit ahead: sums have been launched
+    monkeypatch.setattr(passes, "_PATIENCE", 30.0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]).to(root)
     for layer in model:
         fully_shard(layer, devices=slots)
     fully_shard(model, devices=slots)
     made: list[bool] = []
-    begins = ForwardCall.backward_begins
+    begins, make_wait, of_thread = ForwardCall.backward_begins, Event.make_wait, threading.local()
 
     def noted(call: ForwardCall, on_slot: Any, position: int, running: Any) -> None:
-        latest, receiving = running.sums.latest, on_slot._lines.receiving[on_slot.slot]
-        if latest is None:
-            return begins(call, on_slot, position, running)
-        waited: list[torch.Stream] = []
-        make_wait = type(latest).make_wait
-        with monkeypatch.context() as patch:
-            patch.setattr(latest, "make_wait", lambda s: (waited.append(s), make_wait(latest, s)), raising=False)
-            begins(call, on_slot, position, running)
-        made.append(receiving in waited)
-        return None
+        before, of_thread.waits = running.sums.latest, []
+        begins(call, on_slot, position, running)
+        receiving = on_slot._lines.receiving[on_slot.slot]
+        sums = {event for event in (before, running.sums.latest) if event is not None}
+        made.append(any(event in sums and stream == receiving for event, stream in of_thread.waits))
+
+    def noted_wait(event: Event, stream: torch.Stream) -> None:
+        getattr(of_thread, "waits", []).append((event, stream))
+        make_wait(event, stream)
 
     monkeypatch.setattr(ForwardCall, "backward_begins", noted)
+    monkeypatch.setattr(Event, "make_wait", noted_wait)
     model(torch.randn(6, 256, device=root)).sum().backward()
     assert any(made)
 

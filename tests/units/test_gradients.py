@@ -18,6 +18,7 @@ from dataparallel.units.layout import Layout
 from dataparallel.units.sums import UnitSums
 from dataparallel.units.unit import Precision, Unit
 from made_units import unit_of, values
+from memory import Growth, nbytes
 
 
 def begin(slots: Sequence[Any], count: int | None = None) -> SumsOfPass:
@@ -323,6 +324,30 @@ class TestOrders:
         sums.end()
         assert_sums(unit, [333, 666])
 
+    @pytest.mark.slots(4)
+    def test_sums_begin_after_all_deliveries_though_the_first_slot_brings_none(self, unit, slots):
+        """Streams of the first device wait for the deliveries in any case, since their events meet there."""
+        for _ in range(2):
+            run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in (1, 2, 3)})
+        assert_sums(unit, [2 * 1110, 2 * 2220])
+
+    @pytest.mark.not_isolated("distinct devices")
+    def test_a_slot_that_brings_nothing_holds_the_sums_of_one_unit_at_a_time(self, slots):
+        """They are made in memory of their own, and are added to gradients that are there already."""
+        units = [unit_of(values(rows=600), slots) for _ in range(5)]
+        for unit in units:
+            run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        part = nbytes(parameter.grad.shards[0] for parameter in units[0].parameters)
+        sums = begin(slots)
+        for unit in units:
+            for slot in (1, 2):
+                unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
+        growth = Growth(torch.device(slots[0]))
+        for unit in units:
+            unit.gradients.end(sums)
+        assert growth.peak <= 2 * part
+        sums.end()
+
     def test_a_failed_pass_drops_its_memory_after_the_sums(self, unit, slots):
         sums = begin(slots)
         for slot in (0, 1, 2, 0):
@@ -354,6 +379,18 @@ class TestOrders:
                         parameter.grad = None
                     torch.sim.check_clocks()
 
+    def test_the_graphs_stream_has_made_the_gradients(self, unit, slots):
+        """The pass takes them on its own streams, after they were made and before their memory is used again."""
+        side = {slot: torch.Stream(slot) for slot in slots}
+        with streams_joined(side):
+            sums = begin(slots)
+        for slot in range(3):
+            unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
+        torch.sim.check_clocks()
+        unit.gradients.end(sums)
+        sums.end()
+        assert_sums(unit, [111, 222])
+
     def test_slots_on_one_device_are_read_after_both_have_delivered(self, root):
         """The first one's event says nothing of what the second one writes after it."""
         slots = [root, root]
@@ -369,3 +406,12 @@ class TestOrders:
             run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
         assert_sums(unit, [222, 444])
         assert {shard.device.type for shard in unit.parameters[0].grad.shards} == {"cpu"}
+
+    def test_the_host_has_waited_for_what_arrives(self, slots, stream):
+        """The clocks do not see the host's own accesses: another device writes in its place, as late as the host."""
+        unit = unit_of(values(), slots, is_offloaded=True)
+        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        with streams_set({stream.device: stream}):
+            for parameter in unit.parameters:
+                for shard in parameter.grad.shards:
+                    shard.copy_(torch.empty_like(shard, device=stream.device), non_blocking=True)
