@@ -140,6 +140,15 @@ set_sequence_nr: Callable[[Any, int], None] = _private(
     "gradients are summed only after backward has computed all of them",
 )
 
+
+def sequence_nr(node: Any) -> int:
+    """The number of a node of the graph in the order of its thread, in which backward runs from the highest on.
+
+    Without torch's method for it, 0: what is shared may be found before a Python function on the way to it.
+    """
+    return int(getattr(node, "_sequence_nr", int)())
+
+
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 current_stream_at: Callable[[int], torch.Stream] = _private(

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.functions import Gather
+from dataparallel.autograd.one_node import OneNode, sharing
 from dataparallel.batch_types import batch_of, container_of
 from dataparallel.batches import ragged
 from dataparallel.batches.samples import check_entries, joined_samples
 from dataparallel.comm.checks import why_not_gatherable, why_not_movable
 from dataparallel.per_replica import PerReplica
 from dataparallel.samples import Samples
+from dataparallel.structures import leaves
 
 __all__ = ["joined_structures"]
 
@@ -27,15 +29,39 @@ _HINT = "; if the list has one entry for each sample, return dataparallel.sample
 
 def joined_structures(outputs: Sequence[Any], target: torch.device, dim: int) -> Any:
     """`scatter_gather.gather` on a device that is known to exist. Raises the same errors."""
-    return _joined(list(outputs), _Joins(target, dim, {}), "output", ())
+    return _joined(list(outputs), _Joins(target, dim, {}, _of_one_node(outputs)), "output", ())
+
+
+def _of_one_node(outputs: Sequence[Any]) -> dict[int, Tensor]:
+    """What is gathered in place of tensors that share a graph on their replica, by the `id` of each: see `OneNode`."""
+    found: dict[int, Tensor] = {}
+    groups: dict[int, list[list[int]]] = {}  # by the number of tensors: replicas that return as many are alike
+    for output in outputs if len(outputs) > 1 else ():
+        tensors = [leaf for _, leaf in leaves(output, "output") if type(leaf) is Tensor and leaf.grad_fn is not None]
+        made = [*{id(leaf): leaf for leaf in tensors if leaf.layout is torch.strided}.values()]
+        makers = [leaf.grad_fn for leaf in made]
+        if len({*makers}) < 2:
+            continue
+        if len(made) not in groups:
+            groups[len(made)] = sharing(makers)
+        for group in groups[len(made)]:
+            of_group = [made[i] for i in group]
+            found.update(zip(map(id, of_group), OneNode.apply(*of_group), strict=True))
+    return found
 
 
 class _Joins(NamedTuple):
-    """One gather. ``offsets``: those of the ragged tensors that it has joined."""
+    """One gather.
+
+    Attributes:
+        offsets: those of the ragged tensors that it has joined.
+        of_one_node: see `_of_one_node`.
+    """
 
     target: torch.device
     dim: int
     offsets: dict[Any, Any]
+    of_one_node: dict[int, Tensor]
 
 
 def _joined(outputs: list[Any], joins: _Joins, path: str, above: tuple[int, ...]) -> Any:
@@ -102,7 +128,7 @@ def _joined_tensors(outputs: list[Any], joins: _Joins, path: str) -> Tensor:
         raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}")
     if ragged.is_ragged(outputs[0]):
         return ragged.joined(outputs, joins.target, joins.offsets)
-    return Gather.apply(joins.target, dim, *outputs)
+    return Gather.apply(joins.target, dim, *(joins.of_one_node.get(id(output), output) for output in outputs))
 
 
 def _check_layouts(outputs: list[Tensor], dim: int, path: str) -> None:

@@ -7,7 +7,8 @@ them would be full. And which gradient comes first depends on timing, but over m
 The node hands gradients on as they are, so they can be differentiated again, and it keeps no tensor. A backward that
 reaches one of its outputs reaches all of them, as it does with a compiled function: what made an output without a
 gradient gets ``None``, and frees what it has saved. Losses of the outermost module's outputs may have separate
-backwards, so these get a node only where units are sharded over machines. Only ``units.calls`` uses this file.
+backwards, so these get such a node only where units are sharded over machines; elsewhere ``joined`` makes one of those
+that share a graph. Only ``units.calls`` uses this file.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataparallel.autograd.node import Node
+from dataparallel.autograd.one_node import OneNode
 from dataparallel.batch_types import container_of
-from dataparallel.comm.copies import alias
 from dataparallel.structures import children_of
 
 __all__ = ["with_one_node"]
@@ -47,20 +47,7 @@ def with_one_node(output: Any, given: Any) -> Any:
     if len(_makers(joined)) < 2:
         return output
     joined = {key: tensor for key, tensor in joined.items() if tensor.grad_fn is not None}
-    return _replaced(output, dict(zip(joined, _OneNode.apply(*joined.values()), strict=True)), kept)
-
-
-class _OneNode(Node):
-    """``_OneNode.apply(*tensors)``: other tensor objects on the same memory, with the same version counters."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(alias(tensor, 0) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads
+    return _replaced(output, dict(zip(joined, OneNode.apply(*joined.values()), strict=True)), kept)
 
 
 def _makers(tensors: Mapping[int, Tensor]) -> set[Any]:
