@@ -137,6 +137,7 @@ class JointGathers:
 
     def _take(self, slot: int, ready: Mapping[torch.device, Event], ahead: bool) -> Arrived | bool | None:
         """`take`, or ``None`` if there is no room yet."""
+        is_new = False
         with self._lock:
             if slot >= self._slots or self._slots < 3 or not self._are_together:
                 return False
@@ -152,10 +153,13 @@ class JointGathers:
                 self._are_together = slot in self._waiting
             elif self.room.take(self, self._unit.full_bytes):
                 self._launch_in_room(ready)
+                is_new = True
             else:
                 return None
             found = self._waiting.pop(slot, False)
             is_last = not self._waiting
+        if is_new:
+            self.room.launched()
         if is_last:
             self.room.give_back(self, self._unit.full_bytes)
         elif found:

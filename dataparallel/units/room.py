@@ -95,6 +95,12 @@ class Room:
         for turns in {*aside.values()}:
             turns.let_go_on([slot for slot, of in aside.items() if of is turns])
 
+    def launched(self) -> None:
+        """A gather has arrived at slots. Those that wait look again: they may have passed its unit by."""
+        with self._lock:
+            self._movements += 1
+        self.look_again()
+
     def took(self, slot: int, gather: Gather) -> None:
         """The slot has passed by what was launched before this."""
         with self._lock:

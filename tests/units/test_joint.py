@@ -1,6 +1,7 @@
 """Gathers are launched once for all slots. What arrives too early is limited, and never kept."""
 
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -179,6 +180,28 @@ def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
         assert not units(model)[0].joint.room._has_given_up
     model.skips = {}
     assert all(map(torch.equal, steps(model, slots, 1), expected))
+
+
+@pytest.mark.slots(4)
+@pytest.mark.usefixtures("permits")
+def test_a_slot_that_waits_drops_what_arrives_for_a_unit_that_it_has_passed_by(slots, monkeypatch):
+    """Otherwise nobody gets room any more. Here it waits when the gather is launched."""
+    monkeypatch.setattr(rooms, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(rooms, "_PATIENCE", 30.0)
+    launch = joint.JointGathers._launch_in_room
+
+    def slowly(self: Any, ready: Any) -> None:
+        time.sleep(0.02)
+        launch(self, ready)
+
+    monkeypatch.setattr(joint.JointGathers, "_launch_in_room", slowly)
+    model = make(slots)
+    for skipping in range(4):
+        model.skips = {torch.device(slots[skipping]): 0}
+        with torch.no_grad():
+            model(rows(slots))
+        assert room_of(model) == 0
+        assert not units(model)[0].joint.room._has_given_up
 
 
 @pytest.mark.slots(4)
