@@ -147,8 +147,9 @@ class UnitGradients:
 
     def _add_up(self, found: dict[int, Delivery], sums: SumsOfPass) -> None:
         """Adds up one round. From then on, or if that fails, nothing has to be put back for its slots."""
+        are_kept = any((id(self), slot) in sums.put_back for slot in found)
         try:
-            self._sums.add_up(found, sums, overwrite=not any((id(self), slot) in sums.put_back for slot in found))
+            self._sums.add_up(found, sums, not are_kept)
         except BaseException:
             for slot in found:
                 if (put_back := sums.put_back.pop((id(self), slot), None)) is not None:

@@ -44,7 +44,7 @@ class Record:
         self._before(ForwardCall, "began", "forward", lambda call, on_slot: (on_slot.slot, on_slot.unit))
         self._before(ForwardCall, "backward_begins", "backward", lambda call, on_slot, *_: (on_slot.slot, on_slot.unit))
         self._before(UnitGradients, "deliver", "deliver", lambda of, slot, grads, sums: (slot, of._unit))
-        self._before(UnitSums, "add_up", "sum", lambda of, found, sums: ("sums", of._unit))
+        self._before(UnitSums, "add_up", "sum", lambda of, found, sums, overwrite: ("sums", of._unit))
 
     def clear(self) -> None:
         self._lines: dict[Any, list[str]] = defaultdict(list)
