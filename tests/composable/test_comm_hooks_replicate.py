@@ -129,7 +129,7 @@ def test_the_next_bucket_waits_for_the_future_of_the_one_before(net, twin, slots
         event = None if there.type == "cpu" else torch.accelerator.current_stream(there).record_event()
 
         def finish() -> None:
-            time.sleep(0.01)
+            time.sleep(0.05)  # the future says nothing of streams, so it has to be watched before it is done
             try:
                 if event is not None:
                     torch.accelerator.current_stream(there).wait_event(event)
