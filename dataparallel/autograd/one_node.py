@@ -6,8 +6,8 @@ not have the same bits in every run.
 
 A backward that reaches one output of the node reaches all of them: what made the others gets ``None``, and frees what
 it has saved. On one device that happens only to what the outputs share. So ``joined`` makes one node only for outputs
-that share something with saved tensors (`sharing`), and leaves out those that a user's Python function leads to alone:
-it would make zeros of ``None``.
+that share something with saved tensors (`sharing`). An output is left out if a Python function of the user's lies
+between it and what is shared: that would be called with zeros in place of ``None``.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class OneNode(Node):
 def sharing(makers: Sequence[Any]) -> list[list[int]]:
     """Positions of those nodes that share one with saved tensors further back, in groups of at least two.
 
-    It looks back in the order of the engine, and no further than until all are one group. Left out are nodes behind
-    which a user's Python function is not shared by the whole group.
+    The search goes back in the order of the engine, and ends when all are one group. A node is left out if a user's
+    Python function behind it is not shared by its whole group.
     """
     of = [*range(len(makers))]  # the group of each position
     reached: dict[Any, set[int]] = {}
@@ -71,11 +71,11 @@ def sharing(makers: Sequence[Any]) -> list[list[int]]:
             if following is not None and following.next_functions:  # all else is `AccumulateGrad`
                 reach(following, positions)
     found = [[position for position, group in enumerate(of) if group == first] for first in dict.fromkeys(of)]
-    alone = [{*of_node} for of_node in map(reached.__getitem__, written)]
-    kept = [
-        [position for position in group if not any(position in one and not one.issuperset(group) for one in alone)]
-        for group in found
-    ]
+    users = [reached[node] for node in written]  # the positions in front of each
+    kept: list[list[int]] = []
+    for group in found:
+        partly = [positions for positions in users if not positions.issuperset(group)]
+        kept.append([position for position in group if not any(position in positions for positions in partly)])
     return [group for group in kept if len(group) > 1]
 
 

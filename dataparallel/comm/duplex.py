@@ -35,7 +35,10 @@ import torch
 from dataparallel.devices import current_device_set
 from dataparallel.streams.current import current_streams, kept_stream
 
-__all__ = ["PieceStreams", "are_pieces_under_way", "piece_streams", "piece_streams_kept"]
+__all__ = ["RECEIVING", "SENDING", "PieceStreams", "are_pieces_under_way", "piece_streams", "piece_streams_kept"]
+
+RECEIVING, SENDING = 0, 1
+"""The streams of a device, the caller's and a further one, where one receives and the other sends."""
 
 
 def _further_stream(device: torch.device, number: int) -> torch.Stream:

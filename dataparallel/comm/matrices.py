@@ -24,7 +24,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from dataparallel.comm.duplex import piece_streams
+from dataparallel.comm.duplex import RECEIVING, SENDING, piece_streams
 from dataparallel.devices import CPU
 from dataparallel.streams.current import Event
 
@@ -43,17 +43,15 @@ def memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 
 _PIECES, _IN_PIECES_FROM = 4, 2**18
-"""To a sum along a chain, a matrix of more bytes than this travels in so many pieces. Up to so many devices are no
-chain for it."""
+"""Along a chain a matrix of more bytes than this travels in so many pieces. Up to so many devices form no chain for
+it."""
 
 _LARGE = 2**22
 """Bytes. Devices send and receive parts of matrices of more bytes than this at the same time."""
 
 _VERY_LARGE = 2**26
-"""Bytes. On 8 devices they take a millisecond at 225 GB/s, and the launches half of that."""
-
-_RECEIVING, _SENDING = 0, 1
-"""Streams of a device: the caller's, and a second one."""
+"""Bytes. The rows of a larger matrix go straight to their owners. Along a chain of 8 devices it takes a millisecond, at
+225 GB/s, and the launches that a chain saves take half of that."""
 
 
 def are_apart(devices: Sequence[torch.device]) -> bool:
@@ -86,6 +84,7 @@ def all_gather(copy: Copy, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -
 
 
 def _streams_for(matrix: Tensor) -> int:
+    """How many streams of each device its copies take."""
     return 2 if matrix.nbytes > _LARGE else 1
 
 
@@ -155,9 +154,9 @@ def _from_each(copy: Copy, matrices: Sequence[Tensor], out: Sequence[Tensor], em
             for owner in range(max(step - count + 1, 0), min(step + 1, count)):
                 slot = step - owner
                 row, total = matrices[slot][owner], out[owner]
-                streams.use(devices[owner], _RECEIVING)
+                streams.use(devices[owner], RECEIVING)
                 if slot != owner:
-                    streams.use(devices[slot], _SENDING)
+                    streams.use(devices[slot], SENDING)
                     received = total if slot == 0 and row.dtype == total.dtype else rooms[owner]
                     copy(received, row)
                     row = received
@@ -195,26 +194,27 @@ def _along_a_chain(
                 slot = step - piece
                 total, own = sums[slot][piece], terms[slot][piece]
                 if len(left[slot]) > 1:
-                    left[slot].popleft().make_wait(streams.of(devices[slot])[_RECEIVING])
-                streams.use(devices[slot], _RECEIVING)
+                    left[slot].popleft().make_wait(streams.of(devices[slot])[RECEIVING])
+                streams.use(devices[slot], RECEIVING)
                 if slot:
-                    streams.use(devices[slot - 1], _SENDING)
+                    streams.use(devices[slot - 1], SENDING)
                     received = rooms[slot][0][: len(own)] if is_own[slot] else total
                     copy(received, sums[slot - 1][piece])
                     total.add_(received if is_own[slot] else own)
                 elif is_wide:
                     total.copy_(own)
                 if slot or is_wide:
-                    streams.order(devices[slot], _RECEIVING, _SENDING)
+                    streams.order(devices[slot], RECEIVING, SENDING)
                 if slot == last:
-                    streams.use(devices[last], _SENDING)
+                    streams.use(devices[last], SENDING)
                     for target, part in _parts_of_rows(out, total, piece * size):
                         if target.device != devices[last]:
-                            streams.use(target.device, _RECEIVING)
+                            streams.use(target.device, RECEIVING)
                         copy(target, part)
-                for sender in [slot - 1] * (slot > 0) + [slot] * (slot == last):
-                    if number > 1 and not is_own[sender]:
-                        left[sender].append(Event(streams.of(devices[sender])[_SENDING]))
+                senders = (slot - 1, slot) if slot == last else (slot - 1,)
+                for sender in senders if number > 1 and slot else ():
+                    if not is_own[sender]:
+                        left[sender].append(Event(streams.of(devices[sender])[SENDING]))
 
 
 def _parts_of_rows(rows: Sequence[Tensor], piece: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:

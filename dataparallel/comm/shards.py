@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.chain import split
-from dataparallel.comm.duplex import piece_streams
+from dataparallel.comm.duplex import RECEIVING, SENDING, piece_streams
 from dataparallel.comm.sent import note
 from dataparallel.comm.transport import summed_in
 
 __all__ = ["broadcast", "sum_up"]
-
-_RECEIVING, _SENDING = 0, 1
 
 
 def broadcast(source: Tensor, buffers: Sequence[Tensor]) -> None:
@@ -37,8 +35,8 @@ def broadcast(source: Tensor, buffers: Sequence[Tensor]) -> None:
     with piece_streams([flat.device for flat in flats], min(2, count)) as streams:
         for sender, receiver in _rounds(len(flats)):
             if sender < count and receiver:
-                streams.use(flats[sender].device, _SENDING)
-                streams.use(flats[receiver].device, _RECEIVING)
+                streams.use(flats[sender].device, SENDING)
+                streams.use(flats[receiver].device, RECEIVING)
                 note("shards", shards[sender][sender], flats[receiver].device)
                 shards[receiver][sender].copy_(shards[sender][sender])
 
@@ -64,8 +62,8 @@ def sum_up(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
                 terms[owner][sender] = place
     with piece_streams(devices, min(2, len(owners))) as streams:
         for sender, owner in travelling:
-            streams.use(devices[sender], _SENDING)
-            streams.use(devices[owner], _RECEIVING)
+            streams.use(devices[sender], SENDING)
+            streams.use(devices[owner], RECEIVING)
             note("shards", shards[sender][owner], devices[owner])
             terms[owner][sender].copy_(shards[sender][owner])
     sums = [_added(of_owner) for of_owner in terms]
