@@ -47,6 +47,7 @@ class Machines(Group):
     def __init__(self, group: distributed.ProcessGroup, health: Health | None = None, number: int = 0) -> None:
         super().__init__(group)
         self._health = health or Health(Group(group), launcher())
+        self._health.include_group(self)
         self.line = Line(Group(group), self._health, f"{group.group_name}/{number}")
         self._sender: Sender | None = None
         self._own: dict[str, Machines] = {}
@@ -86,7 +87,7 @@ class Machines(Group):
             PeerGone: a rank did not come within the group's timeout.
         """
         if self._sender is None:
-            self._sender = Sender(self._with_ranks(self.ranks, [self]), self._health)
+            self._sender = Sender(Group(self._with_ranks(self.ranks, [self])), self._health)
         return self._sender.another()
 
     def own(self, purpose: str) -> Machines:
@@ -105,7 +106,7 @@ class Machines(Group):
         if purpose not in self._own:
             rows = other.all_say(self.ranks)
             group = self._with_ranks(sorted({rank for row in rows for rank in row}), [self, other])
-            self._own[purpose] = Sender(group, Health(Group(group), launcher())).another()
+            self._own[purpose] = Sender(Group(group), Health(Group(group), launcher())).another()
         return self._own[purpose]
 
     def all_say(self, value: Any) -> list[Any]:
@@ -157,14 +158,15 @@ class Sender:
         health: of the ranks.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, health: Health) -> None:
+    def __init__(self, group: Group, health: Health) -> None:
         self._group, self._health, self._count = group, health, 0
+        health.include_group(group)
         self._has_communicators: set[torch.device] = set()
         self._first: Machines | None = None
 
     def another(self) -> Machines:
         """See `Machines.another`."""
-        machines = Machines(self._group, self._health, self._count)
+        machines = Machines(self._group.group, self._health, self._count)
         machines._sender = self
         self._count += 1
         self._first = self._first or machines

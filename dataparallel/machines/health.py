@@ -43,6 +43,9 @@ class Breaks(Protocol):
     def drop_all(self, error: BaseException) -> None:
         """Ends what waits in it."""
 
+    def disconnect(self) -> None:
+        """Frees its connections, which nothing uses any more."""
+
 
 class Health:
     """The state of a group. Any thread may use it.
@@ -63,6 +66,11 @@ class Health:
         self._group = group
         self._name = group.names([group.rank])
         self._lines: weakref.WeakSet[Breaks] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[Group] = weakref.WeakSet([group])
+
+    def include_group(self, group: Group) -> None:
+        """It holds the group that this is the health of, and lets it go when the interpreter ends."""
+        self._groups.add(group)
 
     def include(self, line: Breaks) -> None:
         """This line ends, too, when the group is broken."""
@@ -79,6 +87,14 @@ class Health:
             for line in [*self._lines]:
                 line.drop_all(MachinesError("the launcher was closed before the end of the round"))
             self.board.close(AT_EXIT)
+
+    def let_go(self) -> None:
+        """The threads of torch's groups end, unless the group is broken: then they may wait for its timeout."""
+        if self.process == os.getpid() and self.broken is None:
+            for line in [*self._lines]:
+                line.disconnect()
+            for group in [*self._groups]:
+                del group.group
 
     def look(self, wait: object, what: str, seconds: float) -> None:
         """Called several times a second by a wait that has lasted so long; raises if it is over."""

@@ -43,14 +43,18 @@ class Issuing:
             self._changed.notify()
         return future
 
-    def close(self, until: float) -> None:
-        """Makes no more calls, and waits for the one that is being made until this time, of the monotonic clock."""
+    def close(self, until: float) -> bool:
+        """Makes no more calls, and waits for the one that is being made until this time, of the monotonic clock.
+
+        Returns true if no call is being made any more.
+        """
         with self._changed:
             self._queue.clear()
             self._changed.notify()
             thread = self._thread
         if thread is not None:
             thread.join(max(0.0, until - time.monotonic()))
+        return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
         while True:

@@ -51,6 +51,9 @@ class Closable(Protocol):
     def close(self) -> None:
         """Drops what has not been issued."""
 
+    def let_go(self) -> None:
+        """Frees torch's groups: nothing is under way. Returns when their threads have ended."""
+
 
 class Launcher:
     """The thread, and what is guarded for it.
@@ -93,7 +96,11 @@ class Launcher:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Ends both threads. What is not issued yet is not sent."""
+        """Ends both threads, and those of torch's groups. What is not issued yet is not sent.
+
+        A thread of gloo takes the interpreter's lock to free what it has sent, a while after the result was there. The
+        end of the interpreter would end it there, and the process with it ("terminate called").
+        """
         self.is_closed = True
         for closable in [*self._closables]:
             closable.close()
@@ -101,7 +108,9 @@ class Launcher:
         thread, until = self._thread, time.monotonic() + AT_EXIT
         while thread is not None and thread.is_alive() and not self._is_parked and time.monotonic() < until:
             thread.join(0.01)
-        self.issuing.close(until)
+        if self.issuing.close(until) and not self._is_parked and not (thread is not None and thread.is_alive()):
+            for closable in [*self._closables]:
+                closable.let_go()
 
     def _run(self) -> None:
         while not self.is_closed:

@@ -55,6 +55,7 @@ class Line:
         self._control: Control | None = None
         self._steps: Iterator[None] | None = None
         health.include(self)
+        health.include_group(group)
 
     @property
     def changed(self) -> threading.Condition:
@@ -137,6 +138,10 @@ class Line:
             self._launcher.wake()
         for round in rounds:
             self._drop(round, error)
+
+    def disconnect(self) -> None:
+        """Frees the connections."""
+        self._control = None
 
     # ---- the launcher's thread
 

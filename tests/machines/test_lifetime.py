@@ -75,6 +75,44 @@ def test_the_interpreter_ends_with_work_under_way(what: str, tmp_path: Path) -> 
         second.communicate()
 
 
+ENDS = """
+import atexit, os, sys, torch
+from pathlib import Path
+from torch import distributed, nn
+
+def count():
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("pt_gloo_runloop") for name in names)
+
+atexit.register(lambda: print("at the end", count(), flush=True))  # called last
+from dataparallel.composable import replicate
+rank, folder = int(sys.argv[1]), sys.argv[2]
+distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+model = replicate(nn.Linear(3, 2), devices=["cpu", "cpu"], process_group=distributed.group.WORLD)
+model(torch.ones(4, 3)).sum().backward()
+print("in use", count() > 0, flush=True)
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")
+def test_no_thread_of_gloo_is_left_at_the_end_of_the_interpreter(tmp_path: Path) -> None:
+    """One that needs the interpreter's lock later would end the process by a signal."""
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS, rank, str(tmp_path)],
+            env=environment(GLOO_SOCKET_IFNAME="lo"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    printed = [process.communicate(timeout=60)[0] for process in both]
+    assert printed == ["in use True\nat the end 0\n"] * 2
+    assert [process.returncode for process in both] == [0, 0]
+
+
 def forks(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
     round = machines.line.begin("backward", "")
