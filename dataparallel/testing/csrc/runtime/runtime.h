@@ -1,0 +1,72 @@
+// What the stand-in for CUDA's runtime offers besides the functions of CUDA: the settings of the machine, counts, and
+// what the other libraries (driver, NVML, NCCL, the operators) need of it. Exported from the library with C++ linkage.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "watcher.h"
+
+namespace standin {
+
+// ---- the machine, to be set before the first call of CUDA
+
+struct Machine {
+  int devices = 8;
+  std::string name = "NVIDIA Stand-In (no GPU)";
+  int major = 8, minor = 0; // compute capability
+  size_t bytes = size_t{80} << 30; // of each device
+  int processors = 108;
+  bool ecc = false;
+};
+void set_machine(const Machine& machine);
+const Machine& machine();
+
+enum class Link { kWorks, kMissing, kBroken }; // a copy over a broken one arrives wrong, without an error
+void set_link(int from, int to, Link link);
+void set_capacity(int device, size_t bytes);
+
+// ---- the watcher
+
+// There is one, or none. It stays until the process ends.
+void watch(Watcher* watcher);
+Watcher* watcher();
+
+// ---- what others need
+
+// Whether a stream handle (a cudaStream_t) exists, and its name. Throws std::invalid_argument if it does not.
+StreamName name_of(void* stream);
+// The allocation that contains the address, or null: pageable host memory. For parts, see `part_of`.
+Memory* memory_of(const void* address);
+// The part of an allocation from an address on; `memory` is null for pageable host memory.
+Part part_of(const void* address, size_t bytes, bool writes, const char* argument);
+
+// Announces work on a stream, as every copy does: the implicit waits of the legacy default stream, then the watcher's
+// `launch`. Returns the message if something is wrong.
+std::string announce(StreamName stream, const char* name, const Part* parts, size_t count,
+                     const CopyInfo* copy = nullptr);
+
+// Makes the next CUDA function of this thread that returns cudaErrorUnknown (999) explain itself with this text: returns
+// that error after keeping the text for cudaGetErrorString.
+int fail(const std::string& text);
+
+// A kernel that a program launches by a host address or by name runs this instead, with CUDA's array of arguments.
+using HostKernel = void (*)(StreamName stream, void** arguments, const unsigned grid[3], const unsigned block[3],
+                            size_t shared_bytes);
+void add_kernel(const std::string& mangled_name, HostKernel kernel);
+
+// ---- counts, for tests
+
+struct Counts {
+  std::vector<std::pair<std::string, uint64_t>> calls; // by function
+  std::vector<std::string> kernels; // that were launched and are not computed
+  std::vector<bool> contexts; // by device
+  uint64_t host_waits = 0;
+};
+Counts counts();
+void forget_counts();
+
+} // namespace standin
