@@ -28,7 +28,7 @@ import torch
 
 __all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "library_path", "load_extension"]
 
-SOURCES = Path(__file__).with_name("csrc")
+SOURCES = [Path(__file__).parent.parent / "csrc" / folder for folder in ("shared", "simulated")]
 NAME = "dataparallel_simulated"
 FLAGS = ["-O2", "-fvisibility=hidden"]
 SECONDS_TO_A_DOT = 2.0
@@ -88,7 +88,7 @@ def _find_or_build(library: Path) -> ModuleType:
 
 def _fingerprint() -> str:
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(source for folder in SOURCES for source in folder.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     # Two environments may hold different builds of one version of torch, so the path counts too.
     for part in (torch.__version__, torch.__file__, str(sysconfig.get_config_var("EXT_SUFFIX")), *FLAGS):
@@ -118,14 +118,17 @@ def _build(library: Path) -> ModuleType:
     # torch gives the second build of a process another name, and there is a second one if the first has failed.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(NAME, None)
     scratch = tempfile.TemporaryDirectory(dir=library.parent, ignore_cleanup_errors=True)
-    with scratch as folder, path_with_ninja(), _progress():
-        sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
+    with scratch as scratched, path_with_ninja(), _progress():
+        sources = [str(source) for folder in SOURCES for source in sorted(folder.glob("*.cpp"))]
+        includes = [str(folder) for folder in SOURCES]
         try:
-            module = cpp_extension.load(NAME, sources, extra_cflags=FLAGS, build_directory=folder)
+            module = cpp_extension.load(
+                NAME, sources, extra_cflags=FLAGS, extra_include_paths=includes, build_directory=scratched
+            )
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             raise SimulationUnavailable(f"compiling the simulated accelerators failed: {error}") from error
         try:
-            os.replace(Path(folder, f"{NAME}.so"), library)  # atomic: no process loads half a file
+            os.replace(Path(scratched, f"{NAME}.so"), library)  # atomic: no process loads half a file
         except OSError as error:  # this process has loaded the library already
             print(f"dataparallel: what is compiled cannot be kept for the next process: {error}", file=sys.stderr)
     return module
