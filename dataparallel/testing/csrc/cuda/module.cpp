@@ -4,6 +4,7 @@
 
 #include "clocks.h"
 #include "counts.h"
+#include "host.h"
 #include "operators.h"
 #include "recorded.h"
 #include "returned.h"
@@ -20,6 +21,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     register_operators();
   });
   m.def("watch_allocator", &watch_allocator);
+  m.def("watch_host", &watch_host);
+  m.def("take_host_problem", &take_host_problem);
   m.def("answer_queries_late", &answer_queries_late);
   m.def("read_counts", [] {
     auto now = counts::read();

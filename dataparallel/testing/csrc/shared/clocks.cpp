@@ -33,8 +33,10 @@ thread_local std::shared_ptr<Knowledge> own_knowledge;
 const auto kKind = c10::DebugInfoKind::TEST_INFO_2;
 #ifdef DATAPARALLEL_CUDA
 constexpr auto kClockedDevice = c10::kCUDA;
+constexpr const char* kClocked = "a CUDA device";
 #else
 constexpr auto kClockedDevice = c10::kPrivateUse1;
+constexpr const char* kClocked = "a simulated device";
 #endif
 
 Knowledge& here() {
@@ -55,8 +57,8 @@ Knowledge& here() {
 
 // Call it before the mutex is taken: an error message takes long to build.
 void check_stream(c10::Stream stream) {
-  TORCH_CHECK(stream.device_type() == kClockedDevice && stream.id() >= 0, "expected a stream of a device of the type ",
-              c10::DeviceTypeName(kClockedDevice, true), "; got stream ", stream.id(), " of ", stream.device().str());
+  TORCH_CHECK(stream.device_type() == kClockedDevice && stream.id() >= 0, "expected a stream of ", kClocked,
+              "; got stream ", stream.id(), " of ", stream.device().str());
 }
 
 StreamNumber number_of(State& s, c10::Stream stream) {
@@ -212,6 +214,15 @@ void touches(const Ticket& ticket, const std::string& op, c10::ArrayRef<Touch> t
     problem = races::touch_all(s, s.clocks[ticket.access.stream], op, touches, ticket.access);
   }
   TORCH_CHECK(problem.empty(), problem);
+}
+
+std::string host_touches(const std::string& op, c10::ArrayRef<Touch> touches) {
+  if (!enabled()) {
+    return "";
+  }
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  return races::host_touches(s, here().clock, op, touches);
 }
 
 void returned(Tracked& block, Span span, const Clock& also) {

@@ -67,6 +67,8 @@ Ticket launch(c10::Stream stream, const std::string& op, c10::ArrayRef<Touch> to
               std::optional<c10::Stream> joined = std::nullopt);
 // Tells the recorder that the launch was one, and what it did.
 void done(const Ticket& ticket, Work&& work);
+// Returns a message if the calling host thread touches memory that a stream may still use.
+std::string host_touches(const std::string& op, c10::ArrayRef<Touch> touches);
 // Records that the launch itself has allocated and written the block.
 void wrote(const Ticket& ticket, Tracked& block, size_t bytes);
 // Records that the launch touches more than was known when it was made. Throws c10::Error as `launch` does.

@@ -198,4 +198,29 @@ std::string touch_all(Streams& s, const Clock& clock, const std::string& op, c10
   return "";
 }
 
+std::string host_touches(Streams& s, const Clock& clock, const std::string& op, c10::ArrayRef<Touch> touches) {
+  for (const auto& touch : touches) {
+    for (const auto& span : touch.spans) {
+      const auto [first, last] = touch.block->history.within(span);
+      for (auto found = first; found != last; ++found) {
+        const auto& segment = found->second;
+        const Access* early = ordered(clock, segment.write) ? nullptr : &segment.write;
+        const bool is_write = early != nullptr;
+        for (const auto& read : segment.reads) {
+          early = !early && touch.write && !ordered(clock, read) ? &read : early;
+        }
+        if (early) {
+          std::ostringstream out;
+          out << "race: " << op << " on the host " << (touch.write ? "writes" : "reads") << " its argument '"
+              << touch.argument << "' in " << touch.block->where << ", and the host has not waited for "
+              << describe(s, *early, is_write, {found->first, segment.end})
+              << ". Call stream.synchronize() or event.synchronize() before." << stack_of(s, *early);
+          return out.str();
+        }
+      }
+    }
+  }
+  return "";
+}
+
 } // namespace simulated::races

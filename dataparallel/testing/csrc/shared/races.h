@@ -45,6 +45,10 @@ bool ordered(const Clock& clock, const Access& earlier);
 std::string touch_all(Streams& s, const Clock& clock, const std::string& op, c10::ArrayRef<Touch> touches,
                       const Access& access);
 
+// The message if the host, which knows `clock`, touches memory that a stream may still use. Records nothing: launches
+// after the host's access come after it anyway.
+std::string host_touches(Streams& s, const Clock& clock, const std::string& op, c10::ArrayRef<Touch> touches);
+
 // Records that memory of `home` has been taken after its launch number `tick`.
 void took(Streams& s, StreamNumber home, uint64_t tick, const Worker& worker);
 // True if another thread of the same backward has taken memory from `home` after its launch number `known`.

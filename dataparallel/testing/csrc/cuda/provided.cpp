@@ -1,3 +1,4 @@
+// What torch's CUDA devices provide for ../shared.
 #include "front.h"
 
 #include <ATen/CPUGeneratorImpl.h>

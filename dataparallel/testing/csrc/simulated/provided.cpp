@@ -1,3 +1,4 @@
+// What these devices provide for ../shared.
 #include "front.h"
 
 #include "generators.h"
