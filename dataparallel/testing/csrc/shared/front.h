@@ -6,28 +6,14 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
-#include <c10/core/DispatchKey.h>
 #include <c10/core/Stream.h>
 
 #include <string>
 
 #include "clocks.h"
+#include "keys.h"
 
 namespace simulated {
-
-#ifdef DATAPARALLEL_CUDA
-constexpr auto kDevice = c10::kCUDA;
-constexpr auto kKey = c10::DispatchKey::CUDA;
-constexpr auto kSparseKey = c10::DispatchKey::SparseCUDA;
-constexpr auto kSparseCsrKey = c10::DispatchKey::SparseCsrCUDA;
-constexpr auto kNestedKey = c10::DispatchKey::NestedTensorCUDA;
-#else
-constexpr auto kDevice = c10::kPrivateUse1;
-constexpr auto kKey = c10::DispatchKey::PrivateUse1;
-constexpr auto kSparseKey = c10::DispatchKey::SparsePrivateUse1;
-constexpr auto kSparseCsrKey = c10::DispatchKey::SparseCsrPrivateUse1;
-constexpr auto kNestedKey = c10::DispatchKey::NestedTensorPrivateUse1;
-#endif
 
 c10::Device current_device();
 // Streams of the clocks: the id is a small number, and 0 is the default stream.

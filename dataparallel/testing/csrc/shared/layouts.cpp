@@ -5,7 +5,7 @@
 #include <ATen/SparseTensorImpl.h>
 #include <c10/core/CPUAllocator.h>
 
-#include "front.h"
+#include "keys.h"
 
 namespace simulated::layouts {
 namespace {
