@@ -16,13 +16,9 @@ from types import ModuleType
 import torch
 from torch.utils import backend_registration
 
+from dataparallel.testing.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
 from dataparallel.testing.simulated import device_module, extension, shapes, threads
-from dataparallel.testing.simulated.build import (
-    SimulationTooLate,
-    SimulationUnavailable,
-    ToolsMissing,
-    load_extension,
-)
+from dataparallel.testing.simulated.build import load_extension
 
 __all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "simulate"]
 
