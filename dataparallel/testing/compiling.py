@@ -129,12 +129,14 @@ def fingerprint(library: Library) -> str:
     digest = hashlib.sha256()
     for source in _read_files(library):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    parts = [*library.flags, *library.link_flags, *(str(path) for path in library.include_paths if not _is_ours(path))]
+    parts: list[str] = []
     if isinstance(library, Extension):
         import torch
 
         # Two environments may hold different builds of one version of torch, so the path counts too.
-        parts += [torch.__version__, str(torch.__file__), str(sysconfig.get_config_var("EXT_SUFFIX"))]
+        parts += [torch.__version__, torch.__file__, str(sysconfig.get_config_var("EXT_SUFFIX"))]
+    parts += [*library.flags, *library.link_flags]
+    parts += [str(path) for path in library.include_paths if not _is_ours(path)]
     for part in parts:
         digest.update(part.encode() + b"\0")
     return f"{library.name}_{digest.hexdigest()[:16]}"
