@@ -54,6 +54,7 @@ FLOORS = """
     forks              what begins anew in a forked child
     environment        switches in the environment
     _torch             every private name of torch
+    _on_demand         packages whose names are imported when they are first asked for
     _version
 """
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from dataparallel.testing.simulated import extension
 from dataparallel.threads import settings
 
 __all__ = ["ROW", "carry_knowledge"]
@@ -23,9 +23,14 @@ __all__ = ["ROW", "carry_knowledge"]
 ROW = "simulated host waits"
 
 
-def carry_knowledge() -> None:
-    """Follows ``threading.Thread`` and replicas from now on. To be called once."""
-    extension.C.enter_thread(None)
+_clocks: Any = None
+
+
+def carry_knowledge(clocks: ModuleType) -> None:
+    """Follows ``threading.Thread`` and replicas from now on. To be called once, with the compiled module of clocks."""
+    global _clocks
+    _clocks = clocks
+    clocks.enter_thread(None)
     thread: Any = threading.Thread
     thread.start = _start_telling(thread.start)
     thread._bootstrap_inner = _begin_knowing(thread._bootstrap_inner)
@@ -38,7 +43,7 @@ def _start_telling(start: Any) -> Any:
     @functools.wraps(start)
     def start_telling(self: threading.Thread) -> None:
         # A copy, because the new thread does not know what this one waits for later.
-        vars(self)["_simulated_known"] = extension.C.snapshot()
+        vars(self)["_simulated_known"] = _clocks.snapshot()
         start(self)
 
     return start_telling
@@ -47,8 +52,8 @@ def _start_telling(start: Any) -> Any:
 def _begin_knowing(bootstrap: Any) -> Any:
     @functools.wraps(bootstrap)
     def begin_knowing(self: threading.Thread) -> None:
-        extension.C.enter_thread(vars(self).pop("_simulated_known", None))
-        vars(self)["_simulated_knows"] = extension.C.knowledge()
+        _clocks.enter_thread(vars(self).pop("_simulated_known", None))
+        vars(self)["_simulated_knows"] = _clocks.knowledge()
         bootstrap(self)
 
     return begin_knowing
@@ -58,7 +63,7 @@ def _learn_from(thread: threading.Thread) -> None:
     """Adds what an ended thread has waited for to the knowledge of the calling thread, which has seen that end."""
     known = vars(thread).get("_simulated_knows")
     if known is not None:
-        extension.C.learn(known)
+        _clocks.learn(known)
 
 
 def _join_learning(join: Any) -> Any:
@@ -83,11 +88,11 @@ def _look_learning(is_alive: Any) -> Any:
 
 def _read(slots: Sequence[torch.device]) -> Any:
     # The replicas get a copy, so that none of them knows what another one adds to the caller's knowledge meanwhile.
-    return extension.C.snapshot(), extension.C.knowledge()
+    return _clocks.snapshot(), _clocks.knowledge()
 
 
 def _hold(value: Any, slots: Sequence[torch.device], device: torch.device) -> Any:
     """Tells the replica what the caller knows. Returns a function that tells the caller what the replica knows."""
     known, caller = value
-    extension.C.learn(known)
-    return lambda: extension.C.tell(caller)
+    _clocks.learn(known)
+    return lambda: _clocks.tell(caller)

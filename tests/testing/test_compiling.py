@@ -1,8 +1,10 @@
-"""The extension is compiled once, by one process. Errors name the reason, and a failed build leaves no files.
+"""What is compiled is compiled once, by one process. Errors name the reason, and a failed build leaves no files.
 
 The sources here are a few lines, so that compiling takes a second. Compilers, ninja, locks and processes are real.
 """
 
+import ctypes
+import dataclasses
 import io
 import os
 import re
@@ -18,8 +20,9 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from dataparallel.testing import SimulationUnavailable, ToolsMissing
-from dataparallel.testing.simulated import build
+from dataparallel.testing import SimulationUnavailable, ToolsMissing, compiling
+from dataparallel.testing.compiling import Extension, Library, build_library, load_extension, path_of
+from dataparallel.testing.simulated.build import EXTENSION
 from processes import environment
 
 # These tests start their own processes, so one kind of devices is enough.
@@ -38,10 +41,9 @@ PyMODINIT_FUNC PyInit_dataparallel_simulated() {
 LOAD = """
 import sys
 from pathlib import Path
-from dataparallel.testing.simulated import build
+from dataparallel.testing.compiling import Extension, load_extension
 
-build.SOURCES = Path(sys.argv[1])
-print(build.load_extension().ANSWER)
+print(load_extension(Extension("dataparallel_simulated", "simulated accelerators", (Path(sys.argv[1]),))).ANSWER)
 """
 
 # A compiler that makes a file when it begins, and then waits for the file "go".
@@ -62,15 +64,20 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch) -> Path:
-    """A few lines of C++ instead of the accelerators."""
+    """A few lines of C++."""
     folder = tmp_path / "csrc"
     folder.mkdir()
     (folder / "module.cpp").write_text(SOURCE)
-    monkeypatch.setattr(build, "SOURCES", folder)
-    monkeypatch.setattr(build, "_loaded", {})  # as in a new process: one loads a library only once
+    monkeypatch.setattr(compiling, "_loaded", {})  # as in a new process: one loads a library only once
     # torch counts the builds of a process under one name; each test needs the first.
     monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", type(cpp_extension.JIT_EXTENSION_VERSIONER)())
     return folder
+
+
+@pytest.fixture
+def extension(sources) -> Extension:
+    """A module of these lines, in place of the accelerators."""
+    return dataclasses.replace(EXTENSION, folders=(sources,))
 
 
 @pytest.fixture
@@ -86,23 +93,23 @@ def left_behind(cache: Path) -> set[str]:
     return {path.name for path in cache.rglob("*") if path.is_file()} - {"lock"}
 
 
-def test_compiled_once_and_found_afterwards(cache, sources, compiler, capfd):
-    assert build.load_extension().ANSWER == 42
+def test_compiled_once_and_found_afterwards(cache, extension, compiler, capfd):
+    assert load_extension(extension).ANSWER == 42
     assert "compiling the simulated accelerators, once" in capfd.readouterr().err
-    assert left_behind(cache) == {f"{build.NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"}
-    build._loaded.clear()  # as in another process
-    assert build.load_extension().ANSWER == 42
+    assert left_behind(cache) == {f"{extension.name}{sysconfig.get_config_var('EXT_SUFFIX')}"}
+    compiling._loaded.clear()  # as in another process
+    assert load_extension(extension).ANSWER == 42
     assert capfd.readouterr() == ("", "")
 
 
-def test_loaded_once_in_a_process(cache, sources, compiler):
-    first = build.load_extension()
-    assert build.load_extension() is first
+def test_loaded_once_in_a_process(cache, extension, compiler):
+    first = load_extension(extension)
+    assert load_extension(extension) is first
     shutil.rmtree(cache)
-    assert build.load_extension() is first
+    assert load_extension(extension) is first
 
 
-def test_what_takes_long_says_so_on_stderr(cache, sources, compiler, monkeypatch, capsys):
+def test_what_takes_long_says_so_on_stderr(cache, sources, extension, compiler, monkeypatch, capsys):
     stderr = io.StringIO()
     before_the_first_dot = []
 
@@ -112,32 +119,32 @@ def test_what_takes_long_says_so_on_stderr(cache, sources, compiler, monkeypatch
         wait_until(lambda: stderr.getvalue().endswith(".."))
 
     monkeypatch.setattr(cpp_extension, "load", load)
-    monkeypatch.setattr(build, "SECONDS_TO_A_DOT", 0.01)
+    monkeypatch.setattr(compiling, "SECONDS_TO_A_DOT", 0.01)
     monkeypatch.setattr(sys, "stderr", stderr)
-    build.load_extension()
+    load_extension(extension)
     text = "dataparallel: compiling the simulated accelerators, once, for a minute or two "
     assert before_the_first_dot == [text]
     assert re.fullmatch(text + r"\.+ \d+ s\n", stderr.getvalue())
     assert capsys.readouterr().out == ""
 
 
-def test_no_compiler(cache, sources, monkeypatch):
+def test_no_compiler(cache, extension, monkeypatch):
     monkeypatch.setenv("CXX", "nonexistent-compiler")
     with pytest.raises(ToolsMissing, match=r"lacks.*C\+\+ compiler.*'nonexistent-compiler'.*CXX"):
-        build.load_extension()
+        load_extension(extension)
     assert left_behind(cache) == set()
 
 
-def test_nothing_on_path_and_no_headers_are_named_together(cache, sources, no_scripts, tmp_path, monkeypatch):
+def test_nothing_on_path_and_no_headers_are_named_together(cache, extension, no_scripts, tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "none"))
     with pytest.raises(ToolsMissing, match=r"compiler \('c\+\+' is not.*Python\.h does not.*python3-dev.*ninja"):
-        build.load_extension()
+        load_extension(extension)
     assert left_behind(cache) == set()
 
 
-def test_no_ninja(cache, sources, compiler, no_scripts, tmp_path, monkeypatch):
+def test_no_ninja(cache, extension, compiler, no_scripts, tmp_path, monkeypatch):
     found = shutil.which(compiler)
     assert found is not None
     (tmp_path / "bin").mkdir()
@@ -145,20 +152,20 @@ def test_no_ninja(cache, sources, compiler, no_scripts, tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with pytest.raises(ToolsMissing, match=r"lacks ninja \(pip install ninja\)$"):
-        build.load_extension()
+        load_extension(extension)
     assert left_behind(cache) == set()
 
 
-def test_no_setuptools_which_torch_compiles_with(cache, sources, compiler, monkeypatch):
+def test_no_setuptools_which_torch_compiles_with(cache, extension, compiler, monkeypatch):
     monkeypatch.setitem(sys.modules, "setuptools", None)
     with pytest.raises(ToolsMissing, match=r"lacks setuptools \(pip install setuptools\)$"):
-        build.load_extension()
+        load_extension(extension)
 
 
-def test_windows(monkeypatch):
+def test_windows(extension, monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(ToolsMissing, match=r"need a POSIX system.*this is Windows"):
-        build.load_extension()
+        load_extension(extension)
 
 
 @pytest.fixture
@@ -173,11 +180,11 @@ def ninja(tmp_path, monkeypatch) -> str:
 
 def test_a_ninja_beside_python_needs_no_path(ninja, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with build.path_with_ninja():
+    with compiling.path_with_ninja():
         assert shutil.which("ninja") == ninja
         assert os.environ["PATH"] == f"/nowhere:{Path(ninja).parent}"
     assert os.environ["PATH"] == "/nowhere"
-    with pytest.raises(ZeroDivisionError), build.path_with_ninja():
+    with pytest.raises(ZeroDivisionError), compiling.path_with_ninja():
         raise ZeroDivisionError
     assert os.environ["PATH"] == "/nowhere"
 
@@ -185,21 +192,21 @@ def test_a_ninja_beside_python_needs_no_path(ninja, monkeypatch):
 def test_a_ninja_on_path_leaves_path_alone(ninja, monkeypatch):
     path = str(Path(ninja).parent)
     monkeypatch.setenv("PATH", path)
-    with build.path_with_ninja():
+    with compiling.path_with_ninja():
         assert os.environ["PATH"] == path
 
 
-def test_a_compiler_that_cannot_tell_its_version(cache, sources, monkeypatch, compiler):
+def test_a_compiler_that_cannot_tell_its_version(cache, extension, monkeypatch, compiler):
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(SimulationUnavailable, match=r"compiling the simulated accelerators failed: .*'false'"):
-        build.load_extension()
+        load_extension(extension)
     assert left_behind(cache) == set()
 
 
-def test_what_the_compiler_refuses_is_told_in_its_words(cache, sources, compiler):
+def test_what_the_compiler_refuses_is_told_in_its_words(cache, sources, extension, compiler):
     (sources / "module.cpp").write_text("this_is_no_type x;")
     with pytest.raises(SimulationUnavailable, match="this_is_no_type") as refused:
-        build.load_extension()
+        load_extension(extension)
     assert not isinstance(refused.value, ToolsMissing)
     assert left_behind(cache) == set()
 
@@ -207,55 +214,55 @@ def test_what_the_compiler_refuses_is_told_in_its_words(cache, sources, compiler
 UNWRITABLE = r"compiled into .*cache.*cannot be made or written.*TORCH_EXTENSIONS_DIR names another folder"
 
 
-def test_a_cache_that_cannot_be_made(cache, sources):
+def test_a_cache_that_cannot_be_made(cache, extension):
     cache.write_text("a file")
     with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
-        build.load_extension()
+        load_extension(extension)
 
 
-def test_a_lock_that_cannot_be_opened(cache, sources):
-    build.library_path().with_name("lock").mkdir(parents=True)
+def test_a_lock_that_cannot_be_opened(cache, extension):
+    path_of(extension).with_name("lock").mkdir(parents=True)
     with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
-        build.load_extension()
+        load_extension(extension)
 
 
 @pytest.mark.parametrize("function", ["tempfile.mkdtemp", "fcntl.flock"])
-def test_a_cache_that_cannot_be_written(cache, sources, compiler, monkeypatch, function):
+def test_a_cache_that_cannot_be_written(cache, extension, compiler, monkeypatch, function):
     def refuse(*_, **__) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(function, refuse)  # permissions themselves do not stop root
     with pytest.raises(SimulationUnavailable, match=UNWRITABLE):
-        build.load_extension()
+        load_extension(extension)
 
 
-def test_what_cannot_be_kept_is_loaded_all_the_same_and_once(cache, sources, compiler, monkeypatch, capfd):
+def test_what_cannot_be_kept_is_loaded_all_the_same_and_once(cache, extension, compiler, monkeypatch, capfd):
     def refuse(*_) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "replace", refuse)
-    module = build.load_extension()
+    module = load_extension(extension)
     assert module.ANSWER == 42
     assert "cannot be kept for the next process: [Errno 13] Permission denied" in capfd.readouterr().err
     assert left_behind(cache) == set()
-    assert build.load_extension() is module
+    assert load_extension(extension) is module
     assert capfd.readouterr().err == ""
 
 
-def test_a_second_try_in_one_process_succeeds(cache, sources, compiler):
+def test_a_second_try_in_one_process_succeeds(cache, sources, extension, compiler):
     right = (sources / "module.cpp").read_text()
     (sources / "module.cpp").write_text("this_is_no_type x;")
     with pytest.raises(SimulationUnavailable):
-        build.load_extension()
+        load_extension(extension)
     (sources / "module.cpp").write_text(right)
-    assert build.load_extension().ANSWER == 42
+    assert load_extension(extension).ANSWER == 42
 
 
-def test_every_change_of_sources_torch_python_and_flags_is_another_build(cache, sources, monkeypatch):
+def test_every_change_of_sources_torch_python_and_flags_is_another_build(cache, sources, extension, monkeypatch):
     def changed(change: Callable[[], object]) -> bool:
-        before = build.library_path()
+        before = path_of(extension)
         change()
-        return build.library_path() != before
+        return path_of(extension) != before
 
     assert not changed(lambda: None)
     module, header = sources / "module.cpp", sources / "limits.h"
@@ -264,8 +271,54 @@ def test_every_change_of_sources_torch_python_and_flags_is_another_build(cache, 
     assert changed(lambda: header.rename(sources / "other.h"))
     assert changed(lambda: monkeypatch.setattr(torch, "__version__", "99.0"))
     assert changed(lambda: monkeypatch.setattr(torch, "__file__", "/elsewhere/torch/__init__.py"))
-    assert changed(lambda: monkeypatch.setattr(build, "FLAGS", ["-O0"]))
     assert changed(lambda: monkeypatch.setattr(sysconfig, "get_config_var", lambda name: ".cpython-399.so"))
+    (sources / "include").mkdir()
+    different = [
+        dataclasses.replace(extension, **change)
+        for change in (
+            {},
+            {"flags": ("-O0",)},
+            {"link_flags": ("-lm",)},
+            {"include_paths": (sources / "include",)},
+            {"folders": (sources, Path(compiling.__file__).parent)},
+        )
+    ]
+    assert len({path_of(one) for one in different}) == len(different)
+
+
+@pytest.fixture
+def library(tmp_path) -> Library:
+    """A library of two files in two folders, which needs a header of a third one and a flag."""
+    folders = [tmp_path / name for name in ("one", "other", "include")]
+    for folder in folders:
+        folder.mkdir()
+    one, other, include = folders
+    (include / "half.h").write_text("int half();")
+    (one / "half.cpp").write_text('#include "half.h"\nint half() { return ANSWER / 2; }')
+    (other / "answer.cpp").write_text('#include "half.h"\nextern "C" int answer() { return 2 * half(); }')
+    return Library("libanswer.so.1", "answers", (one, other), ("-DANSWER=42",), ("-Wl,-soname,answers",), (include,))
+
+
+def test_a_library_needs_neither_ninja_nor_headers_of_python(cache, library, no_scripts, compiler, capfd):
+    path = build_library(library)
+    assert ctypes.CDLL(str(path)).answer() == 42
+    assert b"\0answers\0" in path.read_bytes()
+    assert left_behind(cache) == {"libanswer.so.1"}
+    assert "compiling the answers, once" in capfd.readouterr().err
+    assert build_library(library) == path
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_the_compiler_refuses_of_a_library_is_told_with_the_command(cache, library, compiler):
+    with pytest.raises(SimulationUnavailable, match=r"compiling the answers failed: .*half\.cpp.* says: [\s\S]*ANSWER"):
+        build_library(dataclasses.replace(library, flags=("-fmessage-length=0",)))
+    assert left_behind(cache) == set()
+
+
+def test_a_library_without_a_compiler(cache, library, monkeypatch):
+    monkeypatch.setenv("CXX", "nonexistent-compiler")
+    with pytest.raises(ToolsMissing, match=r"^answers are compiled on first use.* lacks a C\+\+ compiler.*CXX"):
+        build_library(library)
 
 
 class Loading:
