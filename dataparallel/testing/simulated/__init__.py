@@ -23,7 +23,7 @@ from dataparallel.testing.simulated.build import load_extension
 __all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "simulate"]
 
 BACKEND = "sim"
-CEILING = 64  # kCeiling in csrc/limits.h
+CEILING = 64  # kCeiling in csrc/shared/ceilings.h
 _lock = threading.Lock()
 _started = False
 _failed: SimulationUnavailable | None = None  # raised again by every later call

@@ -9,10 +9,13 @@ from dataparallel.testing import compiling
 
 __all__ = ["EXTENSION", "load_extension"]
 
+_FOLDERS = tuple(Path(__file__).parents[1] / "csrc" / name for name in ("shared", "simulated"))
+
 EXTENSION = compiling.Extension(
     name="dataparallel_simulated",
     what="simulated accelerators",
-    folders=(Path(__file__).with_name("csrc"),),
+    folders=_FOLDERS,
+    include_paths=_FOLDERS,
 )
 
 
