@@ -62,6 +62,8 @@ def finish() -> None:
             raise _failed
         if _finished or _machine is None:
             return
+        import torch
+
         from dataparallel.testing.cuda import extension
         from dataparallel.testing.host_threads import carry_knowledge
 
@@ -71,6 +73,7 @@ def finish() -> None:
             _failed = error
             raise
         compiled.register()
+        torch.cuda._lazy_call(compiled.watch_allocator)  # torch makes its allocator when CUDA is first used
         _make_settings()
         carry_knowledge(compiled)
         _finished = True
