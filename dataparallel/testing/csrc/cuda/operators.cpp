@@ -50,11 +50,16 @@ void register_compositions() {
   }
 }
 
-// Composite operators that would choose kernels of cuDNN.
-void register_convolutions() {
+// Composite operators that would launch kernels themselves, some of cuDNN.
+void register_composites() {
   static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
-  for (const char* name : {"convolution", "convolution_backward"}) {
-    library.impl(name, on_cpu(c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + std::string(name)).c_str(), "")));
+  const std::pair<const char*, const char*> names[] = {
+      {"convolution", ""}, {"convolution_backward", ""}, {"ldexp", "Tensor"}, {"ldexp", "out"}, {"ldexp_", ""}};
+  for (const auto& [name, overload] : names) {
+    const auto op = c10::Dispatcher::singleton().findSchema({std::string("aten::") + name, overload});
+    if (op && op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd)) {
+      library.impl(full_name({name, overload}).c_str(), on_cpu(*op));
+    }
   }
 }
 
@@ -81,7 +86,7 @@ void register_operators() {
   register_what_the_cpu_has(Key::QuantizedCPU, Key::QuantizedCUDA, replaces<Key::QuantizedCUDA>);
   register_list_operators();
   register_compositions();
-  register_convolutions();
+  register_composites();
   register_meanings();
 }
 
