@@ -14,7 +14,7 @@ ROOT = Path(dataparallel.__file__).parent
 
 FLOORS = """
     __main__
-    testing            simulated accelerators and helpers for tests: nobody in the library imports them
+    testing            simulated accelerators, a stand-in for CUDA, helpers for tests: no other room imports them
     report             what the machine has, and how tensors would travel
     __init__           the public names
     tracing            where the time of a step went
