@@ -35,7 +35,7 @@ def _extension() -> Extension:
         name="dataparallel_cuda",
         what="operators of the stand-in for CUDA",
         folders=folders,
-        flags=("-O2", "-fvisibility=hidden", "-DDATAPARALLEL_CUDA"),
+        flags=("-O2", "-fvisibility=hidden", "-DNDEBUG", "-DDATAPARALLEL_CUDA"),
         link_flags=("-lc10_cuda", "-ltorch_cuda"),
         include_paths=(*folders, CSRC / "runtime", *libraries.include_paths(libraries.cuda_of_torch())),
     )

@@ -73,11 +73,15 @@ def finish() -> None:
             _failed = error
             raise
         compiled.register()
-        torch.cuda._lazy_call(compiled.watch_allocator)  # torch makes its allocator when CUDA is first used
+        compiled.watch_host()
+        torch.cuda._lazy_call(compiled.watch_allocator)  # the allocator has a part for each device from then on
         _make_settings()
         carry_knowledge(compiled)
         _finished = True
 
 
 def _make_settings() -> None:
-    """Makes the settings of torch that the operators cannot do without, each with its reason. There is none so far."""
+    """Makes the settings of torch that the operators cannot do without, each with its reason."""
+    import torch
+
+    torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript would compile kernels for a GPU
