@@ -29,6 +29,14 @@ void* driver_function(const std::string& name) {
 
 namespace {
 
+cudaError_t copy_text(const std::string& from, char* to, int bytes) {
+  if (bytes <= static_cast<int>(from.size())) {
+    return cudaErrorInvalidValue;
+  }
+  std::memcpy(to, from.c_str(), from.size() + 1);
+  return cudaSuccess;
+}
+
 CUcontext context_of(int device) {
   return device < 0 ? nullptr : reinterpret_cast<CUcontext>(&device_at(device));
 }
@@ -123,7 +131,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
 }
 
 CUresult cuDeviceGetPCIBusId(char* text, int bytes, CUdevice device) {
-  return driver_entry(__func__, [&] { return cudaDeviceGetPCIBusId(text, bytes, device); });
+  return driver_entry(__func__, [&] { return copy_text(pci_bus_id(device_at(device).physical), text, bytes); });
 }
 
 CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {

@@ -169,6 +169,14 @@ void wait_for_stream(Stream& stream, const char* call) {
   }
 }
 
+bool stream_is_done(Stream& stream) {
+  if (stream.name.number == 0) {
+    order(stream);
+  }
+  auto* told = watcher();
+  return told == nullptr || told->host_asks_stream(stream.name);
+}
+
 void wait_for_device(int device, const char* call) {
   count_host_wait();
   if (auto* told = watcher()) {
@@ -221,15 +229,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   });
 }
 
-cudaError_t cudaStreamQuery(cudaStream_t handle) {
-  return entry(__func__, [&] {
-    auto& stream = stream_of(handle);
-    if (stream.name.number == 0) {
-      order(stream);
-    }
-    auto* told = watcher();
-    return told == nullptr || told->host_asks_stream(stream.name) ? cudaSuccess : cudaErrorNotReady;
-  });
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return entry(__func__, [&] { return stream_is_done(stream_of(stream)) ? cudaSuccess : cudaErrorNotReady; });
 }
 
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
