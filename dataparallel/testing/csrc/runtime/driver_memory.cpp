@@ -26,6 +26,17 @@ cudaError_t fill_values(const char* call, CUdeviceptr to, uint32_t value, size_t
       : fill(call, rows(to), {count * value_bytes}, value, value_bytes, stream_of(stream));
 }
 
+size_t size_of(CUpointer_attribute attribute) {
+  switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+    case CU_POINTER_ATTRIBUTE_MAPPED:
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: return sizeof(bool);
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: return sizeof(int);
+    default: return sizeof(void*);
+  }
+}
+
 // What the stand-in does not know of a pointer is refused, not guessed.
 cudaError_t pointer_attribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
   const auto* allocation = allocation_of(at(address));
@@ -69,40 +80,40 @@ cudaError_t pointer_attribute(void* value, CUpointer_attribute attribute, CUdevi
 } // namespace
 
 CUresult cuMemGetInfo(size_t* free, size_t* total) {
-  return driver_entry_in_context(__func__, [&] {
+  return in_context(__func__, [&] {
     memory_info(free, total);
     return cudaSuccess;
   });
 }
 
 CUresult cuMemAlloc(CUdeviceptr* address, size_t bytes) {
-  return driver_entry_in_context(__func__, [&] {
+  return in_context(__func__, [&] {
     return bytes == 0 ? cudaErrorInvalidValue : allocate(reinterpret_cast<void**>(address), bytes);
   });
 }
 
 CUresult cuMemFree(CUdeviceptr address) {
-  return driver_entry_in_context(__func__, [&] { return release(at(address), "cuMemFree"); });
+  return in_context(__func__, [&] { return release(at(address), "cuMemFree"); });
 }
 
 CUresult cuMemAllocHost(void** address, size_t bytes) {
-  return driver_entry_in_context(__func__, [&] { return allocate_host(address, bytes, 0); });
+  return in_context(__func__, [&] { return allocate_host(address, bytes, 0); });
 }
 
 CUresult cuMemHostAlloc(void** address, size_t bytes, unsigned flags) {
-  return driver_entry_in_context(__func__, [&] { return allocate_host(address, bytes, flags); });
+  return in_context(__func__, [&] { return allocate_host(address, bytes, flags); });
 }
 
 CUresult cuMemFreeHost(void* address) {
-  return driver_entry_in_context(__func__, [&] { return release_host(address, "cuMemFreeHost"); });
+  return in_context(__func__, [&] { return release_host(address, "cuMemFreeHost"); });
 }
 
 CUresult cuMemHostRegister(void* address, size_t bytes, unsigned flags) {
-  return driver_entry_in_context(__func__, [&] { return register_host(address, bytes, flags); });
+  return in_context(__func__, [&] { return register_host(address, bytes, flags); });
 }
 
 CUresult cuMemHostUnregister(void* address) {
-  return driver_entry_in_context(__func__, [&] { return unregister_host(address); });
+  return in_context(__func__, [&] { return unregister_host(address); });
 }
 
 CUresult cuMemGetAddressRange(CUdeviceptr* begin, size_t* bytes, CUdeviceptr address) {
@@ -134,11 +145,7 @@ CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes,
         return error;
       }
       if (error != cudaSuccess) {
-        const bool flag = attributes[i] == CU_POINTER_ATTRIBUTE_IS_MANAGED || attributes[i] == CU_POINTER_ATTRIBUTE_MAPPED ||
-            attributes[i] == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE;
-        const bool number = attributes[i] == CU_POINTER_ATTRIBUTE_MEMORY_TYPE ||
-            attributes[i] == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
-        std::memset(values[i], 0, flag ? sizeof(bool) : number ? sizeof(int) : sizeof(void*));
+        std::memset(values[i], 0, size_of(attributes[i]));
       }
     }
     return cudaSuccess;
@@ -146,69 +153,69 @@ CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes,
 }
 
 CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
-  return driver_entry_in_context(__func__, [&] {
+  return in_context(__func__, [&] {
     return copy("cuMemcpy", rows(to), rows(from), {bytes}, cudaMemcpyDefault, stream_of(nullptr), true);
   });
 }
 
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
-  return driver_entry_in_context(__func__, [&] {
+  return in_context(__func__, [&] {
     return copy("cuMemcpyAsync", rows(to), rows(from), {bytes}, cudaMemcpyDefault, stream_of(stream), false);
   });
 }
 
 CUresult cuMemcpyHtoD(CUdeviceptr to, const void* from, size_t bytes) {
-  return driver_entry_in_context(__func__, [&] {
+  return in_context(__func__, [&] {
     return copy("cuMemcpyHtoD", rows(to), rows(from), {bytes}, cudaMemcpyHostToDevice, stream_of(nullptr), true);
   });
 }
 
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
-  return driver_entry_in_context(__func__, [&] {
+  return in_context(__func__, [&] {
     return copy("cuMemcpyHtoDAsync", rows(to), rows(from), {bytes}, cudaMemcpyHostToDevice, stream_of(stream), false);
   });
 }
 
 CUresult cuMemcpyDtoH(void* to, CUdeviceptr from, size_t bytes) {
-  return driver_entry_in_context(__func__, [&] {
+  return in_context(__func__, [&] {
     return copy("cuMemcpyDtoH", rows(to), rows(from), {bytes}, cudaMemcpyDeviceToHost, stream_of(nullptr), true);
   });
 }
 
 CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
-  return driver_entry_in_context(__func__, [&] {
+  return in_context(__func__, [&] {
     return copy("cuMemcpyDtoHAsync", rows(to), rows(from), {bytes}, cudaMemcpyDeviceToHost, stream_of(stream), false);
   });
 }
 
 CUresult cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
-  return driver_entry_in_context(__func__, [&] {
+  return in_context(__func__, [&] {
     return copy("cuMemcpyDtoD", rows(to), rows(from), {bytes}, cudaMemcpyDeviceToDevice, stream_of(nullptr), true);
   });
 }
 
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
-  return driver_entry_in_context(__func__, [&] {
+  return in_context(__func__, [&] {
     return copy("cuMemcpyDtoDAsync", rows(to), rows(from), {bytes}, cudaMemcpyDeviceToDevice, stream_of(stream), false);
   });
 }
 
 CUresult cuMemsetD8(CUdeviceptr to, unsigned char value, size_t count) {
-  return driver_entry_in_context(__func__, [&] { return fill_values("cuMemsetD8", to, value, 1, count, nullptr); });
+  return in_context(__func__, [&] { return fill_values("cuMemsetD8", to, value, 1, count, nullptr); });
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream) {
-  return driver_entry_in_context(__func__, [&] { return fill_values("cuMemsetD8Async", to, value, 1, count, stream); });
+  return in_context(__func__, [&] { return fill_values("cuMemsetD8Async", to, value, 1, count, stream); });
 }
 
 CUresult cuMemsetD16Async(CUdeviceptr to, unsigned short value, size_t count, CUstream stream) {
-  return driver_entry_in_context(__func__, [&] { return fill_values("cuMemsetD16Async", to, value, 2, count, stream); });
+  return in_context(__func__, [&] { return fill_values("cuMemsetD16Async", to, value, 2, count, stream); });
 }
 
 CUresult cuMemsetD32(CUdeviceptr to, unsigned value, size_t count) {
-  return driver_entry_in_context(__func__, [&] { return fill_values("cuMemsetD32", to, value, 4, count, nullptr); });
+  return in_context(__func__, [&] { return fill_values("cuMemsetD32", to, value, 4, count, nullptr); });
 }
 
 CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream) {
-  return driver_entry_in_context(__func__, [&] { return fill_values("cuMemsetD32Async", to, value, 4, count, stream); });
+  return in_context(__func__, [&] { return fill_values("cuMemsetD32Async", to, value, 4, count, stream); });
 }

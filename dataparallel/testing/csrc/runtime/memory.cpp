@@ -1,4 +1,5 @@
-// Allocations: memory of the devices with its limits, pinned and registered memory of the host, and whose an address is.
+// Allocations: memory of the devices with its limits, pinned and registered memory of the host, and to whom an address
+// belongs.
 #include <map>
 #include <shared_mutex>
 

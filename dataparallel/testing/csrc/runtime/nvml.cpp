@@ -106,7 +106,8 @@ Device* seen(int physical) {
 
 MemoryInfo memory_of_device(int physical) {
   const auto* device = seen(physical);
-  const unsigned long long total = device ? capacity_of(device->index) : machine().bytes, used = device ? device->used.load() : 0;
+  const unsigned long long total = device ? capacity_of(device->index) : machine().bytes;
+  const unsigned long long used = device ? device->used.load() : 0;
   return {total, total - std::min(total, used), used};
 }
 

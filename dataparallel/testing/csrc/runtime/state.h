@@ -96,7 +96,7 @@ Stream& stream_of(void* handle); // throws Refused
 Stream& stream_named(StreamName name);
 void* create_stream(unsigned flags, int priority);
 void destroy_stream(void* handle);
-// The implicit waits before an action on a stream: of the legacy default stream for the blocking ones and of them for it.
+// The implicit waits before an action on a stream: of the legacy default stream for blocking ones, and of them for it.
 void order(Stream& stream);
 bool stream_is_done(Stream& stream);
 void wait_for_stream(Stream& stream, const char* call); // the host
@@ -222,12 +222,12 @@ CUresult driver_entry(const char* function, const Body& body) {
   if (this_thread().in_host_function) {
     return CUDA_ERROR_NOT_PERMITTED;
   }
-  return static_cast<CUresult>(guarded(body)); // the codes of both have the same numbers, but for a few of the runtime's
+  return static_cast<CUresult>(guarded(body)); // both have the same numbers for what the stand-in returns
 }
 
 // The same for functions that need a current context, which the driver does not make.
 template <class Body>
-CUresult driver_entry_in_context(const char* function, const Body& body) {
+CUresult in_context(const char* function, const Body& body) {
   return driver_entry(function, [&] { return this_thread().bound ? body() : cudaErrorDeviceUninitialized; });
 }
 
