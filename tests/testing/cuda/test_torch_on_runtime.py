@@ -90,11 +90,7 @@ assert torch.cuda.mem_get_info(1) == (100 << 20, 100 << 20)
         ("a = torch.empty(3, device='cuda'); a + a", "", "does not compute the kernel void at::native::"),
         ("torch.empty(3, device='cuda')", "expandable_segments:True", "operation not supported"),
         ("torch.empty(3, device='cuda')", "backend:cudaMallocAsync", "operation not supported"),
-        (
-            "torch.cuda.CUDAGraph().capture_begin() if torch.cuda.set_stream(torch.cuda.Stream()) is None else 0",
-            "",
-            "operation not permitted when stream is capturing",
-        ),
+        ("torch.cuda.init()\nwith torch.cuda.graph(torch.cuda.CUDAGraph()): pass", "", "not permitted when stream is"),
     ],
     ids=["kernel", "expandable segments", "memory pools", "capture"],
 )
