@@ -66,7 +66,13 @@ def runtime() -> Path:
     """Returns the file of the runtime's library, and compiles it if it is not in the cache. It is not opened."""
     name = f"libcudart.so.{CUDA}"
     # torch's libraries ask for the version of each symbol too, which is called as the library is.
-    link_flags = (f"-Wl,-soname,{name}", "-Wl,--default-symver", "-Wl,-Bsymbolic-functions", "-ldl")
+    link_flags = (
+        f"-Wl,-soname,{name}",
+        "-Wl,--default-symver",
+        "-Wl,-Bsymbolic-functions",
+        "-Wl,--no-undefined",
+        "-ldl",
+    )
     flags = ("-O2", "-fvisibility=hidden", "-Wall")
     return build_library(Library(name, WHAT, (CSRC / "runtime",), flags, link_flags, include_paths()))
 
