@@ -284,9 +284,13 @@ void finish(Launch& launch, Launch::State state, const std::string& text) {
   launch.state = state;
   launch.text = text;
   for (const auto& each : std::exchange(launch.holds, {})) {
+    --each->held_by;
+    if (each->state != Launch::kOpen) {
+      continue;
+    }
     if (state == Launch::kFailed) {
       each->refuse(text);
-    } else if (--each->held_by == 0 && each->state == Launch::kOpen) {
+    } else if (each->held_by == 0) {
       each->give();
     }
   }

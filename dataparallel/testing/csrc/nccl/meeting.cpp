@@ -36,8 +36,8 @@ Meeting::Meeting(std::string key, int ranks) : key_(std::move(key)), members_(st
 }
 
 void Meeting::join(int rank, int ranks, const Identity& identity, std::shared_ptr<Answers> answers) {
-  if (failed_) {
-    answers->failed(ncclInvalidUsage, "rank " + std::to_string(rank) + " joins a communicator that has failed");
+  if (!failure_.empty()) {
+    answers->failed(ncclInvalidUsage, failure_);
     return;
   }
   const auto error = why_not(identity, rank, ranks);
@@ -58,7 +58,7 @@ void Meeting::join(int rank, int ranks, const Identity& identity, std::shared_pt
 
 void Meeting::post(int rank, uint64_t number, const Call& call, std::shared_ptr<Before> before) {
   auto& member = members_[static_cast<size_t>(rank)];
-  if (failed_ || !member.left.empty()) {
+  if (!failure_.empty() || !member.left.empty()) {
     return;
   }
   const auto collective = find(rank, call);
@@ -83,7 +83,7 @@ void Meeting::post(int rank, uint64_t number, const Call& call, std::shared_ptr<
 void Meeting::give(int rank, uint64_t number, double factor, const char* data, size_t, char* to) {
   auto& open = members_[static_cast<size_t>(rank)].open;
   const auto found = open.find(number);
-  if (failed_ || found == open.end()) {
+  if (!failure_.empty() || found == open.end()) {
     return;
   }
   const auto& collective = found->second.first;
@@ -100,7 +100,7 @@ void Meeting::give(int rank, uint64_t number, double factor, const char* data, s
 void Meeting::give_owned(int rank, uint64_t number, double factor, std::string data) {
   auto& open = members_[static_cast<size_t>(rank)].open;
   const auto found = open.find(number);
-  if (failed_ || found == open.end()) {
+  if (!failure_.empty() || found == open.end()) {
     return;
   }
   auto& arrival = found->second.first->arrivals[found->second.second];
@@ -144,10 +144,10 @@ void Meeting::leave(int rank, const std::string& how) {
 }
 
 void Meeting::fail(int code, const std::string& text) {
-  if (failed_) {
+  if (!failure_.empty()) {
     return;
   }
-  failed_ = true;
+  failure_ = text;
   open_.clear();
   lines_.clear();
   for (auto& member : members_) {
@@ -157,9 +157,6 @@ void Meeting::fail(int code, const std::string& text) {
     }
   }
   forget_orders(key_);
-  if (joined_ < members_.size()) {
-    drop_meeting(key_);
-  }
 }
 
 // The next collective of the rank, or of the pair of ranks; made if this is the first one to come.
@@ -201,10 +198,11 @@ void Meeting::match(Collective& collective) {
   Matched matched;
   matched.meeting = key_;
   matched.number = collective.number;
-  matched.text = describe(call) + " by rank " + std::to_string(collective.ranks.front());
+  matched.text = describe(call) + " by ranks " + std::to_string(collective.ranks.front());
   for (size_t i = 1; i < collective.ranks.size(); ++i) {
     matched.text += (i + 1 == collective.ranks.size() ? " and " : ", ") + std::to_string(collective.ranks[i]);
   }
+  matched.text += " of " + title();
   if (call.kind != Kind::kSplit) {
     for (size_t i = 0; i < collective.ranks.size(); ++i) {
       const auto device = members_[static_cast<size_t>(collective.ranks[i])].identity.device;
@@ -229,7 +227,7 @@ void Meeting::match(Collective& collective) {
 }
 
 void Meeting::finish(const std::shared_ptr<Collective>& collective) {
-  if (failed_) {
+  if (!failure_.empty()) {
     return;
   }
   completed(key_, collective->number);
@@ -273,7 +271,7 @@ void Meeting::tell(const std::shared_ptr<Collective>& collective, bool remote) {
 }
 
 void Meeting::expire(double time) {
-  if (failed_) {
+  if (!failure_.empty()) {
     return;
   }
   std::string late;

@@ -111,6 +111,7 @@ class Meeting final : public Desk, public std::enable_shared_from_this<Meeting> 
   }
   size_t remote_ranks() const; // that have not left
   std::string name(int rank) const;
+  std::string title() const; // of the communicator
   int ranks() const {
     return static_cast<int>(members_.size());
   }
@@ -144,7 +145,7 @@ class Meeting final : public Desk, public std::enable_shared_from_this<Meeting> 
   std::vector<Member> members_;
   size_t joined_ = 0;
   double since_ = 0;
-  bool failed_ = false;
+  std::string failure_; // in words
   uint64_t made_ = 0;
   std::deque<std::shared_ptr<Collective>> open_; // the next collectives of the ranks
   uint64_t first_ = 0; // the number of the first of them

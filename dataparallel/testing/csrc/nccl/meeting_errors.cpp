@@ -23,6 +23,14 @@ std::string Meeting::name(int rank) const {
                         : "");
 }
 
+// The key is the name of a socket, which ends in the numbers of a process, and then what the communicator is there.
+std::string Meeting::title() const {
+  const auto rest = key_.find(' ');
+  const auto number = key_.rfind('-', rest);
+  const auto pid = key_.rfind('-', number - 1);
+  return "communicator" + key_.substr(rest) + " of process " + key_.substr(pid + 1, number - pid - 1);
+}
+
 std::string Meeting::why_not(const Identity& identity, int rank, int ranks) const {
   if (static_cast<size_t>(ranks) != members_.size()) {
     return "rank " + std::to_string(rank) + " joins a communicator of " + std::to_string(ranks) +
