@@ -196,6 +196,15 @@ class Around final : public standin::Watcher {
     return watcher == nullptr || watcher->host_asks_stream(stream);
   }
 
+  void host_function(standin::StreamName stream, bool begins) override {
+    if (begins && keeps_any) {
+      resolve(stream);
+    }
+    if (auto* watcher = clocks()) {
+      watcher->host_function(stream, begins);
+    }
+  }
+
   void forget(standin::EventState& event) override {
     if (keeps_any) {
       const Lock lock(library_lock());
