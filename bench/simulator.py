@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataparallel.testing.simulated.build import _fingerprint
+from dataparallel.testing.compiling import fingerprint
+from dataparallel.testing.simulated.build import EXTENSION
 from places import Places
 
 
@@ -13,4 +14,4 @@ def simulator_notes(places: Places) -> list[str]:
     """
     if not places.simulated:
         return []
-    return [f"Simulator: {_fingerprint()}. Only results of the same simulator can be compared."]
+    return [f"Simulator: {fingerprint(EXTENSION)}. Only results of the same simulator can be compared."]

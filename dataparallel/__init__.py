@@ -3,19 +3,25 @@
 The public names, nothing else: what a caller of ``torch.nn.parallel`` knows, `prefetch`, `whole`, `samples`,
 `PerReplica`, `trace`, `peers` and `nn`.
 A *room* is a folder or a file of this package. It imports only from rooms below it (``tests/test_floors.py``).
-Importing this package touches no device, starts no thread and compiles nothing.
+Importing this package touches no device, starts no thread, compiles nothing, and does not import torch: each name and
+each room is imported when it is first asked for.
 """
 
-from dataparallel import nn, peers
+from typing import TYPE_CHECKING
+
+from dataparallel._on_demand import import_on_demand
 from dataparallel._version import __version__
-from dataparallel.data_parallel import DataParallel, data_parallel
-from dataparallel.parallel_apply import parallel_apply
-from dataparallel.per_replica import PerReplica
-from dataparallel.prefetch import prefetch
-from dataparallel.replicate import replicate
-from dataparallel.samples import samples
-from dataparallel.scatter_gather import gather, scatter, scatter_kwargs, whole
-from dataparallel.tracing import trace
+
+if TYPE_CHECKING:
+    from dataparallel import nn, peers
+    from dataparallel.data_parallel import DataParallel, data_parallel
+    from dataparallel.parallel_apply import parallel_apply
+    from dataparallel.per_replica import PerReplica
+    from dataparallel.prefetch import prefetch
+    from dataparallel.replicate import replicate
+    from dataparallel.samples import samples
+    from dataparallel.scatter_gather import gather, scatter, scatter_kwargs, whole
+    from dataparallel.tracing import trace
 
 __all__ = [
     "DataParallel",
@@ -34,3 +40,17 @@ __all__ = [
     "trace",
     "whole",
 ]
+
+import_on_demand(
+    __name__,
+    {
+        "data_parallel": ("DataParallel", "data_parallel"),
+        "parallel_apply": ("parallel_apply",),
+        "per_replica": ("PerReplica",),
+        "prefetch": ("prefetch",),
+        "replicate": ("replicate",),
+        "samples": ("samples",),
+        "scatter_gather": ("gather", "scatter", "scatter_kwargs", "whole"),
+        "tracing": ("trace",),
+    },
+)

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import pytest
 
 import dataparallel
-from dataparallel.testing.simulated import build
+from dataparallel.testing.compiling import path_of
+from dataparallel.testing.simulated.build import EXTENSION
 
-CACHE = str(build.library_path().parents[1])  # read before a test changes HOME or TORCH_EXTENSIONS_DIR
+CACHE = str(path_of(EXTENSION).parents[1])  # read before a test changes HOME or TORCH_EXTENSIONS_DIR
 
 TRY = """
 from dataparallel.testing import ToolsMissing, simulate

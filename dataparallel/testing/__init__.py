@@ -7,18 +7,17 @@ models and for your own; `steps` has its comparisons. `simulated` makes accelera
 without any. `ranks` runs tests on slots, on threads and in processes; `sharding` runs operators on tensors
 that are sharded in every way. ``dataparallel.testing.pytest`` is a plugin with
 fixtures for both. `isolated_slots` makes slots on one device behave as separate devices. Nothing in the library
-imports this package, and importing it touches no device. The other names are imported when they are first asked for.
+imports this package. Importing it touches no device and does not import torch: each name is imported when it is first
+asked for.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from dataparallel.testing.isolation import isolated_slots
-from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
+from dataparallel._on_demand import import_on_demand
 
 if TYPE_CHECKING:
+    from dataparallel.testing.compiling import SimulationUnavailable, ToolsMissing
+    from dataparallel.testing.isolation import isolated_slots
     from dataparallel.testing.models import MLP, ModelArgs, RMSNorm, StackedMLP, Transformer
     from dataparallel.testing.ranks import (
         ProcessTest,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         with_comms,
     )
     from dataparallel.testing.sharding import Checked, OperatorDiffers, ShardingConverter, check_op
+    from dataparallel.testing.simulated import simulate
 
 __all__ = [
     "MLP",
@@ -58,31 +58,24 @@ __all__ = [
     "with_comms",
 ]
 
-_ROOMS = {
-    "models": ("MLP", "ModelArgs", "RMSNorm", "StackedMLP", "Transformer"),
-    "ranks": (
-        "ProcessTest",
-        "Rank",
-        "RanksFailed",
-        "SlotTest",
-        "ThreadTest",
-        "run_subtests",
-        "skip_unless_devices",
-        "skip_unless_distributed",
-        "with_comms",
-    ),
-    "sharding": ("Checked", "OperatorDiffers", "ShardingConverter", "check_op"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for room, names in _ROOMS.items():
-        if name in names:
-            found = getattr(importlib.import_module(f"{__name__}.{room}"), name)
-            globals()[name] = found
-            return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+import_on_demand(
+    __name__,
+    {
+        "compiling": ("SimulationUnavailable", "ToolsMissing"),
+        "isolation": ("isolated_slots",),
+        "models": ("MLP", "ModelArgs", "RMSNorm", "StackedMLP", "Transformer"),
+        "ranks": (
+            "ProcessTest",
+            "Rank",
+            "RanksFailed",
+            "SlotTest",
+            "ThreadTest",
+            "run_subtests",
+            "skip_unless_devices",
+            "skip_unless_distributed",
+            "with_comms",
+        ),
+        "sharding": ("Checked", "OperatorDiffers", "ShardingConverter", "check_op"),
+        "simulated": ("simulate",),
+    },
+)

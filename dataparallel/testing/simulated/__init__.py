@@ -1,9 +1,8 @@
 """Simulated accelerators: several devices on a machine that has none, real to torch, for tests of multi-device code.
 
 `simulate` makes them. ``csrc`` implements devices, streams, memory, operators and clocks; ``build`` compiles it and
-``extension`` holds it. ``device_module`` is ``torch.sim``, with ``counts``, ``clocks`` and ``timeline``. ``threads``
-carries what a host thread has waited for to the threads that it starts. ``shapes`` serves ``compute=False``. Nothing in
-the library imports this package.
+``extension`` holds it. ``device_module`` is ``torch.sim``, with ``counts``, ``clocks`` and ``timeline``. ``shapes``
+serves ``compute=False``. Nothing in the library imports this package.
 """
 
 from __future__ import annotations
@@ -16,18 +15,15 @@ from types import ModuleType
 import torch
 from torch.utils import backend_registration
 
-from dataparallel.testing.simulated import device_module, extension, shapes, threads
-from dataparallel.testing.simulated.build import (
-    SimulationTooLate,
-    SimulationUnavailable,
-    ToolsMissing,
-    load_extension,
-)
+from dataparallel.testing.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
+from dataparallel.testing.host_threads import carry_knowledge
+from dataparallel.testing.simulated import device_module, extension, shapes
+from dataparallel.testing.simulated.build import load_extension
 
 __all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "simulate"]
 
 BACKEND = "sim"
-CEILING = 64  # kCeiling in csrc/limits.h
+CEILING = 64  # kCeiling in csrc/shared/ceilings.h
 _lock = threading.Lock()
 _started = False
 _failed: SimulationUnavailable | None = None  # raised again by every later call
@@ -136,7 +132,7 @@ def _start(compiled: ModuleType, compute: bool) -> None:
         torch._register_device_module(BACKEND, device_module)
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
         _start_engine_threads()
-        threads.carry_knowledge()
+        carry_knowledge(compiled)
     except SimulationUnavailable as error:
         _failed = error
         raise

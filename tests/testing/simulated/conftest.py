@@ -4,10 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch.utils import cpp_extension
 
-from dataparallel.testing import ToolsMissing
-from dataparallel.testing.simulated import build
 from processes import Ahead, attempt
 
 
@@ -23,16 +20,6 @@ def capacity() -> Iterator[Callable[[int, torch.device], None]]:
     yield limit
     for device in limited:
         torch.sim.set_memory_capacity(None, device)
-
-
-@pytest.fixture
-def compiler() -> str:
-    """The C++ compiler. Skips the test if any tool for compiling is missing."""
-    try:
-        build.check_tools()
-    except ToolsMissing as error:
-        pytest.skip(str(error))
-    return cpp_extension.get_cxx_compiler()
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,10 @@ Part part_of(const void* address, size_t bytes, bool writes, const char* argumen
 std::string announce(StreamName stream, const char* name, const Part* parts, size_t count,
                      const CopyInfo* copy = nullptr);
 
+// What is wrong with a kernel on a device that touches these parts itself: memory of a device that is no enabled peer.
+// Empty if nothing is. Copies and collectives need no peers; operators and kernels ask before they announce.
+std::string check_access(int device, const char* name, const Part* parts, size_t count);
+
 // Makes the next CUDA function of this thread that returns cudaErrorUnknown (999) explain itself with this text: returns
 // that error after keeping the text for cudaGetErrorString.
 int fail(const std::string& text);
@@ -67,6 +71,7 @@ struct Counts {
   uint64_t host_waits = 0;
 };
 Counts counts();
+void count_call(const char* function); // of another library's function; the name is a literal
 void forget_counts();
 
 } // namespace standin

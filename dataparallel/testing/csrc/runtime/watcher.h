@@ -69,6 +69,12 @@ class Watcher {
   virtual bool host_asks(const EventState& event) = 0;
   virtual bool host_asks_stream(StreamName stream) = 0;
 
+  // A function of the program runs between the work of a stream (cudaLaunchHostFunc): after all that the stream has, and
+  // before all that it gets. The calling thread runs it in place of a thread of the driver, between these two calls.
+  virtual void host_function(StreamName stream, bool begins) {
+    (void)stream, (void)begins;
+  }
+
   virtual void forget(EventState& event) = 0; // before it is destroyed or recorded again
   virtual void allocated(Memory& memory) = 0;
   virtual void freed(Memory& memory) = 0;

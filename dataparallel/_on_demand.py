@@ -1,0 +1,63 @@
+"""Packages whose public names are imported when they are first asked for.
+
+``dataparallel`` and ``dataparallel.testing`` are such packages: importing them must not import torch, because a
+stand-in for CUDA has to be there before torch. Only an ``__init__`` calls this file. It knows no name of the library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+__all__ = ["import_on_demand"]
+
+
+def import_on_demand(package: str, rooms: Mapping[str, tuple[str, ...]]) -> None:
+    """Lets ``package`` import public names and its submodules at their first use. An ``__init__`` calls it for itself.
+
+    A public name wins over a submodule of the same name, whoever has imported that submodule before.
+
+    Args:
+        package: the ``__name__`` of the package.
+        rooms: the names that are public, by the submodule that has them.
+    """
+    module = sys.modules[package]
+    vars(module)["_room_of"] = {name: room for room, names in rooms.items() for name in names}
+    module.__class__ = _Package
+
+
+class _Package(ModuleType):
+    # Methods of the class and no functions of the module: type checkers would take any name for one of the package.
+
+    _room_of: dict[str, str]
+
+    def __getattr__(self, name: str) -> Any:
+        room = self._room_of.get(name)
+        if room is not None:
+            found = getattr(importlib.import_module(f"{self.__name__}.{room}"), name)
+            vars(self)[name] = found
+            return found
+        submodule = f"{self.__name__}.{name}"
+        if not name.startswith("__"):
+            try:
+                return importlib.import_module(submodule)
+            except ModuleNotFoundError as error:
+                if error.name != submodule:
+                    raise
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python does this after it has imported a submodule.
+        if name in self._room_of and value is sys.modules.get(f"{self.__name__}.{name}"):
+            return
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._room_of})
+
+    def __reduce__(self) -> Any:
+        # Libraries that pickle functions with the modules that these name know the type of modules only.
+        return importlib.import_module, (self.__name__,)

@@ -1,0 +1,109 @@
+// What torch's CUDA devices provide for ../shared.
+#include "front.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <cstring>
+
+#include "watch.h"
+
+namespace simulated {
+namespace {
+
+standin::StreamName name_of_current(c10::Device device) {
+  auto* handle = static_cast<void*>(c10::cuda::getCurrentCUDAStream(device.index()).stream());
+  return handle ? standin::name_of(handle) : standin::StreamName{device.index(), 0};
+}
+
+c10::DataPtr copied_to(const c10::Storage& made, c10::Device device) {
+  const OnDevice on(device);
+  auto data = front::allocator()->allocate(made.nbytes());
+  std::memcpy(data.get(), made.data(), made.nbytes());
+  return data;
+}
+
+} // namespace
+
+c10::Device current_device() {
+  return {c10::kCUDA, c10::cuda::current_device()};
+}
+
+c10::Stream current_stream(c10::Device device) {
+  return stream_of(name_of_current(device));
+}
+
+OnDevice::OnDevice(c10::Device device) : before_(c10::cuda::ExchangeDevice(device.index())) {}
+
+OnDevice::~OnDevice() {
+  c10::cuda::MaybeExchangeDevice(before_);
+}
+
+namespace front {
+
+clocks::Ticket launch(c10::Device device, const std::string& op, c10::ArrayRef<Touch> touches) {
+  return launch_on(name_of_current(device), op, touches);
+}
+
+void host_waits(c10::Device device, const std::string& op) {
+  const auto stream = name_of_current(device);
+  if (auto* watcher = standin::watcher()) {
+    watcher->host_waited_for_stream(stream, op.c_str());
+  }
+}
+
+c10::Allocator* allocator() {
+  return c10::cuda::CUDACachingAllocator::get();
+}
+
+// A GPU's kernel would have written into this memory at once. The bytes are copied, because only the allocator of torch
+// may make memory of a device.
+c10::DataPtr adopt(const c10::Storage& made, c10::Device device) {
+  if (made.nbytes() == 0) {
+    return {nullptr, nullptr, &c10::detail::deleteNothing, device};
+  }
+  return copied_to(made, device);
+}
+
+void convert(c10::StorageImpl& made, c10::Device device) {
+  const OnDevice on(device);
+  auto data = allocator()->allocate(made.nbytes());
+  std::memcpy(data.get(), made.data(), made.nbytes());
+  made.set_data_ptr_noswap(std::move(data));
+  made.set_allocator(allocator());
+}
+
+bool wrote(const clocks::Ticket& ticket, const std::string& op, const c10::DataPtr& data, size_t bytes) {
+  const auto place = place_of(data, data.device());
+  if (!place.block || bytes == 0) {
+    return false;
+  }
+  clocks::touches(ticket, op, Touch{place.block, {{place.begin, place.begin + bytes}}, true, "result", nullptr});
+  return true;
+}
+
+Place place_of(const c10::DataPtr& data, c10::Device) {
+  const auto part = standin::part_of(data.get(), 1, false, "");
+  return part.memory ? Place{static_cast<Tracked*>(part.memory->watched), part.begin} : Place{};
+}
+
+// Draws from a seed made of the seed and the offset of torch's own generator, whose offset goes on: so its state can be
+// saved and set, and draws are repeated as on a GPU.
+at::Generator drawn_from(const at::Generator& generator) {
+  auto source = generator;
+  const std::lock_guard<std::mutex> lock(source.mutex());
+  const auto offset = source.get_offset();
+  source.set_offset(offset + 4); // a multiple of 4, as torch demands
+  const uint64_t mixed = source.current_seed() * 0x9E3779B97F4A7C15u + offset * 0xBF58476D1CE4E5B9u;
+  return at::detail::createCPUGenerator(mixed ^ (mixed >> 31));
+}
+
+const at::Generator& default_generator(c10::DeviceIndex device) {
+  return at::globalContext().defaultGenerator(c10::Device(c10::kCUDA, device));
+}
+
+} // namespace front
+} // namespace simulated

@@ -1,0 +1,30 @@
+// The watcher of the stand-in for CUDA's runtime: it tells the clocks and the counts what the runtime does.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <string>
+
+#include "../runtime/runtime.h"
+#include "clocks.h"
+
+namespace simulated {
+
+// Makes the runtime tell the clocks. Called once.
+void watch_runtime();
+
+// A stream as the clocks name it.
+c10::Stream stream_of(standin::StreamName name);
+
+// A launch on a stream, by way of the runtime, which knows what else the stream waits for. Throws c10::Error for an
+// access that is not ordered.
+clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10::ArrayRef<Touch> touches);
+
+// What the calling thread's allocator has found out by asking events. It must not count as something that the thread
+// has waited for: the program does not know of it.
+const Clock& asked_here();
+
+// True if queries of events and streams answer "not yet" until the host knows better.
+void answer_queries_late(bool late);
+
+} // namespace simulated

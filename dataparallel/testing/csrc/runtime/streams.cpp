@@ -1,0 +1,300 @@
+// Streams: handles, the implicit waits of the legacy default stream, and waits of the host.
+//
+// A stream stays in memory until the process ends, so a handle of a destroyed one is recognised, and a number is never
+// used again.
+#include "properties.h"
+#include "state.h"
+
+namespace standin {
+
+namespace {
+
+constexpr uintptr_t kTag = uintptr_t{0x57} << 56; // no address of a program has it
+constexpr size_t kChunk = 1024;
+constexpr size_t kChunks = 1 << 14;
+
+// Streams by number, from 1. Read without a lock.
+std::atomic<Stream*> chunks[kChunks];
+std::mutex adding;
+uint32_t last_number = 0;
+
+Stream* find(uintptr_t number) {
+  if (number == 0 || number >= kChunk * kChunks) {
+    return nullptr;
+  }
+  auto* chunk = chunks[number / kChunk].load(std::memory_order_acquire);
+  return chunk == nullptr || chunk[number % kChunk].name.number == 0 ? nullptr : &chunk[number % kChunk];
+}
+
+Stream& add(Device& device, unsigned flags, int priority) {
+  Stream* stream = nullptr;
+  {
+    const std::lock_guard<std::mutex> guard(adding);
+    const auto number = last_number + 1;
+    if (number >= kChunk * kChunks) {
+      throw Refused{cudaErrorMemoryAllocation};
+    }
+    auto& chunk = chunks[number / kChunk];
+    if (chunk == nullptr) {
+      chunk = new Stream[kChunk];
+    }
+    last_number = number;
+    stream = &chunk.load()[number % kChunk];
+    stream->name = {device.index, number};
+  }
+  stream->flags = flags;
+  stream->blocking = (flags & cudaStreamNonBlocking) == 0;
+  stream->priority = std::max(kGreatestPriority, std::min(kLeastPriority, priority));
+  if (stream->blocking) {
+    const std::lock_guard<std::mutex> guard(device.lock);
+    device.blocking.push_back(stream);
+  }
+  return *stream;
+}
+
+Stream& per_thread(Device& device) {
+  auto& streams = this_thread().streams;
+  const auto index = static_cast<size_t>(device.index);
+  if (streams.size() <= index) {
+    streams.resize(index + 1, nullptr);
+  }
+  if (streams[index] == nullptr) {
+    streams[index] = &add(device, cudaStreamDefault, 0);
+  }
+  return *streams[index];
+}
+
+// Streams that the legacy one has to wait for. Those that were destroyed leave the list here.
+std::vector<StreamName> before_legacy(Device& device) {
+  std::vector<StreamName> result;
+  const std::lock_guard<std::mutex> guard(device.lock);
+  auto kept = device.blocking.begin();
+  for (auto* stream : device.blocking) {
+    const uint64_t actions = stream->actions;
+    if (stream->seen_by_legacy != actions) {
+      stream->seen_by_legacy = actions;
+      result.push_back(stream->name);
+    }
+    if (stream->alive) {
+      *kept++ = stream;
+    }
+  }
+  device.blocking.erase(kept, device.blocking.end());
+  ++device.legacy.actions;
+  return result;
+}
+
+bool waits_for_legacy(Device& device, Stream& stream) {
+  const std::lock_guard<std::mutex> guard(device.lock);
+  ++stream.actions;
+  return std::exchange(stream.legacy_seen, device.legacy.actions) != device.legacy.actions;
+}
+
+} // namespace
+
+Stream& stream_of(void* handle) {
+  const auto value = reinterpret_cast<uintptr_t>(handle);
+  if (handle == nullptr || handle == cudaStreamLegacy) {
+    return context_here().legacy;
+  }
+  if (handle == cudaStreamPerThread) {
+    return per_thread(context_here());
+  }
+  auto* stream = value >> 56 == kTag >> 56 && value % 16 == 0 ? find((value & ~kTag) / 16) : nullptr;
+  if (stream == nullptr || !stream->alive) {
+    throw Refused{cudaErrorInvalidResourceHandle};
+  }
+  return *stream;
+}
+
+Stream& stream_named(StreamName name) {
+  if (name.number == 0) {
+    return device_at(name.device).legacy;
+  }
+  auto* stream = find(name.number);
+  if (stream == nullptr) {
+    throw Refused{cudaErrorInvalidResourceHandle};
+  }
+  return *stream;
+}
+
+StreamName name_of(void* stream) {
+  try {
+    return stream_of(stream).name;
+  } catch (const Refused&) {
+    throw std::invalid_argument("there is no such stream, or it was destroyed");
+  }
+}
+
+void* create_stream(unsigned flags, int priority) {
+  if ((flags & ~cudaStreamNonBlocking) != 0) {
+    throw Refused{cudaErrorInvalidValue};
+  }
+  return reinterpret_cast<void*>(kTag | uintptr_t{add(context_here(), flags, priority).name.number} * 16);
+}
+
+void destroy_stream(void* handle) {
+  if (handle == nullptr || handle == cudaStreamLegacy || handle == cudaStreamPerThread) {
+    throw Refused{cudaErrorInvalidResourceHandle};
+  }
+  if (!stream_of(handle).alive.exchange(false)) {
+    throw Refused{cudaErrorInvalidResourceHandle};
+  }
+}
+
+void order(Stream& stream) {
+  if (!stream.blocking && stream.name.number != 0) {
+    return;
+  }
+  auto& device = device_at(stream.name.device);
+  auto* told = watcher();
+  if (stream.name.number == 0) {
+    for (const auto earlier : before_legacy(device)) {
+      if (told != nullptr) {
+        told->stream_waits_for_stream(stream.name, earlier);
+      }
+    }
+  } else if (waits_for_legacy(device, stream) && told != nullptr) {
+    told->stream_waits_for_stream(stream.name, device.legacy.name);
+  }
+}
+
+void wait_for_stream(Stream& stream, const char* call) {
+  if (stream.name.number == 0) {
+    order(stream);
+  }
+  count_host_wait();
+  if (auto* told = watcher()) {
+    told->host_waited_for_stream(stream.name, call);
+  }
+}
+
+void wait_for_device(int device, const char* call) {
+  count_host_wait();
+  if (auto* told = watcher()) {
+    told->host_waited_for_device(device, call);
+  }
+}
+
+std::string announce(StreamName name, const char* what, const Part* parts, size_t count, const CopyInfo* copy) {
+  order(stream_named(name));
+  auto* told = watcher();
+  return told == nullptr ? std::string() : told->launch(name, what, parts, count, copy);
+}
+
+} // namespace standin
+
+using namespace standin;
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  return entry(__func__, [&] {
+    *stream = static_cast<cudaStream_t>(create_stream(cudaStreamDefault, 0));
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return entry(__func__, [&] {
+    *stream = static_cast<cudaStream_t>(create_stream(flags, 0));
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+  return entry(__func__, [&] {
+    *stream = static_cast<cudaStream_t>(create_stream(flags, priority));
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  return entry(__func__, [&] {
+    destroy_stream(stream);
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return entry(__func__, [&] {
+    wait_for_stream(stream_of(stream), "cudaStreamSynchronize");
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  return entry(__func__, [&] {
+    auto& stream = stream_of(handle);
+    if (stream.name.number == 0) {
+      order(stream);
+    }
+    auto* told = watcher();
+    return told == nullptr || told->host_asks_stream(stream.name) ? cudaSuccess : cudaErrorNotReady;
+  });
+}
+
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  return entry(__func__, [&] {
+    *priority = stream_of(stream).priority;
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned* flags) {
+  return entry(__func__, [&] {
+    *flags = stream_of(stream).flags;
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamGetId(cudaStream_t handle, unsigned long long* id) {
+  return entry(__func__, [&] {
+    const auto name = stream_of(handle).name;
+    *id = static_cast<unsigned long long>(name.device) << 32 | name.number;
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
+  return entry(__func__, [&] {
+    *device = stream_of(stream).name.device;
+    return cudaSuccess;
+  });
+}
+
+namespace {
+
+// Runs a function of the program between the work of a stream. It runs in the calling thread, which may hold locks that
+// another thread would wait for; the watcher gives it a lane of its own.
+template <class Function>
+void run_host_function(Stream& stream, const Function& function) {
+  order(stream);
+  auto* told = watcher();
+  if (told != nullptr) {
+    told->host_function(stream.name, true);
+  }
+  this_thread().in_host_function = true;
+  function();
+  this_thread().in_host_function = false;
+  if (told != nullptr) {
+    told->host_function(stream.name, false);
+  }
+}
+
+} // namespace
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
+  return entry(__func__, [&] {
+    run_host_function(stream_of(stream), [&] { function(argument); });
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void* argument, unsigned flags) {
+  return entry(__func__, [&] {
+    if (flags != 0) {
+      return cudaErrorInvalidValue;
+    }
+    run_host_function(stream_of(stream), [&] { callback(stream, cudaSuccess, argument); });
+    return cudaSuccess;
+  });
+}

@@ -1,0 +1,23 @@
+// Which devices the files of this folder are compiled for: torch's name of them, and its keys for their tensors.
+#pragma once
+
+#include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKey.h>
+
+namespace simulated {
+
+#ifdef DATAPARALLEL_CUDA
+constexpr auto kDevice = c10::kCUDA;
+constexpr auto kKey = c10::DispatchKey::CUDA;
+constexpr auto kSparseKey = c10::DispatchKey::SparseCUDA;
+constexpr auto kSparseCsrKey = c10::DispatchKey::SparseCsrCUDA;
+constexpr auto kNestedKey = c10::DispatchKey::NestedTensorCUDA;
+#else
+constexpr auto kDevice = c10::kPrivateUse1;
+constexpr auto kKey = c10::DispatchKey::PrivateUse1;
+constexpr auto kSparseKey = c10::DispatchKey::SparsePrivateUse1;
+constexpr auto kSparseCsrKey = c10::DispatchKey::SparseCsrPrivateUse1;
+constexpr auto kNestedKey = c10::DispatchKey::NestedTensorPrivateUse1;
+#endif
+
+} // namespace simulated

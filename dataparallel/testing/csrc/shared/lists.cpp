@@ -1,0 +1,82 @@
+#include "lists.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "front.h"
+#include "on_cpu.h"
+#include "register.h"
+
+namespace simulated {
+namespace {
+
+// Finds out if the tensors of a call are on one simulated device. CPU tensors without dimensions may be among them.
+class OneDevice {
+ public:
+  bool holds(c10::ArrayRef<c10::IValue> values) {
+    return std::all_of(values.begin(), values.end(), [this](const c10::IValue& value) {
+      if (value.isTensor()) {
+        return joins(value.toTensor());
+      }
+      return !value.isTensorList() || holds(value.toListRef());
+    });
+  }
+
+ private:
+  bool joins(const at::Tensor& tensor) {
+    if (!tensor.defined() || (tensor.is_cpu() && tensor.dim() == 0)) {
+      return true;
+    }
+    if (!device_) {
+      device_ = tensor.device();
+    }
+    return tensor.device().type() == kDevice && tensor.device() == *device_;
+  }
+
+  std::optional<c10::Device> device_;
+};
+
+// As with torch's fused kernels, a list on one device is one launch, and any other list is a loop.
+class InOneLaunch final : public c10::OperatorKernel {
+ public:
+  explicit InOneLaunch(c10::OperatorHandle op) : plan_(std::move(op)) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    const auto count = plan_.arguments;
+    const c10::ArrayRef<c10::IValue> arguments(stack->data() + (stack->size() - count), count);
+    if (OneDevice().holds(arguments)) {
+      run_on_cpu(plan_, stack, op.operator_name());
+    } else {
+      // No kernels are registered for PrivateUse2, so torch's default runs: a loop over the tensors.
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse2), stack);
+    }
+  }
+
+ private:
+  const OperatorPlan plan_;
+};
+
+bool is_fused_elsewhere(const std::string& op, const std::string& overload) {
+  return op.rfind("aten::_foreach_", 0) == 0 || (op == "aten::split_with_sizes_copy" && overload == "out");
+}
+
+} // namespace
+
+void register_list_operators() {
+  static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  const Quietly quietly;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (!is_fused_elsewhere(name.name, name.overload_name)) {
+      continue;
+    }
+    const auto op = *dispatcher.findOp(name);
+    if (kDevice == c10::kCUDA || !op.hasKernelForDispatchKey(kKey)) {
+      library.impl(full_name(name).c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<InOneLaunch>(op)));
+    }
+  }
+}
+
+} // namespace simulated

@@ -1,0 +1,34 @@
+// Registers kernels that run operators of the CPU, for a key of the devices.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <string>
+
+namespace simulated {
+
+// Runs the operator by its kernel of the CPU.
+torch::CppFunction on_cpu(c10::OperatorHandle op);
+
+std::string full_name(const c10::OperatorName& name);
+
+// Registers the operators of torch that have a kernel for `cpu` and are wanted, one by one. A fallback alone would not
+// do: torch prefers its default implementations to a fallback, and these take detours that the CPU's kernels do not.
+void register_what_the_cpu_has(c10::DispatchKey cpu, c10::DispatchKey key, bool (*wanted)(const c10::OperatorHandle&));
+
+// torch warns of kernels that are replaced. While this exists, it does not.
+class Quietly {
+ public:
+  Quietly();
+
+ private:
+  struct Silence final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  };
+  Silence silence_;
+  c10::WarningUtils::WarningHandlerGuard guard_;
+};
+
+} // namespace simulated

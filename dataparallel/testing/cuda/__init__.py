@@ -1,0 +1,1 @@
+"""Torch's CUDA build without a GPU."""

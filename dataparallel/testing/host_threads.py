@@ -1,0 +1,98 @@
+"""Carries what a host thread has waited for to the threads that it starts, to those that join it, and to replicas.
+
+A thread that has waited for a stream may use on any stream what that one has written, and so may the threads that it
+starts afterwards. The clocks keep this knowledge for each thread; torch carries it into the threads of the autograd
+engine. Threads that pass work to each other through locks or queues, such as executors, are not followed: there the
+clocks raise although the host has waited. `simulate` calls this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from dataparallel.threads import settings
+
+__all__ = ["ROW", "carry_knowledge"]
+
+ROW = "simulated host waits"
+
+
+_clocks: Any = None
+
+
+def carry_knowledge(clocks: ModuleType) -> None:
+    """Follows ``threading.Thread`` and replicas from now on. To be called once, with the compiled module of clocks."""
+    global _clocks
+    _clocks = clocks
+    clocks.enter_thread(None)
+    thread: Any = threading.Thread
+    thread.start = _start_telling(thread.start)
+    thread._bootstrap_inner = _begin_knowing(thread._bootstrap_inner)
+    thread.join = _join_learning(thread.join)
+    thread.is_alive = _look_learning(thread.is_alive)
+    settings.carry(settings.Setting(ROW, _read, _hold))
+
+
+def _start_telling(start: Any) -> Any:
+    @functools.wraps(start)
+    def start_telling(self: threading.Thread) -> None:
+        # A copy, because the new thread does not know what this one waits for later.
+        vars(self)["_simulated_known"] = _clocks.snapshot()
+        start(self)
+
+    return start_telling
+
+
+def _begin_knowing(bootstrap: Any) -> Any:
+    @functools.wraps(bootstrap)
+    def begin_knowing(self: threading.Thread) -> None:
+        _clocks.enter_thread(vars(self).pop("_simulated_known", None))
+        vars(self)["_simulated_knows"] = _clocks.knowledge()
+        bootstrap(self)
+
+    return begin_knowing
+
+
+def _learn_from(thread: threading.Thread) -> None:
+    """Adds what an ended thread has waited for to the knowledge of the calling thread, which has seen that end."""
+    known = vars(thread).get("_simulated_knows")
+    if known is not None:
+        _clocks.learn(known)
+
+
+def _join_learning(join: Any) -> Any:
+    @functools.wraps(join)
+    def join_learning(self: threading.Thread, timeout: float | None = None) -> None:
+        join(self, timeout)
+        self.is_alive()  # learns
+
+    return join_learning
+
+
+def _look_learning(is_alive: Any) -> Any:
+    @functools.wraps(is_alive)
+    def look_learning(self: threading.Thread) -> bool:
+        alive: bool = is_alive(self)
+        if not alive:
+            _learn_from(self)
+        return alive
+
+    return look_learning
+
+
+def _read(slots: Sequence[torch.device]) -> Any:
+    # The replicas get a copy, so that none of them knows what another one adds to the caller's knowledge meanwhile.
+    return _clocks.snapshot(), _clocks.knowledge()
+
+
+def _hold(value: Any, slots: Sequence[torch.device], device: torch.device) -> Any:
+    """Tells the replica what the caller knows. Returns a function that tells the caller what the replica knows."""
+    known, caller = value
+    _clocks.learn(known)
+    return lambda: _clocks.tell(caller)

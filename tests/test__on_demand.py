@@ -1,0 +1,162 @@
+"""Importing the package does not import torch, and each public name is what it is, in whatever order it is imported."""
+
+import copy
+import importlib
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import dataparallel
+import dataparallel.testing
+from processes import run_script
+
+# Most start their own processes: once is enough.
+pytestmark = pytest.mark.devices("cpu")
+
+PACKAGES = [dataparallel, dataparallel.testing]
+WITH_A_FILE_OF_THAT_NAME = ["data_parallel", "parallel_apply", "prefetch", "replicate", "samples"]
+
+by_name = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import dataparallel",
+        "import dataparallel.testing",
+        "from dataparallel import testing",
+        "from dataparallel import __version__",
+        "import dataparallel; dir(dataparallel); hasattr(dataparallel, '__wrapped__')",
+        "from dataparallel.testing import ToolsMissing",
+    ],
+)
+def test_torch_is_not_imported(statement):
+    run_script(f"import sys\n{statement}\nassert 'torch' not in sys.modules")
+
+
+# Forks of one process that has imported torch: each begins without the package. It prints the names that are wrong.
+EACH_IN_A_PROCESS_OF_ITS_OWN = """
+import importlib, os, sys, types
+import torch
+
+def is_right(package, name):
+    found = getattr(importlib.import_module(package), name)
+    return found.__name__ == f"{package}.{name}" if name in ("nn", "peers") else not isinstance(found, types.ModuleType)
+
+def first_the_name(package, name):
+    scope = {}
+    exec(f"from {package} import {name} as found", scope)
+    return is_right(package, name) and scope["found"] is getattr(sys.modules[package], name)
+
+def first_the_file(package, name):
+    if name in sys.argv[1:]:
+        importlib.import_module(f"{package}.{name}")
+    return is_right(package, name)
+
+def first_others(package, name):
+    import dataparallel.composable, dataparallel.report, dataparallel.testing.simulated, dataparallel.testing.pytest
+    return is_right(package, name)
+
+def first_the_file_and_then_the_name(package, name):
+    first_the_file(package, name)
+    return first_the_name(package, name)
+
+def all_by_a_star(package, name):
+    scope = {}
+    exec(f"from {package} import *", scope)
+    return scope[name] is getattr(sys.modules[package], name) and is_right(package, name)
+
+for package in ("dataparallel", "dataparallel.testing"):
+    for name in __import__(package, fromlist=["x"]).__all__:
+        for check in (first_the_name, first_the_file, first_the_file_and_then_the_name, first_others, all_by_a_star):
+            child = os.fork()
+            if child == 0:
+                for loaded in [loaded for loaded in sys.modules if loaded.split(".")[0] == "dataparallel"]:
+                    del sys.modules[loaded]
+                try:
+                    right = check(package, name)
+                finally:
+                    os._exit(0 if sys.exc_info()[0] is None and right else 1)
+            if os.waitpid(child, 0)[1] != 0:
+                print(package, name, check.__name__)
+"""
+
+
+@pytest.mark.long
+def test_each_public_name_in_a_new_process_in_each_order():
+    assert run_script(EACH_IN_A_PROCESS_OF_ITS_OWN, *WITH_A_FILE_OF_THAT_NAME, timeout=600) == ""
+
+
+@pytest.mark.parametrize("name", WITH_A_FILE_OF_THAT_NAME)
+def test_a_function_stays_what_its_name_means_when_somebody_imports_its_file(name):
+    script = f"""
+import importlib, sys
+import dataparallel.{name}
+import dataparallel.{name} as as_python_binds_it
+from dataparallel import {name}
+assert {name} is as_python_binds_it is dataparallel.{name} is sys.modules["dataparallel.{name}"].{name}
+assert importlib.import_module("dataparallel.{name}").{name} is {name}
+"""
+    run_script(script)
+
+
+@pytest.mark.long
+def test_every_file_can_be_imported_first():
+    """Without the ones that another file would have imported before."""
+    root = Path(dataparallel.__file__).parent
+    files = [path.relative_to(root.parent).with_suffix("") for path in sorted(root.rglob("*.py"))]
+    names = [".".join(path.parts).removesuffix(".__init__") for path in files if path.name != "__main__"]
+    script = """
+import importlib, os, sys, torch
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            print(name, error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    assert run_script(script, *names, timeout=600) == ""
+
+
+@by_name
+def test_dir_has_every_public_name(package):
+    assert set(package.__all__) <= set(dir(package))
+
+
+@by_name
+def test_a_name_that_is_not_there(package):
+    with pytest.raises(AttributeError, match=rf"^module '{package.__name__}' has no attribute 'nothing'$"):
+        package.nothing  # noqa: B018
+
+
+def test_a_room_is_an_attribute_without_an_import_of_its_own():
+    run_script("import dataparallel; dataparallel.comm.broadcast; dataparallel.testing.simulated.simulate")
+
+
+def test_what_a_room_lacks_itself_is_told(monkeypatch, tmp_path):
+    (tmp_path / "half.py").write_text("import nobody_has_this")
+    monkeypatch.setattr(dataparallel, "__path__", [*dataparallel.__path__, str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match="nobody_has_this"):
+        dataparallel.half  # noqa: B018
+
+
+def test_a_public_name_can_be_replaced(monkeypatch):
+    """Only what Python itself does after an import is not done."""
+    room = importlib.import_module("dataparallel.samples")
+    for instead in (len, ModuleType("samples")):
+        monkeypatch.setattr(dataparallel, "samples", instead)
+        assert dataparallel.samples is instead
+    monkeypatch.undo()
+    assert dataparallel.samples is room.samples
+
+
+@by_name
+def test_a_package_is_copied_and_pickled_as_itself(package):
+    assert copy.deepcopy(package) is package
+    assert pickle.loads(pickle.dumps(package)) is sys.modules[package.__name__]
