@@ -59,7 +59,8 @@ def open_libraries(machine: Any = None) -> Path:
             raise SimulationTooLate(
                 "torch has opened CUDA's libraries already: put the stand-in in their place before torch is imported"
             )
-        for library in (path, _forward("libcuda.so.1", path), _forward("libnvidia-ml.so.1", path)):
+        forwards = (_forward("libcuda.so.1", path), _forward("libnvidia-ml.so.1", path))
+        for library in (path, *forwards, *_nccl(path)):
             _opened[library.name] = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if machine is not None:
         _set_machine(machine)
@@ -81,6 +82,20 @@ def runtime() -> Path:
 def _forward(name: str, path: Path) -> Path:
     link_flags = (f"-Wl,-soname,{name}", "-Wl,--no-as-needed", str(path), f"-Wl,-rpath,{path.parent}")
     return build_library(Library(name, WHAT, (CSRC / "forwards",), ("-O2",), link_flags))
+
+
+def _nccl(path: Path) -> tuple[Path, ...]:
+    """NCCL's library, if its headers are installed: they come with torch's wheels that need NCCL."""
+    spec = importlib.util.find_spec("nvidia")
+    wheels = list(spec.submodule_search_locations or []) if spec is not None else []
+    headers = [Path(wheel, "nccl", "include") for wheel in wheels if Path(wheel, "nccl", "include", "nccl.h").exists()]
+    if not headers:
+        return ()
+    name = "libnccl.so.2"
+    link_flags = (f"-Wl,-soname,{name}", "-Wl,--no-as-needed", str(path), f"-Wl,-rpath,{path.parent}", "-pthread")
+    flags = ("-O2", "-fvisibility=hidden", "-Wall")
+    paths = (headers[0], CSRC / "runtime", *include_paths(cuda_of_torch()))
+    return (build_library(Library(name, WHAT, (CSRC / "nccl",), flags, link_flags, paths)),)
 
 
 def cuda_of_torch() -> int:
