@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <map>
+#include <stdexcept>
 
 namespace nccl {
 namespace {
@@ -79,6 +80,13 @@ std::string resolve(standin::StreamName stream) {
   return text;
 }
 
+// The runtime makes an error of it, with this text.
+void must_be_done(const std::string& text, const char* call) {
+  if (!text.empty()) {
+    throw std::runtime_error(std::string(call) + " waits for a collective that has failed: " + text);
+  }
+}
+
 bool are_open(const Launches& launches) {
   if (launches.empty()) {
     return false;
@@ -141,7 +149,7 @@ class Around final : public standin::Watcher {
 
   void host_waited(const standin::EventState& event, const char* call) override {
     const auto launches = look(&Kept::events, &event);
-    wait_for(launches);
+    must_be_done(wait_for(launches), call);
     if (auto* watcher = clocks()) {
       watcher->host_waited(event, call);
       for (const auto& each : launches) {
@@ -154,7 +162,7 @@ class Around final : public standin::Watcher {
 
   void host_waited_for_stream(standin::StreamName stream, const char* call) override {
     if (keeps_any) {
-      resolve(stream);
+      must_be_done(resolve(stream), call);
     }
     if (auto* watcher = clocks()) {
       watcher->host_waited_for_stream(stream, call);
@@ -162,9 +170,12 @@ class Around final : public standin::Watcher {
   }
 
   void host_waited_for_device(int device, const char* call) override {
+    std::string text;
     for (const auto stream : streams_of(device)) {
-      resolve(stream);
+      const auto its = resolve(stream);
+      text = text.empty() ? its : text;
     }
+    must_be_done(text, call);
     if (auto* watcher = clocks()) {
       watcher->host_waited_for_device(device, call);
     }
@@ -198,7 +209,7 @@ class Around final : public standin::Watcher {
 
   void host_function(standin::StreamName stream, bool begins) override {
     if (begins && keeps_any) {
-      resolve(stream);
+      must_be_done(resolve(stream), "cudaLaunchHostFunc");
     }
     if (auto* watcher = clocks()) {
       watcher->host_function(stream, begins);
@@ -273,6 +284,19 @@ standin::Watcher* clocks() {
 
 void put(standin::StreamName stream, const std::shared_ptr<Launch>& launch) {
   add(kept().streams[key_of(stream)], {launch});
+  note_size();
+}
+
+void drop(standin::StreamName stream, const std::shared_ptr<Launch>& launch) {
+  const auto found = kept().streams.find(key_of(stream));
+  if (found == kept().streams.end() || launch->state != Launch::kDone || !launch->befores.empty()) {
+    return;
+  }
+  auto& all = found->second;
+  all.erase(std::remove(all.begin(), all.end(), launch), all.end());
+  if (all.empty()) {
+    kept().streams.erase(found);
+  }
   note_size();
 }
 

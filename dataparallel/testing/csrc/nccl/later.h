@@ -55,6 +55,7 @@ standin::Watcher* clocks();
 
 // Called with the lock.
 void put(standin::StreamName stream, const std::shared_ptr<Launch>& launch);
+void drop(standin::StreamName stream, const std::shared_ptr<Launch>& launch); // if nothing has to come after it
 Launches open_on(standin::StreamName stream);
 void finish(Launch& launch, Launch::State state, const std::string& text);
 

@@ -304,6 +304,11 @@ ncclResult_t launch(std::vector<Issued>& calls) {
     begin(batch);
   }
   settle(lock);
+  for (const auto& batch : batches) {
+    for (const auto stream : batch.streams) {
+      drop(stream, batch.launch);
+    }
+  }
   return ncclSuccess;
 }
 

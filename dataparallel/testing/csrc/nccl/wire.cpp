@@ -1,9 +1,12 @@
 #include "wire.h"
 
+#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
@@ -11,6 +14,38 @@
 
 namespace nccl {
 namespace {
+
+// Open sockets, plus 1. A forked child closes its copies: the other side shall see that the parent has ended, whatever
+// lives on.
+std::array<std::atomic<int>, 1024> files{};
+
+int kept(int file) {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    for (auto& each : files) {
+      if (const int open = each.exchange(0)) {
+        ::close(open - 1);
+      }
+    }
+  });
+  (void)registered;
+  for (auto& each : files) {
+    int free = 0;
+    if (each.compare_exchange_strong(free, file + 1)) {
+      break;
+    }
+  }
+  return file;
+}
+
+void close_kept(int file) {
+  for (auto& each : files) {
+    int mine = file + 1;
+    if (each.compare_exchange_strong(mine, 0)) {
+      ::close(file);
+      return;
+    }
+  }
+}
 
 bool write_bytes(int file, const void* data, size_t bytes) {
   const auto* at = static_cast<const char*>(data);
@@ -54,10 +89,10 @@ socklen_t address_of(const std::string& name, sockaddr_un& address) {
 
 } // namespace
 
-Connection::Connection(int file) : file_(file) {}
+Connection::Connection(int file) : file_(kept(file)) {}
 
 Connection::~Connection() {
-  ::close(file_);
+  close_kept(file_);
 }
 
 void Connection::start(std::function<void(Message&&)> read, std::function<void()> ended) {
@@ -138,7 +173,7 @@ int listen_at(const std::string& name) {
     ::close(file);
     return -1;
   }
-  return file;
+  return file < 0 ? file : kept(file);
 }
 
 int connect_to(const std::string& name) {
