@@ -1,1 +1,71 @@
-"""Torch's CUDA build without a GPU."""
+"""CUDA without a GPU: torch's CUDA build on a stand-in for CUDA's runtime, for tests of multi-GPU code.
+
+`stand_in` starts it, or ``python -m dataparallel.testing.cuda``, which is ``__main__``. ``possible`` says where there
+can be one, ``machine`` what the devices are like. ``start`` opens the ``libraries`` that answer in the place of CUDA's,
+and loads the ``extension`` that computes operators. ``environment``, ``inherited`` and ``children`` bring it to the
+processes that this one starts. Nothing in the library imports this package, and importing it does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dataparallel.testing.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
+from dataparallel.testing.cuda import start
+from dataparallel.testing.cuda.machine import machine_like
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "is_stand_in", "stand_in"]
+
+
+def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -> list[torch.device]:
+    """Gives this process CUDA devices on a machine without a GPU, ``cuda:0`` to ``cuda:n-1``, and returns them.
+
+    torch is its CUDA build as installed: allocator, streams, events, pinned memory, peer access and the threads of the
+    autograd engine are torch's own. What they ask of CUDA's runtime, of the driver, of NVML and of NCCL is answered by
+    libraries of this package. Device memory is host memory, and operators are computed by torch's kernels for the CPU
+    on it. A kernel that is not computed raises an error with its name.
+
+    Work is done when it is launched, so vector clocks watch every access and raise ``RuntimeError`` for what a GPU
+    could do wrong, as `dataparallel.testing.simulate` describes: ``race: ...`` and ``freed too early: ...``.
+
+    Call this before anything imports torch: ``dataparallel`` and ``dataparallel.testing`` do not, until one of their
+    names is used. Or let ``python -m dataparallel.testing.cuda SCRIPT`` call it. The first call on a machine compiles
+    for some minutes. A later call of the process has to ask for the same devices.
+
+    Processes that this one starts from now on have the same devices if they import the same torch: by ``subprocess``,
+    ``multiprocessing`` or ``torchrun``. They learn of them by ``DATAPARALLEL_STAND_IN`` and ``PYTHONPATH`` in their
+    environment. Take the first one out, and a child sees the machine as it is.
+
+    Args:
+        devices: how many, 1 to 64. ``CUDA_VISIBLE_DEVICES`` chooses among them as on a machine with GPUs.
+        like: what they say of themselves: "v100", "a100" (40 GB), "a100_80", "h100", "rtx_3090", "titan_rtx" or
+            "titan_rtx_pcie". It decides compute capability, memory, multiprocessors, and if they are peers; it does
+            not change how fast they are.
+        hide_gpus: True hides the GPUs of a machine that has some.
+
+    Raises:
+        TypeError: if ``devices`` is not an int.
+        ValueError: if there cannot be so many devices, or none like that; if an earlier call has asked for others.
+        SimulationUnavailable: a ``RuntimeError`` that says why this process or machine cannot have them, for example
+            because it has a GPU. It is `ToolsMissing` if the machine lacks what they are made of: Linux, torch's build
+            for CUDA 13, a compiler. It is `SimulationTooLate` if torch has been imported.
+    """
+    wanted, before = machine_like(like, devices), start.machine()
+    if before is not None and before != wanted:
+        raise ValueError(
+            f"this process has {before.devices} devices like {before.like!r} already, which cannot change: ask for the "
+            f"same, or use a process of its own; got {devices} like {like!r}"
+        )
+    start.begin(wanted, hide_gpus)
+    import torch
+
+    start.finish()
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def is_stand_in() -> bool:
+    """True if the CUDA devices of this process are a stand-in's."""
+    return start.machine() is not None

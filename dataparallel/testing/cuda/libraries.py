@@ -1,27 +1,26 @@
 """The shared libraries that answer in place of CUDA's: compiled on first use, and opened before torch is imported.
 
 The dynamic loader takes a library that is already open for any that needs one of its name (its soname), so torch's
-libraries find these. `open_libraries` is what `stand_in` calls. This file does not import torch.
+libraries find these. `start` calls `open_libraries`. This file does not import torch.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import itertools
 import json
-import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataparallel.testing.compiling import Library, SimulationTooLate, SimulationUnavailable, ToolsMissing, build_library
+from dataparallel.testing.compiling import Library, SimulationTooLate, SimulationUnavailable, build_library
+from dataparallel.testing.cuda.machine import Machine
+from dataparallel.testing.cuda.possible import CUDA, cuda_headers
 
 __all__ = [
     "Counts",
     "counts",
-    "cuda_of_torch",
     "forget_counts",
     "include_paths",
     "open_libraries",
@@ -31,27 +30,24 @@ __all__ = [
 ]
 
 CSRC = Path(__file__).parents[1] / "csrc"
-WHAT = "libraries in place of CUDA's"
-MAJORS = (12, 13)  # whose functions the sources know
+WHAT = "libraries that stand in for CUDA's"
 LINKS = {"works": 0, "missing": 1, "broken": 2}
 
 _opened: dict[str, ctypes.CDLL] = {}
 
 
-def open_libraries(machine: Any = None) -> Path:
+def open_libraries(machine: Machine | None = None) -> Path:
     """Compiles the libraries if they are not in the cache, opens them for the whole process, and sets up the machine.
 
     Args:
-        machine: an object with the attributes ``devices``, ``name``, ``major``, ``minor``, ``bytes`` (of each device),
-            ``processors`` and optionally ``ecc``. Without one there are 8 devices.
+        machine: what the devices say of themselves. Without one there are 8 devices.
 
     Returns:
         the file of the runtime's library, which others of the stand-in are linked to.
 
     Raises:
-        ToolsMissing: if there is no compiler, if torch is not built for CUDA or CUDA's headers are missing.
-        SimulationTooLate: if torch was imported already.
-        SimulationUnavailable: if the compiler fails, or if the cache cannot be written.
+        SimulationTooLate: if torch was imported already, or if the process has used CUDA with another machine.
+        SimulationUnavailable: if they cannot be compiled; `ToolsMissing` if there is no compiler or no header of CUDA.
     """
     path = runtime()
     if not _opened:
@@ -69,86 +65,33 @@ def open_libraries(machine: Any = None) -> Path:
 
 def runtime() -> Path:
     """Returns the file of the runtime's library, and compiles it if it is not in the cache. It is not opened."""
-    if not sys.platform.startswith("linux"):
-        raise ToolsMissing(f"{WHAT} are made for Linux; this is {sys.platform}")
-    major = cuda_of_torch()
-    name = f"libcudart.so.{major}"
-    # The loader of some versions wants the versions of symbols, which are called as the library is.
+    name = f"libcudart.so.{CUDA}"
+    # torch's libraries ask for the version of each symbol too, which is called as the library is.
     link_flags = (f"-Wl,-soname,{name}", "-Wl,--default-symver", "-Wl,-Bsymbolic-functions", "-ldl")
     flags = ("-O2", "-fvisibility=hidden", "-Wall")
-    return build_library(Library(name, WHAT, (CSRC / "runtime",), flags, link_flags, include_paths(major)))
+    return build_library(Library(name, WHAT, (CSRC / "runtime",), flags, link_flags, include_paths()))
+
+
+def include_paths() -> tuple[Path, ...]:
+    """Returns where CUDA's headers are, with this package's for those that no wheel has in front."""
+    return (CSRC / "headers", cuda_headers())
 
 
 def _forward(name: str, path: Path) -> Path:
+    """A library of that name without functions of its own: the runtime's, which it needs, has them."""
     link_flags = (f"-Wl,-soname,{name}", "-Wl,--no-as-needed", str(path), f"-Wl,-rpath,{path.parent}")
     return build_library(Library(name, WHAT, (CSRC / "forwards",), ("-O2",), link_flags))
 
 
 def _nccl(path: Path) -> tuple[Path, ...]:
     """NCCL's library, if its headers are installed: they come with torch's wheels that need NCCL."""
-    spec = importlib.util.find_spec("nvidia")
-    wheels = list(spec.submodule_search_locations or []) if spec is not None else []
-    headers = [Path(wheel, "nccl", "include") for wheel in wheels if Path(wheel, "nccl", "include", "nccl.h").exists()]
-    if not headers:
+    headers = cuda_headers().parents[1] / "nccl" / "include"
+    if not (headers / "nccl.h").exists():
         return ()
-    name = "libnccl.so.2"
-    link_flags = (f"-Wl,-soname,{name}", "-Wl,--no-as-needed", str(path), f"-Wl,-rpath,{path.parent}", "-pthread")
+    link_flags = ("-Wl,-soname,libnccl.so.2", "-Wl,--no-as-needed", str(path), f"-Wl,-rpath,{path.parent}")
     flags = ("-O2", "-fvisibility=hidden", "-Wall")
-    paths = (headers[0], CSRC / "runtime", *include_paths(cuda_of_torch()))
-    return (build_library(Library(name, WHAT, (CSRC / "nccl",), flags, link_flags, paths)),)
-
-
-def cuda_of_torch() -> int:
-    """Returns the major version of CUDA that the installed torch is built for. It is read from a file of torch.
-
-    Raises:
-        ToolsMissing: if torch is not installed or not built for CUDA.
-        SimulationUnavailable: if it is built for a version that the sources do not know.
-    """
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise ToolsMissing(f"{WHAT} are for torch, which is not installed")
-    text = Path(spec.submodule_search_locations[0], "version.py").read_text()
-    found = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.", text, re.MULTILINE)
-    if found is None:
-        raise ToolsMissing(
-            f"{WHAT} are for torch's build for CUDA, and the installed one has no CUDA. On a machine without a GPU that "
-            "build can be installed as well (pip install torch from the index of a version of CUDA)"
-        )
-    major = int(found[1])
-    if major not in MAJORS:
-        known = " and ".join(map(str, MAJORS))
-        raise SimulationUnavailable(f"torch is built for CUDA {major}; the stand-in knows the functions of CUDA {known}")
-    return major
-
-
-def include_paths(major: int) -> tuple[Path, ...]:
-    """Returns where the headers of CUDA are, with this package's for what the wheels do not have in front.
-
-    Raises:
-        ToolsMissing: if there are no headers.
-    """
-    roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    folders = [root / "include" for root in (*roots, Path(f"/usr/local/cuda-{major}"), Path("/usr/local/cuda"))]
-    spec = importlib.util.find_spec("nvidia")
-    wheels = list(spec.submodule_search_locations or []) if spec is not None else []
-    folders[:0] = [Path(wheel, part, "include") for wheel in wheels for part in (f"cu{major}", "cuda_runtime")]
-    for folder in folders:
-        if _version_of(folder) == major:
-            return (CSRC / "headers", folder)
-    raise ToolsMissing(
-        f"{WHAT} are compiled with the headers of CUDA {major}'s runtime, and no folder has them (pip install "
-        f"nvidia-cuda-runtime for CUDA 13, nvidia-cuda-runtime-cu12 for CUDA 12, or set CUDA_HOME)"
-    )
-
-
-def _version_of(folder: Path) -> int | None:
-    try:
-        text = Path(folder, "cuda_runtime_api.h").read_text(errors="replace")
-    except OSError:
-        return None
-    found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
-    return int(found[1]) // 1000 if found else None
+    paths = (CSRC / "headers", CSRC / "runtime", cuda_headers(), headers)
+    return (build_library(Library("libnccl.so.2", WHAT, (CSRC / "nccl",), flags, link_flags, paths)),)
 
 
 def _library() -> ctypes.CDLL:
@@ -165,17 +108,23 @@ def _call(name: str, *arguments: Any) -> None:
         raise ValueError(message.decode())
 
 
-def _set_machine(machine: Any) -> None:
-    _call(
-        "standin_set_machine",
-        machine.devices,
-        machine.name.encode(),
-        machine.major,
-        machine.minor,
-        ctypes.c_size_t(machine.bytes),
-        machine.processors,
-        int(getattr(machine, "ecc", False)),
-    )
+def _set_machine(machine: Machine) -> None:
+    try:
+        _call(
+            "standin_set_machine",
+            machine.devices,
+            machine.name.encode(),
+            machine.major,
+            machine.minor,
+            ctypes.c_size_t(machine.bytes),
+            machine.processors,
+            0,
+        )
+    except ValueError as error:
+        raise SimulationTooLate(str(error)) from None
+    if not machine.peers:
+        for source, target in itertools.permutations(range(machine.devices), 2):
+            set_link(source, target, "missing")
 
 
 def set_link(source: int, target: int, state: str) -> None:

@@ -1,0 +1,39 @@
+"""The compiled front end for torch: operators by CPU kernels for CUDA tensors, and clocks that watch the runtime.
+
+It can be loaded only after torch, which must have found the stand-in's libraries. `start` loads it once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dataparallel.testing.compiling import Extension, load_extension
+from dataparallel.testing.cuda.possible import cuda_headers
+
+__all__ = ["load"]
+
+CSRC = Path(__file__).parents[1] / "csrc"
+
+C: Any = None
+
+
+def load() -> Any:
+    """Returns the module, which is ``C`` from now on.
+
+    Raises:
+        SimulationUnavailable: see `load_extension`.
+    """
+    global C
+    C = load_extension(_extension())
+    return C
+
+
+def _extension() -> Extension:
+    return Extension(
+        name="dataparallel_cuda",
+        what="operators of the stand-in for CUDA",
+        folders=(CSRC / "clocks", CSRC / "operators", CSRC / "cuda"),
+        link_flags=("-lc10_cuda", "-ltorch_cuda"),
+        include_paths=(CSRC, CSRC / "runtime", cuda_headers()),
+    )
