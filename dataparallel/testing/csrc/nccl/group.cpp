@@ -55,11 +55,14 @@ ncclResult_t start_group() {
 }
 
 ncclResult_t in_group(ncclResult_t result) {
+  if (group.depth == 0) {
+    return result;
+  }
   if (result != ncclSuccess && group.error == ncclSuccess) {
     group.error = result;
     group.text = last_failure();
   }
-  return result;
+  return ncclSuccess;
 }
 
 ncclResult_t end_group() {

@@ -43,7 +43,8 @@ ncclResult_t make(Making making);
 
 ncclResult_t start_group();
 ncclResult_t end_group();
-// An error of a call in a group is the error of the whole group.
+// An error of a call in a group is the error of the whole group, and ncclGroupEnd alone returns it: torch ends its groups
+// while it unwinds, and would end the process if both did.
 ncclResult_t in_group(ncclResult_t result);
 
 // Marks the rank as used by the calling thread, until its group ends. Refuses a second thread.

@@ -131,6 +131,8 @@ void hear(const std::shared_ptr<Guest>& guest, Message&& heard) {
       meeting->post(head.rank, head.number, plain_of<Call>(heard.body), nullptr);
     } else if (head.kind == Message::kGive) {
       meeting->give_owned(head.rank, head.number, head.factor, std::move(heard.body));
+    } else if (head.kind == Message::kCancel) {
+      meeting->cancel(head.rank, head.number, heard.body);
     } else if (head.kind == Message::kLeave) {
       guest->ranks.erase({heard.key, head.rank});
       meeting->leave(head.rank, heard.body);
@@ -301,6 +303,11 @@ class FarDesk final : public Desk {
     auto asked = message(Message::kGive, key_, rank, number);
     asked.head.factor = factor;
     asked.body.assign(bytes ? data : "", bytes);
+    host_->connection->send(std::move(asked));
+  }
+  void cancel(int rank, uint64_t number, const std::string& why) override {
+    auto asked = message(Message::kCancel, key_, rank, number);
+    asked.body = why;
     host_->connection->send(std::move(asked));
   }
   void leave(int rank, const std::string& how) override {

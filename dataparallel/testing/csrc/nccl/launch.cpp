@@ -155,6 +155,17 @@ uint64_t next_on(int device) {
 }
 
 // No rank may wait for what will not be launched.
+ncclResult_t cancel_all(std::vector<Batch>& batches, const std::string& text) {
+  Lock lock(library_lock());
+  for (auto& batch : batches) {
+    for (const auto number : batch.numbers) {
+      batch.rank->desk->cancel(batch.rank->rank, number, text);
+    }
+  }
+  settle(lock);
+  return failure(ncclUnhandledCudaError, text);
+}
+
 ncclResult_t fail_all(std::vector<Batch>& batches, ncclResult_t result, const std::string& text) {
   const Lock lock(library_lock());
   for (auto& batch : batches) {
@@ -296,7 +307,7 @@ ncclResult_t launch(std::vector<Issued>& calls) {
     const OnDevice on(batch.rank->device);
     const auto error = announce(batch);
     if (!error.empty()) {
-      return fail_all(batches, ncclUnhandledCudaError, error);
+      return cancel_all(batches, error);
     }
   }
   Lock lock(library_lock());

@@ -108,6 +108,16 @@ void Meeting::give_owned(int rank, uint64_t number, double factor, std::string d
   give(rank, number, factor, arrival.owned.data(), arrival.owned.size(), nullptr);
 }
 
+void Meeting::cancel(int rank, uint64_t number, const std::string& why) {
+  auto& open = members_[static_cast<size_t>(rank)].open;
+  const auto found = open.find(number);
+  if (!failure_.empty() || found == open.end()) {
+    return;
+  }
+  found->second.first->arrivals[found->second.second].cancelled = why;
+  give(rank, number, 1, nullptr, 0, nullptr);
+}
+
 void Meeting::leave(int rank, const std::string& how) {
   if (rank < 0 || rank >= ranks() || !members_[static_cast<size_t>(rank)].left.empty()) {
     return;
@@ -363,9 +373,18 @@ void settle(Lock& lock) {
   while (!ready().empty()) {
     const auto collective = ready().front();
     ready().pop_front();
-    lock.unlock();
-    compute(*collective);
-    lock.lock();
+    const auto& arrivals = collective->arrivals;
+    const auto cancelled = std::count_if(arrivals.begin(), arrivals.end(),
+                                         [](const Arrival& arrival) { return !arrival.cancelled.empty(); });
+    if (cancelled == 0) {
+      lock.unlock();
+      compute(*collective);
+      lock.lock();
+    } else if (static_cast<size_t>(cancelled) < arrivals.size()) {
+      const auto which = std::find_if(arrivals.begin(), arrivals.end(),
+                                      [](const Arrival& arrival) { return !arrival.cancelled.empty(); });
+      collective->meeting->fail(ncclRemoteError, "a rank could not launch its call: " + which->cancelled);
+    }
     collective->meeting->finish(collective);
   }
 }

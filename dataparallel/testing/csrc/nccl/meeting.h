@@ -58,6 +58,9 @@ class Desk {
   virtual void post(int rank, uint64_t number, const Call& call, std::shared_ptr<Before> before) = 0;
   // The earlier work on its stream is done, so its data can be read until the call is done.
   virtual void give(int rank, uint64_t number, double factor, const char* data, size_t bytes, char* to) = 0;
+  // The rank has posted the call and does not launch it: something else is wrong with it. If all its ranks say so, the
+  // communicator stays of use.
+  virtual void cancel(int rank, uint64_t number, const std::string& why) = 0;
   virtual void leave(int rank, const std::string& how) = 0;
   virtual void fail(int code, const std::string& text) = 0;
 };
@@ -74,6 +77,7 @@ struct Arrival {
   char* to = nullptr; // where the result goes; null: to `result`
   std::string result;
   std::shared_ptr<Before> before;
+  std::string cancelled; // why
 };
 
 class Meeting;
@@ -97,6 +101,7 @@ class Meeting final : public Desk, public std::enable_shared_from_this<Meeting> 
   void join(int rank, int ranks, const Identity& identity, std::shared_ptr<Answers> answers) override;
   void post(int rank, uint64_t number, const Call& call, std::shared_ptr<Before> before) override;
   void give(int rank, uint64_t number, double factor, const char* data, size_t bytes, char* to) override;
+  void cancel(int rank, uint64_t number, const std::string& why) override;
   void leave(int rank, const std::string& how) override;
   void fail(int code, const std::string& text) override;
 

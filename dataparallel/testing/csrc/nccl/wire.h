@@ -14,7 +14,7 @@
 namespace nccl {
 
 struct Message {
-  enum Kind : uint32_t { kHello, kJoin, kPost, kGive, kLeave, kFail, kJoined, kMatched, kDone, kFailed };
+  enum Kind : uint32_t { kHello, kJoin, kPost, kGive, kCancel, kLeave, kFail, kJoined, kMatched, kDone, kFailed };
   // Plain data.
   struct Head {
     uint32_t kind = 0;
