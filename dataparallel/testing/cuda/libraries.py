@@ -55,7 +55,8 @@ def open_libraries(machine: Machine | None = None) -> Path:
             raise SimulationTooLate(
                 "torch has opened CUDA's libraries already: put the stand-in in their place before torch is imported"
             )
-        for library in (path, _forward("libcuda.so.1", path), _forward("libnvidia-ml.so.1", path)):
+        forwards = (_forward("libcuda.so.1", path), _forward("libnvidia-ml.so.1", path))
+        for library in (path, *forwards, *_nccl(path)):
             _opened[library.name] = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     if machine is not None:
         _set_machine(machine)
@@ -86,6 +87,17 @@ def _forward(name: str, path: Path) -> Path:
     """A library of that name without functions of its own: the runtime's, which it needs, has them."""
     link_flags = (f"-Wl,-soname,{name}", "-Wl,--no-as-needed", str(path), f"-Wl,-rpath,{path.parent}")
     return build_library(Library(name, WHAT, (CSRC / "forwards",), ("-O2",), link_flags))
+
+
+def _nccl(path: Path) -> tuple[Path, ...]:
+    """NCCL's library, if its headers are installed: they come with torch's wheels that need NCCL."""
+    headers = cuda_headers().parents[1] / "nccl" / "include"
+    if not (headers / "nccl.h").exists():
+        return ()
+    link_flags = ("-Wl,-soname,libnccl.so.2", "-Wl,--no-as-needed", str(path), f"-Wl,-rpath,{path.parent}")
+    flags = ("-O2", "-fvisibility=hidden", "-Wall")
+    paths = (CSRC / "headers", CSRC / "runtime", cuda_headers(), headers)
+    return (build_library(Library("libnccl.so.2", WHAT, (CSRC / "nccl",), flags, link_flags, paths)),)
 
 
 def _library() -> ctypes.CDLL:
