@@ -126,11 +126,12 @@ bool Program::compile(const std::vector<std::string>& options) {
     if (!step({wanted, includes, {"-E", first, "-o", folder.path("read.ii")}})) return false;
     const std::string second = folder.write("rewritten.ii", rewrite(read_file(folder.path("read.ii")), expressions).source);
     // No contraction: the host shall round where the source says so. Kernels read the bits of other types.
-    if (!step({{last, "-O1", "-fPIC", "-w", "-fsanitize=thread", "-fno-strict-aliasing", "-ffp-contract=off", "-c", second,
-                "-o", folder.path("kernels.o")}}))
-      return false;
-    if (!step({{last, "-O1", "-fPIC", "-w", "-shared", folder.path("kernels.o"), found.shim + "/callbacks.cpp", "-o",
-                folder.path("kernels.so")}}))
+    std::vector<std::string> code = {last, "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"};
+    // GCC would share variables of inline functions and templates between all modules of the process.
+    if (tools_version().find("clang") == std::string::npos) code.push_back("-fno-gnu-unique");
+    if (!step({code, {"-fsanitize=thread", "-c", second, "-o", folder.path("kernels.o")}})) return false;
+    if (!step({code, {"-shared", "-Wl,-Bsymbolic", folder.path("kernels.o"), found.shim + "/callbacks.cpp", "-o",
+                      folder.path("kernels.so")}}))
       return false;
     object = read_file(folder.path("kernels.so"));
     return true;

@@ -13,8 +13,12 @@ extern const Engine* engine; // of kernel.h
 #pragma GCC visibility push(hidden)
 
 namespace {
-void reads(const void* address, size_t bytes) { standin::engine->touch(address, bytes, false); }
-void writes(const void* address, size_t bytes) { standin::engine->touch(address, bytes, true); }
+// There is no engine before the first launch, when constructors of static variables run.
+void touch(const void* address, size_t bytes, bool writes) {
+  if (standin::engine != nullptr) standin::engine->touch(address, bytes, writes);
+}
+void reads(const void* address, size_t bytes) { touch(address, bytes, false); }
+void writes(const void* address, size_t bytes) { touch(address, bytes, true); }
 } // namespace
 
 #define STANDIN_ACCESS(bytes)                                                                  \

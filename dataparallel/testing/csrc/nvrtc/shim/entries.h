@@ -2,6 +2,7 @@
 #pragma once
 
 namespace standin {
+namespace { // modules of a process may have kernels of one name
 
 template <auto kernel>
 struct Caller {
@@ -10,7 +11,8 @@ struct Caller {
 
 template <typename... Parameters, void (*kernel)(Parameters...)>
 struct Caller<kernel> {
-  static constexpr Parameter parameters[] = {{sizeof(Parameters), std::is_pointer<Parameters>::value}..., {0, false}};
+  static constexpr Parameter parameters[] = {
+      {sizeof(Parameters), alignof(Parameters), std::is_pointer<Parameters>::value}..., {0, 0, false}};
 
   template <size_t... index>
   __attribute__((no_sanitize("thread"))) static void call(void** arguments, std::index_sequence<index...>) {
@@ -26,4 +28,5 @@ struct Caller<kernel> {
   }
 };
 
+} // namespace
 } // namespace standin

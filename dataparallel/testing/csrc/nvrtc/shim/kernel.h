@@ -58,13 +58,13 @@
 #endif
 
 // The runtime sets these for each thread. They may not be const: the compiler would take their values for known.
-inline uint3 threadIdx, blockIdx;
-inline dim3 blockDim, gridDim;
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
 
 namespace standin {
-inline void* shared = nullptr;
-inline const Engine* engine = nullptr;
+void* shared = nullptr;
+const Engine* engine = nullptr;
 inline void* dynamic_shared() { return shared; }
 } // namespace standin
 

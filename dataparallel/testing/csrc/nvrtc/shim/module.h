@@ -35,7 +35,7 @@ struct Engine {
 };
 
 struct Parameter {
-  size_t bytes;
+  size_t bytes, alignment;
   bool pointer;
 };
 
