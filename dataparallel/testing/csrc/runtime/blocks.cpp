@@ -53,7 +53,9 @@ class Block {
   Block(const Module& module, const Entry& entry, void** arguments, const Shape& shape, Touched& touched)
       : module_(module), entry_(entry), arguments_(arguments), shape_(shape), touched_(touched),
         threads_(size_t{shape.block.x} * shape.block.y * shape.block.z),
-        slots_((threads_.size() + kLanes - 1) / kLanes * kLanes) {}
+        slots_((threads_.size() + kLanes - 1) / kLanes * kLanes) {
+    touched_.add_own(slots_.data(), slots_.size() * sizeof(Slot));
+  }
 
   // Runs all threads of one block.
   void run(Triple place) {
@@ -213,6 +215,7 @@ const Engine engine = {
 std::string run_blocks(const Module& module, const Entry& entry, void** arguments, const Shape& shape, Touched& touched) {
   std::vector<unsigned char> shared(shape.shared_bytes + 16);
   touched.add_own(shared.data(), shared.size());
+  touched.add_own(&engine, sizeof engine); // the shim reads it
   *module.engine = &engine;
   *module.shared = reinterpret_cast<void*>((reinterpret_cast<size_t>(shared.data()) + 15) & ~size_t{15});
   *module.block_size = shape.block;
