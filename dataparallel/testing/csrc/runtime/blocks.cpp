@@ -1,7 +1,9 @@
 // Threads of a block that wait for each other need a stack each. A thread gets its stack (a `Fiber`) only when it has to
 // wait: until then one fiber runs thread after thread, so a kernel without barriers is a loop. A host thread runs all.
+#undef _FORTIFY_SOURCE // its longjmp refuses to leave a stack for another
 #include "blocks.h"
 
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -16,22 +18,39 @@ namespace {
 constexpr size_t kStackBytes = 256 << 10;
 constexpr unsigned kLanes = 32;
 
-class Stack {
+// Whole pages of zeros, which are the kernel's own.
+class Pages {
  public:
-  Stack() {
-    memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  Pages(size_t bytes, Touched& touched) : bytes_((bytes + 4095) / 4096 * 4096 + 4096) {
+    memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::runtime_error("the host has no memory for the stacks of a block's threads");
+    touched.add_own(memory, bytes_);
   }
-  ~Stack() { munmap(memory, kStackBytes); }
-  Stack(const Stack&) = delete;
-  Stack& operator=(const Stack&) = delete;
+  ~Pages() { munmap(memory, bytes_); }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
   void* memory;
+
+ private:
+  const size_t bytes_;
 };
 
 struct Fiber {
-  Stack stack;
-  ucontext_t context;
+  explicit Fiber(Touched& touched) : stack(kStackBytes, touched) {}
+  Pages stack;
+  bool begun = false;
+  jmp_buf place; // where it goes on, once it has begun
 };
+
+// Leaves a stack for another, whose place was kept by such a switch. swapcontext would call the kernel for signals.
+__attribute__((noinline)) void switch_stacks(jmp_buf from, jmp_buf to) {
+  if (_setjmp(from) == 0) _longjmp(to, 1);
+}
+
+// As `switch_stacks`, for a fiber's first time.
+__attribute__((noinline)) void begin_stack(jmp_buf from, const ucontext_t* context) {
+  if (_setjmp(from) == 0) setcontext(context);
+}
 
 enum class State { kNew, kReady, kInBlock, kInWarp, kDone };
 
@@ -53,9 +72,7 @@ class Block {
   Block(const Module& module, const Entry& entry, void** arguments, const Shape& shape, Touched& touched)
       : module_(module), entry_(entry), arguments_(arguments), shape_(shape), touched_(touched),
         threads_(size_t{shape.block.x} * shape.block.y * shape.block.z),
-        slots_((threads_.size() + kLanes - 1) / kLanes * kLanes) {
-    touched_.add_own(slots_.data(), slots_.size() * sizeof(Slot));
-  }
+        slots_((threads_.size() + kLanes) * sizeof(Slot), touched) {}
 
   // Runs all threads of one block.
   void run(Triple place) {
@@ -80,9 +97,9 @@ class Block {
     thread.state = state;
     thread.mask = mask;
     thread.fiber = on_;
-    swapcontext(&on_->context, &main_);
+    switch_stacks(on_->place, main_);
   }
-  void* slot(unsigned lane) { return &slots_[current_ / kLanes * kLanes + lane % kLanes]; }
+  void* slot(unsigned lane) { return static_cast<Slot*>(slots_.memory) + current_ / kLanes * kLanes + lane % kLanes; }
   unsigned lanes() const {
     unsigned found = 0;
     const size_t first = current_ / kLanes * kLanes;
@@ -97,7 +114,7 @@ class Block {
   // The fiber is never resumed. Kernels hold nothing that would have to be given back.
   void stop(const char* why) {
     problem_ = why;
-    swapcontext(&on_->context, &main_);
+    switch_stacks(on_->place, main_);
   }
 
  private:
@@ -112,17 +129,11 @@ class Block {
   // Runs threads that have not begun, one after the other, until one waits or all have begun.
   void start() {
     if (idle_.empty()) {
-      fibers_.push_back(std::make_unique<Fiber>());
+      fibers_.push_back(std::make_unique<Fiber>(touched_));
       idle_.push_back(fibers_.back().get());
-      touched_.add_own(idle_.back()->stack.memory, kStackBytes);
     }
     Fiber* fiber = idle_.back();
     idle_.pop_back();
-    getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack.memory;
-    fiber->context.uc_stack.ss_size = kStackBytes;
-    fiber->context.uc_link = nullptr;
-    makecontext(&fiber->context, &Block::work, 0);
     enter(fiber);
   }
 
@@ -133,21 +144,32 @@ class Block {
 
   void enter(Fiber* fiber) {
     on_ = fiber;
-    swapcontext(&main_, &fiber->context);
+    if (fiber->begun) return switch_stacks(main_, fiber->place);
+    fiber->begun = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = fiber->stack.memory;
+    context.uc_stack.ss_size = kStackBytes;
+    context.uc_link = nullptr;
+    makecontext(&context, &Block::work, 0);
+    begin_stack(main_, &context);
   }
 
+  // What a fiber does: it begins threads as long as there are some, and waits to be started again. A thread that has
+  // waited comes back here when it ends.
   static void work() {
     Block& block = *running;
-    // A thread that has waited comes back here when it ends; its fiber may have begun others meanwhile or not.
-    while (block.next_ < block.threads_.size()) {
-      block.set_current(block.next_++);
-      block.entry_.run(block.arguments_);
-      block.threads_[block.current_].state = State::kDone;
-      ++block.done_;
+    for (;;) {
+      while (block.next_ < block.threads_.size()) {
+        block.set_current(block.next_++);
+        block.entry_.run(block.arguments_);
+        block.threads_[block.current_].state = State::kDone;
+        ++block.done_;
+      }
+      Fiber* fiber = block.on_;
+      block.idle_.push_back(fiber);
+      switch_stacks(fiber->place, block.main_);
     }
-    Fiber* fiber = block.on_;
-    block.idle_.push_back(fiber);
-    swapcontext(&fiber->context, &block.main_);
   }
 
   // Makes threads ready whose wait is over. False if there is none.
@@ -191,10 +213,10 @@ class Block {
   const Shape& shape_;
   Touched& touched_;
   std::vector<Thread> threads_;
-  std::vector<Slot> slots_;
+  Pages slots_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Fiber*> idle_;
-  ucontext_t main_;
+  jmp_buf main_; // the stack of run_blocks' caller
   Fiber* on_ = nullptr; // the one that runs
   size_t current_ = 0, next_ = 0, done_ = 0;
   Triple place_{};
@@ -213,11 +235,12 @@ const Engine engine = {
 } // namespace
 
 std::string run_blocks(const Module& module, const Entry& entry, void** arguments, const Shape& shape, Touched& touched) {
-  std::vector<unsigned char> shared(shape.shared_bytes + 16);
-  touched.add_own(shared.data(), shared.size());
-  touched.add_own(&engine, sizeof engine); // the shim reads it
+  const Pages shared(shape.shared_bytes, touched);
+  // The shim reads the engine. Only whole pages are found fast, and the library's own hold no memory of CUDA's.
+  const auto page = reinterpret_cast<uintptr_t>(&engine) & ~uintptr_t{4095};
+  touched.add_own(reinterpret_cast<const void*>(page), 2 * 4096);
   *module.engine = &engine;
-  *module.shared = reinterpret_cast<void*>((reinterpret_cast<size_t>(shared.data()) + 15) & ~size_t{15});
+  *module.shared = shared.memory;
   *module.block_size = shape.block;
   *module.grid_size = shape.grid;
   Block block(module, entry, arguments, shape, touched);

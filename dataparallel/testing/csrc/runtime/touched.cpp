@@ -71,7 +71,8 @@ const char* Touched::touch(const void* address, size_t bytes, bool writes) {
   for (const uintptr_t end = at + bytes; at < end;) {
     const uintptr_t number = at / kPage;
     const uintptr_t last = std::min(end, (number + 1) * kPage);
-    Cached& cached = cache_[number % cache_.size()];
+    // Stacks are as far apart as a power of two: the number alone would put all of them in one place.
+    Cached& cached = cache_[(number ^ number >> 6) % cache_.size()];
     if (cached.number != number) {
       // A page may be the kernel's own in one half only: those are asked for each time.
       if (own(at)) {

@@ -42,7 +42,7 @@ class Touched {
 
   std::map<uintptr_t, std::unique_ptr<Page>> pages_;
   std::vector<std::pair<uintptr_t, uintptr_t>> own_;
-  std::array<Cached, 64> cache_;
+  std::array<Cached, 1024> cache_;
   std::string problem_;
 };
 
