@@ -68,7 +68,8 @@ def runtime() -> Path:
     # torch's libraries ask for the version of each symbol too, which is called as the library is.
     link_flags = (f"-Wl,-soname,{name}", "-Wl,--default-symver", "-Wl,-Bsymbolic-functions", "-ldl")
     flags = ("-O2", "-fvisibility=hidden", "-Wall")
-    return build_library(Library(name, WHAT, (CSRC / "runtime",), flags, link_flags, include_paths()))
+    headers = (*include_paths(), CSRC / "nvrtc" / "shim")
+    return build_library(Library(name, WHAT, (CSRC / "runtime",), flags, link_flags, headers))
 
 
 def include_paths() -> tuple[Path, ...]:

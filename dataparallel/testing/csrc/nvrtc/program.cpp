@@ -96,7 +96,9 @@ std::string tools_version() {
   const Finished asked = run_command(command(found, {{"--version"}}));
   std::string shim;
   std::vector<std::string> files;
-  for (const auto& entry : std::filesystem::directory_iterator(found.shim)) files.push_back(entry.path().string());
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(found.shim)) {
+    if (entry.is_regular_file()) files.push_back(entry.path().string());
+  }
   std::sort(files.begin(), files.end());
   for (const std::string& file : files) shim += read_file(file);
   version = asked.output.substr(0, asked.output.find('\n')) + ", shim " + std::to_string(std::hash<std::string>()(shim));
