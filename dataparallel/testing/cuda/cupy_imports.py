@@ -1,6 +1,6 @@
 """CuPy as installed, on the stand-in: its modules are redirected when they are imported, before their first call.
 
-`start` calls `prepare` whether CuPy is installed or not. This file does not import CuPy. Kernels are compiled by the
+`libraries` calls `prepare` whether CuPy is installed or not. This file does not import CuPy. Kernels are compiled by the
 stand-in for NVRTC, see `nvrtc`.
 """
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dataparallel.testing.compiling import Library, SimulationTooLate, SimulationUnavailable, build_library
+from dataparallel.testing.cuda import cupy_imports, nvrtc
 from dataparallel.testing.cuda.machine import Machine
 from dataparallel.testing.cuda.possible import CUDA, cuda_headers
 
@@ -57,6 +58,8 @@ def open_libraries(machine: Machine | None = None) -> Path:
             )
         for library in (path, _forward("libcuda.so.1", path), _forward("libnvidia-ml.so.1", path)):
             _opened[library.name] = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        nvrtc.open_nvrtc(f"libnvrtc.so.{CUDA}", WHAT, include_paths())
+        cupy_imports.prepare(path)
     if machine is not None:
         _set_machine(machine)
     return path

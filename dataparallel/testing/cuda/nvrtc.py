@@ -1,6 +1,6 @@
 """The stand-in for NVRTC: CUDA's sources that a program compiles while it runs are compiled for the host.
 
-`start` opens it before torch is imported, so that torch and CuPy find it in NVRTC's place. The C++ is ``csrc/nvrtc``;
+`libraries` opens it before torch is imported, so that torch and CuPy find it in NVRTC's place. The C++ is ``csrc/nvrtc``;
 what it compiles is run by ``csrc/runtime``.
 """
 
@@ -10,29 +10,32 @@ import ctypes
 import os
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
 from dataparallel.testing.compiling import Library, build_library
-from dataparallel.testing.cuda.libraries import CSRC, include_paths
-from dataparallel.testing.cuda.possible import CUDA
 
 __all__ = ["open_nvrtc"]
 
-SHIM = CSRC / "nvrtc" / "shim"
+SOURCES = Path(__file__).parents[1] / "csrc" / "nvrtc"
+SHIM = SOURCES / "shim"
 
 
-def open_nvrtc() -> None:
+def open_nvrtc(name: str, what: str, include_paths: tuple[Path, ...]) -> None:
     """Compiles the library if it is not in the cache, opens it for the whole process, and tells it of the compiler.
 
+    Args:
+        name: of the library's file, by which others look for it.
+        what: see `Library`.
+        include_paths: where CUDA's headers are.
+
     Raises:
-        SimulationUnavailable: if it cannot be compiled; `ToolsMissing` if there is no compiler or no header of CUDA.
+        SimulationUnavailable: if it cannot be compiled; `ToolsMissing` if there is no compiler.
     """
-    name = f"libnvrtc.so.{CUDA}"
     link_flags = (f"-Wl,-soname,{name}", "-Wl,--default-symver", "-Wl,-Bsymbolic-functions")
-    what = "libraries that stand in for CUDA's"
-    library = Library(name, what, (CSRC / "nvrtc",), ("-O2", "-Wall"), link_flags, (*include_paths(), SHIM))
+    library = Library(name, what, (SOURCES,), ("-O2", "-Wall"), link_flags, (*include_paths, SHIM))
     opened = ctypes.CDLL(str(build_library(library)), mode=ctypes.RTLD_GLOBAL)
     compiler = shlex.split(os.environ.get("CXX", "c++"))
-    opened.standin_nvrtc_tools(_lines(compiler), str(SHIM).encode(), _lines(map(str, include_paths())))
+    opened.standin_nvrtc_tools(_lines(compiler), str(SHIM).encode(), _lines(map(str, include_paths)))
 
 
 def _lines(words: Iterable[str]) -> bytes:

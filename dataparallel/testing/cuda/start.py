@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 
 from dataparallel.testing.compiling import SimulationUnavailable
-from dataparallel.testing.cuda import cupy_imports, environment, libraries, nvrtc, possible
+from dataparallel.testing.cuda import environment, libraries, possible
 from dataparallel.testing.cuda.machine import Machine
 
 __all__ = ["begin", "finish", "machine"]
@@ -41,9 +41,7 @@ def begin(wanted: Machine, hide_gpus: bool) -> None:
         possible.check_process(hide_gpus)
         torch_file = possible.file_of_torch()
         assert torch_file is not None
-        runtime = libraries.open_libraries(wanted)
-        nvrtc.open_nvrtc()
-        cupy_imports.prepare(runtime)
+        libraries.open_libraries(wanted)
         _machine = wanted
         environment.tell_children(wanted, hide_gpus, torch_file)
 
