@@ -70,7 +70,7 @@ class Watcher {
   virtual bool host_asks_stream(StreamName stream) = 0;
 
   // A function of the program runs between the work of a stream (cudaLaunchHostFunc): after all that the stream has,
-  // and before all that it gets. The calling thread runs it in place of a thread of the driver, between these two calls.
+  // and before all that it gets. The calling thread runs it in place of one of the driver, between these two calls.
   virtual void host_function(StreamName stream, bool begins) {
     (void)stream, (void)begins;
   }
