@@ -118,13 +118,13 @@ def cuda_of_torch() -> int:
     found = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.", text, re.MULTILINE)
     if found is None:
         raise ToolsMissing(
-            f"{WHAT} are for a torch that is built for CUDA {MAJOR}, and the installed one has no CUDA. That build can be "
+            f"{WHAT} are for torch's build for CUDA {MAJOR}, and the installed one has no CUDA. That build can be "
             "installed on a machine without a GPU too (pip install torch from the index of that CUDA)"
         )
     if int(found[1]) != MAJOR:
         raise ToolsMissing(
-            f"{WHAT} answer the functions of CUDA {MAJOR}, and the installed torch is built for CUDA {found[1]}: install "
-            f"its build for CUDA {MAJOR}"
+            f"{WHAT} have the functions of CUDA {MAJOR}, and the installed torch is built for CUDA {found[1]}: "
+            f"install its build for CUDA {MAJOR}"
         )
     return MAJOR
 
