@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -190,9 +189,6 @@ def _set_machine(machine: Machine) -> None:
         )
     except ValueError as error:
         raise SimulationTooLate(str(error)) from None
-    if not machine.peers:
-        for source, target in itertools.permutations(range(machine.devices), 2):
-            set_link(source, target, "missing")
 
 
 def set_link(source: int, target: int, state: str) -> None:
