@@ -28,7 +28,7 @@ device = lambda kind, index: f"{kind}:{index}"
 CUSTOM = """
 import os, sys, types
 from dataparallel.testing import cuda
-from dataparallel.testing.cuda import extension, libraries, possible
+from dataparallel.testing.cuda import extension, libraries, possible, start
 
 libraries.set_link = lambda *link: print(*link, flush=True)
 
@@ -41,8 +41,15 @@ threads = types.ModuleType("dataparallel.testing.host_threads")
 threads.carry_knowledge = lambda compiled: print("knowledge", flush=True)
 sys.modules[threads.__name__] = threads
 libraries.open_libraries = open_libraries
-register = lambda: print("register", flush=True)
-extension.load = lambda: types.SimpleNamespace(register=register, watch_allocator=None)
+class Compiled:
+    def register(self):
+        print("register", flush=True)
+
+    def __getattr__(self, name):  # watches of several kinds
+        return lambda: None
+
+extension.load = Compiled
+start._make_settings = lambda: None
 possible.gpus = lambda: []
 """
 
