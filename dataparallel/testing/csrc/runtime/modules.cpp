@@ -193,9 +193,10 @@ std::pair<void*, size_t> find_variable(LoadedModule& module, const std::string& 
 }
 
 std::string launch_function(LoadedFunction& function, Stream& stream, const Shape& shape, void** arguments) {
-  // What the kernel touches is known after it has run. It must not run before what its stream waits for: a launch without
-  // parts says that it is about to.
-  std::string problem = announce(stream.name, function.name.c_str(), nullptr, 0);
+  // What the kernel touches is known after it has run. It must not run before what its stream waits for.
+  order(stream);
+  auto* told = watcher();
+  std::string problem = told == nullptr ? "" : told->begins(stream.name, function.name.c_str());
   if (!problem.empty()) return problem;
   std::vector<Part> parts;
   {

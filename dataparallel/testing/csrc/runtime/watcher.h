@@ -57,6 +57,9 @@ class Watcher {
   virtual std::string launch(StreamName stream, const char* name, const Part* parts, size_t count,
                              const CopyInfo* copy) = 0;
 
+  // A kernel is about to run whose memory is known only when it has run: `launch` follows then. By default it may run.
+  virtual std::string begins(StreamName /*stream*/, const char* /*name*/) { return {}; }
+
   virtual void recorded(EventState& event, StreamName stream) = 0;
   virtual void stream_waits(StreamName stream, const EventState& event) = 0;
   // `later` waits for what `earlier` has been given so far: the implicit waits of the legacy default stream.
