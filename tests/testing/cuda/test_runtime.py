@@ -8,7 +8,11 @@ from dataparallel.testing.cuda import possible
 from processes import run, run_script
 
 WHY_NOT = possible.why_not_here()
-pytestmark = [pytest.mark.devices("cpu"), pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = [
+    pytest.mark.devices("cpu"),  # they start their own processes
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+    pytest.mark.usefixtures("compiled_libraries"),
+]
 
 START = "from cudart import *\n"
 
@@ -192,6 +196,30 @@ refused("cudaErrorInvalidMemcpyDirection", "cudaMemcpy", here, buffer, N(64), 9)
 refused("cudaErrorInvalidPitchValue", "cudaMemcpy2D", here, N(2), there, N(32), N(4), N(2), ANY)
 refused("cudaErrorInvalidDevice", "cudaMemcpyPeer", there, 8, here, 0, N(64))
 call("cudaMemcpy", None, None, N(0), ANY)
+""")
+
+
+def test_copies_of_boxes():
+    script("""
+class Memory(ctypes.Structure):
+    _fields_ = [("begin", P), ("pitch", N), ("width", N), ("height", N)]
+Three = N * 3
+class Box(ctypes.Structure):
+    _fields_ = [("from_array", P), ("from_position", Three), ("source", Memory), ("to_array", P),
+                ("to_position", Three), ("to", Memory), ("extent", Three), ("kind", ctypes.c_int)]
+buffer = ctypes.create_string_buffer(bytes(range(24)), 24)  # 2 planes of 3 rows of 4 bytes
+memory = malloc(24)
+call("cudaMemset", memory, 99, N(24))
+box = Box(source=Memory(ctypes.addressof(buffer), 4, 4, 3), to=Memory(memory.value, 4, 4, 3), kind=TO_DEVICE)
+box.from_position, box.to_position, box.extent = Three(1, 1, 0), Three(0, 0, 0), Three(2, 2, 2)
+call("cudaMemcpy3D", ctypes.byref(box))
+rows = lambda first, second: bytes([first, first + 1, 99, 99, second, second + 1, *[99] * 6])
+assert read(memory, 24) == rows(5, 9) + rows(17, 21)
+box.to_position = Three(3, 0, 1)  # beyond the end
+box.extent = Three(2, 3, 1)
+refused("cudaErrorInvalidValue", "cudaMemcpy3DAsync", ctypes.byref(box), None)
+box.from_array = 1
+assert "no arrays for textures" in refused("cudaErrorUnknown", "cudaMemcpy3D", ctypes.byref(box))
 """)
 
 

@@ -6,7 +6,11 @@ from dataparallel.testing.cuda import possible
 from processes import run_script
 
 WHY_NOT = possible.why_not_here()
-pytestmark = [pytest.mark.devices("cpu"), pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = [
+    pytest.mark.devices("cpu"),  # they start their own processes
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+    pytest.mark.usefixtures("compiled_libraries"),
+]
 
 # Streams are numbered in the order in which they are made. The first is 1.
 START = """

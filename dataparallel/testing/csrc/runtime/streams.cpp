@@ -170,9 +170,6 @@ void wait_for_stream(Stream& stream, const char* call) {
 }
 
 bool stream_is_done(Stream& stream) {
-  if (stream.name.number == 0) {
-    order(stream);
-  }
   auto* told = watcher();
   return told == nullptr || told->host_asks_stream(stream.name);
 }

@@ -78,7 +78,8 @@ class Watcher {
     (void)stream, (void)begins;
   }
 
-  virtual void forget(EventState& event) = 0; // before it is destroyed or recorded again
+  // Before an event is destroyed or recorded again. What is older than the watcher has no `watched`; so in `freed`.
+  virtual void forget(EventState& event) = 0;
   virtual void allocated(Memory& memory) = 0;
   virtual void freed(Memory& memory) = 0;
 };
