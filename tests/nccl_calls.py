@@ -17,7 +17,7 @@ import cudart
 from cudart import LEGACY, NON_BLOCKING, N, P, call, libraries, made
 
 __all__ = ["LEGACY", "RANK", "WORLD", "Buffer", "Failed", "P", "all_reduce", "communicators", "group", "join", "nccl"]
-__all__ += ["new_id", "refused", "said", "shared_id", "stream", "libraries", "abort", "N"]
+__all__ += ["N", "abort", "libraries", "new_id", "refused", "said", "shared_id", "stream"]
 
 RESULTS = ["ncclSuccess", "ncclUnhandledCudaError", "ncclSystemError", "ncclInternalError", "ncclInvalidArgument"]
 RESULTS += ["ncclInvalidUsage", "ncclRemoteError", "ncclInProgress"]
@@ -58,7 +58,8 @@ def said(function: Callable[..., Any], *arguments: Any) -> str:
 def refused(expected: str, text: str, function: Callable[..., Any], *arguments: Any) -> None:
     """Calls a function that has to fail with this result of NCCL, and with this in its text."""
     told = said(function, *arguments)
-    assert told.startswith(expected + ": ") and text in told, told
+    assert told.startswith(expected + ": "), told
+    assert text in told, told
 
 
 class Buffer:
