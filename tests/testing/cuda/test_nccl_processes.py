@@ -270,15 +270,15 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
 all_reduce(comm, x)
 x.get()
 if RANK == 2:
-    time.sleep(2.5)
+    time.sleep(4)
 else:
     all_reduce(other, x)
     call_out(x.get)
 """,
-        DATAPARALLEL_NCCL_SECONDS="1",
+        DATAPARALLEL_NCCL_SECONDS="2",
     )
     for text in texts[:2]:
-        assert "after 1 seconds ncclAllReduce(sum of 4 float32) is not complete: it misses rank 2 (cuda:2" in text, text
+        assert "after 2 seconds ncclAllReduce(sum of 4 float32) is not complete: it misses rank 2 (cuda:2" in text, text
 
 
 def test_a_process_that_ends_is_named(tmp_path):

@@ -176,7 +176,7 @@ dist.all_reduce(x)
 x.cpu()
 if rank == 1:
     import time
-    time.sleep(3)
+    time.sleep(6)
     print("is not complete: it misses rank 1 (cuda:1")
 else:
     dist.all_reduce(x)
@@ -192,5 +192,5 @@ def test_process_group_refuses(tmp_path, name):
 x.cpu()
 torch.cuda.synchronize()
 """
-    for each in ranks(tmp_path, 2, script + ending, DATAPARALLEL_NCCL_SECONDS="2"):
+    for each in ranks(tmp_path, 2, script + ending, DATAPARALLEL_NCCL_SECONDS="4"):
         assert expected in each.stdout, each.stdout
