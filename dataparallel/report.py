@@ -13,6 +13,7 @@ import importlib.util
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,8 @@ _P2P_READ, _P2P_WRITE, _P2P_OK = 0, 1, 0
 class Report:
     """Everything that `format_report` prints.
 
-    ``nvml`` has a line about NVML, and one for each GPU of the machine. ``transports`` has for each operation of
+    ``nvml`` has a line about NVML, and one for each GPU of the machine. ``stand_in`` is True if the devices are those
+    of `dataparallel.testing.cuda`. ``transports`` has for each operation of
     ``comm`` the transport and the reason; only for "broadcast" if the user asks for no transport and no route.
     """
 
@@ -53,6 +55,7 @@ class Report:
     cupy: str
     transports: Mapping[str, str]
     reuse: str
+    stand_in: bool = False
 
 
 def collect() -> Report:
@@ -67,7 +70,14 @@ def collect() -> Report:
         cupy=look_for_cupy(),
         transports=look_at_transports(devices or [torch.device("cpu")] * 2),
         reuse=look_at_reuse(),
+        stand_in=is_stand_in(),
     )
+
+
+def is_stand_in() -> bool:
+    """True if CUDA devices are a stand-in's, which only a process can have that has started it."""
+    started = sys.modules.get("dataparallel.testing.cuda")
+    return started is not None and started.is_stand_in()
 
 
 def torch_build() -> str:
@@ -183,6 +193,10 @@ def format_report(report: Report) -> str:
     """The report as lines of text. The last lines say what to do next."""
     count = len(report.devices)
     accelerators = f"{report.devices[0].type}, {count} device{'s' * (count > 1)}" if count else "none"
+    if report.stand_in:
+        accelerators += (
+            " of a stand-in: CUDA's and NCCL's functions are answered by it, kernels are computed on the CPU; no GPU"
+        )
     about_nvml, *gpus = report.nvml
     lines = (
         f"dataparallel  {__version__}",

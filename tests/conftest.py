@@ -34,6 +34,7 @@ import torch
 from dataparallel import DataParallel, ownership
 from dataparallel.streams import arrivals
 from dataparallel.testing import isolated_slots
+from dataparallel.testing.cuda.possible import why_not_here
 from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 from processes import Ahead
@@ -68,7 +69,12 @@ _why_not_key = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sim-devices", type=int, default=SIMULATED, help=f"with --devices=sim (default: {SIMULATED})")
+    parser.addoption(
+        "--sim-devices",
+        type=int,
+        default=SIMULATED,
+        help=f"how many, also of a stand-in for CUDA (default: {SIMULATED})",
+    )
     parser.addoption(
         "--arrangement",
         choices=sorted(ARRANGEMENTS),
@@ -85,7 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ahead(...): what the test's own process is to do, see processes.Ahead")
     kind = config.getoption("--devices")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise pytest.UsageError(f"--devices=cuda: torch {torch.__version__} sees no CUDA device on this machine")
+        problem = f"torch {torch.__version__} sees no CUDA device on this machine"
+        raise pytest.UsageError(f"--devices=cuda: {problem}, and {why_not_here() or 'its driver is at fault'}")
     if kind == "sim":
         try:
             make_library_streams(simulate(config.getoption("--sim-devices")))

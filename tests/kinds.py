@@ -5,6 +5,9 @@ own. Without `--devices`, the process that was started runs no test itself. It s
 the same arguments and `--devices=KIND`, passes signals on, and ends with the worst of their exit statuses. The first
 kind writes to the terminal; what the others write is shown afterwards, live where they still run.
 
+CUDA devices are GPUs where there are some. Where there are none, but torch is built for CUDA, ``--devices=cuda`` runs
+on a stand-in for CUDA, which has to be there before torch is imported: so another process takes the place of this one.
+
 Each process finds two variables in its environment: `RUNNING` says which kinds the others run, and `company.ROOM` where
 tests wait for those of the others.
 """
@@ -23,6 +26,8 @@ from typing import BinaryIO
 import pytest
 
 from company import ROOM
+from dataparallel.testing.cuda import is_stand_in
+from dataparallel.testing.cuda.possible import why_not_here
 
 KINDS = ("cpu", "sim", "cuda")
 RUNNING = "DATAPARALLEL_TESTS_KINDS"
@@ -44,12 +49,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--devices",
         choices=KINDS,
         help="the kind of devices that slots are on. Without it, cpu and sim run side by side, each in a process of "
-        "its own, and cuda too where torch.cuda.is_available(). With --pdb they run one after the other",
+        "its own, and cuda too where torch.cuda.is_available(). With --pdb they run one after the other. cuda is a "
+        "stand-in where torch is built for CUDA and there is no GPU",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Says what CUDA devices are."""
+    if config.option.devices != "cuda":
+        return None
+    if is_stand_in():
+        return "cuda: torch's CUDA build on a stand-in runtime, no GPU"
+    import torch
+
+    return f"cuda: {torch.cuda.device_count()} GPUs, the first a {torch.cuda.get_device_name(0)}"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -70,6 +87,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """Runs each kind in a process of its own, where the command line names none."""
     options = config.option
+    if options.devices == "cuda" and needs_stand_in():
+        sys.stdout.flush()
+        os.execv(sys.executable, _command(config, "cuda"))  # a signal and a debugger reach it as they would this one
     if options.devices is not None:
         return None
     if any(getattr(options, name, None) for name in QUESTIONS):
@@ -97,6 +117,13 @@ def available() -> list[str]:
     return [kind for kind in KINDS if kind != "cuda" or torch.cuda.is_available()]
 
 
+def needs_stand_in() -> bool:
+    """True if CUDA devices have to be a stand-in's, and this process has none. There is no GPU, and no obstacle."""
+    import torch
+
+    return not torch.cuda.is_available() and not is_stand_in() and why_not_here() is None
+
+
 def worst(statuses: Iterable[int]) -> int:
     """A failure before success, and success before the lack of tests; what a signal has ended, as a shell says it."""
     found = sorted({128 - status if status < 0 else int(status) for status in statuses})
@@ -106,6 +133,9 @@ def worst(statuses: Iterable[int]) -> int:
 
 def _command(config: pytest.Config, kind: str) -> list[str]:
     command = [sys.executable, "-m", "pytest", *config.invocation_params.args, f"--devices={kind}"]
+    if kind == "cuda" and needs_stand_in():
+        number = str(config.getoption("--sim-devices", 8))
+        command[1:1] = ["-m", "dataparallel.testing.cuda", "--devices", number]
     if config.pluginmanager.has_plugin("cacheprovider"):
         # Each kind remembers its own failures for --last-failed.
         command.append(f"--override-ini=cache_dir={Path(config.getini('cache_dir')) / kind}")

@@ -164,6 +164,32 @@ def test_cuda_is_a_kind_where_torch_sees_it(monkeypatch):
     assert kinds.available() == ["cpu", "sim", "cuda"]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "has_one", "why_not", "expected"),
+    [
+        (False, False, None, True),
+        (True, False, None, False),
+        (False, True, None, False),
+        (False, False, "torch has no CUDA", False),
+    ],
+)
+def test_cuda_devices_are_a_stand_ins_where_there_is_no_gpu(monkeypatch, pytestconfig, gpu, has_one, why_not, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(kinds, "is_stand_in", lambda: has_one)
+    monkeypatch.setattr(kinds, "why_not_here", lambda: why_not)
+    assert kinds.needs_stand_in() == expected
+    # That function decides how a process with the kind is started. Other kinds have nothing to do with it.
+    assert ("dataparallel.testing.cuda" in kinds._command(pytestconfig, "cuda")) == expected
+    assert "dataparallel.testing.cuda" not in kinds._command(pytestconfig, "sim")
+
+
+def test_the_header_says_what_cuda_devices_are(monkeypatch, pytestconfig):
+    assert kinds.pytest_report_header(pytestconfig) is None
+    monkeypatch.setattr(pytestconfig.option, "devices", "cuda")
+    monkeypatch.setattr(kinds, "is_stand_in", lambda: True)
+    assert kinds.pytest_report_header(pytestconfig) == "cuda: torch's CUDA build on a stand-in runtime, no GPU"
+
+
 @pytest.mark.parametrize(("statuses", "expected"), [([0, 0], 0), ([0, 1], 1), ([2, 1], 2), ([5, 0], 0), ([5, 5], 5)])
 def test_the_worst_status(statuses, expected):
     assert kinds.worst(statuses) == expected

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,17 @@ def test_no_accelerator():
 def test_other_accelerators_are_counted():
     assert "accelerator   xpu, 1 device\n" in format_report(make_report(["xpu:0"]))
     assert "accelerator   xpu, 2 devices\n" in format_report(make_report(["xpu:0", "xpu:1"]))
+
+
+def test_a_stand_in_is_named_in_the_line_of_its_devices(monkeypatch):
+    text = format_report(make_report(["cuda:0", "cuda:1"], stand_in=True))
+    assert (
+        "accelerator   cuda, 2 devices of a stand-in: CUDA's and NCCL's functions are answered by it, kernels" in text
+    )
+    assert "stand-in" not in format_report(make_report(["cuda:0", "cuda:1"]))
+    assert not report.is_stand_in()
+    monkeypatch.setitem(sys.modules, "dataparallel.testing.cuda", SimpleNamespace(is_stand_in=lambda: True))
+    assert report.is_stand_in()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dataparallel.testing.compiling import Extension, load_extension
-from dataparallel.testing.cuda.possible import cuda_headers
+from dataparallel.testing.cuda import libraries
 
 __all__ = ["load"]
 
@@ -30,10 +30,12 @@ def load() -> Any:
 
 
 def _extension() -> Extension:
+    folders = (CSRC / "shared", CSRC / "cuda")
     return Extension(
         name="dataparallel_cuda",
         what="operators of the stand-in for CUDA",
-        folders=(CSRC / "clocks", CSRC / "operators", CSRC / "cuda"),
+        folders=folders,
+        flags=("-O2", "-fvisibility=hidden", "-DNDEBUG", "-DDATAPARALLEL_CUDA"),
         link_flags=("-lc10_cuda", "-ltorch_cuda"),
-        include_paths=(CSRC, CSRC / "runtime", cuda_headers()),
+        include_paths=(*folders, CSRC / "runtime", *libraries.include_paths()),
     )

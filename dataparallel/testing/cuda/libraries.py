@@ -7,20 +7,29 @@ libraries find these. `start` calls `open_libraries`. This file does not import 
 from __future__ import annotations
 
 import ctypes
-import itertools
+import importlib.util
 import json
+import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataparallel.testing.compiling import Library, SimulationTooLate, SimulationUnavailable, build_library
+from dataparallel.testing.compiling import (
+    Library,
+    SimulationTooLate,
+    SimulationUnavailable,
+    ToolsMissing,
+    build_library,
+)
+from dataparallel.testing.cuda import cupy_imports, nvrtc
 from dataparallel.testing.cuda.machine import Machine
-from dataparallel.testing.cuda.possible import CUDA, cuda_headers
 
 __all__ = [
     "Counts",
     "counts",
+    "cuda_of_torch",
     "forget_counts",
     "include_paths",
     "open_libraries",
@@ -30,7 +39,8 @@ __all__ = [
 ]
 
 CSRC = Path(__file__).parents[1] / "csrc"
-WHAT = "libraries that stand in for CUDA's"
+WHAT = "libraries in place of CUDA's"
+MAJOR = 13  # of the CUDA whose functions are answered: libraries of others have other names
 LINKS = {"works": 0, "missing": 1, "broken": 2}
 
 _opened: dict[str, ctypes.CDLL] = {}
@@ -46,8 +56,9 @@ def open_libraries(machine: Machine | None = None) -> Path:
         the file of the runtime's library, which others of the stand-in are linked to.
 
     Raises:
+        ToolsMissing: if there is no compiler, if torch is not built for CUDA or CUDA's headers are missing.
         SimulationTooLate: if torch was imported already, or if the process has used CUDA with another machine.
-        SimulationUnavailable: if they cannot be compiled; `ToolsMissing` if there is no compiler or no header of CUDA.
+        SimulationUnavailable: if the compiler fails, or if the cache cannot be written.
     """
     path = runtime()
     if not _opened:
@@ -58,6 +69,8 @@ def open_libraries(machine: Machine | None = None) -> Path:
         forwards = (_forward("libcuda.so.1", path), _forward("libnvidia-ml.so.1", path))
         for library in (path, *forwards, *_nccl(path)):
             _opened[library.name] = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        nvrtc.open_nvrtc(f"libnvrtc.so.{MAJOR}", WHAT, include_paths())
+        cupy_imports.prepare(path)
     if machine is not None:
         _set_machine(machine)
     return path
@@ -65,16 +78,12 @@ def open_libraries(machine: Machine | None = None) -> Path:
 
 def runtime() -> Path:
     """Returns the file of the runtime's library, and compiles it if it is not in the cache. It is not opened."""
-    name = f"libcudart.so.{CUDA}"
+    name = f"libcudart.so.{cuda_of_torch()}"
     # torch's libraries ask for the version of each symbol too, which is called as the library is.
-    link_flags = (f"-Wl,-soname,{name}", "-Wl,--default-symver", "-Wl,-Bsymbolic-functions", "-ldl")
-    flags = ("-O2", "-fvisibility=hidden", "-Wall")
-    return build_library(Library(name, WHAT, (CSRC / "runtime",), flags, link_flags, include_paths()))
-
-
-def include_paths() -> tuple[Path, ...]:
-    """Returns where CUDA's headers are, with this package's for those that no wheel has in front."""
-    return (CSRC / "headers", cuda_headers())
+    symbols = ("-Wl,--default-symver", "-Wl,-Bsymbolic-functions", "-Wl,--no-undefined")
+    flags, link_flags = ("-O2", "-fvisibility=hidden", "-Wall"), (f"-Wl,-soname,{name}", *symbols, "-ldl")
+    headers = (*include_paths(), CSRC / "nvrtc" / "shim")
+    return build_library(Library(name, WHAT, (CSRC / "runtime",), flags, link_flags, headers))
 
 
 def _forward(name: str, path: Path) -> Path:
@@ -85,13 +94,71 @@ def _forward(name: str, path: Path) -> Path:
 
 def _nccl(path: Path) -> tuple[Path, ...]:
     """NCCL's library, if its headers are installed: they come with torch's wheels that need NCCL."""
-    headers = cuda_headers().parents[1] / "nccl" / "include"
-    if not (headers / "nccl.h").exists():
+    own, cuda = include_paths()
+    headers = next((folder for folder in (*_in_wheels("nccl"), cuda) if (folder / "nccl.h").exists()), None)
+    if headers is None:
         return ()
     link_flags = ("-Wl,-soname,libnccl.so.2", "-Wl,--no-as-needed", str(path), f"-Wl,-rpath,{path.parent}")
     flags = ("-O2", "-fvisibility=hidden", "-Wall")
-    paths = (CSRC / "headers", CSRC / "runtime", cuda_headers(), headers)
+    paths = (own, CSRC / "runtime", cuda, headers)
     return (build_library(Library("libnccl.so.2", WHAT, (CSRC / "nccl",), flags, link_flags, paths)),)
+
+
+def cuda_of_torch() -> int:
+    """Returns the major version of CUDA that the installed torch is built for. It is read from a file of torch.
+
+    Raises:
+        ToolsMissing: if torch is not installed, or not built for a CUDA whose functions are answered.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ToolsMissing(f"{WHAT} are for torch, which is not installed")
+    text = Path(spec.submodule_search_locations[0], "version.py").read_text()
+    found = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.", text, re.MULTILINE)
+    if found is None:
+        raise ToolsMissing(
+            f"{WHAT} are for torch's build for CUDA {MAJOR}, and the installed one has no CUDA. That build can be "
+            "installed on a machine without a GPU too (pip install torch from the index of that CUDA)"
+        )
+    if int(found[1]) != MAJOR:
+        raise ToolsMissing(
+            f"{WHAT} have the functions of CUDA {MAJOR}, and the installed torch is built for CUDA {found[1]}: "
+            f"install its build for CUDA {MAJOR}"
+        )
+    return MAJOR
+
+
+def include_paths(major: int = MAJOR) -> tuple[Path, Path]:
+    """Returns where headers are: this package's, which come first for those that no wheel has, and CUDA's.
+
+    Raises:
+        ToolsMissing: if CUDA's are not there.
+    """
+    roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    roots += [Path(f"/usr/local/cuda-{major}"), Path("/usr/local/cuda")]
+    folders = [*_in_wheels(f"cu{major}"), *(root / "include" for root in roots)]
+    for folder in folders:
+        if _version_of(folder) == major:
+            return CSRC / "headers", folder
+    raise ToolsMissing(
+        f"{WHAT} are compiled with the headers of CUDA {major}'s runtime, and no folder has them: pip install "
+        "nvidia-cuda-runtime, or set CUDA_HOME"
+    )
+
+
+def _in_wheels(part: str) -> list[Path]:
+    spec = importlib.util.find_spec("nvidia")
+    wheels = (spec and spec.submodule_search_locations) or ()
+    return [Path(wheel, part, "include") for wheel in wheels]
+
+
+def _version_of(folder: Path) -> int | None:
+    try:
+        text = Path(folder, "cuda_runtime_api.h").read_text(errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
+    return int(found[1]) // 1000 if found else None
 
 
 def _library() -> ctypes.CDLL:
@@ -122,9 +189,6 @@ def _set_machine(machine: Machine) -> None:
         )
     except ValueError as error:
         raise SimulationTooLate(str(error)) from None
-    if not machine.peers:
-        for source, target in itertools.permutations(range(machine.devices), 2):
-            set_link(source, target, "missing")
 
 
 def set_link(source: int, target: int, state: str) -> None:

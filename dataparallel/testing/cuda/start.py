@@ -8,6 +8,7 @@ torch.
 from __future__ import annotations
 
 import threading
+from itertools import permutations
 
 from dataparallel.testing.compiling import SimulationUnavailable
 from dataparallel.testing.cuda import environment, libraries, possible
@@ -42,6 +43,9 @@ def begin(wanted: Machine, hide_gpus: bool) -> None:
         torch_file = possible.file_of_torch()
         assert torch_file is not None
         libraries.open_libraries(wanted)
+        if not wanted.peers:
+            for source, target in permutations(range(wanted.devices), 2):
+                libraries.set_link(source, target, "missing")
         _machine = wanted
         environment.tell_children(wanted, hide_gpus, torch_file)
 
@@ -58,6 +62,8 @@ def finish() -> None:
             raise _failed
         if _finished or _machine is None:
             return
+        import torch
+
         from dataparallel.testing.cuda import extension
         from dataparallel.testing.host_threads import carry_knowledge
 
@@ -67,6 +73,15 @@ def finish() -> None:
             _failed = error
             raise
         compiled.register()
-        # Settings of torch that the operators cannot do without would be made here, each with its reason. So far none.
+        compiled.watch_host()
+        torch.cuda._lazy_call(compiled.watch_allocator)  # the allocator has a part for each device from then on
+        _make_settings()
         carry_knowledge(compiled)
         _finished = True
+
+
+def _make_settings() -> None:
+    """Makes the settings of torch that the operators cannot do without, each with its reason."""
+    import torch
+
+    torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript would compile kernels for a GPU

@@ -19,6 +19,7 @@ print("torch", flush=True)
 
 class cuda:
     device_count = lambda: int(os.environ["FAKE_DEVICES"])
+    _lazy_call = lambda function: None
 
 device = lambda kind, index: f"{kind}:{index}"
 """
@@ -29,6 +30,8 @@ import os, sys, types
 from dataparallel.testing import cuda
 from dataparallel.testing.cuda import extension, libraries, possible
 
+libraries.set_link = lambda *link: print(*link, flush=True)
+
 def open_libraries(machine):
     assert "torch" not in sys.modules
     print("libraries", machine.devices, machine.like, flush=True)
@@ -38,7 +41,8 @@ threads = types.ModuleType("dataparallel.testing.host_threads")
 threads.carry_knowledge = lambda compiled: print("knowledge", flush=True)
 sys.modules[threads.__name__] = threads
 libraries.open_libraries = open_libraries
-extension.load = lambda: types.SimpleNamespace(register=lambda: print("register", flush=True))
+register = lambda: print("register", flush=True)
+extension.load = lambda: types.SimpleNamespace(register=register, watch_allocator=None)
 possible.gpus = lambda: []
 """
 

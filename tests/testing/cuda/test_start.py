@@ -30,6 +30,11 @@ def test_the_devices_that_are_asked_for(lines):
     assert lines("-c", script) == ["libraries 2 h100", *STARTED[1:], "['cuda:0', 'cuda:1']"]
 
 
+def test_devices_without_links_to_each_other_are_no_peers(lines):
+    script = "from dataparallel.testing import cuda; cuda.stand_in(2, like='rtx_3090')"
+    assert lines("-c", script)[:3] == ["libraries 2 rtx_3090", "0 1 missing", "1 0 missing"]
+
+
 def test_a_second_call_asks_for_the_same_or_is_refused(lines):
     script = """
 from dataparallel.testing import cuda

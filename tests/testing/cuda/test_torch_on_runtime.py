@@ -1,4 +1,4 @@
-"""torch's own allocators, streams, events, copies and errors on the stand-in for CUDA's runtime, without its operators."""
+"""torch's own allocators, streams, events and copies on the stand-in for CUDA's runtime, without its operators."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_contexts_of_devices_that_are_used():
     script("""
 torch.cuda.init()
 torch.empty(3, device="cuda:5")
-assert libraries.counts().contexts == [0, 5] or libraries.counts().contexts == [5], libraries.counts().contexts
+assert libraries.counts().contexts == [5]
 """)
 
 
@@ -96,7 +96,8 @@ assert torch.cuda.mem_get_info(1) == (100 << 20, 100 << 20)
 )
 def test_what_is_not_there_is_refused(body, setting, text):
     done = run(START + body, PYTORCH_CUDA_ALLOC_CONF=setting)
-    assert done.returncode == 1 and text in done.stderr, done.stderr
+    assert done.returncode == 1
+    assert text in done.stderr
 
 
 def test_the_process_ends_in_order():
@@ -113,4 +114,5 @@ thread.start(); thread.join()
 
 def test_too_late():
     done = run("import torch\nfrom dataparallel.testing.cuda import libraries\nlibraries.open_libraries()")
-    assert done.returncode == 1 and "SimulationTooLate: torch has opened CUDA's libraries already" in done.stderr
+    assert done.returncode == 1
+    assert "SimulationTooLate: torch has opened CUDA's libraries already" in done.stderr

@@ -34,8 +34,8 @@ assert told("cudaMemcpyAsync", after(memory, 8), after(pinned, 4), N(16), TO_DEV
 assert told("cudaMemsetAsync", after(memory, 8), 1, N(16), stream) == [
     "cudaMemsetAsync on 1/1 writes destination of 1 [8, 24)"]
 assert told("cudaMemcpy2DAsync", memory, N(32), pinned, N(8), N(8), N(2), ANY, stream) == [
-    "cudaMemcpy2DAsync on 1/1 reads source of -1 [0, 16) writes destination of 1 [0, 8) writes destination of 1 [32, 40)"
-    " copies 16 from -1 to 1"]
+    "cudaMemcpy2DAsync on 1/1 reads source of -1 [0, 16) writes destination of 1 [0, 8)"
+    " writes destination of 1 [32, 40) copies 16 from -1 to 1"]
 assert told("cudaMemcpyAsync", memory, pinned, N(0), ANY, stream) == []
 """)
 
@@ -135,7 +135,8 @@ stream = made("cudaStreamCreateWithFlags", NON_BLOCKING)
 results = []
 Function = ctypes.CFUNCTYPE(None, P)
 function = Function(lambda argument: results.append((argument, CUDA.cudaFree(None))))
-assert told("cudaLaunchHostFunc", stream, function, P(5)) == ["host function begins on 0/1", "host function ends on 0/1"]
+lines = told("cudaLaunchHostFunc", stream, function, P(5))
+assert lines == ["host function begins on 0/1", "host function ends on 0/1"]
 assert results == [(5, 800)]  # it may not call CUDA
 call("cudaFree", None)
 """)

@@ -31,7 +31,22 @@ bool is_torchs(const std::string& name) {
 template <c10::DispatchKey key>
 bool replaces(const c10::OperatorHandle& op) {
   const auto& name = op.operator_name().name;
-  return op.hasKernelForDispatchKey(key) && !is_torchs(name) && name.rfind("aten::_foreach_", 0) != 0;
+  return op.hasKernelForDispatchKey(key) && !is_torchs(name) && !is_a_list_operator(op);
+}
+
+// Operators that torch composes of others except on CUDA, where they are one kernel.
+void register_compositions() {
+  static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(kKey)) {
+    const auto op = *dispatcher.findOp(name);
+    const bool is_composed = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+        op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+    if (name.name.rfind("aten::", 0) == 0 && is_composed && !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        !is_torchs(name.name) && !is_a_list_operator(op)) {
+      library.impl(full_name(name).c_str(), on_cpu(op));
+    }
+  }
 }
 
 // Composite operators that would choose kernels of cuDNN.
@@ -53,6 +68,7 @@ void register_operators() {
   register_what_the_cpu_has(Key::NestedTensorCPU, kNestedKey, replaces<kNestedKey>);
   register_what_the_cpu_has(Key::QuantizedCPU, Key::QuantizedCUDA, replaces<Key::QuantizedCUDA>);
   register_list_operators();
+  register_compositions();
   register_convolutions();
   at::globalContext().setUserEnabledCuDNN(false);
   at::globalContext().setSDPUseFlash(false);

@@ -107,6 +107,7 @@ class ClockWatcher final : public standin::Watcher {
       return false;
     }
     asked.join(event_in(event).clock);
+    clocks::allocator_asks(event_in(event));
     return true;
   }
   bool host_asks_stream(standin::StreamName stream) override {
@@ -127,6 +128,7 @@ class ClockWatcher final : public standin::Watcher {
   void allocated(standin::Memory& memory) override {
     auto* made = new Tracked();
     made->where = label_of(memory.device);
+    made->is_handed_on = memory.device < 0;
     memory.watched = made;
   }
   void freed(standin::Memory& memory) override {

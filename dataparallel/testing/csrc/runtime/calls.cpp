@@ -87,7 +87,7 @@ Counts counts() {
     }
   }
   result.kernels = launched_kernels(false);
-  for (int i = 0; i < device_count(); ++i) {
+  for (int i = 0; is_used() && i < device_count(); ++i) {
     result.contexts.push_back(device_at(i).context);
   }
   result.host_waits = waits.load();

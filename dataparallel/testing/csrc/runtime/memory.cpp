@@ -54,10 +54,14 @@ std::unique_ptr<Allocation> take(const void* address, Kind kind) {
   return result;
 }
 
-bool begins_one(const void* address, Kind kind) {
+// The device that the host waits for before an allocation that begins there is freed.
+int owner_of(const void* address, Kind kind) {
   const std::shared_lock<std::shared_mutex> guard(lock);
   const auto found = table.find(static_cast<const char*>(address));
-  return found != table.end() && found->second->kind == kind;
+  if (found == table.end() || found->second->kind != kind) {
+    throw Refused{cudaErrorInvalidValue};
+  }
+  return found->second->owner;
 }
 
 bool overlaps(const char* begin, size_t bytes) {
@@ -94,6 +98,21 @@ void remove(std::unique_ptr<Allocation> allocation) {
   }
 }
 
+// The host waits for the device first, as CUDA does.
+cudaError_t free_after_wait(void* address, Kind kind, const char* call) {
+  context_here();
+  if (address == nullptr) {
+    return cudaSuccess;
+  }
+  wait_for_device(owner_of(address, kind), call);
+  auto removed = take(address, kind);
+  if (removed == nullptr) { // another thread was faster
+    return cudaErrorInvalidValue;
+  }
+  remove(std::move(removed));
+  return cudaSuccess;
+}
+
 } // namespace
 
 cudaError_t allocate(void** address, size_t bytes) {
@@ -114,23 +133,8 @@ cudaError_t allocate(void** address, size_t bytes) {
   return cudaSuccess;
 }
 
-// The host waits for the device first, as CUDA does.
 cudaError_t release(void* address, const char* call) {
-  context_here();
-  if (address == nullptr) {
-    return cudaSuccess;
-  }
-  auto* allocation = begins_one(address, Kind::kDevice) ? allocation_of(address) : nullptr;
-  if (allocation == nullptr) {
-    return cudaErrorInvalidValue;
-  }
-  wait_for_device(allocation->owner, call);
-  auto removed = take(address, Kind::kDevice);
-  if (removed == nullptr) { // another thread was faster
-    return cudaErrorInvalidValue;
-  }
-  remove(std::move(removed));
-  return cudaSuccess;
+  return free_after_wait(address, Kind::kDevice, call);
 }
 
 cudaError_t allocate_host(void** address, size_t bytes, unsigned flags) {
@@ -148,21 +152,7 @@ cudaError_t allocate_host(void** address, size_t bytes, unsigned flags) {
 }
 
 cudaError_t release_host(void* address, const char* call) {
-  context_here();
-  if (address == nullptr) {
-    return cudaSuccess;
-  }
-  auto* allocation = begins_one(address, Kind::kPinned) ? allocation_of(address) : nullptr;
-  if (allocation == nullptr) {
-    return cudaErrorInvalidValue;
-  }
-  wait_for_device(allocation->owner, call);
-  auto removed = take(address, Kind::kPinned);
-  if (removed == nullptr) {
-    return cudaErrorInvalidValue;
-  }
-  remove(std::move(removed));
-  return cudaSuccess;
+  return free_after_wait(address, Kind::kPinned, call);
 }
 
 Allocation* allocation_of(const void* address) {

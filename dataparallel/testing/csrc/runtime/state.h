@@ -73,6 +73,7 @@ struct Device {
 // ---- devices (machine.cpp, devices.cpp)
 
 std::vector<std::unique_ptr<Device>>& devices(); // from then on the machine is fixed
+bool is_used(); // whether there are any: asking does not make them
 int device_count();
 Device& device_at(int index); // throws Refused if there is none
 size_t capacity_of(int device);

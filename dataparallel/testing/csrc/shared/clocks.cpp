@@ -78,6 +78,11 @@ StreamNumber number_of(State& s, c10::Stream stream) {
   return static_cast<StreamNumber>(number);
 }
 
+void host_knows_now(State& s, const Clock& clock) {
+  here().clock.join(clock);
+  s.anybody.join(clock);
+}
+
 Worker this_worker() {
   auto* const reader = backward_reader.load();
   return {std::this_thread::get_id(), reader ? (*reader)() : -1};
@@ -343,22 +348,23 @@ bool host_knows(c10::Stream stream) {
 }
 
 void host_waits(const Event& event) {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  here().clock.join(event.clock);
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  host_knows_now(s, event.clock);
 }
 
 void host_waits(c10::Stream stream) {
   check_stream(stream);
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  here().clock.join(s.clocks[number_of(s, stream)]);
+  host_knows_now(s, s.clocks[number_of(s, stream)]);
 }
 
 void host_asks(const Event& event) {
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   s.recorder.host_asks(here().clock, event.clock);
-  here().clock.join(event.clock);
+  host_knows_now(s, event.clock);
 }
 
 void host_asks(c10::Stream stream) {
@@ -367,7 +373,13 @@ void host_asks(c10::Stream stream) {
   std::lock_guard<std::mutex> lock(s.mutex);
   const auto& answer = s.clocks[number_of(s, stream)];
   s.recorder.host_asks(here().clock, answer);
-  here().clock.join(answer);
+  host_knows_now(s, answer);
+}
+
+void allocator_asks(const Event& event) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.anybody.join(event.clock);
 }
 
 void host_waits_for_device(c10::DeviceIndex device) {
@@ -375,7 +387,7 @@ void host_waits_for_device(c10::DeviceIndex device) {
   std::lock_guard<std::mutex> lock(s.mutex);
   for (size_t i = 0; i < s.names.size(); ++i) {
     if (s.names[i].device_index() == device) {
-      here().clock.join(s.clocks[i]);
+      host_knows_now(s, s.clocks[i]);
     }
   }
 }

@@ -105,6 +105,8 @@ bool host_knows(c10::Stream stream);
 // As `host_waits`, where nothing had to be waited for.
 void host_asks(const Event& event);
 void host_asks(c10::Stream stream);
+// An allocator of the host has asked, and hands the memory on.
+void allocator_asks(const Event& event);
 void host_waits_for_device(c10::DeviceIndex device);
 
 // Throws if memory was freed while another stream might still use it, and the calling thread has not waited for that

@@ -104,6 +104,8 @@ struct Tracked {
   c10::SmallVector<StreamNumber, 1> recorded; // by record_stream: freeing waits for these streams
   std::vector<Debt> inherited; // of earlier blocks that may have had the same memory
   const char* where = ""; // "sim:1" or "pinned host memory"
+  // Memory that an allocator of the host hands from thread to thread: what any thread has waited for is over for all.
+  bool is_handed_on = false;
 };
 
 struct Touch {

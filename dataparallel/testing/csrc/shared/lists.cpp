@@ -58,21 +58,23 @@ class InOneLaunch final : public c10::OperatorKernel {
   const OperatorPlan plan_;
 };
 
-bool is_fused_elsewhere(const std::string& op, const std::string& overload) {
-  return op.rfind("aten::_foreach_", 0) == 0 || (op == "aten::split_with_sizes_copy" && overload == "out");
-}
-
 } // namespace
+
+bool is_a_list_operator(const c10::OperatorHandle& op) {
+  const auto& name = op.operator_name();
+  return name.name.rfind("aten::_foreach_", 0) == 0 ||
+      (name.name == "aten::split_with_sizes_copy" && name.overload_name == "out");
+}
 
 void register_list_operators() {
   static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
   const Quietly quietly;
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
-    if (!is_fused_elsewhere(name.name, name.overload_name)) {
+    const auto op = *dispatcher.findOp(name);
+    if (!is_a_list_operator(op)) {
       continue;
     }
-    const auto op = *dispatcher.findOp(name);
     if (kDevice == c10::kCUDA || !op.hasKernelForDispatchKey(kKey)) {
       library.impl(full_name(name).c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<InOneLaunch>(op)));
     }

@@ -2,7 +2,11 @@
 // is a loop.
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
 namespace simulated {
+
+bool is_a_list_operator(const c10::OperatorHandle& op);
 
 void register_list_operators();
 

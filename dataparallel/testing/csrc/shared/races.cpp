@@ -89,7 +89,9 @@ std::string touch_span(Streams& s, const Clock& clock, const std::string& op, co
   for (auto found = first; found != last; ++found) {
     auto& [begin, segment] = *found;
     const Span where{begin, segment.end};
-    auto races = [&](const Access& earlier) { return !ordered(clock, earlier) && meet(earlier, access, where); };
+    auto races = [&](const Access& earlier) {
+      return !ordered(s, *touch.block, clock, earlier) && meet(earlier, access, where);
+    };
     if (races(segment.write)) {
       return race(s, op, touch, access.stream, segment.write, true, where);
     }
@@ -125,6 +127,10 @@ std::string use_again(Streams& s, const Clock& clock, Tracked& block) {
 
 bool ordered(const Clock& clock, const Access& earlier) {
   return clock[earlier.stream] >= earlier.tick || (earlier.launch && earlier.launch->failed);
+}
+
+bool ordered(const Streams& s, const Tracked& block, const Clock& clock, const Access& earlier) {
+  return ordered(clock, earlier) || (block.is_handed_on && ordered(s.anybody, earlier));
 }
 
 std::string freed_too_early(const Streams& s, const Debt& debt, StreamNumber home) {
@@ -204,10 +210,10 @@ std::string host_touches(Streams& s, const Clock& clock, const std::string& op, 
       const auto [first, last] = touch.block->history.within(span);
       for (auto found = first; found != last; ++found) {
         const auto& segment = found->second;
-        const Access* early = ordered(clock, segment.write) ? nullptr : &segment.write;
+        const Access* early = ordered(s, *touch.block, clock, segment.write) ? nullptr : &segment.write;
         const bool is_write = early != nullptr;
         for (const auto& read : segment.reads) {
-          early = !early && touch.write && !ordered(clock, read) ? &read : early;
+          early = !early && touch.write && !ordered(s, *touch.block, clock, read) ? &read : early;
         }
         if (early) {
           std::ostringstream out;

@@ -33,6 +33,7 @@ struct Streams {
   // By the stream that the memory returned to: the last access of each other stream.
   std::vector<std::vector<Debt>> debts;
   std::vector<Taken> taken;
+  Clock anybody; // what any host thread has waited for
   std::atomic<bool> has_debts{false};
   std::atomic<bool> keeps_stacks{false};
 };
@@ -40,6 +41,8 @@ struct Streams {
 namespace races {
 
 bool ordered(const Clock& clock, const Access& earlier);
+// The same for a block, which may be handed from thread to thread.
+bool ordered(const Streams& s, const Tracked& block, const Clock& clock, const Access& earlier);
 
 // Records the touches up to the first one that is not ordered. Returns the message for that one, or nothing.
 std::string touch_all(Streams& s, const Clock& clock, const std::string& op, c10::ArrayRef<Touch> touches,
