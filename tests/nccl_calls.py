@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import cudart
-from cudart import LEGACY, NON_BLOCKING, N, P, call, libraries, made
+from cudart import LEGACY, NON_BLOCKING, N, P, call, made
+from dataparallel.testing.cuda import libraries
 
 __all__ = ["LEGACY", "RANK", "WORLD", "Buffer", "Failed", "P", "all_reduce", "communicators", "group", "join", "nccl"]
-__all__ += ["new_id", "refused", "said", "shared_id", "stream", "libraries", "abort", "N"]
+__all__ += ["N", "abort", "libraries", "new_id", "refused", "said", "shared_id", "stream"]
 
 RESULTS = ["ncclSuccess", "ncclUnhandledCudaError", "ncclSystemError", "ncclInternalError", "ncclInvalidArgument"]
 RESULTS += ["ncclInvalidUsage", "ncclRemoteError", "ncclInProgress"]
@@ -58,7 +59,8 @@ def said(function: Callable[..., Any], *arguments: Any) -> str:
 def refused(expected: str, text: str, function: Callable[..., Any], *arguments: Any) -> None:
     """Calls a function that has to fail with this result of NCCL, and with this in its text."""
     told = said(function, *arguments)
-    assert told.startswith(expected + ": ") and text in told, told
+    assert told.startswith(expected + ": "), told
+    assert text in told, told
 
 
 class Buffer:
@@ -105,13 +107,14 @@ def new_id() -> Id:
 
 
 def shared_id(name: str) -> Id:
-    """The same for all processes; rank 0 makes it."""
+    """The same for all processes; rank 0 makes it. It returns when all have come, so that they join at one time."""
     path = Path(os.environ["TEST_FOLDER"], name)
     if RANK == 0:
         made_here = new_id()
         path.with_suffix(".part").write_bytes(bytes(made_here))
         path.with_suffix(".part").rename(path)
-    while not path.exists():
+    path.with_suffix(f".{RANK}").touch()
+    while not all(each.exists() for each in (path, *(path.with_suffix(f".{rank}") for rank in range(WORLD)))):
         time.sleep(0.005)
     return Id.from_buffer_copy(path.read_bytes())
 

@@ -234,7 +234,8 @@ def test_refused(name):
 
 
 def test_launches_of_two_threads_on_two_devices_at_once_are_refused():
-    script("""
+    script(
+        """
 import threading
 told = []
 def launch(comms):
@@ -250,18 +251,23 @@ threads = [threading.Thread(target=launch, args=(pair,)) for pair in pairs]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert len(told) == 1 and "two threads launch collectives on cuda:0 and cuda:1 at the same time" in told[0], told
-""", DATAPARALLEL_NCCL_LAUNCH_SECONDS="0.3")
+""",
+        DATAPARALLEL_NCCL_LAUNCH_SECONDS="0.3",
+    )
 
 
 def test_a_rank_that_does_not_come_is_named():
-    script("""
+    script(
+        """
 refused("ncclRemoteError", "it misses rank 1; there were rank 0 (cuda:0 of process", join, new_id(), 2, 0, 0)
 comms = communicators(0, 1)
 a = Buffer([1], 0)
 all_reduce(comms[0], a)
 told = said(a.get)
 assert "after 1 seconds ncclAllReduce(sum of 1 float32) is not complete: it misses rank 1 (cuda:1" in told, told
-""", DATAPARALLEL_NCCL_SECONDS="1")
+""",
+        DATAPARALLEL_NCCL_SECONDS="1",
+    )
 
 
 def test_calls_are_counted():

@@ -132,8 +132,4 @@ bool depends(const Call& call, int reader, int writer) {
   }
 }
 
-bool depends_wholly(const Call& call) {
-  return call.kind != Kind::kAllGather && call.kind != Kind::kAllToAll && call.kind != Kind::kGather;
-}
-
 } // namespace nccl

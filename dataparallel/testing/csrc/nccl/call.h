@@ -51,7 +51,5 @@ const char* dtype_name(int32_t dtype);
 // Whether what `reader` gets depends on what `writer` gives. NCCL promises no more order than that: the kernel of
 // `reader` does not end before that of `writer` has begun. A root of a broadcast may be done before others begin.
 bool depends(const Call& call, int reader, int writer);
-// Whether every element that `reader` gets depends on `writer`. If not, the kernel may write other elements earlier.
-bool depends_wholly(const Call& call);
 
 } // namespace nccl

@@ -9,8 +9,9 @@
 // what is assumed here, is only what the values need: work on a rank's stream after the collective comes after the work
 // that another rank's stream had been given before it, if the values of the first depend on those of the second. So a
 // receiver of a broadcast comes after the root's earlier work, but the root does not come after the receivers', and
-// nobody comes after the other ranks' own launches: a kernel may be done before the others are. Where every element
-// depends on the other rank, the launch itself comes after it too, if both ranks are launched in one group.
+// nobody comes after the other ranks' own launches: a kernel may be done before the others are. A launch that reads
+// nothing of its own (a receiver's) comes after the sender's earlier work itself, if one group launches both. One that
+// reads does not: the kernel may read its own buffer before the others have begun.
 #pragma once
 
 #include <functional>

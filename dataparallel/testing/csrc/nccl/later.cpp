@@ -2,15 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <map>
 #include <stdexcept>
 
 namespace nccl {
 namespace {
-
-// How much longer than the meeting itself somebody waits for its answer.
-constexpr double kGrace = 10;
 
 thread_local int launching = 0;
 std::atomic<standin::Watcher*> inside{nullptr};
@@ -256,19 +252,6 @@ class Around final : public standin::Watcher {
 
 } // namespace
 
-Before::Before(standin::StreamName stream) {
-  state.stream = stream;
-  if (auto* watcher = clocks()) {
-    watcher->recorded(state, stream);
-  }
-}
-
-Before::~Before() {
-  if (auto* watcher = clocks()) {
-    watcher->forget(state);
-  }
-}
-
 void attach() {
   static auto* around = new Around;
   auto* now_there = standin::watcher();
@@ -310,59 +293,12 @@ Launches open_on(standin::StreamName stream) {
   return result;
 }
 
-void finish(Launch& launch, Launch::State state, const std::string& text) {
-  if (launch.state == Launch::kDone || (launch.state == Launch::kFailed && state == Launch::kFailed)) {
-    return;
-  }
-  launch.state = state;
-  launch.text = text;
-  for (const auto& each : std::exchange(launch.holds, {})) {
-    --each->held_by;
-    if (each->state != Launch::kOpen) {
-      continue;
-    }
-    if (state == Launch::kFailed) {
-      each->refuse(text);
-    } else if (each->held_by == 0) {
-      each->give();
-    }
-  }
-  launch.give = nullptr;
-  launch.refuse = nullptr;
-  changed().notify_all();
-}
-
 void come_after(standin::StreamName stream, const Befores& befores) {
   if (auto* watcher = clocks()) {
     for (const auto& each : befores) {
       watcher->stream_waits(stream, each->state);
     }
   }
-}
-
-std::string wait_for(const Launches& launches) {
-  if (launches.empty()) {
-    return "";
-  }
-  std::string text;
-  Lock lock(library_lock());
-  for (const auto& each : launches) {
-    while (each->state == Launch::kOpen) {
-      expire();
-      settle(lock);
-      if (each->state != Launch::kOpen) {
-        break;
-      }
-      changed().wait_for(lock, std::chrono::milliseconds(100));
-      if (each->state == Launch::kOpen && now() > each->deadline + kGrace) {
-        finish(*each, Launch::kFailed, "the process that made the communicator's id does not answer");
-      }
-    }
-    if (each->state == Launch::kFailed && text.empty()) {
-      text = each->text;
-    }
-  }
-  return text;
 }
 
 Launching::Launching() {

@@ -220,9 +220,7 @@ std::string announce(Batch& batch) {
     const Lock lock(library_lock());
     befores = batch.launch->befores;
   }
-  const bool wholly = std::all_of(batch.calls.begin(), batch.calls.end(),
-                                  [](const Issued* call) { return depends_wholly(call->call); });
-  if (wholly) {
+  if (std::none_of(batch.parts.begin(), batch.parts.end(), [](const standin::Part& part) { return !part.writes; })) {
     come_after(stream, befores);
   }
   const Launching launching;

@@ -162,6 +162,8 @@ std::shared_ptr<Meeting> meeting_of(const std::string& key, int ranks);
 std::vector<std::shared_ptr<Meeting>> meetings();
 void drop_meeting(const std::string& key);
 
+// Everybody has given data for the collective.
+void make_ready(const std::shared_ptr<Collective>& collective);
 // Computes what is ready, in any meeting of this process, until nothing is.
 void settle(Lock& lock);
 // Fails meetings whose ranks have waited for too long.

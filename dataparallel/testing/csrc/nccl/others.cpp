@@ -2,7 +2,6 @@
 // kernels that call NCCL, or one-sided access. Torch's libraries import them.
 #include <cstring>
 
-#include "counting.h"
 #include "group.h"
 #include "numbers.h"
 
@@ -36,7 +35,7 @@ extern "C" {
 
 ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t dtype,
                                       ncclScalarResidence_t residence, ncclComm_t comm) {
-  nccl::count("ncclRedOpCreatePreMulSum");
+  standin::count_call("ncclRedOpCreatePreMulSum");
   const auto rank = known("ncclRedOpCreatePreMulSum", comm);
   if (!rank || dtype < 0 || dtype >= ncclNumTypes) {
     return rank ? failure(ncclInvalidArgument, "ncclRedOpCreatePreMulSum: there is no dtype of this number")
@@ -73,20 +72,20 @@ ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
 }
 
 ncclResult_t ncclMemAlloc(void** address, size_t bytes) {
-  nccl::count("ncclMemAlloc");
+  standin::count_call("ncclMemAlloc");
   return cudaMalloc(address, bytes) == 0 ? ncclSuccess
                                          : failure(ncclUnhandledCudaError, "ncclMemAlloc: cudaMalloc of " +
                                                                                std::to_string(bytes) + " bytes failed");
 }
 
 ncclResult_t ncclMemFree(void* address) {
-  nccl::count("ncclMemFree");
+  standin::count_call("ncclMemFree");
   return cudaFree(address) == 0 ? ncclSuccess : failure(ncclUnhandledCudaError, "ncclMemFree: cudaFree failed");
 }
 
 // Registration makes NCCL faster, and here nothing.
 ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buffer, size_t bytes, void** handle) {
-  nccl::count("ncclCommRegister");
+  standin::count_call("ncclCommRegister");
   const auto* memory = standin::memory_of(buffer);
   if (memory == nullptr || static_cast<char*>(buffer) + bytes > memory->begin + memory->bytes) {
     return failure(ncclInvalidArgument, "ncclCommRegister: the buffer is no memory of CUDA, or ends beyond it");

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <random>
@@ -62,8 +63,9 @@ uint64_t process_number() {
 }
 
 uint64_t thread_number() {
-  thread_local char mark = 0;
-  return mixed(process_number(), reinterpret_cast<uint64_t>(&mark));
+  static std::atomic<uint64_t> threads{0};
+  thread_local const uint64_t mine = ++threads;
+  return mixed(process_number(), ~mine);
 }
 
 uint64_t device_number(int device) {
