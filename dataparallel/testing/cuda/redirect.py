@@ -1,7 +1,7 @@
-"""Redirects a CUDA runtime that is a part of another library to the stand-in: at its functions' heads, jumps are written.
+"""Redirects a CUDA runtime that is a part of another library to the stand-in, by jumps at the heads of its functions.
 
-CuPy's modules have NVIDIA's runtime linked into them. It asks the driver for tables that nobody documents, so a stand-in
-below it is not possible. But the modules keep the names of its functions in their symbol table, so each function can be
+CuPy's modules have NVIDIA's runtime linked into them. It asks the driver for tables that nobody documents, so there can
+be no stand-in below it. But the modules keep the names of its functions in their symbol table. So each function can be
 sent to the one of the same name in the stand-in's library. The files stay as they are. `cupy_imports` calls this file.
 """
 
@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dataparallel.testing.compiling import SimulationUnavailable
 
@@ -91,7 +91,7 @@ def redirect(file: Path, runtime: Path) -> list[str]:
     return sorted(missing)
 
 
-def _address(function: ctypes._CFuncPtr) -> int:
+def _address(function: Any) -> int:
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     return address
