@@ -1,6 +1,5 @@
 #include "operators.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -8,6 +7,7 @@
 
 #include "front.h"
 #include "lists.h"
+#include "meanings.h"
 #include "on_cpu.h"
 #include "register.h"
 
@@ -24,6 +24,7 @@ bool is_torchs(const std::string& name) {
       "aten::copy_",        "aten::_local_scalar_dense", "aten::is_pinned",
       "aten::_pin_memory",  "aten::_efficientzerotensor", "aten::native_dropout",
       "aten::_nested_view_from_buffer", "aten::_nested_view_from_jagged",
+      "aten::_fused_sdp_choice", // from the capability of the device
   };
   return names.count(name) > 0;
 }
@@ -57,6 +58,17 @@ void register_convolutions() {
   }
 }
 
+// Operators that only CUDA has.
+void register_meanings() {
+  static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  meanings::add_batch_norm(library);
+  meanings::add_attention(library);
+  meanings::add_packed_attention(library);
+  meanings::add_products(library);
+  meanings::add_layers_of_cudnn(library);
+  meanings::replace_rnn();
+}
+
 } // namespace
 
 void register_operators() {
@@ -70,10 +82,7 @@ void register_operators() {
   register_list_operators();
   register_compositions();
   register_convolutions();
-  at::globalContext().setUserEnabledCuDNN(false);
-  at::globalContext().setSDPUseFlash(false);
-  at::globalContext().setSDPUseMemEfficient(false);
-  at::globalContext().setSDPUseCuDNN(false);
+  register_meanings();
 }
 
 } // namespace simulated
