@@ -401,6 +401,24 @@ def test_sparse_tensors(device):
     check_same(dense.to(device).to_sparse_csr() @ torch.ones(5, device=device), dense @ torch.ones(5))
 
 
+@pytest.mark.parametrize("by_channels", [False, True])
+def test_quantised_tensors(device, by_channels):
+    x = torch.randn(3, 4)
+
+    def quantize(x):
+        if by_channels:
+            scales, zeros = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2])
+            return torch.quantize_per_channel(x, scales.to(x.device), zeros.to(x.device), 0, torch.qint8)
+        return torch.quantize_per_tensor(x, 0.1, 2, torch.quint8)
+
+    here, there = quantize(x), quantize(x.to(device))
+    assert there.device == device
+    assert there.qscheme() == here.qscheme()
+    check_same(there.int_repr(), here.int_repr())
+    check_same(there.dequantize(), here.dequantize())
+    check_same(there.cpu().dequantize(), here.dequantize())
+
+
 def test_nested_tensors(device):
     def run(*rows):
         nested = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)

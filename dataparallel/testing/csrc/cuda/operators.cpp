@@ -108,7 +108,7 @@ void register_operators() {
   register_what_the_cpu_has(Key::SparseCPU, kSparseKey, replaces<kSparseKey>);
   register_what_the_cpu_has(Key::SparseCsrCPU, kSparseCsrKey, replaces<kSparseCsrKey>);
   register_what_the_cpu_has(Key::NestedTensorCPU, kNestedKey, replaces<kNestedKey>);
-  register_what_the_cpu_has(Key::QuantizedCPU, Key::QuantizedCUDA, replaces<Key::QuantizedCUDA>);
+  register_what_the_cpu_has(Key::QuantizedCPU, kQuantizedKey, replaces<kQuantizedKey>);
   register_list_operators();
   register_compositions();
   register_composites();
