@@ -46,8 +46,10 @@ at::QuantizerPtr quantizer_of(const at::Tensor& like, bool on_cpu) {
     if (tensor.is_cpu() == on_cpu) {
       return tensor;
     }
-    auto over_the_same = [&] { return storage_over(tensor.storage(), c10::kCPU); };
-    return on_cpu ? strided(over_the_same(), c10::DispatchKey::CPU, tensor) : tensor.to(kDevice);
+    if (on_cpu) {
+      return strided(storage_over(tensor.storage(), c10::kCPU), c10::DispatchKey::CPU, tensor);
+    }
+    return tensor.clone().to(kDevice); // it may stand for an argument, in memory that is none of the host
   };
   const auto& channels = static_cast<const at::PerChannelAffineQuantizer&>(*quantizer);
   return at::make_per_channel_affine_quantizer(there(channels.scales()), there(channels.zero_points()), channels.axis(),
