@@ -1,7 +1,7 @@
 """The stand-in for NVRTC: CUDA's sources that a program compiles while it runs are compiled for the host.
 
-`libraries` opens it before torch is imported, so that torch and CuPy find it in NVRTC's place. The C++ is ``csrc/nvrtc``;
-what it compiles is run by ``csrc/runtime``.
+`libraries` opens it before torch is imported, so that torch and CuPy find it in NVRTC's place. The C++ is
+``csrc/nvrtc``; what it compiles is run by ``csrc/runtime``.
 """
 
 from __future__ import annotations

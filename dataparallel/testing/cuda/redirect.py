@@ -1,8 +1,9 @@
-"""Redirects a CUDA runtime that is a part of another library to the stand-in: at its functions' heads, jumps are written.
+"""Redirects a CUDA runtime that is a part of another library to the stand-in: its functions begin with a jump then.
 
-CuPy's modules have NVIDIA's runtime linked into them. It asks the driver for tables that nobody documents, so a stand-in
-below it is not possible. But the modules keep the names of its functions in their symbol table, so each function can be
-sent to the one of the same name in the stand-in's library. The files stay as they are. `cupy_imports` calls this file.
+CuPy's modules have NVIDIA's runtime linked into them. It asks the driver for tables that nobody documents, so a
+driver that stands in could not answer. But the modules keep the names of the runtime's functions in their symbol
+table, so each can be sent to the one of the same name in the stand-in's library. The files stay as they are.
+`cupy_imports` calls this file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import struct
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dataparallel.testing.compiling import SimulationUnavailable
 
@@ -91,7 +92,7 @@ def redirect(file: Path, runtime: Path) -> list[str]:
     return sorted(missing)
 
 
-def _address(function: ctypes._CFuncPtr) -> int:
+def _address(function: Any) -> int:
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     return address
