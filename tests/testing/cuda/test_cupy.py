@@ -207,7 +207,8 @@ def test_what_is_wrong_with_a_kernel_names_itself() -> None:
     run(r"""
 source = '''
 extern "C" __global__ void far(float* x) { x[100000000000] = 1; }
-extern "C" __global__ void apart(int* x) { if (threadIdx.x < 3) __syncwarp(3 | 8); else __syncwarp(1); }
+extern "C" __global__ void apart(int* x) { if (threadIdx.x < 3) __syncwarp(15); else __syncthreads(); }
+extern "C" __global__ void outside(int* x) { __syncwarp(1); }
 extern "C" __global__ void traps(int* x) { __trap(); }
 extern "C" __global__ void reads(const float* x, float* y) { y[0] = x[0]; }
 '''
@@ -215,6 +216,7 @@ built, x = module(source), cupy.zeros(4, "f4")
 launch = lambda name, *arguments: built.get_function(name)((1,), (64,), arguments)
 fails(lambda: launch("far", x), "far stopped", "in no memory of CUDA's")
 fails(lambda: launch("apart", x), "apart stopped", "wait for others")
+fails(lambda: launch("outside", x), "outside stopped", "in which it is not itself")
 fails(lambda: launch("traps", x), "__trap")
 fails(lambda: built.get_function("far")((1,), (2000,), (x,)), "CUDA_ERROR_INVALID_VALUE")
 with cupy.cuda.Device(1):

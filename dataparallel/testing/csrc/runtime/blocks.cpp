@@ -94,6 +94,8 @@ class Block {
   // ---- called by the running thread
 
   void wait(State state, unsigned mask) {
+    if (state == State::kInWarp && (mask >> current_ % kLanes & 1u) == 0)
+      stop("a thread waits for lanes of its warp with a mask in which it is not itself");
     Thread& thread = threads_[current_];
     thread.state = state;
     thread.mask = mask;
