@@ -4,9 +4,9 @@ For each operator and dtype it prints one line of JSON: how many samples were ri
 what was wrong. Before it begins with an operator it prints its name, so that whoever reads this knows where it crashed.
 `test_op_db` starts it, with ``--piece 2/8`` and the like; by hand, ``python beside_cpu.py --names add,mm``.
 
-Right means: the same values as on the CPU, forwards, and backwards for float64. Numbers that are drawn are as the CPU's in
-shape and dtype only, but a seed repeats them; so are numbers that nobody has set. A sample that the CPU refuses is not
-counted.
+Right means: the same values as on the CPU, forwards, and backwards for float64. Numbers that are drawn are as the CPU's
+in shape and dtype only, but a seed repeats them. Of numbers that nobody has set, shape and dtype are compared. A sample
+that the CPU refuses is not counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UNSET = {
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
     *("resize_", "resize_as_"),
 }
-# An error that says what is missing: a kernel by its name, or an operator. That of tensor_split is torch's on every GPU.
+# An error that says what is missing: a kernel by its name, or an operator. tensor_split is refused on every GPU.
 NAMES = re.compile(r"the kernel \S+|aten::\w+|^RuntimeError: tensor_split expected")
 
 
@@ -55,7 +55,7 @@ class Found:
 
 
 class Watch(TorchDispatchMode):
-    """Notices if an operator draws random numbers. Values are not to be trusted below it: torch forgets conjugate bits."""
+    """Notices if an operator draws. Its values are not to be trusted: below a mode, torch forgets conjugate bits."""
 
     drawn = False
 
@@ -75,7 +75,7 @@ def copied_to_device(value: torch.Tensor) -> torch.Tensor:
 
 
 def copied(values: Any, copy: Callable[[torch.Tensor], torch.Tensor] = copied_to_device) -> Any:
-    """The values with copies of their tensors. One that occurs twice is copied once. Devices become that of the copies."""
+    """The values with copies of their tensors, one for each. Devices become that of the copies."""
     copies: dict[int, torch.Tensor] = {}
 
     def each(value: Any) -> Any:
@@ -83,7 +83,9 @@ def copied(values: Any, copy: Callable[[torch.Tensor], torch.Tensor] = copied_to
             if id(value) not in copies:
                 copies[id(value)] = copy(value.detach()).requires_grad_(value.requires_grad)
             return copies[id(value)]
-        if copy is copied_to_device and (isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu")):
+        if copy is copied_to_device and (
+            isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu")
+        ):
             return torch.device(DEVICE)
         return value
 
@@ -124,16 +126,16 @@ class Trial:
         return list(torch.autograd.grad(outs, leaves, cotangents, allow_unused=True))
 
 
-def check_same(found: Any, expected: Any, values: bool = True) -> None:
-    """Raises AssertionError if tensors differ, or are not on the device."""
+def check_same(found: Any, expected: Any, values: bool = True, moves: bool = True) -> None:
+    """Raises AssertionError if tensors differ, or are not on the device. Without `moves`, the CPU is one too."""
     found_parts, expected_parts = tree_flatten(found)[0], tree_flatten(expected)[0]
     assert len(found_parts) == len(expected_parts), f"{len(found_parts)} results, the CPU has {len(expected_parts)}"
     for ours, theirs in zip(found_parts, expected_parts, strict=True):
         if not isinstance(theirs, torch.Tensor):
             assert not values or ours == theirs or theirs != theirs, f"{ours!r}, the CPU has {theirs!r}"
             continue
-        there = DEVICE if theirs.is_cpu else str(theirs.device)
-        assert str(ours.device) == there, f"a result on {ours.device}"
+        places = {DEVICE, "cpu"} if theirs.is_cpu and not moves else {DEVICE} if theirs.is_cpu else {DEVICE, "cuda:0"}
+        assert str(ours.device) in places, f"a result on {ours.device}"
         if values:
             torch.testing.assert_close(ours.detach().cpu(), theirs.detach().cpu(), equal_nan=True)
         else:
@@ -154,7 +156,8 @@ def try_sample(op: Any, sample: Any, backward: bool, found: Found) -> None:
     except Exception:
         return  # the CPU refuses it
     drawn, unset = watch.drawn, op.name in UNSET
-    outcome(found, lambda: forward(there, again, expected, not unset, drawn))
+    moves = any(isinstance(value, torch.Tensor | torch.device | str) for value in tree_flatten(arguments)[0])
+    outcome(found, lambda: forward(there, again, expected, not unset, drawn, moves))
     if not backward or drawn or unset or there.out is None:
         return
     try:
@@ -164,11 +167,11 @@ def try_sample(op: Any, sample: Any, backward: bool, found: Found) -> None:
     outcome(found, lambda: check_same(there.backward(), gradients))
 
 
-def forward(there: Trial, again: Trial, expected: Any, is_set: bool, drawn: bool) -> None:
+def forward(there: Trial, again: Trial, expected: Any, is_set: bool, drawn: bool, moves: bool) -> None:
     result = there.forward()
-    check_same(result, expected, values=is_set and not drawn)
+    check_same(result, expected, values=is_set and not drawn, moves=moves)
     if drawn:
-        check_same(result, again.forward())
+        check_same(result, again.forward(), moves=moves)
 
 
 def outcome(found: Found, work: Callable[[], None]) -> None:
