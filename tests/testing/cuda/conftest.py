@@ -40,9 +40,12 @@ def open_libraries(machine):
 threads = types.ModuleType("dataparallel.testing.host_threads")
 threads.carry_knowledge = lambda compiled: print("knowledge", flush=True)
 sys.modules[threads.__name__] = threads
+watching = types.ModuleType("dataparallel.testing.cuda.watching")
+watching.pass_over_tools = watching.host_reads = lambda: None
+sys.modules[watching.__name__] = watching
 libraries.open_libraries = open_libraries
 register = lambda: print("register", flush=True)
-extension.load = lambda: types.SimpleNamespace(register=register, watch_allocator=None)
+extension.load = lambda: types.SimpleNamespace(register=register, watch_allocators=None, watch_host=lambda: None)
 possible.gpus = lambda: []
 """
 

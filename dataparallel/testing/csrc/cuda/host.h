@@ -1,6 +1,8 @@
 // Watches what operators of the CPU read and write of pinned memory, which a stream may still be using.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <string>
 
 namespace simulated {
@@ -11,5 +13,9 @@ void watch_host();
 // The first message since the last call, or nothing. An operator of the CPU cannot be made to raise, so whoever checks
 // the clocks next does.
 std::string take_host_problem();
+
+// Python is about to read the elements of a tensor without an operator. Throws c10::Error if a stream may still write
+// them.
+void host_reads(const at::Tensor& tensor, const std::string& op);
 
 } // namespace simulated
