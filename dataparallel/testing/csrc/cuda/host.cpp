@@ -96,11 +96,7 @@ std::unique_ptr<at::ObserverContext> look(const at::RecordFunction& call) {
   if (!problem.empty()) {
     const auto stack = read_stack();
     problem += stack.empty() ? "" : "\nThe host's access is here:\n" + stack;
-    auto& s = process_state<State>();
-    const std::lock_guard<std::mutex> lock(s.mutex);
-    if (s.problem.empty()) {
-      s.problem = std::move(problem);
-    }
+    keep_host_problem(std::move(problem));
   }
   return nullptr;
 }
@@ -119,6 +115,14 @@ void host_reads(const at::Tensor& tensor, const std::string& op) {
   add_touch(touches, tensor, false, "self");
   const auto problem = of_host(op, touches);
   TORCH_CHECK(problem.empty(), problem);
+}
+
+void keep_host_problem(std::string problem) {
+  auto& s = process_state<State>();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.problem.empty()) {
+    s.problem = std::move(problem);
+  }
 }
 
 std::string take_host_problem() {

@@ -10,6 +10,9 @@ namespace simulated {
 // From now on every operator is looked at. Slows operators of the CPU down.
 void watch_host();
 
+// Keeps a message about the host that no call can raise, if there is none yet.
+void keep_host_problem(std::string problem);
+
 // The first message since the last call, or nothing. An operator of the CPU cannot be made to raise, so whoever checks
 // the clocks next does.
 std::string take_host_problem();

@@ -8,6 +8,7 @@
 
 #include "allocators.h"
 #include "counts.h"
+#include "host.h"
 #include "waits.h"
 
 namespace simulated {
@@ -158,6 +159,12 @@ class ClockWatcher final : public standin::Watcher {
     memory.watched = made;
   }
   void freed(standin::Memory& memory) override {
+    if (!memory.watched) {
+      return;
+    }
+    if (auto problem = clocks::gone(*tracked(memory)); !problem.empty()) {
+      keep_host_problem(std::move(problem));
+    }
     delete tracked(memory);
     memory.watched = nullptr;
   }

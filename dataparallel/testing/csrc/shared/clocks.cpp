@@ -269,6 +269,15 @@ void given_back(Tracked& block, Span span, c10::Stream home, const Clock& also) 
   }
 }
 
+std::string gone(const Tracked& block) {
+  if (!enabled()) {
+    return "";
+  }
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  return races::gone(s, here().clock, block);
+}
+
 void handed_on(Tracked& block, Span span) {
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);

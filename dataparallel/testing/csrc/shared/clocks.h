@@ -97,6 +97,8 @@ void taken(Tracked& block, Span span, c10::Stream home);
 // They return to `home`. Accesses that the calling thread knows to be complete are forgotten: whoever gets the bytes next
 // need not know of them. So are those in `also`, what the allocator itself has waited for. Others are hazards.
 void given_back(Tracked& block, Span span, c10::Stream home, const Clock& also);
+// The whole block ceases to exist. Returns a message if a stream may still use it, for all that the calling thread knows.
+std::string gone(const Tracked& block);
 // An allocator of the host hands the bytes on. What any thread has waited for is over for the next owner.
 void handed_on(Tracked& block, Span span);
 

@@ -234,4 +234,22 @@ std::string host_touches(Streams& s, const Clock& clock, const std::string& op, 
   return "";
 }
 
+std::string gone(const Streams& s, const Clock& clock, const Tracked& block) {
+  for (const auto& [begin, segment] : block.history.segments()) {
+    const auto* early = ordered(clock, segment.write) ? nullptr : &segment.write;
+    const bool is_write = early != nullptr;
+    for (const auto& read : segment.reads) {
+      early = early || !read.launch || ordered(clock, read) ? early : &read;
+    }
+    if (early && early->launch) {
+      std::ostringstream out;
+      out << "freed too early: memory in " << block.where << " ceases to exist, and the host has not waited for "
+          << describe(s, *early, is_write, {begin, segment.end})
+          << ". Call stream.synchronize() or event.synchronize() before." << stack_of(s, *early);
+      return out.str();
+    }
+  }
+  return "";
+}
+
 } // namespace simulated::races

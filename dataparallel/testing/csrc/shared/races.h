@@ -61,6 +61,9 @@ void forget(History::Segment& segment, const IsComplete& is_complete) {
   segment.reads.erase(std::remove_if(segment.reads.begin(), segment.reads.end(), is_complete), segment.reads.end());
 }
 
+// The message if memory ceases to exist that a stream may still use, for a host that knows `clock`.
+std::string gone(const Streams& s, const Clock& clock, const Tracked& block);
+
 // Records that memory of `home` has been taken after its launch number `tick`.
 void took(Streams& s, StreamNumber home, uint64_t tick, const Worker& worker);
 // True if another thread of the same backward has taken memory from `home` after its launch number `known`.
