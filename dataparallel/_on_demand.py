@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 __all__ = ["import_on_demand"]
+
+# Python raises in one of two threads that wait for each other because one imports a folder and the other a file in it.
+# Files of the library ask for no public name, so no thread waits for this lock while others wait for what it imports.
+_one_thread = threading.RLock()
 
 
 def import_on_demand(package: str, rooms: Mapping[str, tuple[str, ...]]) -> None:
@@ -37,7 +42,8 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         room = self._room_of.get(name)
         if room is not None:
-            found = getattr(importlib.import_module(f"{self.__name__}.{room}"), name)
+            with _one_thread:
+                found = getattr(importlib.import_module(f"{self.__name__}.{room}"), name)
             vars(self)[name] = found
             return found
         submodule = f"{self.__name__}.{name}"

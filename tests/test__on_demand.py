@@ -31,6 +31,7 @@ by_name = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: packa
         "from dataparallel import __version__",
         "import dataparallel; dir(dataparallel); hasattr(dataparallel, '__wrapped__')",
         "from dataparallel.testing import ToolsMissing",
+        "from dataparallel.testing import cuda; cuda.is_stand_in()",
     ],
 )
 def test_torch_is_not_imported(statement):
@@ -137,6 +138,29 @@ def test_a_name_that_is_not_there(package):
 
 def test_a_room_is_an_attribute_without_an_import_of_its_own():
     run_script("import dataparallel; dataparallel.comm.broadcast; dataparallel.testing.simulated.simulate")
+
+
+def test_threads_that_ask_first_at_the_same_time():
+    run_script("""
+import sys, threading
+import torch
+sys.setswitchinterval(1e-6)
+import dataparallel
+
+names = [name for name in dataparallel.__all__ if not name.startswith("_")]
+barrier, found = threading.Barrier(len(names)), []
+
+def ask(name):
+    barrier.wait()
+    found.append(getattr(dataparallel, name))
+
+threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(found) == len(names)
+""")
 
 
 def test_what_a_room_lacks_itself_is_told(monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ ROOT = Path(dataparallel.__file__).parent
 
 FLOORS = """
     __main__
-    testing            simulated accelerators and helpers for tests: nobody in the library imports them
+    testing            simulated accelerators, a stand-in for CUDA, helpers for tests: no other room imports them
     report             what the machine has, and how tensors would travel
     __init__           the public names
     tracing            where the time of a step went
@@ -132,6 +132,8 @@ def test_no_cpp_files_include_each_other() -> None:
     includes: dict[str, set[str]] = {}
     for path in sorted((ROOT / "testing" / "csrc").rglob("*.*")):
         lines = path.read_text(encoding="utf-8").splitlines()
-        found = {Path(line.split(chr(34))[1]).name.removesuffix(".h") for line in lines if line.startswith('#include "')}
+        found = {
+            Path(line.split(chr(34))[1]).name.removesuffix(".h") for line in lines if line.startswith('#include "')
+        }
         includes.setdefault(path.stem, set()).update(found - {path.stem})
     assert in_circles(includes) == {}

@@ -1,14 +1,15 @@
-"""Helpers for tests, of the library and of its users: small models, comparisons, simulated accelerators.
+"""Helpers for tests, of the library and of its users: models, comparisons, simulated accelerators, CUDA without a GPU.
 
 `models` has small models, one for each feature that replicas must reproduce, and models for tests of sharding; `cases`
-has the parts of the first.
-`parity` compares a module on several slots with the same module on one device, for the library's
-models and for your own; `steps` has its comparisons. `simulated` makes accelerators on a machine
-without any. `ranks` runs tests on slots, on threads and in processes; `sharding` runs operators on tensors
-that are sharded in every way. ``dataparallel.testing.pytest`` is a plugin with
-fixtures for both. `isolated_slots` makes slots on one device behave as separate devices. Nothing in the library
-imports this package. Importing it touches no device and does not import torch: each name is imported when it is first
-asked for.
+has the parts of the first. `parity` compares a module on several slots with the same module on one device, for the
+library's models and for your own; `steps` has its comparisons. `simulated` makes accelerators on a machine without any,
+and `cuda` runs torch's CUDA build on a machine without a GPU. They share ``csrc``, which `compiling` compiles, and
+`host_threads`. `ranks` runs tests on slots, on threads and in processes; `sharding` runs operators on tensors that are
+sharded in every way. ``dataparallel.testing.pytest`` is a plugin with fixtures for these. `isolated_slots` makes slots
+on one device behave as separate devices.
+
+Nothing in the library imports this package. Importing it touches no device and does not import torch: each name is
+imported when it is first asked for.
 """
 
 from typing import TYPE_CHECKING

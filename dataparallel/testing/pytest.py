@@ -1,4 +1,4 @@
-"""A pytest plugin: `sim_devices`, a list of simulated accelerators, and fixtures that run a function in several ranks.
+"""A pytest plugin: lists of simulated accelerators and of CUDA devices, and fixtures that run a function in ranks.
 
 In the ``conftest.py`` beside your pytest configuration::
 
@@ -17,6 +17,9 @@ a backward or a use of CUDA while a ``conftest.py`` or a test file is imported, 
 After each test that asks for the devices, garbage is collected, so that the next test counts its own memory only. After
 every test the clocks are checked, so that memory that was freed too early fails the test that freed it. Then every
 device is waited for, so that memory that is freed later is no error of another test.
+
+`cuda_devices` is a list of all CUDA devices. Without a GPU they are those of a stand-in, in a run that was started by
+``python -m dataparallel.testing.cuda -m pytest``.
 
 `on_slots`, `on_threads` and `on_processes` are functions that run a function of a test in ranks::
 
@@ -39,9 +42,10 @@ from typing import Any
 import pytest
 import torch
 
+from dataparallel.testing.cuda.possible import why_not_here
 from dataparallel.testing.simulated import SimulationTooLate, SimulationUnavailable, ToolsMissing, simulate
 
-__all__ = ["on_processes", "on_slots", "on_threads", "settle", "sim_devices"]
+__all__ = ["cuda_devices", "on_processes", "on_slots", "on_threads", "settle", "sim_devices"]
 
 # What a test raises that does not fail.
 _NO_FAILURE = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
@@ -80,6 +84,19 @@ def sim_devices(pytestconfig: pytest.Config) -> list[torch.device]:
     if isinstance(devices, SimulationUnavailable):
         pytest.fail(str(devices), pytrace=False)
     return list(devices)
+
+
+@pytest.fixture(scope="session")
+def cuda_devices() -> list[torch.device]:
+    """A list of all CUDA devices: GPUs, or where there are none those of a stand-in for CUDA.
+
+    A test that asks for it is skipped if there are no CUDA devices in this run.
+    """
+    if not torch.cuda.is_available():
+        why_not = why_not_here()
+        remedy = "python -m dataparallel.testing.cuda -m pytest runs this test on a stand-in"
+        pytest.skip(f"this run has no CUDA devices: {why_not or remedy}")
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 @pytest.fixture

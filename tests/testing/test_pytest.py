@@ -3,7 +3,9 @@
 import textwrap
 
 import pytest
+import torch
 
+from dataparallel.testing.cuda.possible import why_not_here
 from processes import Ahead, Job, attempt, run_pytest
 
 # These tests start their own processes, so one kind of devices is enough.
@@ -227,3 +229,14 @@ def test_a_backward_at_import_fails_the_tests_with_a_sentence(available, result)
     result.stdout.fnmatch_lines(
         ["a backward has run in this process before simulate*dataparallel.testing.simulate at the top of conftest*"]
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.ahead("""
+        def test_on_cuda(cuda_devices):
+            raise AssertionError("there are none")
+    """)
+def test_without_cuda_devices_a_test_that_asks_for_them_is_skipped_and_says_what_to_do(result):
+    result.assert_outcomes(skipped=1)
+    remedy = "python -m dataparallel.testing.cuda -m pytest" if why_not_here() is None else why_not_here()
+    assert f"this run has no CUDA devices: {remedy}"[:100] in str(result.stdout).replace("\n", " ")

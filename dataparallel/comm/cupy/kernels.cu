@@ -1,7 +1,7 @@
 // The kernels of the cupy transport: one launch copies many tensors, one launch sums the tensors of all slots.
 //
 // This is plain CUDA C++ without headers, so that NVRTC compiles it as it is, and without shared memory or barriers, so
-// that the tests can build it with a C++ compiler and run it on the CPU, thread by thread. The kernels see dense memory
+// that a C++ compiler can build it for the CPU, where it runs thread by thread: in tests and on the stand-in for CUDA. The kernels see dense memory
 // only: pointers and counts, in one table that tables.py packs. They check nothing. They keep subnormals even if a
 // compiler is told to flush them.
 //
@@ -125,7 +125,19 @@ __device__ void copy_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 
 template <typename Sum>
 __device__ Sum add(Sum left, Sum right) { return left + right; }
 
-#ifdef __CUDA_ARCH__  // for the CPU, tests/comm/kernel_shim.h has float_of_half and half_of_float
+__device__ float float_of(unsigned int bits) {
+  union { unsigned int bits; float value; } both;
+  both.bits = bits;
+  return both.value;
+}
+
+__device__ unsigned int bits_of(float value) {
+  union { float value; unsigned int bits; } both;
+  both.value = value;
+  return both.bits;
+}
+
+#ifdef __CUDA_ARCH__
 __device__ float add(float left, float right) {
   float sum;
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(left), "f"(right));
@@ -143,19 +155,29 @@ __device__ unsigned short half_of_float(float sum) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(sum));
   return rounded;
 }
+#else  // on the CPU, which has no instructions for this, or has them in some compilers only
+__device__ float float_of_half(unsigned short stored) {
+  const unsigned int sign = (stored & 0x8000u) << 16;
+  const unsigned int shifted = (stored & 0x7fffu) << 13;
+  if (shifted >= 0x0f800000u) return float_of(sign | shifted | 0x7f800000u);  // infinity and NaN
+  // The bias of the exponents differs by 112. Multiplying by 2^112 is exact, for subnormals too.
+  return float_of(sign | bits_of(float_of(shifted) * float_of(0x77800000u)));
+}
+
+__device__ unsigned short half_of_float(float sum) {
+  const unsigned int magnitude = bits_of(sum) & 0x7fffffffu;
+  unsigned int rounded;
+  if (magnitude > 0x7f800000u) rounded = 0x7e00u;        // NaN
+  else if (magnitude >= 0x477ff000u) rounded = 0x7c00u;  // 65520 and above round to infinity
+  else if (magnitude < 0x38800000u) {
+    // Below 2^-14 halves are multiples of 2^-24, as floats from 1/2 to 1 are: adding 1/2 rounds to such a multiple.
+    rounded = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+  } else {
+    rounded = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  }
+  return (unsigned short)(((bits_of(sum) >> 16) & 0x8000u) | rounded);
+}
 #endif
-
-__device__ float float_of(unsigned int bits) {
-  union { unsigned int bits; float value; } both;
-  both.bits = bits;
-  return both.value;
-}
-
-__device__ unsigned int bits_of(float value) {
-  union { float value; unsigned int bits; } both;
-  both.value = value;
-  return both.bits;
-}
 
 // float, double, and integers. Unsigned sums wrap around, and have the bits of torch's sums for signed integers too.
 template <typename StoredType, typename SumType>

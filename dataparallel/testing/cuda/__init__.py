@@ -76,7 +76,7 @@ def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -
         ValueError: if there cannot be so many devices, or none like that; if an earlier call has asked for others.
         SimulationUnavailable: a ``RuntimeError`` that says why this process or machine cannot have them, for example
             because it has a GPU. It is `ToolsMissing` if the machine lacks what they are made of: Linux, torch's build
-            for CUDA 12 or 13, CUDA's headers, a compiler. It is `SimulationTooLate` if torch has been imported.
+            for CUDA 13, CUDA's headers, a compiler. It is `SimulationTooLate` if torch has been imported.
     """
     wanted, before = machine_like(like, devices), start.machine()
     if before is not None and before != wanted:

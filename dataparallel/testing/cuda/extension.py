@@ -37,5 +37,5 @@ def _extension() -> Extension:
         folders=folders,
         flags=("-O2", "-fvisibility=hidden", "-DNDEBUG", "-DDATAPARALLEL_CUDA"),
         link_flags=("-lc10_cuda", "-ltorch_cuda"),
-        include_paths=(*folders, CSRC / "runtime", *libraries.include_paths(libraries.cuda_of_torch())),
+        include_paths=(*folders, CSRC / "runtime", *libraries.include_paths()),
     )

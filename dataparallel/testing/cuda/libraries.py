@@ -1,7 +1,7 @@
 """The shared libraries that answer in place of CUDA's: compiled on first use, and opened before torch is imported.
 
 The dynamic loader takes a library that is already open for any that needs one of its name (its soname), so torch's
-libraries find these. `open_libraries` is what `stand_in` calls. This file does not import torch.
+libraries find these. `start` calls `open_libraries`. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataparallel.testing.compiling import Library, SimulationTooLate, SimulationUnavailable, ToolsMissing, build_library
+from dataparallel.testing.compiling import (
+    Library,
+    SimulationTooLate,
+    SimulationUnavailable,
+    ToolsMissing,
+    build_library,
+)
+from dataparallel.testing.cuda import cupy_imports, nvrtc
+from dataparallel.testing.cuda.machine import Machine
 
 __all__ = [
     "Counts",
@@ -32,25 +40,24 @@ __all__ = [
 
 CSRC = Path(__file__).parents[1] / "csrc"
 WHAT = "libraries in place of CUDA's"
-MAJORS = (12, 13)  # whose functions the sources know
+MAJOR = 13  # of the CUDA whose functions are answered: libraries of others have other names
 LINKS = {"works": 0, "missing": 1, "broken": 2}
 
 _opened: dict[str, ctypes.CDLL] = {}
 
 
-def open_libraries(machine: Any = None) -> Path:
+def open_libraries(machine: Machine | None = None) -> Path:
     """Compiles the libraries if they are not in the cache, opens them for the whole process, and sets up the machine.
 
     Args:
-        machine: an object with the attributes ``devices``, ``name``, ``major``, ``minor``, ``bytes`` (of each device),
-            ``processors`` and optionally ``ecc``. Without one there are 8 devices.
+        machine: what the devices say of themselves. Without one there are 8 devices.
 
     Returns:
         the file of the runtime's library, which others of the stand-in are linked to.
 
     Raises:
         ToolsMissing: if there is no compiler, if torch is not built for CUDA or CUDA's headers are missing.
-        SimulationTooLate: if torch was imported already.
+        SimulationTooLate: if torch was imported already, or if the process has used CUDA with another machine.
         SimulationUnavailable: if the compiler fails, or if the cache cannot be written.
     """
     path = runtime()
@@ -59,8 +66,11 @@ def open_libraries(machine: Any = None) -> Path:
             raise SimulationTooLate(
                 "torch has opened CUDA's libraries already: put the stand-in in their place before torch is imported"
             )
-        for library in (path, _forward("libcuda.so.1", path), _forward("libnvidia-ml.so.1", path)):
+        forwards = (_forward("libcuda.so.1", path), _forward("libnvidia-ml.so.1", path))
+        for library in (path, *forwards, *_nccl(path)):
             _opened[library.name] = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        nvrtc.open_nvrtc(f"libnvrtc.so.{MAJOR}", WHAT, include_paths())
+        cupy_imports.prepare(path)
     if machine is not None:
         _set_machine(machine)
     return path
@@ -68,27 +78,37 @@ def open_libraries(machine: Any = None) -> Path:
 
 def runtime() -> Path:
     """Returns the file of the runtime's library, and compiles it if it is not in the cache. It is not opened."""
-    if not sys.platform.startswith("linux"):
-        raise ToolsMissing(f"{WHAT} are made for Linux; this is {sys.platform}")
-    major = cuda_of_torch()
-    name = f"libcudart.so.{major}"
-    # The loader of some versions wants the versions of symbols, which are called as the library is.
-    link_flags = (f"-Wl,-soname,{name}", "-Wl,--default-symver", "-Wl,-Bsymbolic-functions", "-ldl")
-    flags = ("-O2", "-fvisibility=hidden", "-Wall")
-    return build_library(Library(name, WHAT, (CSRC / "runtime",), flags, link_flags, include_paths(major)))
+    name = f"libcudart.so.{cuda_of_torch()}"
+    # torch's libraries ask for the version of each symbol too, which is called as the library is.
+    symbols = ("-Wl,--default-symver", "-Wl,-Bsymbolic-functions", "-Wl,--no-undefined")
+    flags, link_flags = ("-O2", "-fvisibility=hidden", "-Wall"), (f"-Wl,-soname,{name}", *symbols, "-ldl")
+    headers = (*include_paths(), CSRC / "nvrtc" / "shim")
+    return build_library(Library(name, WHAT, (CSRC / "runtime",), flags, link_flags, headers))
 
 
 def _forward(name: str, path: Path) -> Path:
+    """A library of that name without functions of its own: the runtime's, which it needs, has them."""
     link_flags = (f"-Wl,-soname,{name}", "-Wl,--no-as-needed", str(path), f"-Wl,-rpath,{path.parent}")
     return build_library(Library(name, WHAT, (CSRC / "forwards",), ("-O2",), link_flags))
+
+
+def _nccl(path: Path) -> tuple[Path, ...]:
+    """NCCL's library, if its headers are installed: they come with torch's wheels that need NCCL."""
+    own, cuda = include_paths()
+    headers = next((folder for folder in (*_in_wheels("nccl"), cuda) if (folder / "nccl.h").exists()), None)
+    if headers is None:
+        return ()
+    link_flags = ("-Wl,-soname,libnccl.so.2", "-Wl,--no-as-needed", str(path), f"-Wl,-rpath,{path.parent}")
+    flags = ("-O2", "-fvisibility=hidden", "-Wall")
+    paths = (own, CSRC / "runtime", cuda, headers)
+    return (build_library(Library("libnccl.so.2", WHAT, (CSRC / "nccl",), flags, link_flags, paths)),)
 
 
 def cuda_of_torch() -> int:
     """Returns the major version of CUDA that the installed torch is built for. It is read from a file of torch.
 
     Raises:
-        ToolsMissing: if torch is not installed or not built for CUDA.
-        SimulationUnavailable: if it is built for a version that the sources do not know.
+        ToolsMissing: if torch is not installed, or not built for a CUDA whose functions are answered.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
@@ -97,34 +117,39 @@ def cuda_of_torch() -> int:
     found = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.", text, re.MULTILINE)
     if found is None:
         raise ToolsMissing(
-            f"{WHAT} are for torch's build for CUDA, and the installed one has no CUDA. On a machine without a GPU that "
-            "build can be installed as well (pip install torch from the index of a version of CUDA)"
+            f"{WHAT} are for torch's build for CUDA {MAJOR}, and the installed one has no CUDA. That build can be "
+            "installed on a machine without a GPU too (pip install torch from the index of that CUDA)"
         )
-    major = int(found[1])
-    if major not in MAJORS:
-        known = " and ".join(map(str, MAJORS))
-        raise SimulationUnavailable(f"torch is built for CUDA {major}; the stand-in knows the functions of CUDA {known}")
-    return major
+    if int(found[1]) != MAJOR:
+        raise ToolsMissing(
+            f"{WHAT} have the functions of CUDA {MAJOR}, and the installed torch is built for CUDA {found[1]}: "
+            f"install its build for CUDA {MAJOR}"
+        )
+    return MAJOR
 
 
-def include_paths(major: int) -> tuple[Path, ...]:
-    """Returns where the headers of CUDA are, with this package's for what the wheels do not have in front.
+def include_paths(major: int = MAJOR) -> tuple[Path, Path]:
+    """Returns where headers are: this package's, which come first for those that no wheel has, and CUDA's.
 
     Raises:
-        ToolsMissing: if there are no headers.
+        ToolsMissing: if CUDA's are not there.
     """
     roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    folders = [root / "include" for root in (*roots, Path(f"/usr/local/cuda-{major}"), Path("/usr/local/cuda"))]
-    spec = importlib.util.find_spec("nvidia")
-    wheels = list(spec.submodule_search_locations or []) if spec is not None else []
-    folders[:0] = [Path(wheel, part, "include") for wheel in wheels for part in (f"cu{major}", "cuda_runtime")]
+    roots += [Path(f"/usr/local/cuda-{major}"), Path("/usr/local/cuda")]
+    folders = [*_in_wheels(f"cu{major}"), *(root / "include" for root in roots)]
     for folder in folders:
         if _version_of(folder) == major:
-            return (CSRC / "headers", folder)
+            return CSRC / "headers", folder
     raise ToolsMissing(
-        f"{WHAT} are compiled with the headers of CUDA {major}'s runtime, and no folder has them (pip install "
-        f"nvidia-cuda-runtime for CUDA 13, nvidia-cuda-runtime-cu12 for CUDA 12, or set CUDA_HOME)"
+        f"{WHAT} are compiled with the headers of CUDA {major}'s runtime, and no folder has them: pip install "
+        "nvidia-cuda-runtime, or set CUDA_HOME"
     )
+
+
+def _in_wheels(part: str) -> list[Path]:
+    spec = importlib.util.find_spec("nvidia")
+    wheels = (spec and spec.submodule_search_locations) or ()
+    return [Path(wheel, part, "include") for wheel in wheels]
 
 
 def _version_of(folder: Path) -> int | None:
@@ -150,17 +175,20 @@ def _call(name: str, *arguments: Any) -> None:
         raise ValueError(message.decode())
 
 
-def _set_machine(machine: Any) -> None:
-    _call(
-        "standin_set_machine",
-        machine.devices,
-        machine.name.encode(),
-        machine.major,
-        machine.minor,
-        ctypes.c_size_t(machine.bytes),
-        machine.processors,
-        int(getattr(machine, "ecc", False)),
-    )
+def _set_machine(machine: Machine) -> None:
+    try:
+        _call(
+            "standin_set_machine",
+            machine.devices,
+            machine.name.encode(),
+            machine.major,
+            machine.minor,
+            ctypes.c_size_t(machine.bytes),
+            machine.processors,
+            0,
+        )
+    except ValueError as error:
+        raise SimulationTooLate(str(error)) from None
 
 
 def set_link(source: int, target: int, state: str) -> None:

@@ -6,13 +6,17 @@ It answers without importing torch, because afterwards it is too late. `start` c
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 from dataparallel.testing.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
-from dataparallel.testing.cuda.libraries import cuda_of_torch
 
-__all__ = ["check_process", "file_of_torch", "gpus", "why_not_here"]
+__all__ = ["check_process", "cuda_headers", "file_of_torch", "gpus", "why_not_here"]
+
+CUDA = "13"
+"""The release of CUDA whose functions are answered: libraries and headers of others have other names."""
 
 # Of NVIDIA's drivers: for cards, for Jetson, and for Windows' subsystem for Linux.
 GPU_FILES = ("nvidia[0-9]*", "nvgpu", "nvhost-gpu", "dxg")
@@ -44,13 +48,21 @@ def check_process(hide_gpus: bool = False) -> None:
 
 
 def why_not_here() -> str | None:
-    """Why no process of this interpreter can have a stand-in, or ``None``. GPUs and compilers do not matter."""
+    """Why no process of this interpreter can have a stand-in, or ``None``. GPUs do not matter."""
     if not sys.platform.startswith("linux"):
         return f"a stand-in for CUDA needs Linux; this is {sys.platform}"
-    try:
-        cuda_of_torch()
-    except SimulationUnavailable as error:
-        return str(error)
+    file = file_of_torch()
+    if file is None:
+        return f"a stand-in for CUDA needs a torch built for CUDA {CUDA}, and this Python has no torch: install it"
+    version = _version_of_torch(file)
+    built = f"torch {version.get('__version__', 'of an unknown version')} was built for"
+    cuda = version.get("cuda")
+    if cuda is None:
+        others = {"ROCm": version.get("hip"), "XPU": version.get("xpu")}
+        instead = next((name for name, release in others.items() if release), "the CPU only")
+        return f"a stand-in for CUDA needs a torch built for CUDA {CUDA}, and {built} {instead}: install that build"
+    if cuda.split(".")[0] != CUDA:
+        return f"a stand-in answers for CUDA {CUDA}, and {built} CUDA {cuda}: install a torch for CUDA {CUDA}"
     return None
 
 
@@ -60,6 +72,30 @@ def file_of_torch() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
+def _version_of_torch(file: Path) -> dict[str, Any]:
+    path = file.with_name("version.py")
+    return runpy.run_path(str(path)) if path.exists() else {}
+
+
 def gpus(devices: Path = Path("/dev")) -> list[str]:
     """The files by which NVIDIA's driver would be reached. CUDA itself is not asked: it could not be replaced then."""
     return sorted(str(path) for pattern in GPU_FILES for path in devices.glob(pattern))
+
+
+def cuda_headers() -> Path:
+    """The folder with CUDA's headers, which torch's packages bring.
+
+    Raises:
+        ToolsMissing: if it is not there.
+    """
+    file = file_of_torch()
+    searched = [Path(entry, "nvidia", f"cu{CUDA}", "include") for entry in sys.path]
+    if file is not None:
+        searched.insert(0, file.parents[1] / "nvidia" / f"cu{CUDA}" / "include")
+    for folder in searched:
+        if (folder / "cuda_runtime_api.h").exists():
+            return folder
+    raise ToolsMissing(
+        f"a stand-in for CUDA is compiled with CUDA's headers, and {searched[0]} has no cuda_runtime_api.h: "
+        "pip install nvidia-cuda-runtime"
+    )

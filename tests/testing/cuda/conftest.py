@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import environment
+from processes import environment, run_script
 
 TORCH = """
 import os
@@ -28,7 +28,7 @@ device = lambda kind, index: f"{kind}:{index}"
 CUSTOM = """
 import os, sys, types
 from dataparallel.testing import cuda
-from dataparallel.testing.cuda import extension, libraries, possible
+from dataparallel.testing.cuda import extension, libraries, possible, start
 
 libraries.set_link = lambda *link: print(*link, flush=True)
 
@@ -44,8 +44,15 @@ watching = types.ModuleType("dataparallel.testing.cuda.watching")
 watching.pass_over_tools = watching.host_reads = lambda: None
 sys.modules[watching.__name__] = watching
 libraries.open_libraries = open_libraries
-register = lambda: print("register", flush=True)
-extension.load = lambda: types.SimpleNamespace(register=register, watch_allocators=None, watch_host=lambda: None)
+class Compiled:
+    def register(self):
+        print("register", flush=True)
+
+    def __getattr__(self, name):  # watches of several kinds
+        return lambda: None
+
+extension.load = Compiled
+start._make_settings = lambda: None
 possible.gpus = lambda: []
 """
 
@@ -91,3 +98,9 @@ def lines(python) -> Callable[..., list[str]]:
         return done.stdout.splitlines()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def compiled_libraries() -> None:
+    """The libraries in place of CUDA's and the watcher of the tests, which may take longer than a script has."""
+    run_script("import cudart; cudart.Log()", timeout=900)

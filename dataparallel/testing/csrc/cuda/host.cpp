@@ -28,7 +28,8 @@ struct State {
 // These look at no element themselves: `copy_` follows for those that copy.
 bool leaves_memory_alone(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> names = {"aten::_to_copy", "aten::_pin_memory", "aten::is_pinned"};
-  return names.count(op.operator_name().name) > 0 || !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
+  const auto& name = op.operator_name().name;
+  return names.count(name) > 0 || (name != "aten::copy_" && !op.hasKernelForDispatchKey(c10::DispatchKey::CPU));
 }
 
 std::shared_ptr<const OperatorPlan> plan_of(const c10::OperatorName& name) {

@@ -22,9 +22,34 @@ CallCount::CallCount(const char* function) : name(function), next(functions.load
   }
 }
 
+namespace {
+
+thread_local Thread* own = nullptr;
+
+// The state goes with its thread. Destructors that run later, as those of libraries at the end of the process, may call
+// CUDA again: then there is a new one, which stays.
+struct Owner {
+  ~Owner() {
+    for (auto* stream : own->streams) {
+      if (stream != nullptr) {
+        stream->alive = false;
+      }
+    }
+    delete std::exchange(own, nullptr);
+  }
+};
+
+Thread& new_thread() {
+  own = new Thread;
+  static thread_local Owner owner;
+  (void)owner;
+  return *own;
+}
+
+} // namespace
+
 Thread& this_thread() {
-  static thread_local Thread thread;
-  return thread;
+  return own != nullptr ? *own : new_thread();
 }
 
 bool in_child() {
@@ -62,7 +87,7 @@ Counts counts() {
     }
   }
   result.kernels = launched_kernels(false);
-  for (int i = 0; i < device_count(); ++i) {
+  for (int i = 0; is_used() && i < device_count(); ++i) {
     result.contexts.push_back(device_at(i).context);
   }
   result.host_waits = waits.load();

@@ -137,7 +137,7 @@ cudaError_t fill(const char* call, Rows to_rows, Extent extent, uint32_t value, 
     return cudaSuccess;
   }
   const auto to = side_of(to_rows, extent);
-  if (to.allocation == nullptr) {
+  if (to.allocation == nullptr || (!to.on_host() && !has_mapped(stream.name.device, to.device()))) {
     return cudaErrorInvalidValue;
   }
   std::vector<Part> parts;

@@ -47,7 +47,9 @@ cudaError_t copy_box(const char* call, const cudaMemcpy3DParms& box, cudaStream_
 } // namespace
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
-  return entry(__func__, [&] { return copy("cudaMemcpy", rows(to), rows(from), {bytes}, kind, stream_of(nullptr), true); });
+  return entry(__func__, [&] {
+    return copy("cudaMemcpy", rows(to), rows(from), {bytes}, kind, stream_of(nullptr), true);
+  });
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {

@@ -14,7 +14,8 @@ namespace standin {
 void* driver_function(const std::string& name) {
   static void* const own = [] {
     Dl_info place;
-    return dladdr(reinterpret_cast<void*>(&cuInit), &place) ? dlopen(place.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : nullptr;
+    dladdr(reinterpret_cast<void*>(&cuInit), &place);
+    return dlopen(place.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
   }();
   if (own == nullptr || name.compare(0, 2, "cu") != 0 || name.compare(0, 4, "cuda") == 0) {
     return nullptr;
@@ -28,6 +29,14 @@ void* driver_function(const std::string& name) {
 }
 
 namespace {
+
+cudaError_t copy_text(const std::string& from, char* to, int bytes) {
+  if (bytes <= static_cast<int>(from.size())) {
+    return cudaErrorInvalidValue;
+  }
+  std::memcpy(to, from.c_str(), from.size() + 1);
+  return cudaSuccess;
+}
 
 CUcontext context_of(int device) {
   return device < 0 ? nullptr : reinterpret_cast<CUcontext>(&device_at(device));
@@ -123,7 +132,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
 }
 
 CUresult cuDeviceGetPCIBusId(char* text, int bytes, CUdevice device) {
-  return driver_entry(__func__, [&] { return cudaDeviceGetPCIBusId(text, bytes, device); });
+  return driver_entry(__func__, [&] { return copy_text(pci_bus_id(device_at(device).physical), text, bytes); });
 }
 
 CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
@@ -261,22 +270,13 @@ CUresult cuGetProcAddress(const char* name, void** function, int, cuuint64_t, CU
 }
 
 // Without a function there is an error only if the caller does not ask how it went.
-static cudaError_t find_entry_point(const char* name, void** function, cudaDriverEntryPointQueryResult* found) {
-  *function = driver_function(name);
-  if (found != nullptr) {
-    *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-  }
-  return *function || found ? cudaSuccess : cudaErrorSymbolNotFound;
-}
-
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
-  return entry(__func__, [&] { return find_entry_point(name, function, found); });
+  return entry(__func__, [&] {
+    *function = driver_function(name);
+    if (found != nullptr) {
+      *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    }
+    return *function || found ? cudaSuccess : cudaErrorSymbolNotFound;
+  });
 }
-
-#if CUDART_VERSION < 13000
-cudaError_t cudaGetDriverEntryPoint(const char* name, void** function, unsigned long long,
-                                    cudaDriverEntryPointQueryResult* found) {
-  return entry(__func__, [&] { return find_entry_point(name, function, found); });
-}
-#endif

@@ -57,11 +57,15 @@ cudaError_t check_timed(const Event& event) {
   if (!event.recorded || (event.flags & cudaEventDisableTiming) != 0) {
     return cudaErrorInvalidResourceHandle;
   }
-  auto* told = watcher();
-  return told == nullptr || told->host_asks(event.state) ? cudaSuccess : cudaErrorNotReady;
+  return event_is_done(event) ? cudaSuccess : cudaErrorNotReady;
 }
 
 } // namespace
+
+bool event_is_done(const Event& event) {
+  auto* told = event.recorded ? watcher() : nullptr;
+  return told == nullptr || told->host_asks(event.state);
+}
 
 void* create_event(unsigned flags) {
   constexpr unsigned known = cudaEventBlockingSync | cudaEventDisableTiming | cudaEventInterprocess;
@@ -116,6 +120,29 @@ void record_event(Event& event, Stream& stream, const void* caller) {
   if (told != nullptr) {
     told->recorded(event.state, stream.name);
   }
+}
+
+void synchronize(Event& event, const char* call) {
+  if (!event.recorded) {
+    return;
+  }
+  count_host_wait();
+  if (auto* told = watcher()) {
+    told->host_waited(event.state, call);
+  }
+}
+
+cudaError_t elapsed(float* milliseconds, Event& from, Event& to) {
+  if (from.device != to.device) {
+    return cudaErrorInvalidResourceHandle;
+  }
+  const auto first = check_timed(from), second = check_timed(to);
+  if (first != cudaSuccess || second != cudaSuccess) {
+    const auto unusable = first == cudaErrorInvalidResourceHandle || second == cudaErrorInvalidResourceHandle;
+    return unusable ? cudaErrorInvalidResourceHandle : cudaErrorNotReady;
+  }
+  *milliseconds = std::chrono::duration<float, std::milli>(to.time - from.time).count();
+  return cudaSuccess;
 }
 
 // An event that was never recorded holds nobody up.
@@ -181,40 +208,17 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   });
 }
 
-cudaError_t cudaEventQuery(cudaEvent_t handle) {
-  return entry(__func__, [&] {
-    auto& event = event_of(handle);
-    auto* told = event.recorded ? watcher() : nullptr;
-    return told == nullptr || told->host_asks(event.state) ? cudaSuccess : cudaErrorNotReady;
-  });
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return entry(__func__, [&] { return event_is_done(event_of(event)) ? cudaSuccess : cudaErrorNotReady; });
 }
 
-cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   return entry(__func__, [&] {
-    auto& event = event_of(handle);
-    if (event.recorded) {
-      count_host_wait();
-      if (auto* told = watcher()) {
-        told->host_waited(event.state, "cudaEventSynchronize");
-      }
-    }
+    synchronize(event_of(event), "cudaEventSynchronize");
     return cudaSuccess;
   });
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
-  return entry(__func__, [&] {
-    auto& begin = event_of(from);
-    auto& end = event_of(to);
-    if (begin.device != end.device) {
-      return cudaErrorInvalidResourceHandle;
-    }
-    const auto first = check_timed(begin), second = check_timed(end);
-    if (first != cudaSuccess || second != cudaSuccess) {
-      const auto unusable = first == cudaErrorInvalidResourceHandle || second == cudaErrorInvalidResourceHandle;
-      return unusable ? cudaErrorInvalidResourceHandle : cudaErrorNotReady;
-    }
-    *milliseconds = std::chrono::duration<float, std::milli>(end.time - begin.time).count();
-    return cudaSuccess;
-  });
+  return entry(__func__, [&] { return elapsed(milliseconds, event_of(from), event_of(to)); });
 }

@@ -76,6 +76,10 @@ std::vector<std::unique_ptr<Device>>& devices() {
   return devices;
 }
 
+bool is_used() {
+  return fixed;
+}
+
 void set_machine(const Machine& machine) {
   if (fixed) {
     throw std::logic_error("the machine was used already: set it before the first call of CUDA");

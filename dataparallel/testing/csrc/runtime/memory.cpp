@@ -1,5 +1,5 @@
-// Allocations: memory of the devices with its limits, pinned and registered memory of the host, and whose an address is.
-#include <cstring>
+// Allocations: memory of the devices with its limits, pinned and registered memory of the host, and to whom an address
+// belongs.
 #include <map>
 #include <shared_mutex>
 
@@ -54,10 +54,14 @@ std::unique_ptr<Allocation> take(const void* address, Kind kind) {
   return result;
 }
 
-bool begins_one(const void* address, Kind kind) {
+// The device that the host waits for before an allocation that begins there is freed.
+int owner_of(const void* address, Kind kind) {
   const std::shared_lock<std::shared_mutex> guard(lock);
   const auto found = table.find(static_cast<const char*>(address));
-  return found != table.end() && found->second->kind == kind;
+  if (found == table.end() || found->second->kind != kind) {
+    throw Refused{cudaErrorInvalidValue};
+  }
+  return found->second->owner;
 }
 
 bool overlaps(const char* begin, size_t bytes) {
@@ -94,6 +98,21 @@ void remove(std::unique_ptr<Allocation> allocation) {
   }
 }
 
+// The host waits for the device first, as CUDA does.
+cudaError_t free_after_wait(void* address, Kind kind, const char* call) {
+  context_here();
+  if (address == nullptr) {
+    return cudaSuccess;
+  }
+  wait_for_device(owner_of(address, kind), call);
+  auto removed = take(address, kind);
+  if (removed == nullptr) { // another thread was faster
+    return cudaErrorInvalidValue;
+  }
+  remove(std::move(removed));
+  return cudaSuccess;
+}
+
 } // namespace
 
 cudaError_t allocate(void** address, size_t bytes) {
@@ -114,23 +133,8 @@ cudaError_t allocate(void** address, size_t bytes) {
   return cudaSuccess;
 }
 
-// The host waits for the device first, as CUDA does.
 cudaError_t release(void* address, const char* call) {
-  context_here();
-  if (address == nullptr) {
-    return cudaSuccess;
-  }
-  auto* allocation = begins_one(address, Kind::kDevice) ? allocation_of(address) : nullptr;
-  if (allocation == nullptr) {
-    return cudaErrorInvalidValue;
-  }
-  wait_for_device(allocation->owner, call);
-  auto removed = take(address, Kind::kDevice);
-  if (removed == nullptr) { // another thread was faster
-    return cudaErrorInvalidValue;
-  }
-  remove(std::move(removed));
-  return cudaSuccess;
+  return free_after_wait(address, Kind::kDevice, call);
 }
 
 cudaError_t allocate_host(void** address, size_t bytes, unsigned flags) {
@@ -148,21 +152,7 @@ cudaError_t allocate_host(void** address, size_t bytes, unsigned flags) {
 }
 
 cudaError_t release_host(void* address, const char* call) {
-  context_here();
-  if (address == nullptr) {
-    return cudaSuccess;
-  }
-  auto* allocation = begins_one(address, Kind::kPinned) ? allocation_of(address) : nullptr;
-  if (allocation == nullptr) {
-    return cudaErrorInvalidValue;
-  }
-  wait_for_device(allocation->owner, call);
-  auto removed = take(address, Kind::kPinned);
-  if (removed == nullptr) {
-    return cudaErrorInvalidValue;
-  }
-  remove(std::move(removed));
-  return cudaSuccess;
+  return free_after_wait(address, Kind::kPinned, call);
 }
 
 Allocation* allocation_of(const void* address) {
@@ -191,108 +181,33 @@ Part part_of(const void* address, size_t bytes, bool writes, const char* argumen
   return part;
 }
 
+cudaError_t register_host(void* address, size_t bytes, unsigned flags) {
+  const auto owner = context_here().index;
+  if (address == nullptr || bytes == 0) {
+    return cudaErrorInvalidValue;
+  }
+  auto* begin = static_cast<char*>(address);
+  if (overlaps(begin, bytes)) {
+    return cudaErrorHostMemoryAlreadyRegistered;
+  }
+  add(begin, bytes, Kind::kRegistered, owner, flags);
+  return cudaSuccess;
+}
+
+cudaError_t unregister_host(void* address) {
+  context_here();
+  auto removed = take(address, Kind::kRegistered);
+  if (removed == nullptr) {
+    return cudaErrorHostMemoryNotRegistered;
+  }
+  remove(std::move(removed));
+  return cudaSuccess;
+}
+
+void memory_info(size_t* free, size_t* total) {
+  auto& device = context_here();
+  *total = capacity_of(device.index);
+  *free = *total - std::min<size_t>(*total, device.used);
+}
+
 } // namespace standin
-
-using namespace standin;
-
-cudaError_t cudaMalloc(void** address, size_t bytes) {
-  return entry(__func__, [&] { return allocate(address, bytes); });
-}
-
-cudaError_t cudaFree(void* address) {
-  return entry(__func__, [&] { return release(address, "cudaFree"); });
-}
-
-cudaError_t cudaMallocPitch(void** address, size_t* pitch, size_t width, size_t height) {
-  return entry(__func__, [&] {
-    *pitch = taken(width);
-    return allocate(address, *pitch * height);
-  });
-}
-
-cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  return entry(__func__, [&] {
-    auto& device = context_here();
-    *total = capacity_of(device.index);
-    *free = *total - std::min<size_t>(*total, device.used);
-    return cudaSuccess;
-  });
-}
-
-cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned flags) {
-  return entry(__func__, [&] { return allocate_host(address, bytes, flags); });
-}
-
-cudaError_t cudaMallocHost(void** address, size_t bytes) {
-  return entry(__func__, [&] { return allocate_host(address, bytes, cudaHostAllocDefault); });
-}
-
-cudaError_t cudaFreeHost(void* address) {
-  return entry(__func__, [&] { return release_host(address, "cudaFreeHost"); });
-}
-
-cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned flags) {
-  return entry(__func__, [&] {
-    const auto owner = context_here().index;
-    if (address == nullptr || bytes == 0) {
-      return cudaErrorInvalidValue;
-    }
-    auto* begin = static_cast<char*>(address);
-    if (overlaps(begin, bytes)) {
-      return cudaErrorHostMemoryAlreadyRegistered;
-    }
-    add(begin, bytes, Kind::kRegistered, owner, flags);
-    return cudaSuccess;
-  });
-}
-
-cudaError_t cudaHostUnregister(void* address) {
-  return entry(__func__, [&] {
-    context_here();
-    auto removed = take(address, Kind::kRegistered);
-    if (removed == nullptr) {
-      return cudaErrorHostMemoryNotRegistered;
-    }
-    remove(std::move(removed));
-    return cudaSuccess;
-  });
-}
-
-cudaError_t cudaHostGetDevicePointer(void** pointer, void* address, unsigned) {
-  return entry(__func__, [&] {
-    const auto* allocation = allocation_of(address);
-    *pointer = allocation != nullptr && allocation->device < 0 ? address : nullptr;
-    return *pointer ? cudaSuccess : cudaErrorInvalidValue;
-  });
-}
-
-cudaError_t cudaHostGetFlags(unsigned* flags, void* address) {
-  return entry(__func__, [&] {
-    const auto* allocation = allocation_of(address);
-    if (allocation == nullptr || allocation->kind != Kind::kPinned) {
-      return cudaErrorInvalidValue;
-    }
-    *flags = allocation->flags | cudaHostAllocMapped;
-    return cudaSuccess;
-  });
-}
-
-cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
-  return entry(__func__, [&] {
-    context_here();
-    std::memset(attributes, 0, sizeof *attributes);
-    const auto* allocation = allocation_of(address);
-    attributes->type = cudaMemoryTypeUnregistered;
-    attributes->device = cudaInvalidDeviceId;
-    auto* pointer = const_cast<void*>(address);
-    if (allocation == nullptr) {
-      attributes->hostPointer = pointer;
-      return cudaSuccess;
-    }
-    attributes->device = allocation->owner;
-    attributes->devicePointer = pointer;
-    attributes->type = allocation->device < 0 ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
-    attributes->hostPointer = allocation->device < 0 ? pointer : nullptr;
-    return cudaSuccess;
-  });
-}

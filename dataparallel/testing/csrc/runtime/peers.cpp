@@ -44,9 +44,9 @@ std::string check_access(int device, const char* name, const Part* parts, size_t
     const auto* memory = part->memory;
     if (memory != nullptr && memory->device >= 0 && !has_mapped(device, memory->device)) {
       const auto here = "cuda:" + std::to_string(device), there = "cuda:" + std::to_string(memory->device);
-      return std::string(name) + " on " + here + (part->writes ? " writes to" : " reads") + " memory of " + there + " ('" +
-             part->argument + "'), which " + here + " has not mapped: a GPU ends the process with an illegal address. " +
-             "Copy it first, or let the devices be peers (cudaDeviceEnablePeerAccess)";
+      return std::string(name) + " on " + here + (part->writes ? " writes to" : " reads") + " memory of " + there +
+          " ('" + part->argument + "'), which " + here + " has not mapped: a GPU ends the process with an illegal " +
+          "address. Copy it first, or let the devices be peers (cudaDeviceEnablePeerAccess)";
     }
   }
   return {};

@@ -1,4 +1,5 @@
-// Memory pools, which the devices say they do not have (cudaDevAttrMemoryPoolsSupported), and memory of other processes.
+// Memory pools, which the devices say they do not have (cudaDevAttrMemoryPoolsSupported), and memory of other
+// processes: not supported, in CUDA's words.
 #include "state.h"
 
 using namespace standin;

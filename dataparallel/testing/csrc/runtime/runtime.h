@@ -58,8 +58,8 @@ void has_told(const std::string& message);
 // Empty if nothing is. Copies and collectives need no peers; operators and kernels ask before they announce.
 std::string check_access(int device, const char* name, const Part* parts, size_t count);
 
-// Makes the next CUDA function of this thread that returns cudaErrorUnknown (999) explain itself with this text: returns
-// that error after keeping the text for cudaGetErrorString.
+// Keeps a text with which the next cudaErrorUnknown (999) of this thread explains itself (cudaGetErrorString), and
+// returns that error.
 int fail(const std::string& text);
 
 // A kernel that a program launches by a host address or by name runs this instead, with CUDA's array of arguments.

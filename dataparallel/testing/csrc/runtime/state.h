@@ -73,6 +73,7 @@ struct Device {
 // ---- devices (machine.cpp, devices.cpp)
 
 std::vector<std::unique_ptr<Device>>& devices(); // from then on the machine is fixed
+bool is_used(); // whether there are any: asking does not make them
 int device_count();
 Device& device_at(int index); // throws Refused if there is none
 size_t capacity_of(int device);
@@ -96,15 +97,19 @@ Stream& stream_of(void* handle); // throws Refused
 Stream& stream_named(StreamName name);
 void* create_stream(unsigned flags, int priority);
 void destroy_stream(void* handle);
-// The implicit waits before an action on a stream: of the legacy default stream for the blocking ones and of them for it.
+// The implicit waits before an action on a stream: of the legacy default stream for blocking ones, and of them for it.
 void order(Stream& stream);
-void wait_for_stream(Stream& stream, const char* call);
+bool stream_is_done(Stream& stream);
+void wait_for_stream(Stream& stream, const char* call); // the host
 void wait_for_device(int device, const char* call);
 
 void* create_event(unsigned flags);
 void destroy_event(void* handle);
 Event& event_of(void* handle); // throws Refused
 void record_event(Event& event, Stream& stream, const void* caller);
+bool event_is_done(const Event& event);
+void synchronize(Event& event, const char* call); // the host waits
+cudaError_t elapsed(float* milliseconds, Event& from, Event& to);
 void wait_for_event(Stream& stream, Event& event);
 
 // ---- memory (memory.cpp, pages.cpp)
@@ -115,6 +120,9 @@ cudaError_t allocate(void** address, size_t bytes);
 cudaError_t release(void* address, const char* call);
 cudaError_t allocate_host(void** address, size_t bytes, unsigned flags);
 cudaError_t release_host(void* address, const char* call);
+cudaError_t register_host(void* address, size_t bytes, unsigned flags);
+cudaError_t unregister_host(void* address);
+void memory_info(size_t* free, size_t* total); // of the current device
 Allocation* allocation_of(const void* address);
 
 // ---- copies (copies.cpp)
@@ -216,7 +224,13 @@ CUresult driver_entry(const char* function, const Body& body) {
   if (this_thread().in_host_function) {
     return CUDA_ERROR_NOT_PERMITTED;
   }
-  return static_cast<CUresult>(guarded(body)); // the codes of both have the same numbers, but for a few of the runtime's
+  return static_cast<CUresult>(guarded(body)); // both have the same numbers for what the stand-in returns
+}
+
+// The same for functions that need a current context, which the driver does not make.
+template <class Body>
+CUresult in_context(const char* function, const Body& body) {
+  return driver_entry(function, [&] { return this_thread().bound ? body() : cudaErrorDeviceUninitialized; });
 }
 
 } // namespace standin

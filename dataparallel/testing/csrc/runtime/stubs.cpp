@@ -1,5 +1,5 @@
-// Every function of CUDA's runtime that the stand-in does not have, so that libraries which need it can be loaded. A call
-// returns an error that names the function. The linker takes these only where no other file defines the function.
+// Every function of CUDA's runtime that the stand-in does not have, so that libraries which need it can be loaded. A
+// call returns an error that names the function. The linker takes these only where no other file defines the function.
 //
 // No header of CUDA is included: the stubs have other types.
 #include "runtime.h"

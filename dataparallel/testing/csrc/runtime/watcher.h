@@ -1,5 +1,5 @@
 // What the stand-in for CUDA's runtime tells a watcher: launches with the memory that they touch, and everything that
-// orders launches. The watcher is the front end in ../cuda, which has the clocks. This header knows no torch and no CUDA.
+// orders launches. The watcher is the front end in ../cuda, which has the clocks. No torch and no CUDA in this header.
 //
 // Work is done when it is launched, in the order of the calls, which is one that CUDA allows too. The watcher says what
 // a GPU might have done in another order.
@@ -48,7 +48,7 @@ struct CopyInfo {
   size_t bytes = 0;
 };
 
-// All functions may be called by any thread. The runtime holds none of its locks when it calls, so they may call Python.
+// Any thread may call all functions. The runtime holds none of its locks when it calls, so they may call Python.
 class Watcher {
  public:
   virtual ~Watcher() = default;
@@ -57,6 +57,9 @@ class Watcher {
   // the work is not done, and the call returns an error with that text.
   virtual std::string launch(StreamName stream, const char* name, const Part* parts, size_t count,
                              const CopyInfo* copy) = 0;
+
+  // A kernel is about to run whose memory is known only when it has run: `launch` follows then. By default it may run.
+  virtual std::string begins(StreamName /*stream*/, const char* /*name*/) { return {}; }
 
   virtual void recorded(EventState& event, StreamName stream) = 0;
   virtual void stream_waits(StreamName stream, const EventState& event) = 0;
@@ -70,13 +73,14 @@ class Watcher {
   virtual bool host_asks(const EventState& event) = 0;
   virtual bool host_asks_stream(StreamName stream) = 0;
 
-  // A function of the program runs between the work of a stream (cudaLaunchHostFunc): after all that the stream has, and
-  // before all that it gets. The calling thread runs it in place of a thread of the driver, between these two calls.
+  // A function of the program runs between the work of a stream (cudaLaunchHostFunc): after all that the stream has,
+  // and before all that it gets. The calling thread runs it in place of one of the driver, between these two calls.
   virtual void host_function(StreamName stream, bool begins) {
     (void)stream, (void)begins;
   }
 
-  virtual void forget(EventState& event) = 0; // before it is destroyed or recorded again
+  // Before an event is destroyed or recorded again. What is older than the watcher has no `watched`; so in `freed`.
+  virtual void forget(EventState& event) = 0;
   virtual void allocated(Memory& memory) = 0;
   virtual void freed(Memory& memory) = 0;
 };
