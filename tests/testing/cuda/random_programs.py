@@ -49,6 +49,7 @@ class Step:
     writes: tuple[tuple[int, str], ...] = ()
     buffer: int = -1
     device: int = -1
+    streams: tuple[Stream, ...] = ()  # that have used a buffer
 
     @property
     def waits(self) -> bool:
@@ -262,6 +263,8 @@ class Generator:
             if min(ends) >= 0 and ends[0] != ends[1]:
                 self.between(stream, (ends[1], choose.randrange(STREAMS)), source, target, view)
             else:
+                if min(ends) < 0:  # elements that are not in one piece are packed by the host
+                    view = choose.choice(["all", "front", "back"])
                 self.launch(Step("launch", stream, stream, op="copy", reads=((source, view),), writes=((target, view),)))
         elif kind == "host" and pinned:
             buffer = choose.choice(pinned)
@@ -316,7 +319,7 @@ class Generator:
         """Frees a buffer and makes another, which may get its memory."""
         home = self.homes[buffer]
         if self.random.random() < 0.5:
-            self.add(Step("free", buffer=buffer, op="recorded"))
+            self.add(Step("free", buffer=buffer, streams=tuple(sorted(self.used[buffer] - {home}))))
         else:
             for used in sorted(self.used[buffer] - {home}):
                 self.add(Step("wait_stream", home, used))
