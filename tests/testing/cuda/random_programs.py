@@ -318,12 +318,14 @@ class Generator:
     def replace(self, buffer: int, stream: Stream) -> None:
         """Frees a buffer and makes another, which may get its memory."""
         home = self.homes[buffer]
-        if self.random.random() < 0.5:
-            self.add(Step("free", buffer=buffer, streams=tuple(sorted(self.used[buffer] - {home}))))
-        else:
-            for used in sorted(self.used[buffer] - {home}):
+        others = sorted(self.used[buffer] - {home})
+        # torch ignores record_stream of a default stream for memory of another device's default stream: their handles
+        # are equal.
+        recorded = [one for one in others if home[1] or one[1]] if self.random.random() < 0.5 else []
+        for used in others:
+            if used not in recorded:
                 self.add(Step("wait_stream", home, used))
-            self.add(Step("free", buffer=buffer))
+        self.add(Step("free", buffer=buffer, streams=tuple(recorded)))
         device = self.devices.pop(buffer)
         self.new_buffer(device, self.random.choice([home, stream]))
 

@@ -117,6 +117,7 @@ def raised(program):
         traceback.clear_frames(error.__traceback__)
         return f"{type(error).__name__}: {error}"
     finally:
+        Raw().cudaGetLastError()  # what a call has left that nobody looked at
         wait()
         space.clear()
         try:

@@ -114,6 +114,17 @@ FAULTS = [
         del z
         with on(side): torch.ones_like(x)
     """),
+    ("record_stream of another device's default stream, which torch ignores", "freed too early", """
+        z = torch.ones(1000, device=b)  # its stream has the handle of main: both are null
+        main.wait_stream(torch.cuda.current_stream(b))
+        x.copy_(z)
+        torch.cuda.synchronize()
+        rt.check(rt.cudaMemcpyPeerAsync(x.data_ptr(), 0, z.data_ptr(), 1, 4000, 0))
+        z.record_stream(main)
+        torch.cuda.current_stream(b).wait_stream(main)  # mends
+        del z
+        torch.ones(1000, device=b)
+    """),
     ("memory freed while a copy to another device runs", "freed too early.*cudaMemcpy.*Async, which reads", """
         z = x * 2
         side.wait_stream(main)
