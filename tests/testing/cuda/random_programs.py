@@ -186,9 +186,14 @@ class Generator:
                 self.new_buffer(device)
         result.phases.append(Phase([self.lane], False))
         for _ in range(choose.randint(2, 4)):
+            kind = choose.choice(["here", "thread", "threads"])
+            if kind == "threads":  # or a thread could wait for a stream that another one is using
+                self.lane = []
+                for device in range(DEVICES):
+                    self.add(Step("synchronize_device", device=device))
+                result.phases.append(Phase([self.lane], False))
             before = dict(self.order.known)
             lanes, after = [], dict(before)
-            kind = choose.choice(["here", "thread", "threads"])
             devices = list(range(DEVICES))
             choose.shuffle(devices)
             pinned = [buffer for buffer, device in self.devices.items() if device == -1]
