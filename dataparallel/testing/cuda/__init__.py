@@ -3,12 +3,13 @@
 `stand_in` starts it, or ``python -m dataparallel.testing.cuda``, which is ``__main__``. ``possible`` says where there
 can be one, ``machine`` what the devices are like. ``start`` opens the ``libraries`` that answer in the place of CUDA's,
 and loads the ``extension`` that computes operators. ``environment``, ``inherited`` and ``children`` bring it to the
-processes that this one starts. Nothing in the library imports this package, and importing it does not import torch.
+processes that this one starts. ``watching`` and ``counts`` are what a test asks of it. Nothing in the library imports this package, and importing it does not import torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from dataparallel.testing.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
 from dataparallel.testing.cuda import start
@@ -17,7 +18,31 @@ from dataparallel.testing.cuda.machine import machine_like
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SimulationTooLate", "SimulationUnavailable", "ToolsMissing", "is_stand_in", "stand_in"]
+    from dataparallel.testing.cuda.counts import counted as counted
+    from dataparallel.testing.cuda.watching import check_clocks as check_clocks
+    from dataparallel.testing.cuda.watching import clocks as clocks
+    from dataparallel.testing.cuda.watching import late_queries as late_queries
+    from dataparallel.testing.cuda.watching import set_capacity as set_capacity
+    from dataparallel.testing.cuda.watching import set_link as set_link
+    from dataparallel.testing.cuda.watching import timeline as timeline
+
+__all__ = [
+    "SimulationTooLate",
+    "SimulationUnavailable",
+    "ToolsMissing",
+    "check_clocks",
+    "clocks",
+    "counted",
+    "is_stand_in",
+    "late_queries",
+    "set_capacity",
+    "set_link",
+    "stand_in",
+    "timeline",
+]
+
+_IN_COUNTS = ("counted",)
+_IN_WATCHING = ("check_clocks", "clocks", "late_queries", "set_capacity", "set_link", "timeline")
 
 
 def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -> list[torch.device]:
@@ -69,3 +94,12 @@ def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -
 def is_stand_in() -> bool:
     """True if the CUDA devices of this process are a stand-in's."""
     return start.machine() is not None
+
+
+def __getattr__(name: str) -> Any:
+    """These import torch, which comes after `stand_in`."""
+    if name in _IN_COUNTS:
+        return getattr(importlib.import_module("dataparallel.testing.cuda.counts"), name)
+    if name in _IN_WATCHING:
+        return getattr(importlib.import_module("dataparallel.testing.cuda.watching"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -64,7 +64,7 @@ def finish() -> None:
             return
         import torch
 
-        from dataparallel.testing.cuda import extension
+        from dataparallel.testing.cuda import extension, watching
         from dataparallel.testing.host_threads import carry_knowledge
 
         try:
@@ -74,7 +74,9 @@ def finish() -> None:
             raise
         compiled.register()
         compiled.watch_host()
-        torch.cuda._lazy_call(compiled.watch_allocator)  # the allocator has a part for each device from then on
+        torch.cuda._lazy_call(compiled.watch_allocators)  # they have a part for each device from then on
+        watching.pass_over_tools()
+        watching.host_reads()
         _make_settings()
         carry_knowledge(compiled)
         _finished = True

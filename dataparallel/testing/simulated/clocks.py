@@ -5,20 +5,17 @@ The clocks themselves are in ``csrc``, and `simulate` says what they find.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
+from dataparallel.testing.clocks import Switches
 from dataparallel.testing.simulated import extension
 
 __all__ = ["check_clocks", "clocks"]
 
-_lock = threading.Lock()
-_open_blocks: list[dict[str, bool]] = []  # the switches that each open block sets, in the order of entry
+_switches = Switches(lambda: extension.C)
 
 
-@contextmanager
-def clocks(enabled: bool = True, *, stacks: bool | None = None) -> Iterator[None]:
+def clocks(enabled: bool = True, *, stacks: bool | None = None) -> AbstractContextManager[None]:
     """Switches the clocks on or off while inside, for all threads; see `simulate`.
 
     If blocks are open in several threads, the one that was entered last decides.
@@ -28,25 +25,7 @@ def clocks(enabled: bool = True, *, stacks: bool | None = None) -> Iterator[None
         stacks: if True, each access keeps its Python stack for the message of a later race, which is slow. ``None``
             changes nothing.
     """
-    switches = {"clocks": enabled} if stacks is None else {"clocks": enabled, "stacks": stacks}
-    with _lock:
-        _open_blocks.append(switches)
-        _switch()
-    try:
-        yield
-    finally:
-        with _lock:
-            _open_blocks[:] = [block for block in _open_blocks if block is not switches]  # another may be equal
-            _switch()
-
-
-def _switch() -> None:
-    """Applies the switches of the open blocks. The caller holds the lock."""
-    now = {"clocks": True, "stacks": False}
-    for switches in _open_blocks:
-        now.update(switches)
-    extension.C.enable_clocks(now["clocks"])
-    extension.C.keep_stacks(now["stacks"])
+    return _switches.set(enabled, stacks)
 
 
 def check_clocks() -> None:

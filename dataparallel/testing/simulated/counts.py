@@ -1,22 +1,19 @@
 """`torch.sim.counted`: launches, and bytes copied between devices, for tests of what a program asks of the devices.
 
-The extension counts all the time, for the whole process, and ``csrc`` decides what a launch is. This file takes the
-differences of two readings.
+The extension counts all the time, for the whole process, and ``csrc`` decides what a launch is. The readings are those of
+``dataparallel.testing.counts``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from dataparallel.testing.counts import HOST, Counts, counting
 from dataparallel.testing.simulated import extension
-from dataparallel.testing.simulated.extension import Device, index_of
+from dataparallel.testing.simulated.extension import index_of
 
-__all__ = ["Counts", "counted"]
-
-HOST = -1
+__all__ = ["HOST", "Counts", "counted"]
 
 
 @contextmanager
@@ -45,60 +42,5 @@ def counted() -> Iterator[Counts]:
         ``counts.received(device)``: the bytes to and from all other devices, without the host. Inside the block they
         are the counts so far; after it they stay.
     """
-    counts = Counts()
-    try:
+    with counting(Counts(extension.C, extension.C.device_count(), index_of)) as counts:
         yield counts
-    finally:
-        counts._stop()
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Everything that has been counted in this process so far."""
-
-    launches: list[int]  # by device, for as many as there can be
-    copied: Counter[tuple[int, int]]
-
-
-def _read() -> Reading:
-    launches, copied = extension.C.read_counts()
-    return Reading(launches, Counter({(origin, target): bytes_ for origin, target, bytes_ in copied}))
-
-
-class Counts:
-    """What has been counted since `counted` was entered, until its end or, inside the block, until now.
-
-    An operator counts when it is complete on the host. Operators of other threads have counted once these threads are
-    known to be done: after a join, or after ``backward()`` has returned.
-    """
-
-    def __init__(self) -> None:
-        self._start = _read()
-        self._end: Reading | None = None
-
-    def _stop(self) -> None:
-        self._end = _read()
-
-    def _until(self) -> Reading:
-        return _read() if self._end is None else self._end
-
-    @property
-    def launches(self) -> list[int]:
-        """Launches on each device, by its index."""
-        pairs = zip(self._until().launches, self._start.launches, strict=True)
-        return [now - before for now, before in pairs][: extension.C.device_count()]
-
-    @property
-    def copied(self) -> Counter[tuple[int, int]]:
-        """Bytes from one device to another, by their two indices; -1 is the host. Pairs without bytes are left out."""
-        return self._until().copied - self._start.copied
-
-    def sent(self, device: Device) -> int:
-        """Bytes from this device to all other devices, without the host."""
-        index = index_of(device)
-        return sum(count for (origin, target), count in self.copied.items() if origin == index and target != HOST)
-
-    def received(self, device: Device) -> int:
-        """Bytes from all other devices to this one, without the host."""
-        index = index_of(device)
-        return sum(count for (origin, target), count in self.copied.items() if target == index and origin != HOST)

@@ -2,10 +2,13 @@
 // Where torch launches a kernel, because elements are converted or are not in one piece, the CPU copies.
 #include <ATen/TensorIterator.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/cuda/PeerToPeerAccess.h>
 #include <ATen/ops/copy_native.h>
-#include <ATen/ops/empty_like.h>
+#include <c10/core/Event.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include "counts.h"
 #include "front.h"
 #include "on_cpu.h"
 
@@ -36,17 +39,27 @@ void copy_elements(Tensor& self, const Tensor& source, bool non_blocking) {
   run_on_cpu(plan, &stack, plan.op.operator_name());
 }
 
-// With several devices, elements are converted and packed where they are, and the bytes are sent.
-void copy_between(Tensor& self, const Tensor& source, bool non_blocking) {
-  auto packed = at::empty_like(self, source.options().dtype(self.scalar_type()), at::MemoryFormat::Contiguous);
-  copy_elements(packed, source, non_blocking);
-  if (is_by_bytes(self, packed)) {
-    at::native::copy_(self, packed, non_blocking);
-    return;
-  }
-  auto arrived = at::empty_like(self, at::MemoryFormat::Contiguous);
-  at::native::copy_(arrived, packed, non_blocking);
-  copy_elements(self, arrived, non_blocking);
+// Between peers torch launches one kernel on the source's stream, which reads one device's memory and writes the other's.
+// The current streams of both devices wait for each other, before and after.
+void copy_between_peers(Tensor& self, const Tensor& source) {
+  const auto from = c10::cuda::getCurrentCUDAStream(source.device().index()).unwrap();
+  const auto to = c10::cuda::getCurrentCUDAStream(self.device().index()).unwrap();
+  c10::Event is_free(c10::kCUDA), has_arrived(c10::kCUDA);
+  is_free.record(to);
+  is_free.block(from);
+  c10::SmallVector<Touch, 2> touches;
+  add_touch(touches, source, false, "src");
+  add_touch(touches, self, true, "self");
+  const std::string name = "aten::copy_";
+  const auto ticket = front::launch(source.device(), name, touches);
+  cpu_alias(self).copy_(cpu_alias(source));
+  Work work;
+  work.copied(name.c_str(), source, self);
+  counts::launched(source.device().index());
+  counts::copied(source.device().index(), self.device().index(), self.nbytes());
+  clocks::done(ticket, std::move(work));
+  has_arrived.record(from);
+  has_arrived.block(to);
 }
 
 Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
@@ -59,8 +72,10 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
   }
   if (self.device() == source.device()) {
     copy_elements(self, source, non_blocking);
+  } else if (at::cuda::get_p2p_access(source.device().index(), self.device().index())) {
+    copy_between_peers(self, source);
   } else {
-    copy_between(self, source, non_blocking);
+    return at::native::copy_(self, source, non_blocking); // packs and converts where the elements are, by operators
   }
   return self;
 }

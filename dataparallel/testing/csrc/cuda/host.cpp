@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -13,6 +14,7 @@
 #include "on_cpu.h"
 #include "operator_plan.h"
 #include "process_state.h"
+#include "stacks.h"
 
 namespace simulated {
 namespace {
@@ -23,11 +25,11 @@ struct State {
   std::string problem;
 };
 
-// These hand memory on to CUDA's runtime, or look at no element.
+// These look at no element themselves: `copy_` follows for those that copy.
 bool leaves_memory_alone(const c10::OperatorHandle& op) {
-  static const std::unordered_set<std::string> names = {"aten::copy_", "aten::_to_copy", "aten::_pin_memory",
-                                                        "aten::is_pinned"};
-  return names.count(op.operator_name().name) > 0 || !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
+  static const std::unordered_set<std::string> names = {"aten::_to_copy", "aten::_pin_memory", "aten::is_pinned"};
+  const auto& name = op.operator_name().name;
+  return names.count(name) > 0 || (name != "aten::copy_" && !op.hasKernelForDispatchKey(c10::DispatchKey::CPU));
 }
 
 std::shared_ptr<const OperatorPlan> plan_of(const c10::OperatorName& name) {
@@ -68,6 +70,13 @@ bool add(c10::SmallVectorImpl<Touch>& touches, const c10::IValue& value, const A
   return true;
 }
 
+// Operators of a device run on the CPU too, in the device's memory: those are looked at elsewhere.
+std::string of_host(const std::string& op, c10::SmallVectorImpl<Touch>& touches) {
+  touches.erase(std::remove_if(touches.begin(), touches.end(), [](const Touch& touch) { return !touch.block->is_of_host; }),
+                touches.end());
+  return touches.empty() ? "" : clocks::host_touches(op, touches);
+}
+
 std::unique_ptr<at::ObserverContext> look(const at::RecordFunction& call) {
   const auto name = call.operator_name();
   const auto plan = name ? plan_of(*name) : nullptr;
@@ -84,13 +93,11 @@ std::unique_ptr<at::ObserverContext> look(const at::RecordFunction& call) {
   if (touches.empty()) {
     return nullptr;
   }
-  auto problem = clocks::host_touches(plan->op.operator_name().name, touches);
+  auto problem = of_host(plan->op.operator_name().name, touches);
   if (!problem.empty()) {
-    auto& s = process_state<State>();
-    const std::lock_guard<std::mutex> lock(s.mutex);
-    if (s.problem.empty()) {
-      s.problem = std::move(problem);
-    }
+    const auto stack = read_stack();
+    problem += stack.empty() ? "" : "\nThe host's access is here:\n" + stack;
+    keep_host_problem(std::move(problem));
   }
   return nullptr;
 }
@@ -99,6 +106,24 @@ std::unique_ptr<at::ObserverContext> look(const at::RecordFunction& call) {
 
 void watch_host() {
   at::addGlobalCallback(at::RecordFunctionCallback(&look).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+}
+
+void host_reads(const at::Tensor& tensor, const std::string& op) {
+  if (!tensor.is_cpu() || tensor.layout() != c10::kStrided || tensor.numel() == 0) {
+    return;
+  }
+  c10::SmallVector<Touch, 4> touches;
+  add_touch(touches, tensor, false, "self");
+  const auto problem = of_host(op, touches);
+  TORCH_CHECK(problem.empty(), problem);
+}
+
+void keep_host_problem(std::string problem) {
+  auto& s = process_state<State>();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.problem.empty()) {
+    s.problem = std::move(problem);
+  }
 }
 
 std::string take_host_problem() {

@@ -2,13 +2,14 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "allocators.h"
 #include "clocks.h"
 #include "counts.h"
 #include "host.h"
 #include "operators.h"
 #include "recorded.h"
-#include "returned.h"
 #include "stacks.h"
+#include "waits.h"
 #include "watch.h"
 
 namespace simulated {
@@ -20,9 +21,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     watch_runtime();
     register_operators();
   });
-  m.def("watch_allocator", &watch_allocator);
+  m.def("watch_allocators", &allocators::watch);
   m.def("watch_host", &watch_host);
   m.def("take_host_problem", &take_host_problem);
+  m.def("take_untold", &standin::take_untold);
+  m.def("host_reads", &host_reads);
   m.def("answer_queries_late", &answer_queries_late);
   m.def("read_counts", [] {
     auto now = counts::read();
@@ -31,6 +34,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("counts", [] {
     const auto now = standin::counts();
     return std::make_tuple(now.calls, now.kernels, now.contexts, now.host_waits);
+  });
+  m.def("pass_over", &waits::pass_over);
+  m.def("keep_lines", &waits::keep_lines);
+  m.def("host_waits", &waits::count);
+  m.def("lines_kept", &waits::size);
+  m.def("read_lines", [](size_t from) {
+    std::vector<std::tuple<std::string, std::string, int, std::string>> result;
+    for (auto& wait : waits::read(from)) {
+      result.emplace_back(wait.call, wait.file, wait.line, wait.function);
+    }
+    return result;
   });
   m.def("forget_counts", &standin::forget_counts);
   bind_clocks(m);

@@ -4,14 +4,17 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
+#include "allocators.h"
 #include "counts.h"
+#include "host.h"
+#include "waits.h"
 
 namespace simulated {
 namespace {
 
 std::atomic<bool> answers_late{false};
-thread_local Clock asked;
 
 // The launch of an operator on its way through the runtime.
 struct OnTheWay {
@@ -31,8 +34,17 @@ const char* label_of(int device) {
   return device < 0 ? "pinned host memory" : labels->at(static_cast<size_t>(device)).c_str();
 }
 
-Event& event_in(const standin::EventState& state) {
-  return *static_cast<Event*>(state.watched);
+struct Recorded : Event {
+  bool is_of_allocator = false;
+};
+
+Recorded& event_in(const standin::EventState& state) {
+  return *static_cast<Recorded*>(state.watched);
+}
+
+// torch's allocator frees memory with its lock held, which a thread with the interpreter lock may wait for.
+bool may_ask_python(const char* call) {
+  return std::strncmp(call, "cudaFree", 8) != 0;
 }
 
 Tracked* tracked(const standin::Memory& memory) {
@@ -43,6 +55,7 @@ class ClockWatcher final : public standin::Watcher {
  public:
   std::string launch(standin::StreamName stream, const char* name, const standin::Part* parts, size_t count,
                      const standin::CopyInfo* copy) override {
+    allocators::does_something_else();
     Work work;
     c10::SmallVector<Touch, 4> touches;
     if (on_the_way) {
@@ -76,11 +89,14 @@ class ClockWatcher final : public standin::Watcher {
 
   void recorded(standin::EventState& event, standin::StreamName stream) override {
     if (!event.watched) {
-      event.watched = new Event();
+      event.watched = new Recorded();
     }
-    clocks::record(event_in(event), stream_of(stream));
+    auto& made = event_in(event);
+    clocks::record(made, stream_of(stream));
+    made.is_of_allocator = allocators::has_recorded(event, made.clock);
   }
   void stream_waits(standin::StreamName stream, const standin::EventState& event) override {
+    allocators::does_something_else();
     if (event.watched) {
       clocks::wait(stream_of(stream), event_in(event));
     }
@@ -88,15 +104,20 @@ class ClockWatcher final : public standin::Watcher {
   void stream_waits_for_stream(standin::StreamName later, standin::StreamName earlier) override {
     clocks::wait(stream_of(later), stream_of(earlier));
   }
-  void host_waited(const standin::EventState& event, const char*) override {
+  void host_waited(const standin::EventState& event, const char* call) override {
+    const bool is_of_allocator = event.watched && event_in(event).is_of_allocator;
+    waits::noted(call, !is_of_allocator && !allocators::are_asking());
     if (event.watched) {
       clocks::host_waits(event_in(event));
     }
   }
-  void host_waited_for_stream(standin::StreamName stream, const char*) override {
+  void host_waited_for_stream(standin::StreamName stream, const char* call) override {
+    allocators::does_something_else();
+    waits::noted(call, true);
     clocks::host_waits(stream_of(stream));
   }
-  void host_waited_for_device(int device, const char*) override {
+  void host_waited_for_device(int device, const char* call) override {
+    waits::noted(call, may_ask_python(call));
     clocks::host_waits_for_device(static_cast<c10::DeviceIndex>(device));
   }
   bool host_asks(const standin::EventState& event) override {
@@ -106,8 +127,11 @@ class ClockWatcher final : public standin::Watcher {
     if (answers_late) {
       return false;
     }
-    asked.join(event_in(event).clock);
-    clocks::allocator_asks(event_in(event));
+    if (event_in(event).is_of_allocator || allocators::are_asking()) {
+      clocks::allocator_asks(event_in(event));
+    } else {
+      clocks::host_asks(event_in(event));
+    }
     return true;
   }
   bool host_asks_stream(standin::StreamName stream) override {
@@ -120,18 +144,27 @@ class ClockWatcher final : public standin::Watcher {
     clocks::host_asks(stream_of(stream));
     return true;
   }
+  void host_function(standin::StreamName stream, bool begins) override {
+    begins ? clocks::host_function_begins(stream_of(stream)) : clocks::host_function_ends(stream_of(stream));
+  }
 
   void forget(standin::EventState& event) override {
-    delete static_cast<Event*>(event.watched);
+    delete static_cast<Recorded*>(event.watched);
     event.watched = nullptr;
   }
   void allocated(standin::Memory& memory) override {
     auto* made = new Tracked();
     made->where = label_of(memory.device);
-    made->is_handed_on = memory.device < 0;
+    made->is_of_host = memory.device < 0;
     memory.watched = made;
   }
   void freed(standin::Memory& memory) override {
+    if (!memory.watched) {
+      return;
+    }
+    if (auto problem = clocks::gone(*tracked(memory)); !problem.empty()) {
+      keep_host_problem(std::move(problem));
+    }
     delete tracked(memory);
     memory.watched = nullptr;
   }
@@ -155,12 +188,11 @@ clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10:
     throw;
   }
   on_the_way = before;
-  TORCH_CHECK(problem.empty(), problem);
+  if (!problem.empty()) {
+    standin::has_told(problem);
+    TORCH_CHECK(false, problem);
+  }
   return way.ticket;
-}
-
-const Clock& asked_here() {
-  return asked;
 }
 
 void answer_queries_late(bool late) {

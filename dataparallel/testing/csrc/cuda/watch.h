@@ -20,10 +20,6 @@ c10::Stream stream_of(standin::StreamName name);
 // access that is not ordered.
 clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10::ArrayRef<Touch> touches);
 
-// What the calling thread's allocator has found out by asking events. It must not count as something that the thread
-// has waited for: the program does not know of it.
-const Clock& asked_here();
-
 // True if queries of events and streams answer "not yet" until the host knows better.
 void answer_queries_late(bool late);
 

@@ -90,7 +90,7 @@ CUresult cuEventDestroy(CUevent event) {
 
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   return in_context(__func__, [&] {
-    record_event(event_of(event), stream_of(stream));
+    record_event(event_of(event), stream_of(stream), nullptr);
     return cudaSuccess;
   });
 }

@@ -1,5 +1,7 @@
 // Errors: names and texts in CUDA's words, the last error of a thread, and texts of the stand-in's own for
 // cudaErrorUnknown.
+#include <algorithm>
+
 #include "error_words.h"
 #include "state.h"
 
@@ -16,7 +18,31 @@ const ErrorWords* words_of(int error) {
   return nullptr;
 }
 
+std::mutex untold_lock;
+std::vector<std::string>& untold = *new std::vector<std::string>;
+constexpr size_t kUntold = 100; // one is as good as many
+
 } // namespace
+
+void keep_untold(const std::string& message) {
+  const std::lock_guard<std::mutex> guard(untold_lock);
+  if (untold.size() < kUntold) {
+    untold.push_back(message);
+  }
+}
+
+void has_told(const std::string& message) {
+  const std::lock_guard<std::mutex> guard(untold_lock);
+  const auto found = std::find(untold.begin(), untold.end(), message);
+  if (found != untold.end()) {
+    untold.erase(found);
+  }
+}
+
+std::vector<std::string> take_untold() {
+  const std::lock_guard<std::mutex> guard(untold_lock);
+  return std::exchange(untold, {});
+}
 
 int fail(const std::string& text) {
   this_thread().text = text;
@@ -59,6 +85,7 @@ const char* cudaGetErrorName(cudaError_t error) {
 const char* cudaGetErrorString(cudaError_t error) {
   const auto& own = this_thread().text;
   if (error == cudaErrorUnknown && !own.empty()) {
+    has_told(own);
     return own.c_str();
   }
   const auto* text = error_text(error);
@@ -72,6 +99,7 @@ CUresult cuGetErrorName(CUresult error, const char** name) {
 
 CUresult cuGetErrorString(CUresult error, const char** text) {
   const auto& own = this_thread().text;
+  has_told(own);
   *text = error == CUDA_ERROR_UNKNOWN && !own.empty() ? own.c_str() : error_text(error);
   return *text ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

@@ -104,7 +104,7 @@ Event& event_of(void* handle) {
   return slot->event;
 }
 
-void record_event(Event& event, Stream& stream) {
+void record_event(Event& event, Stream& stream, const void* caller) {
   if (event.device != stream.name.device) {
     throw Refused{cudaErrorInvalidResourceHandle};
   }
@@ -114,6 +114,7 @@ void record_event(Event& event, Stream& stream) {
     told->forget(event.state);
   }
   event.state.stream = stream.name;
+  event.state.caller = caller;
   event.recorded = true;
   event.time = std::chrono::steady_clock::now();
   if (told != nullptr) {
@@ -179,18 +180,20 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  const void* caller = __builtin_return_address(0);
   return entry(__func__, [&] {
-    record_event(event_of(event), stream_of(stream));
+    record_event(event_of(event), stream_of(stream), caller);
     return cudaSuccess;
   });
 }
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+  const void* caller = __builtin_return_address(0);
   return entry(__func__, [&] {
     if ((flags & ~cudaEventRecordExternal) != 0) {
       return cudaErrorInvalidValue;
     }
-    record_event(event_of(event), stream_of(stream));
+    record_event(event_of(event), stream_of(stream), caller);
     return cudaSuccess;
   });
 }

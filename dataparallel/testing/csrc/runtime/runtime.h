@@ -49,6 +49,11 @@ Part part_of(const void* address, size_t bytes, bool writes, const char* argumen
 std::string announce(StreamName stream, const char* name, const Part* parts, size_t count,
                      const CopyInfo* copy = nullptr);
 
+// What the watcher has found and no caller has asked for: a message that `announce` has returned is kept until somebody
+// asks CUDA for the text of the error, or calls `has_told`. Returns the messages and forgets them.
+std::vector<std::string> take_untold();
+void has_told(const std::string& message);
+
 // What is wrong with a kernel on a device that touches these parts itself: memory of a device that is no enabled peer.
 // Empty if nothing is. Copies and collectives need no peers; operators and kernels ask before they announce.
 std::string check_access(int device, const char* name, const Part* parts, size_t count);

@@ -106,7 +106,7 @@ void wait_for_device(int device, const char* call);
 void* create_event(unsigned flags);
 void destroy_event(void* handle);
 Event& event_of(void* handle); // throws Refused
-void record_event(Event& event, Stream& stream);
+void record_event(Event& event, Stream& stream, const void* caller);
 bool event_is_done(const Event& event);
 void synchronize(Event& event, const char* call); // the host waits
 cudaError_t elapsed(float* milliseconds, Event& from, Event& to);
@@ -158,6 +158,7 @@ void* driver_function(const std::string& name); // null if the stand-in does not
 
 const char* error_name(int error); // the driver's; null if it has no such code
 const char* error_text(int error); // without the thread's own text
+void keep_untold(const std::string& message);
 cudaError_t failed(const std::string& text); // what `fail` returns, as CUDA's type
 
 struct Thread {

@@ -184,7 +184,11 @@ void wait_for_device(int device, const char* call) {
 std::string announce(StreamName name, const char* what, const Part* parts, size_t count, const CopyInfo* copy) {
   order(stream_named(name));
   auto* told = watcher();
-  return told == nullptr ? std::string() : told->launch(name, what, parts, count, copy);
+  auto wrong = told == nullptr ? std::string() : told->launch(name, what, parts, count, copy);
+  if (!wrong.empty()) {
+    keep_untold(wrong);
+  }
+  return wrong;
 }
 
 } // namespace standin

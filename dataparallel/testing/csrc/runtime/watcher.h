@@ -37,6 +37,7 @@ struct Part {
 // What an event has recorded.
 struct EventState {
   StreamName stream;
+  const void* caller = nullptr; // the code that has recorded it
   void* watched = nullptr; // the watcher's own
 };
 

@@ -7,8 +7,10 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <utility>
 
 #include "ceilings.h"
+#include "keys.h"
 #include "process_state.h"
 #include "races.h"
 
@@ -31,15 +33,13 @@ std::atomic<std::string (*)()> stack_reader{nullptr};
 std::atomic<int (*)()> backward_reader{nullptr};
 thread_local std::shared_ptr<Knowledge> own_knowledge;
 const auto kKind = c10::DebugInfoKind::TEST_INFO_2;
-#ifdef DATAPARALLEL_CUDA
-constexpr auto kClockedDevice = c10::kCUDA;
-constexpr const char* kClocked = "a CUDA device";
-#else
-constexpr auto kClockedDevice = c10::kPrivateUse1;
-constexpr const char* kClocked = "a simulated device";
-#endif
+
+thread_local std::shared_ptr<Knowledge> of_stream; // while the thread stands in for a driver's thread
 
 Knowledge& here() {
+  if (of_stream) {
+    return *of_stream;
+  }
   if (auto* shared = dynamic_cast<Knowledge*>(c10::ThreadLocalDebugInfo::get(kKind))) {
     return *shared;
   }
@@ -57,7 +57,7 @@ Knowledge& here() {
 
 // Call it before the mutex is taken: an error message takes long to build.
 void check_stream(c10::Stream stream) {
-  TORCH_CHECK(stream.device_type() == kClockedDevice && stream.id() >= 0, "expected a stream of ", kClocked,
+  TORCH_CHECK(stream.device_type() == kDevice && stream.id() >= 0, "expected a stream of ", kOneDevice,
               "; got stream ", stream.id(), " of ", stream.device().str());
 }
 
@@ -230,9 +230,23 @@ std::string host_touches(const std::string& op, c10::ArrayRef<Touch> touches) {
   return races::host_touches(s, here().clock, op, touches);
 }
 
-void returned(Tracked& block, Span span, const Clock& also) {
+void taken(Tracked& block, Span span, c10::Stream home) {
+  if (!enabled()) {
+    return;
+  }
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
+  const auto number = number_of(s, home);
+  const auto [first, last] = block.history.within(span);
+  for (auto found = first; found != last; ++found) {
+    races::note_read(found->second, {number, s.clocks[number][number], nullptr, nullptr});
+  }
+}
+
+void given_back(Tracked& block, Span span, c10::Stream home, const Clock& also) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  const auto number = number_of(s, home);
   const auto& known = here().clock;
   const auto is_complete = [&](const Access& access) {
     return races::ordered(known, access) || races::ordered(also, access);
@@ -240,10 +254,36 @@ void returned(Tracked& block, Span span, const Clock& also) {
   const auto [first, last] = block.history.within(span);
   for (auto found = first; found != last; ++found) {
     auto& segment = found->second;
-    if (is_complete(segment.write)) {
-      segment.write = {};
+    const Span where{found->first, segment.end};
+    races::forget(segment, is_complete);
+    const auto settle = [&](Access& access, bool write) {
+      access.is_before_free = access.launch && !races::ordered(s.clocks[number], access);
+      if (access.is_before_free && enabled()) {
+        races::owe(s, number, {access, write, where, block.where, false});
+      }
+    };
+    settle(segment.write, true);
+    for (auto& read : segment.reads) {
+      settle(read, false);
     }
-    segment.reads.erase(std::remove_if(segment.reads.begin(), segment.reads.end(), is_complete), segment.reads.end());
+  }
+}
+
+std::string gone(const Tracked& block) {
+  if (!enabled()) {
+    return "";
+  }
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  return races::gone(s, here().clock, block);
+}
+
+void handed_on(Tracked& block, Span span) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  const auto [first, last] = block.history.within(span);
+  for (auto found = first; found != last; ++found) {
+    races::forget(found->second, [&](const Access& access) { return races::ordered(s.anybody, access); });
   }
 }
 
@@ -390,6 +430,23 @@ void host_waits_for_device(c10::DeviceIndex device) {
       host_knows_now(s, s.clocks[i]);
     }
   }
+}
+
+void host_function_begins(c10::Stream stream) {
+  auto known = std::make_shared<Knowledge>();
+  check_stream(stream);
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  known->clock = s.clocks[number_of(s, stream)];
+  known->before = of_stream;
+  of_stream = std::move(known);
+}
+
+void host_function_ends(c10::Stream stream) {
+  const auto known = std::exchange(of_stream, of_stream->before);
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.clocks[number_of(s, stream)].join(known->clock);
 }
 
 void check() {

@@ -35,6 +35,7 @@ struct Event {
 struct Knowledge final : c10::DebugInfoBase, std::enable_shared_from_this<Knowledge> {
   Clock clock;
   Issued issued;
+  std::shared_ptr<Knowledge> before; // see `host_function_begins`
 };
 
 namespace clocks {
@@ -89,9 +90,17 @@ Recorded stop_recording();
 void allocated(Tracked& block, size_t bytes, c10::Stream home);
 void freed(Tracked& block, c10::Stream node);
 void used_on(Tracked& block, c10::Stream stream);
-// The bytes return to an allocator that keeps them. Accesses that the calling thread knows to be complete are forgotten:
-// whoever gets the bytes next need not know of them. `also` is what the allocator has found out by asking.
-void returned(Tracked& block, Span span, const Clock& also);
+
+// The same where an allocator keeps the memory of several blocks in one, as torch's does on CUDA. It gives bytes out for
+// work on `home`: earlier launches of that stream may have used them.
+void taken(Tracked& block, Span span, c10::Stream home);
+// They return to `home`. Accesses that the calling thread knows to be complete are forgotten: whoever gets the bytes next
+// need not know of them. So are those in `also`, what the allocator itself has waited for. Others are hazards.
+void given_back(Tracked& block, Span span, c10::Stream home, const Clock& also);
+// The whole block ceases to exist. Returns a message if a stream may still use it, for all that the calling thread knows.
+std::string gone(const Tracked& block);
+// An allocator of the host hands the bytes on. What any thread has waited for is over for the next owner.
+void handed_on(Tracked& block, Span span);
 
 void record(Event& event, c10::Stream stream);
 void wait(c10::Stream stream, const Event& event);
@@ -108,6 +117,11 @@ void host_asks(c10::Stream stream);
 // An allocator of the host has asked, and hands the memory on.
 void allocator_asks(const Event& event);
 void host_waits_for_device(c10::DeviceIndex device);
+
+// The calling thread runs a function of the program in the place of a driver's thread, which knows only what the stream
+// has done. Later work of the stream comes after the function.
+void host_function_begins(c10::Stream stream);
+void host_function_ends(c10::Stream stream);
 
 // Throws if memory was freed while another stream might still use it, and the calling thread has not waited for that
 // stream since. Reports the first such access and forgets the others. Without this call, the next use of the memory

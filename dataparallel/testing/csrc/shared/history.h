@@ -60,6 +60,7 @@ struct Access {
   uint64_t tick = 0;
   std::shared_ptr<Launch> launch;
   std::shared_ptr<const Runs> runs; // null for the whole span
+  bool is_before_free = false; // the memory has gone back to an allocator since, which nothing has ordered after it
 };
 
 // For every byte of a block, the last write and the reads since that write.
@@ -104,8 +105,7 @@ struct Tracked {
   c10::SmallVector<StreamNumber, 1> recorded; // by record_stream: freeing waits for these streams
   std::vector<Debt> inherited; // of earlier blocks that may have had the same memory
   const char* where = ""; // "sim:1" or "pinned host memory"
-  // Memory that an allocator of the host hands from thread to thread: what any thread has waited for is over for all.
-  bool is_handed_on = false;
+  bool is_of_host = false; // pinned memory
 };
 
 struct Touch {

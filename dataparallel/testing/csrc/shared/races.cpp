@@ -4,6 +4,8 @@
 #include <sstream>
 #include <utility>
 
+#include "keys.h"
+
 namespace simulated::races {
 namespace {
 
@@ -35,31 +37,29 @@ std::string stack_of(const Streams& s, const Access& earlier) {
   }
   if (earlier.launch->stack.empty()) {
     return s.keeps_stacks ? "\nThe earlier access was launched where no Python runs."
-                          : "\ntorch.sim.clocks(stacks=True) shows where that was launched.";
+                          : "\n" + std::string(kWithStacks) + " shows where that was launched.";
   }
   return "\nThe earlier access was launched here:\n" + earlier.launch->stack;
 }
 
+constexpr const char* kKeep =
+    ". Call tensor.record_stream(stream) before the last reference goes, or let the first stream wait for the second.";
 constexpr const char* kRemedy =
     ". Let the first stream wait for the second (stream.wait_stream, stream.wait_event) or synchronize before.";
 
 std::string race(const Streams& s, const std::string& op, const Touch& touch, StreamNumber stream,
                  const Access& earlier, bool earlier_write, Span span) {
   std::ostringstream out;
+  if (earlier.is_before_free) {
+    out << "freed too early: " << op << " on " << name_of(s, stream) << " uses memory in " << touch.block->where
+        << " again, and nothing orders that after " << describe(s, earlier, earlier_write, span) << kKeep
+        << stack_of(s, earlier);
+    return out.str();
+  }
   out << "race: " << op << " " << (touch.write ? "writes" : "reads") << " its argument '" << touch.argument << "' in "
       << touch.block->where << " on " << name_of(s, stream) << ", and nothing orders it after "
       << describe(s, earlier, earlier_write, span) << kRemedy << stack_of(s, earlier);
   return out.str();
-}
-
-void note_read(History::Segment& segment, const Access& access) {
-  for (auto& read : segment.reads) {
-    if (read.stream == access.stream) {
-      read = access;
-      return;
-    }
-  }
-  segment.reads.push_back(access);
 }
 
 // True if an earlier and a new access within the same span have bytes in common.
@@ -90,7 +90,7 @@ std::string touch_span(Streams& s, const Clock& clock, const std::string& op, co
     auto& [begin, segment] = *found;
     const Span where{begin, segment.end};
     auto races = [&](const Access& earlier) {
-      return !ordered(s, *touch.block, clock, earlier) && meet(earlier, access, where);
+      return !ordered(clock, earlier) && meet(earlier, access, where);
     };
     if (races(segment.write)) {
       return race(s, op, touch, access.stream, segment.write, true, where);
@@ -125,21 +125,26 @@ std::string use_again(Streams& s, const Clock& clock, Tracked& block) {
 
 } // namespace
 
-bool ordered(const Clock& clock, const Access& earlier) {
-  return clock[earlier.stream] >= earlier.tick || (earlier.launch && earlier.launch->failed);
+void note_read(History::Segment& segment, const Access& access) {
+  for (auto& read : segment.reads) {
+    if (read.stream == access.stream) {
+      read = access;
+      return;
+    }
+  }
+  segment.reads.push_back(access);
 }
 
-bool ordered(const Streams& s, const Tracked& block, const Clock& clock, const Access& earlier) {
-  return ordered(clock, earlier) || (block.is_handed_on && ordered(s.anybody, earlier));
+bool ordered(const Clock& clock, const Access& earlier) {
+  return clock[earlier.stream] >= earlier.tick || (earlier.launch && earlier.launch->failed);
 }
 
 std::string freed_too_early(const Streams& s, const Debt& debt, StreamNumber home) {
   std::ostringstream out;
   out << "freed too early: memory in " << debt.where << " went back to " << name_of(s, home)
       << (debt.is_contested ? ", from which another thread of the same backward takes memory" : ", which may use it again")
-      << ", and nothing orders that after " << describe(s, debt.access, debt.write, debt.span)
-      << ". Call tensor.record_stream(stream) before the last reference goes, or let the first stream wait for the "
-      << "second." << stack_of(s, debt.access);
+      << ", and nothing orders that after " << describe(s, debt.access, debt.write, debt.span) << kKeep
+      << stack_of(s, debt.access);
   return out.str();
 }
 
@@ -210,10 +215,10 @@ std::string host_touches(Streams& s, const Clock& clock, const std::string& op, 
       const auto [first, last] = touch.block->history.within(span);
       for (auto found = first; found != last; ++found) {
         const auto& segment = found->second;
-        const Access* early = ordered(s, *touch.block, clock, segment.write) ? nullptr : &segment.write;
+        const Access* early = ordered(clock, segment.write) ? nullptr : &segment.write;
         const bool is_write = early != nullptr;
         for (const auto& read : segment.reads) {
-          early = !early && touch.write && !ordered(s, *touch.block, clock, read) ? &read : early;
+          early = !early && touch.write && !ordered(clock, read) ? &read : early;
         }
         if (early) {
           std::ostringstream out;
@@ -224,6 +229,24 @@ std::string host_touches(Streams& s, const Clock& clock, const std::string& op, 
           return out.str();
         }
       }
+    }
+  }
+  return "";
+}
+
+std::string gone(const Streams& s, const Clock& clock, const Tracked& block) {
+  for (const auto& [begin, segment] : block.history.segments()) {
+    const auto* early = ordered(clock, segment.write) ? nullptr : &segment.write;
+    const bool is_write = early != nullptr;
+    for (const auto& read : segment.reads) {
+      early = early || !read.launch || ordered(clock, read) ? early : &read;
+    }
+    if (early && early->launch) {
+      std::ostringstream out;
+      out << "freed too early: memory in " << block.where << " ceases to exist, and the host has not waited for "
+          << describe(s, *early, is_write, {begin, segment.end})
+          << ". Call stream.synchronize() or event.synchronize() before." << stack_of(s, *early);
+      return out.str();
     }
   }
   return "";

@@ -4,6 +4,7 @@
 #include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <string>
@@ -33,7 +34,7 @@ struct Streams {
   // By the stream that the memory returned to: the last access of each other stream.
   std::vector<std::vector<Debt>> debts;
   std::vector<Taken> taken;
-  Clock anybody; // what any host thread has waited for
+  Clock anybody; // what any host thread, or an allocator of the host, has waited for
   std::atomic<bool> has_debts{false};
   std::atomic<bool> keeps_stacks{false};
 };
@@ -41,8 +42,6 @@ struct Streams {
 namespace races {
 
 bool ordered(const Clock& clock, const Access& earlier);
-// The same for a block, which may be handed from thread to thread.
-bool ordered(const Streams& s, const Tracked& block, const Clock& clock, const Access& earlier);
 
 // Records the touches up to the first one that is not ordered. Returns the message for that one, or nothing.
 std::string touch_all(Streams& s, const Clock& clock, const std::string& op, c10::ArrayRef<Touch> touches,
@@ -51,6 +50,19 @@ std::string touch_all(Streams& s, const Clock& clock, const std::string& op, c10
 // The message if the host, which knows `clock`, touches memory that a stream may still use. Records nothing: launches
 // after the host's access come after it anyway.
 std::string host_touches(Streams& s, const Clock& clock, const std::string& op, c10::ArrayRef<Touch> touches);
+
+void note_read(History::Segment& segment, const Access& access);
+// Removes the accesses that are known to be complete.
+template <class IsComplete>
+void forget(History::Segment& segment, const IsComplete& is_complete) {
+  if (is_complete(segment.write)) {
+    segment.write = {};
+  }
+  segment.reads.erase(std::remove_if(segment.reads.begin(), segment.reads.end(), is_complete), segment.reads.end());
+}
+
+// The message if memory ceases to exist that a stream may still use, for a host that knows `clock`.
+std::string gone(const Streams& s, const Clock& clock, const Tracked& block);
 
 // Records that memory of `home` has been taken after its launch number `tick`.
 void took(Streams& s, StreamNumber home, uint64_t tick, const Worker& worker);

@@ -1,7 +1,8 @@
 """`torch.sim.timeline`: records the launches of the whole process.
 
-The extension records while a block is open: see ``csrc/recorder.h``. This file turns its entries into `Launch` objects
-and says which launches each of them waits for. `Timeline` is what users get.
+The extension records while a block is open: see ``csrc/shared/recorder.h``. This file turns its entries into `Launch`
+objects and says which launches each of them waits for. `Timeline` is what users get. The stand-in for CUDA calls
+`record` with its own extension.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 from dataparallel.forks import in_forked_child
@@ -21,16 +22,18 @@ from dataparallel.testing.simulated.timeline.launches import Launch, Recording, 
 from dataparallel.testing.simulated.timeline.machine import Machine
 from dataparallel.testing.simulated.timeline.schedule import Schedule, schedule
 
-__all__ = ["Timeline", "timeline"]
+__all__ = ["Timeline", "record", "timeline"]
 
 _open = threading.Lock()  # held by the only open block
+_compiled: Any = None  # that block's extension
 
 
 class Timeline:
     """What `timeline` yields. Its `recording` is there after the block."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, name: str) -> None:
         self._limit = limit
+        self._name = name
         self._recording: Recording | None = None
         self._is_full = False
         self._process = os.getpid()
@@ -44,19 +47,19 @@ class Timeline:
         """
         if os.getpid() != self._process:
             raise RuntimeError(
-                "a forked child does not go on with the recording of its parent: open a block of torch.sim.timeline in "
-                "the child"
+                f"a forked child does not go on with the recording of its parent: open a block of {self._name} in the "
+                "child"
             )
         self._raise_if_full()
         if self._recording is None:
-            raise RuntimeError("the launches are still being recorded: leave the block of torch.sim.timeline first")
+            raise RuntimeError(f"the launches are still being recorded: leave the block of {self._name} first")
         return self._recording
 
     def _raise_if_full(self) -> None:
         if self._is_full:
             raise RuntimeError(
                 f"there were more than {self._limit:,} launches, and recording stopped there: pass a larger limit to "
-                f"torch.sim.timeline(limit={self._limit}), or record less of the program"
+                f"{self._name}(limit={self._limit}), or record less of the program"
             )
 
     def schedule(self, machine: Machine) -> Schedule:
@@ -64,8 +67,7 @@ class Timeline:
         return schedule(self.recording, machine)
 
 
-@contextmanager
-def timeline(limit: int = 1_000_000, stacks: bool = False) -> Iterator[Timeline]:
+def timeline(limit: int = 1_000_000, stacks: bool = False) -> AbstractContextManager[Timeline]:
     """Records every launch on simulated devices while inside, of all threads of the process.
 
     A launch is what `torch.sim.counted` counts, and is recorded when its operator has succeeded. Launches of other
@@ -100,6 +102,13 @@ def timeline(limit: int = 1_000_000, stacks: bool = False) -> Iterator[Timeline]
         RuntimeError: on entry, if another block is open, in any thread; at the end, if there were more launches than
             ``limit``.
     """
+    return record(extension.C, "torch.sim.timeline", limit, stacks)
+
+
+@contextmanager
+def record(compiled: Any, name: str, limit: int, stacks: bool) -> Iterator[Timeline]:
+    """What `timeline` does, for the devices of a compiled module; ``name`` is the user's function for messages."""
+    global _compiled
     if isinstance(limit, bool) or not isinstance(limit, int):
         raise TypeError(f"limit is a number of launches, an int; got {type(limit).__name__}")
     if limit < 1:
@@ -107,18 +116,19 @@ def timeline(limit: int = 1_000_000, stacks: bool = False) -> Iterator[Timeline]
     lock = _open  # a forked child has another one
     if not lock.acquire(blocking=False):
         raise RuntimeError(
-            "torch.sim.timeline is recording already, and a process has one timeline at a time: leave that block first"
+            f"{name} is recording already, and a process has one timeline at a time: leave that block first"
         )
-    result = Timeline(limit)
+    _compiled = compiled
+    result = Timeline(limit, name)
     formulas = flops.formulas()
     try:
-        extension.C.keep_arguments_of(list(formulas))
-        extension.C.start_recording(limit, stacks)
+        compiled.keep_arguments_of(list(formulas))
+        compiled.start_recording(limit, stacks)
         try:
             yield result
         finally:
             if lock is _open:
-                recorded = extension.C.stop_recording()
+                recorded = compiled.stop_recording()
                 result._is_full = recorded.is_full
                 if not result._is_full:
                     result._recording = _Reader(recorded.streams, formulas).read(iter(recorded.take, None))
@@ -132,7 +142,7 @@ def _stop_in_child() -> None:
     # A block that is open belongs to the parent, in which perhaps another thread will leave it.
     global _open
     if _open.locked():
-        extension.C.stop_recording()
+        _compiled.stop_recording()
     _open = threading.Lock()
 
 

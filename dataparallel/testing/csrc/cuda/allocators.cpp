@@ -1,0 +1,184 @@
+#include "allocators.h"
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <dlfcn.h>
+#include <torch/version.h>
+
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+
+#include "front.h"
+#include "process_state.h"
+#include "watch.h"
+
+namespace simulated::allocators {
+namespace {
+
+using Trace = c10::CachingDeviceAllocator::TraceEntry;
+
+struct State {
+  std::mutex mutex;
+  std::unordered_map<size_t, Clock> awaited; // by address: what the events cover that were recorded at its free
+};
+
+thread_local size_t being_freed = 0; // an address, until the thread does something else
+thread_local bool is_in_host_allocator = false;
+
+c10::Stream home_of(const Trace& entry) {
+  auto* handle = entry.stream_;
+  return stream_of(handle ? standin::name_of(handle) : standin::StreamName{entry.device_, 0});
+}
+
+Clock take_awaited(size_t address) {
+  auto& s = process_state<State>();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  const auto found = s.awaited.find(address);
+  if (found == s.awaited.end()) {
+    return {};
+  }
+  auto result = std::move(found->second);
+  s.awaited.erase(found);
+  return result;
+}
+
+// The allocator calls this under its own lock, so nothing here may call it or Python.
+void look(const Trace& entry) {
+  if (entry.action_ == Trace::FREE_REQUESTED) {
+    being_freed = entry.addr_;
+    return;
+  }
+  if (entry.action_ != Trace::ALLOC && entry.action_ != Trace::FREE_COMPLETED) {
+    return;
+  }
+  being_freed = 0;
+  const auto part = standin::part_of(reinterpret_cast<void*>(entry.addr_), entry.size_, false, "");
+  if (!part.memory || !part.memory->watched) {
+    return;
+  }
+  auto& block = *static_cast<Tracked*>(part.memory->watched);
+  if (entry.action_ == Trace::ALLOC) {
+    clocks::taken(block, {part.begin, part.end}, home_of(entry));
+  } else {
+    clocks::given_back(block, {part.begin, part.end}, home_of(entry), take_awaited(entry.addr_));
+  }
+}
+
+// torch.cuda.Event calls the runtime from another library.
+bool is_of_allocator(const void* caller) {
+  static const void* const library = [] {
+    Dl_info info;
+    return dladdr(reinterpret_cast<void*>(&c10::cuda::device_count), &info) ? info.dli_fbase : nullptr;
+  }();
+  Dl_info info;
+  return dladdr(caller, &info) && info.dli_fbase == library;
+}
+
+// torch's allocator of pinned memory, which says when it gives memory out.
+class PinnedMemory final : public at::HostAllocator {
+ public:
+  explicit PinnedMemory(at::HostAllocator* torchs) : torchs_(torchs) {}
+
+  at::DataPtr allocate(size_t bytes) override {
+    const bool before = std::exchange(is_in_host_allocator, true);
+    std::optional<at::DataPtr> result;
+    try {
+      result = torchs_->allocate(bytes);
+    } catch (...) {
+      is_in_host_allocator = before;
+      throw;
+    }
+    is_in_host_allocator = before;
+    const auto part = standin::part_of(result->get(), bytes, false, "");
+    if (part.memory && part.memory->watched) {
+      clocks::handed_on(*static_cast<Tracked*>(part.memory->watched), {part.begin, part.end});
+    }
+    return std::move(*result);
+  }
+  at::DeleterFnPtr raw_deleter() const override {
+    return torchs_->raw_deleter();
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    torchs_->copy_data(to, from, bytes);
+  }
+  bool record_event(void* pointer, void* context, c10::Stream stream) override {
+    return torchs_->record_event(pointer, context, stream);
+  }
+  void empty_cache() override {
+    const bool before = std::exchange(is_in_host_allocator, true);
+    torchs_->empty_cache();
+    is_in_host_allocator = before;
+  }
+  at::HostStats get_stats() override {
+    return torchs_->get_stats();
+  }
+  void reset_accumulated_stats() override {
+    torchs_->reset_accumulated_stats();
+  }
+  void reset_peak_stats() override {
+    torchs_->reset_peak_stats();
+  }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+  void begin_allocate_to_pool(c10::MempoolId_t pool, std::function<bool(c10::Stream)> filter) override {
+    torchs_->begin_allocate_to_pool(pool, std::move(filter));
+  }
+  void end_allocate_to_pool(c10::MempoolId_t pool) override {
+    torchs_->end_allocate_to_pool(pool);
+  }
+  void release_pool(c10::MempoolId_t pool) override {
+    torchs_->release_pool(pool);
+  }
+  void record_history(bool enabled, c10::CachingDeviceAllocator::CreateContextFn recorder, size_t most,
+                      c10::CachingDeviceAllocator::RecordContext when, bool clear) override {
+    torchs_->record_history(enabled, recorder, most, when, clear);
+  }
+  bool is_history_enabled() const override {
+    return torchs_->is_history_enabled();
+  }
+  std::vector<at::HostSegmentInfo> get_segments() override {
+    return torchs_->get_segments();
+  }
+  std::vector<Trace> get_traces() override {
+    return torchs_->get_traces();
+  }
+  void record_external_register(void* pointer, size_t bytes) override {
+    torchs_->record_external_register(pointer, bytes);
+  }
+  void record_external_unregister(void* pointer) override {
+    torchs_->record_external_unregister(pointer);
+  }
+#endif
+
+ private:
+  at::HostAllocator* const torchs_;
+};
+
+} // namespace
+
+void watch() {
+  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(&look);
+  static auto* const pinned = new PinnedMemory(at::getHostAllocator(c10::kCUDA));
+  at::setHostAllocator(c10::kCUDA, pinned, 1);
+}
+
+bool has_recorded(const standin::EventState& event, const Clock& clock) {
+  if (!being_freed || !is_of_allocator(event.caller)) {
+    return false;
+  }
+  auto& s = process_state<State>();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  s.awaited[being_freed].join(clock);
+  return true;
+}
+
+void does_something_else() {
+  being_freed = 0;
+}
+
+bool are_asking() {
+  return is_in_host_allocator;
+}
+
+} // namespace simulated::allocators

@@ -1,0 +1,186 @@
+"""What users ask of the stand-in while it runs: the clocks' switches and check, late answers, timelines, and faults.
+
+`dataparallel.testing.cuda` has these names. They work once `stand_in` has been called. ``counts`` has `counted`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dataparallel.testing.clocks import Switches
+from dataparallel.testing.compiling import SimulationUnavailable
+from dataparallel.testing.counts import Device
+from dataparallel.testing.cuda import extension, libraries
+from dataparallel.testing.simulated.timeline.recording import Timeline, record
+
+__all__ = [
+    "check_clocks",
+    "clocks",
+    "compiled",
+    "host_reads",
+    "index_of",
+    "late_queries",
+    "pass_over_tools",
+    "set_capacity",
+    "set_link",
+    "timeline",
+]
+
+
+def compiled() -> Any:
+    """The compiled module. Raises `SimulationUnavailable` if this process has no stand-in."""
+    if extension.C is None:
+        raise SimulationUnavailable("this process has no stand-in for CUDA: call stand_in first")
+    return extension.C
+
+
+_switches = Switches(compiled)
+_late_blocks = 0
+
+
+def clocks(enabled: bool = True, *, stacks: bool | None = None) -> AbstractContextManager[None]:
+    """Switches the clocks on or off while inside, for all threads; see `stand_in`.
+
+    If blocks are open in several threads, the one that was entered last decides.
+
+    Args:
+        enabled: if False, no access raises, and memory that is used inside has gaps in its history.
+        stacks: if True, each access keeps its Python stack for the message of a later race, which is slow. ``None``
+            changes nothing.
+    """
+    return _switches.set(enabled, stacks)
+
+
+def check_clocks() -> None:
+    """For the end of a test: raises for what the clocks have found and could not raise at once.
+
+    That is, in this order: an operator of the CPU that used pinned memory before a stream was done with it; a race in a
+    call of CUDA whose error nobody has asked for; and memory that was freed while a stream might still use it, unless
+    the calling thread has waited for that stream since. The error is the first one found, and the clocks forget all.
+
+    Raises:
+        RuntimeError: ``race: ...`` or ``freed too early: ...``.
+    """
+    c = compiled()
+    problems = [problem for problem in (c.take_host_problem(), *c.take_untold()) if problem]
+    try:
+        c.check()
+    except RuntimeError as freed:
+        if not problems:
+            raise
+        problems.append(str(freed))
+    if problems:
+        raise RuntimeError(problems[0])
+
+
+@contextmanager
+def late_queries() -> Iterator[None]:
+    """While inside, events and streams answer "not yet" as long as nothing proves that they are done.
+
+    A GPU may be as late as that. ``event.query()`` is then True only if the calling thread has waited for the event or
+    for something after it; so does the allocator get memory back late that was freed with ``record_stream``. A loop that
+    ends when a query says so never ends, unless another thread or call waits.
+    """
+    global _late_blocks
+    _late_blocks += 1
+    compiled().answer_queries_late(True)
+    try:
+        yield
+    finally:
+        _late_blocks -= 1
+        compiled().answer_queries_late(_late_blocks > 0)
+
+
+def timeline(limit: int = 1_000_000, stacks: bool = False) -> AbstractContextManager[Timeline]:
+    """Records every launch on the devices while inside, as `torch.sim.timeline` does for simulated devices.
+
+    What it yields has a ``recording``, and a ``schedule(machine)`` that says when each launch would run on a machine
+    that is described: see `dataparallel.testing.simulated.timeline`. Copies and fills are the calls of CUDA that torch
+    makes for them (``cudaMemcpyAsync``), everything else is an operator. Not recorded is host work between operators of
+    other libraries.
+
+    Args:
+        limit: the largest number of launches.
+        stacks: if True, each launch keeps its Python stack, which is slow. Threads of a backward have none.
+
+    Raises:
+        TypeError: if ``limit`` is not an int.
+        ValueError: if ``limit`` is less than 1.
+        RuntimeError: on entry, if another block is open, in any thread; at the end, if there were more launches than
+            ``limit``.
+    """
+    return record(compiled(), "dataparallel.testing.cuda.timeline", limit, stacks)
+
+
+def set_link(source: Device, target: Device, state: str) -> None:
+    """Says how the first device reaches the memory of the second.
+
+    Args:
+        source: a CUDA device.
+        target: another one.
+        state: "works"; "missing", so that they cannot be peers; "broken", so that copies between the two arrive wrong
+            once they are peers, without an error, as on machines whose firmware is at fault.
+
+    Raises:
+        ValueError: if this is no device or no state.
+    """
+    compiled()
+    libraries.set_link(index_of(source), index_of(target), state)
+
+
+def set_capacity(device: Device, size: int | None) -> None:
+    """Says how many bytes of memory a device has, 0 or more. ``None`` is what `stand_in` gave it."""
+    compiled()
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+        raise TypeError(f"a capacity is a number of bytes, an int, or None; got {type(size).__name__}")
+    if size is not None and size < 1:
+        raise ValueError(f"a capacity is a number of bytes, at least 1, or None; got {size}")
+    libraries.set_capacity(index_of(device), size or 0)
+
+
+def index_of(device: Device) -> int:
+    """Returns the index of a CUDA device; for ``None`` that of the current one.
+
+    Raises:
+        ValueError: if this is no CUDA device, or if the process does not have it.
+    """
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != "cuda":
+            raise ValueError(f"this is about CUDA devices; got {device}")
+        device = device.index
+    index = torch.cuda.current_device() if device is None else device
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise ValueError(f"cuda:{index}: this process has {count} devices, cuda:0 to cuda:{count - 1}")
+    return index
+
+
+def pass_over_tools() -> None:
+    """Frames of torch and of this package's testing tools are not where a program waits. Called by ``start``."""
+    folders = (Path(torch.__file__).parent, Path(__file__).parents[1])
+    compiled().pass_over([f"{folder}{os.sep}" for folder in folders] + ["<"])
+
+
+def host_reads() -> None:
+    """Looks at what Python reads of tensors without an operator: ``tolist`` and ``numpy``. Called once, by ``start``."""
+    for name in ("tolist", "numpy", "__array__"):
+        setattr(torch.Tensor, name, _looking(getattr(torch.Tensor, name), name))
+
+
+def _looking(method: Any, name: str) -> Any:
+    def looking(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if type(self) is torch.Tensor and self.device.type == "cpu":
+            compiled().host_reads(self, name)
+        return method(self, *args, **options)
+
+    looking.__name__ = looking.__qualname__ = name
+    looking.__doc__ = method.__doc__
+    return looking

@@ -1,0 +1,138 @@
+"""Runs small programs on a stand-in, each with its fault and without it: a process of `test_planted_faults`.
+
+It reads a list of programs from its input, and writes what each variant raised, or nothing, to its output.
+"""
+
+import json
+import sys
+import threading
+import traceback
+
+from dataparallel.testing import cuda
+
+cuda.stand_in(8)
+
+import torch  # noqa: E402
+
+A, B, C = (torch.device("cuda", index) for index in range(3))
+RUNTIME = torch.cuda.cudart()
+
+
+def variants(program):
+    """The program with its fault, and without it."""
+    lines = program.strip("\n").splitlines()
+    return [
+        "\n".join(line for line in lines if not line.rstrip().endswith(f"# {other}")) for other in ("mends", "fault")
+    ]
+
+
+def names():
+    """What a program finds. Everything is done when it starts."""
+    x = torch.arange(1000.0, device=A)
+    found = {
+        "torch": torch,
+        "cuda": cuda,
+        "threading": threading,
+        "rt": Raw(),
+        "a": A,
+        "b": B,
+        "on": torch.cuda.stream,
+        "x": x,
+        "y": torch.empty_like(x),
+        "m": torch.zeros(30, 30, device=A),
+        "on_b": torch.zeros(1000, device=B),
+        "h": torch.zeros(1000, pin_memory=True),
+        "main": torch.cuda.default_stream(A),
+        "side": torch.cuda.Stream(A),
+        "third": torch.cuda.Stream(A),
+        "side_b": torch.cuda.Stream(B),
+        "Event": torch.cuda.Event,
+        "steady": steady,
+    }
+    wait()
+    return found
+
+
+def wait():
+    for device in (A, B):
+        torch.cuda.synchronize(device)
+
+
+def steady(counts):
+    """Raises if these are not those of a steady step."""
+    if counts.host_waits:
+        raise AssertionError(f"host waits: {', '.join(map(str, counts.host_waits))}")
+    if counts.allocations or counts.frees or counts.new_streams:
+        raise AssertionError(
+            f"allocations: {counts.allocations}, frees: {counts.frees}, new streams: {counts.new_streams}"
+        )
+    if counts.new_contexts:
+        raise AssertionError(f"contexts on devices {counts.new_contexts}")
+
+
+class Raw:
+    """CUDA's functions by ctypes: each returns its error."""
+
+    def __getattr__(self, name):
+        import ctypes
+
+        from dataparallel.testing.cuda import libraries
+
+        function = libraries._library()[name]
+        pointer = ctypes.c_void_p
+
+        def call(*arguments):
+            return function(*(pointer(value) if isinstance(value, int) and value > 255 else value for value in arguments))
+
+        return call
+
+    def check(self, error):
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+    def stream(self, flags):
+        import ctypes
+
+        handle = ctypes.c_void_p()
+        with torch.cuda.device(A):
+            self.check(self.cudaStreamCreateWithFlags(ctypes.byref(handle), flags))
+        return handle.value
+
+    def memory(self, bytes_):
+        import ctypes
+
+        address = ctypes.c_void_p()
+        with torch.cuda.device(A):
+            self.check(self.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(bytes_)))
+        return address.value
+
+
+def raised(program):
+    """What it has raised, or None."""
+    space = names()
+    try:
+        exec(compile(program, "planted.py", "exec"), space)
+        cuda.check_clocks()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        return f"{type(error).__name__}: {error}"
+    finally:
+        Raw().cudaGetLastError()  # what a call has left that nobody looked at
+        wait()
+        space.clear()
+        try:
+            cuda.check_clocks()
+        except RuntimeError:
+            pass  # what comes after the first
+        wait()
+    return None
+
+
+def main():
+    results = []
+    for program in json.load(sys.stdin):
+        results.append([raised(variant) for variant in variants(program)])
+    json.dump(results, sys.stdout)
+
+
+main()
