@@ -1,14 +1,18 @@
-"""Carries what a host thread has waited for to the threads that it starts, to those that join it, and to replicas.
+"""Carries what a host thread has waited for to the threads that it starts or that join it, to replicas, and by queues.
 
 A thread that has waited for a stream may use on any stream what that one has written, and so may the threads that it
 starts afterwards. The clocks keep this knowledge for each thread; torch carries it into the threads of the autograd
-engine. Threads that pass work to each other through locks or queues, such as executors, are not followed: there the
-clocks raise although the host has waited. `simulate` calls this file.
+engine. A ``queue.Queue`` carries what its users knew when they put something in, and an executor of threads what the
+caller of ``submit`` and the task know. Threads that pass work to each other in other ways, such as locks, events and
+``queue.SimpleQueue``, are not followed: there the clocks raise although the host has waited. `simulate` and the
+stand-in for CUDA call this file.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import queue
 import threading
 from collections.abc import Sequence
 from types import ModuleType
@@ -36,6 +40,13 @@ def carry_knowledge(clocks: ModuleType) -> None:
     thread._bootstrap_inner = _begin_knowing(thread._bootstrap_inner)
     thread.join = _join_learning(thread.join)
     thread.is_alive = _look_learning(thread.is_alive)
+    some_queue: Any = queue.Queue
+    some_queue.put = _put_telling(some_queue.put)
+    some_queue.get = _get_learning(some_queue.get)
+    executor: Any = concurrent.futures.ThreadPoolExecutor
+    executor.submit = _submit_telling(executor.submit)
+    future: Any = concurrent.futures.Future
+    future.result = _result_learning(future.result)
     settings.carry(settings.Setting(ROW, _read, _hold))
 
 
@@ -84,6 +95,60 @@ def _look_learning(is_alive: Any) -> Any:
         return alive
 
     return look_learning
+
+
+def _put_telling(put: Any) -> Any:
+    @functools.wraps(put)
+    def put_telling(self: Any, item: Any, *args: Any, **options: Any) -> None:
+        if "_simulated_known" not in vars(self):
+            vars(self)["_simulated_known"] = _clocks.snapshot()
+        _clocks.tell(vars(self)["_simulated_known"])
+        put(self, item, *args, **options)
+
+    return put_telling
+
+
+def _get_learning(get: Any) -> Any:
+    @functools.wraps(get)
+    def get_learning(self: Any, *args: Any, **options: Any) -> Any:
+        item = get(self, *args, **options)
+        known = vars(self).get("_simulated_known")
+        if known is not None:
+            _clocks.learn(known)
+        return item
+
+    return get_learning
+
+
+def _submit_telling(submit: Any) -> Any:
+    @functools.wraps(submit)
+    def submit_telling(self: Any, task: Any, /, *args: Any, **options: Any) -> Any:
+        known, knows = _clocks.snapshot(), []
+
+        def task_knowing(*args: Any, **options: Any) -> Any:
+            _clocks.learn(known)
+            try:
+                return task(*args, **options)
+            finally:
+                knows.append(_clocks.snapshot())
+
+        future = submit(self, task_knowing, *args, **options)
+        vars(future)["_simulated_knows"] = knows
+        return future
+
+    return submit_telling
+
+
+def _result_learning(result: Any) -> Any:
+    @functools.wraps(result)
+    def result_learning(self: Any, timeout: float | None = None) -> Any:
+        try:
+            return result(self, timeout)
+        finally:
+            for known in vars(self).get("_simulated_knows", ()):
+                _clocks.learn(known)
+
+    return result_learning
 
 
 def _read(slots: Sequence[torch.device]) -> Any:

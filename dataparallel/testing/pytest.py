@@ -42,6 +42,8 @@ from typing import Any
 import pytest
 import torch
 
+from dataparallel.testing import cuda
+from dataparallel.testing.cuda import libraries
 from dataparallel.testing.cuda.possible import why_not_here
 from dataparallel.testing.simulated import SimulationTooLate, SimulationUnavailable, ToolsMissing, simulate
 
@@ -175,7 +177,7 @@ def _settled(item: pytest.Item, when: str) -> Generator[None, object, object]:
 
 
 def _settle(item: pytest.Item) -> None:
-    if not isinstance(item.config.stash.get(_devices_key, None), list):
+    if not isinstance(item.config.stash.get(_devices_key, None), list) and not cuda.is_stand_in():
         return
     if _asks(item):
         gc.collect()
@@ -185,16 +187,25 @@ def _settle(item: pytest.Item) -> None:
 def settle() -> None:
     """Call it at the end of a test: raises for memory that was freed too early, and waits for every device.
 
-    After the wait, memory that is freed later is no error of another test.
+    After the wait, memory that is freed later is no error of another test. The devices are simulated ones, a stand-in's
+    for CUDA, or both. Of CUDA devices only those are waited for that have a context.
 
     Raises:
-        RuntimeError: ``freed too early: ...``; the devices have been waited for then too.
+        RuntimeError: ``freed too early: ...``, or for a stand-in what `dataparallel.testing.cuda.check_clocks` raises;
+            the devices have been waited for then too.
     """
+    sim = getattr(torch, "sim", None)
     try:
-        torch.sim.check_clocks()  # type: ignore[attr-defined]
+        if sim is not None:
+            sim.check_clocks()
+        if cuda.is_stand_in():
+            cuda.check_clocks()
     finally:
-        for index in range(torch.sim.device_count()):  # type: ignore[attr-defined]
-            torch.sim.synchronize(index)  # type: ignore[attr-defined]
+        for index in range(sim.device_count() if sim is not None else 0):
+            sim.synchronize(index)  # type: ignore[union-attr]
+        if cuda.is_stand_in():
+            for index in libraries.counts().contexts:
+                torch.cuda.synchronize(index)
 
 
 def _make_once(config: pytest.Config) -> list[torch.device] | SimulationUnavailable:

@@ -49,9 +49,9 @@ def simulate(n: int = 8, *, compute: bool = True) -> list[torch.device]:
 
     The clocks miss operators of the host on pinned memory: after ``h = x.to("cpu", non_blocking=True)``
     ``h.tolist()`` raises nothing, although on CUDA the copy may still be filling ``h``. They also raise where nothing
-    is wrong: what a thread has waited for is known to the threads that it starts and to those that join it
-    (``threading.Thread``), but not to threads that get work through locks or queues, such as executors. Let the thread
-    that uses the result wait for the stream or an event too.
+    is wrong: what a thread has waited for is known to the threads that it starts, to those that join it
+    (``threading.Thread``), and through a ``queue.Queue`` or a ``ThreadPoolExecutor``, but not to threads that get work
+    in other ways, such as locks and events. Let the thread that uses the result wait for the stream or an event too.
 
     With ``compute=False`` kernels are skipped and the devices have no memory behind their addresses: shapes come from
     torch's meta kernels. A model of any size is planned so on a small machine. Launches, copied bytes, memory to the

@@ -295,6 +295,44 @@ FAULTS = [
         main.wait_stream(side)  # mends
         x.fill_(0)
     """),
+    ("a device twice in a collective", "inputs must be on unique devices", """
+        torch.cuda.nccl.all_reduce([x, y])  # fault
+        torch.cuda.nccl.all_reduce([x, on_b])  # mends
+    """),
+    ("a collective on a stream that has not waited", "race: ncclBroadcast|race: .*roadcast.* reads", """
+        with on(side): torch.mul(x, 2, out=y)
+        main.wait_stream(side)  # mends
+        torch.cuda.nccl.broadcast([y, on_b])
+    """),
+    ("the result of a collective read on another stream", "race: aten::add reads.*cuda:1 on stream.*ncclAllReduce", """
+        torch.cuda.nccl.all_reduce([x, on_b])
+        side_b.wait_stream(torch.cuda.current_stream(b))  # mends
+        with on(side_b): on_b + 1
+    """),
+    ("different collectives on the ranks", "kinds: where rank 0", """
+        from nccl_calls import Buffer, N, all_reduce, communicators, group, nccl
+        comms, p, q = communicators(0, 1), Buffer([1, 2], 0), Buffer([3, 4], 1)
+        second = lambda: nccl("ncclBroadcast", q.pointer, q.pointer, N(2), 7, 0, comms[1], q.stream)  # fault
+        second = lambda: all_reduce(comms[1], q)  # mends
+        group(lambda: all_reduce(comms[0], p), second)
+        assert q.get() == [4, 6]
+    """),
+    ("crossed collectives", "wait for each other in a circle", """
+        from nccl_calls import Buffer, all_reduce, communicators
+        pairs, told = [communicators(0, 1), communicators(0, 1)], []
+        def rank(number, order):
+            try:
+                buffers = [Buffer([1], number), Buffer([2], number)]
+                for one in order: all_reduce(pairs[one][number], buffers[one])
+                assert [buffer.get() for buffer in buffers] == [[2], [4]]
+            except Exception as error: told.append(str(error))
+        orders = [0, 1], [1, 0]  # fault
+        orders = [0, 1], [0, 1]  # mends
+        threads = [threading.Thread(target=rank, args=one) for one in enumerate(orders)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert not told, told[0]
+    """),
     ("DLPack told not to wait", "race: aten::add reads", """
         with on(side):
             torch.mul(x, 2, out=y)
