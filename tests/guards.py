@@ -77,11 +77,20 @@ class Map:
         return cls({guard: each & known for guard, each in tests.items()}, dict(seconds))
 
     def rounds(self, guard: str, budget: float) -> list[list[str]]:
-        """The guard's tests, short ones first and files in turn: a short round, then the rest within ``budget``."""
+        """The guard's tests: a short round, then the rest within ``budget``.
+
+        Files take turns, those named after the guard's file first, and each gives its short tests first.
+        """
+        room, file = guard.partition(".py:")[0].rpartition("/")[::2]
+
+        def is_far(tests: list[str]) -> tuple[bool, bool, int]:
+            where = tests[0]
+            return f"{room}/test_{file}" not in where, f"tests/{room}/" not in where, -len(tests)
+
         by_file: dict[str, list[str]] = defaultdict(list)
         for test in sorted(self.tests.get(guard, ()), key=lambda test: (self.seconds[test], test)):
             by_file[test.partition("::")[0]].append(test)
-        files = sorted(by_file.values(), key=len, reverse=True)
+        files = sorted(by_file.values(), key=is_far)
         turns = [test for turn in zip_longest(*files) for test in turn if test is not None]
         rest, left = [], budget
         for test in turns[FIRST_ROUND:]:
