@@ -99,6 +99,7 @@ class Counts(counts.Counts):
         self._after: _Reading | None = None
 
     def stop(self) -> None:
+        """Ends the count."""
         super().stop()
         self._after = self._read()
 
@@ -112,24 +113,30 @@ class Counts(counts.Counts):
 
     @property
     def calls(self) -> Counter[str]:
+        """The calls of CUDA, by function."""
         return self._now().calls - self._before.calls
 
     @property
     def host_waits(self) -> list[HostWait]:
+        """Where the host has waited."""
         return self._now().host_waits
 
     @property
     def allocations(self) -> int:
+        """Calls that allocate memory."""
         return sum(self.calls[name] for name in ALLOCATING)
 
     @property
     def frees(self) -> int:
+        """Calls that free memory."""
         return sum(self.calls[name] for name in FREEING)
 
     @property
     def new_streams(self) -> int:
+        """Calls that make streams."""
         return sum(self.calls[name] for name in MAKING_STREAMS)
 
     @property
     def new_contexts(self) -> list[int]:
+        """The devices that have got a context."""
         return [index for index in self._now().contexts if index not in self._before.contexts]
