@@ -12,7 +12,7 @@
 
 #include "front.h"
 #include "process_state.h"
-#include "watch.h"
+#include "stream_name.h"
 
 namespace simulated::allocators {
 namespace {
