@@ -10,6 +10,7 @@
 #include <optional>
 #include <unordered_map>
 
+#include "../runtime/runtime.h"
 #include "front.h"
 #include "process_state.h"
 #include "stream_name.h"
