@@ -108,7 +108,7 @@ class Launcher:
         thread, until = self._thread, time.monotonic() + AT_EXIT
         while thread is not None and thread.is_alive() and not self._is_parked and time.monotonic() < until:
             thread.join(0.01)
-        if self.issuing.close(until) and not self._is_parked and not (thread is not None and thread.is_alive()):
+        if self.issuing.close(until) and (thread is None or not thread.is_alive()):
             for closable in [*self._closables]:
                 closable.let_go()
 

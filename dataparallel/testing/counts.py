@@ -10,13 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-import torch
+from dataparallel.testing.indices import Device
 
-__all__ = ["HOST", "Counts", "Device", "counting"]
-
-Device: TypeAlias = "torch.device | str | int | None"
+__all__ = ["HOST", "Counts", "counting"]
 
 HOST = -1
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from dataparallel.testing import counts
+from dataparallel.testing.cuda import libraries
 from dataparallel.testing.cuda.watching import compiled, index_of
 
 __all__ = ["Counts", "HostWait", "counted"]
@@ -104,9 +105,9 @@ class Counts(counts.Counts):
         self._after = self._read()
 
     def _read(self) -> _Reading:
-        calls, _, contexts, _ = compiled().counts()
+        now = libraries.counts()
         waits = [HostWait(*wait) for wait in compiled().read_lines(self._lines)]
-        return _Reading(Counter(dict(calls)), [index for index, has in enumerate(contexts) if has], waits)
+        return _Reading(Counter(now.calls), now.contexts, waits)
 
     def _now(self) -> _Reading:
         return self._read() if self._after is None else self._after

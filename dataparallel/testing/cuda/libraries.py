@@ -23,13 +23,13 @@ from dataparallel.testing.compiling import (
     ToolsMissing,
     build_library,
 )
-from dataparallel.testing.cuda import cupy_imports, nvrtc
+from dataparallel.testing.cuda import cupy_imports, nvrtc, possible
 from dataparallel.testing.cuda.machine import Machine
+from dataparallel.testing.cuda.possible import CUDA
 
 __all__ = [
     "Counts",
     "counts",
-    "cuda_of_torch",
     "forget_counts",
     "include_paths",
     "open_libraries",
@@ -40,7 +40,6 @@ __all__ = [
 
 CSRC = Path(__file__).parents[1] / "csrc"
 WHAT = "libraries in place of CUDA's"
-MAJOR = 13  # of the CUDA whose functions are answered: libraries of others have other names
 LINKS = {"works": 0, "missing": 1, "broken": 2}
 
 _opened: dict[str, ctypes.CDLL] = {}
@@ -69,7 +68,7 @@ def open_libraries(machine: Machine | None = None) -> Path:
         forwards = (_forward("libcuda.so.1", path), _forward("libnvidia-ml.so.1", path))
         for library in (path, *forwards, *_nccl(path)):
             _opened[library.name] = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        nvrtc.open_nvrtc(f"libnvrtc.so.{MAJOR}", WHAT, include_paths())
+        nvrtc.open_nvrtc(f"libnvrtc.so.{CUDA}", WHAT, include_paths())
         cupy_imports.prepare(path)
     if machine is not None:
         _set_machine(machine)
@@ -78,7 +77,10 @@ def open_libraries(machine: Machine | None = None) -> Path:
 
 def runtime() -> Path:
     """Returns the file of the runtime's library, and compiles it if it is not in the cache. It is not opened."""
-    name = f"libcudart.so.{cuda_of_torch()}"
+    why_not = possible.why_not_here()
+    if why_not is not None:
+        raise ToolsMissing(why_not)
+    name = f"libcudart.so.{CUDA}"
     # torch's libraries ask for the version of each symbol too, which is called as the library is.
     symbols = ("-Wl,--default-symver", "-Wl,-Bsymbolic-functions", "-Wl,--no-undefined")
     flags, link_flags = ("-O2", "-fvisibility=hidden", "-Wall"), (f"-Wl,-soname,{name}", *symbols, "-ldl")
@@ -104,44 +106,20 @@ def _nccl(path: Path) -> tuple[Path, ...]:
     return (build_library(Library("libnccl.so.2", WHAT, (CSRC / "nccl",), flags, link_flags, paths)),)
 
 
-def cuda_of_torch() -> int:
-    """Returns the major version of CUDA that the installed torch is built for. It is read from a file of torch.
-
-    Raises:
-        ToolsMissing: if torch is not installed, or not built for a CUDA whose functions are answered.
-    """
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise ToolsMissing(f"{WHAT} are for torch, which is not installed")
-    text = Path(spec.submodule_search_locations[0], "version.py").read_text()
-    found = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.", text, re.MULTILINE)
-    if found is None:
-        raise ToolsMissing(
-            f"{WHAT} are for torch's build for CUDA {MAJOR}, and the installed one has no CUDA. That build can be "
-            "installed on a machine without a GPU too (pip install torch from the index of that CUDA)"
-        )
-    if int(found[1]) != MAJOR:
-        raise ToolsMissing(
-            f"{WHAT} have the functions of CUDA {MAJOR}, and the installed torch is built for CUDA {found[1]}: "
-            f"install its build for CUDA {MAJOR}"
-        )
-    return MAJOR
-
-
-def include_paths(major: int = MAJOR) -> tuple[Path, Path]:
+def include_paths() -> tuple[Path, Path]:
     """Returns where headers are: this package's, which come first for those that no wheel has, and CUDA's.
 
     Raises:
         ToolsMissing: if CUDA's are not there.
     """
     roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    roots += [Path(f"/usr/local/cuda-{major}"), Path("/usr/local/cuda")]
-    folders = [*_in_wheels(f"cu{major}"), *(root / "include" for root in roots)]
+    roots += [Path(f"/usr/local/cuda-{CUDA}"), Path("/usr/local/cuda")]
+    folders = [*_in_wheels(f"cu{CUDA}"), *(root / "include" for root in roots)]
     for folder in folders:
-        if _version_of(folder) == major:
+        if _version_of(folder) == CUDA:
             return CSRC / "headers", folder
     raise ToolsMissing(
-        f"{WHAT} are compiled with the headers of CUDA {major}'s runtime, and no folder has them: pip install "
+        f"{WHAT} are compiled with the headers of CUDA {CUDA}'s runtime, and no folder has them: pip install "
         "nvidia-cuda-runtime, or set CUDA_HOME"
     )
 

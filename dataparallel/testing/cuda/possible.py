@@ -13,9 +13,9 @@ from typing import Any
 
 from dataparallel.testing.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
 
-__all__ = ["check_process", "cuda_headers", "file_of_torch", "gpus", "why_not_here"]
+__all__ = ["CUDA", "check_process", "file_of_torch", "gpus", "why_not_here"]
 
-CUDA = "13"
+CUDA = 13
 """The release of CUDA whose functions are answered: libraries and headers of others have other names."""
 
 # Of NVIDIA's drivers: for cards, for Jetson, and for Windows' subsystem for Linux.
@@ -61,7 +61,7 @@ def why_not_here() -> str | None:
         others = {"ROCm": version.get("hip"), "XPU": version.get("xpu")}
         instead = next((name for name, release in others.items() if release), "the CPU only")
         return f"a stand-in for CUDA needs a torch built for CUDA {CUDA}, and {built} {instead}: install that build"
-    if cuda.split(".")[0] != CUDA:
+    if cuda.split(".")[0] != str(CUDA):
         return f"a stand-in answers for CUDA {CUDA}, and {built} CUDA {cuda}: install a torch for CUDA {CUDA}"
     return None
 
@@ -80,22 +80,3 @@ def _version_of_torch(file: Path) -> dict[str, Any]:
 def gpus(devices: Path = Path("/dev")) -> list[str]:
     """The files by which NVIDIA's driver would be reached. CUDA itself is not asked: it could not be replaced then."""
     return sorted(str(path) for pattern in GPU_FILES for path in devices.glob(pattern))
-
-
-def cuda_headers() -> Path:
-    """The folder with CUDA's headers, which torch's packages bring.
-
-    Raises:
-        ToolsMissing: if it is not there.
-    """
-    file = file_of_torch()
-    searched = [Path(entry, "nvidia", f"cu{CUDA}", "include") for entry in sys.path]
-    if file is not None:
-        searched.insert(0, file.parents[1] / "nvidia" / f"cu{CUDA}" / "include")
-    for folder in searched:
-        if (folder / "cuda_runtime_api.h").exists():
-            return folder
-    raise ToolsMissing(
-        f"a stand-in for CUDA is compiled with CUDA's headers, and {searched[0]} has no cuda_runtime_api.h: "
-        "pip install nvidia-cuda-runtime"
-    )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,8 +16,8 @@ import torch
 
 from dataparallel.testing.clocks import Switches
 from dataparallel.testing.compiling import SimulationUnavailable
-from dataparallel.testing.counts import Device
 from dataparallel.testing.cuda import extension, libraries
+from dataparallel.testing.indices import Device, index_among
 from dataparallel.testing.simulated.timeline.recording import Timeline, record
 
 __all__ = [
@@ -41,6 +42,7 @@ def compiled() -> Any:
 
 
 _switches = Switches(compiled)
+_lock = threading.Lock()
 _late_blocks = 0
 
 
@@ -87,14 +89,18 @@ def late_queries() -> Iterator[None]:
     for something after it. The allocator then also gets memory back late that was freed with ``record_stream``. A loop
     that ends when a query says so never ends, unless another thread or call waits.
     """
-    global _late_blocks
-    _late_blocks += 1
-    compiled().answer_queries_late(True)
+    _count_late_blocks(1)
     try:
         yield
     finally:
-        _late_blocks -= 1
-        compiled().answer_queries_late(_late_blocks > 0)
+        _count_late_blocks(-1)
+
+
+def _count_late_blocks(more: int) -> None:
+    global _late_blocks
+    with _lock:
+        compiled().answer_queries_late(_late_blocks + more > 0)
+        _late_blocks += more
 
 
 def timeline(limit: int = 1_000_000, stacks: bool = False) -> AbstractContextManager[Timeline]:
@@ -135,7 +141,16 @@ def set_link(source: Device, target: Device, state: str) -> None:
 
 
 def set_capacity(device: Device, size: int | None) -> None:
-    """Says how many bytes of memory a device has, 0 or more. ``None`` is what `stand_in` gave it."""
+    """Limits the memory of a device.
+
+    Args:
+        device: the current device if ``None``.
+        size: in bytes, at least 1. ``None`` is what `stand_in` gave it.
+
+    Raises:
+        TypeError: if the size is not an int.
+        ValueError: if the size is less than 1, or this is no device of the process.
+    """
     compiled()
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
         raise TypeError(f"a capacity is a number of bytes, an int, or None; got {type(size).__name__}")
@@ -150,17 +165,8 @@ def index_of(device: Device) -> int:
     Raises:
         ValueError: if this is no CUDA device, or if the process does not have it.
     """
-    if isinstance(device, str):
-        device = torch.device(device)
-    if isinstance(device, torch.device):
-        if device.type != "cuda":
-            raise ValueError(f"this is about CUDA devices; got {device}")
-        device = device.index
-    index = torch.cuda.current_device() if device is None else device
-    count = torch.cuda.device_count()
-    if not 0 <= index < count:
-        raise ValueError(f"cuda:{index}: this process has {count} devices, cuda:0 to cuda:{count - 1}")
-    return index
+    about = "this is about CUDA devices"
+    return index_among(device, "cuda", about, torch.cuda.current_device, torch.cuda.device_count(), "has")
 
 
 def pass_over_tools() -> None:

@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
+from dataparallel.testing.indices import Device, index_among
 
 __all__ = ["Device", "index_of"]
-
-Device: TypeAlias = "torch.device | str | int | None"
 
 C: Any = None
 
@@ -23,13 +21,5 @@ def index_of(device: Device) -> int:
     Raises:
         ValueError: if this is no simulated device, or if the process does not simulate it.
     """
-    if isinstance(device, str):
-        device = torch.device(device)
-    if isinstance(device, torch.device):
-        if device.type != "sim":
-            raise ValueError(f"torch.sim is about simulated devices; got {device}")
-        device = device.index
-    index, count = C.current_device() if device is None else device, C.device_count()
-    if not 0 <= index < count:
-        raise ValueError(f"sim:{index}: this process simulates {count} devices, sim:0 to sim:{count - 1}")
-    return index
+    about = "torch.sim is about simulated devices"
+    return index_among(device, "sim", about, C.current_device, C.device_count(), "simulates")

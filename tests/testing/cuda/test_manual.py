@@ -7,17 +7,12 @@ import sys
 
 import pytest
 
-from dataparallel.testing.cuda.possible import why_not_here
 from documents import DOCS, blocks_of
 from processes import environment
+from stand_in import IN_OWN_PROCESSES
 
 PAGE = DOCS / "guide" / "testing_cuda.rst"
-WHY_NOT = why_not_here()
-pytestmark = [
-    pytest.mark.devices("cpu"),  # they start their own processes
-    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
-    pytest.mark.watchdog(900),  # the first one may compile
-]
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.watchdog(900)]  # the first one may compile
 
 program, remedy, start, tests = (block.text for block in blocks_of(PAGE))
 

@@ -2,11 +2,10 @@
 
 import pytest
 
-from dataparallel.testing.cuda import possible
 from processes import run, run_script
+from stand_in import IN_OWN_PROCESSES
 
-WHY_NOT = possible.why_not_here()
-pytestmark = [pytest.mark.devices("cpu"), pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = IN_OWN_PROCESSES
 
 START = """
 from cudart import CUDA, Log, after

@@ -10,15 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dataparallel.testing.cuda.possible import why_not_here
 from processes import environment
+from stand_in import IN_OWN_PROCESSES
 
-WHY_NOT = why_not_here()
-pytestmark = [
-    pytest.mark.devices("cpu"),  # they start their own processes
-    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
-    pytest.mark.watchdog(3600.0),
-]
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.watchdog(3600.0)]
 
 SCRIPT = Path(__file__).with_name("beside_cpu.py")
 PIECES = 16

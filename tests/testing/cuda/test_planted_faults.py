@@ -13,14 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from dataparallel.testing.cuda.possible import why_not_here
 from processes import environment
+from stand_in import IN_OWN_PROCESSES
 
-WHY_NOT = why_not_here()
-pytestmark = [
-    pytest.mark.devices("cpu"),  # the programs run in a process of their own
-    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
-]
+pytestmark = IN_OWN_PROCESSES
 
 # The fault, the words that name it, and the program.
 FAULTS = [

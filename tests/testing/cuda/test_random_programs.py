@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 from random_programs import generate, is_ordered, with_one_wait_left_out
 
-from dataparallel.testing.cuda.possible import why_not_here
 from processes import environment
+from stand_in import needs_stand_in
 
-WHY_NOT = why_not_here()
-on_stand_in = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 pytestmark = pytest.mark.devices("cpu")  # the programs run in processes of their own
 
 
@@ -41,7 +39,7 @@ def test_the_programs_are_ordered_and_need_their_waits():
         assert with_one_wait_left_out(program, seed) is not None
 
 
-@on_stand_in
+@needs_stand_in
 @pytest.mark.parametrize(
     ("first", "count"),
     [(0, 50), *(pytest.param(first, 250, marks=pytest.mark.long) for first in range(1000, 2000, 250))],

@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dataparallel.testing.cuda.possible import why_not_here
 from processes import environment
+from stand_in import IN_OWN_PROCESSES, WHY_NOT
 
-WHY_NOT = why_not_here()
-pytestmark = [
-    pytest.mark.devices("cpu"),  # they start their own processes
-    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
-]
+pytestmark = IN_OWN_PROCESSES
 
 SUM = """
 import torch

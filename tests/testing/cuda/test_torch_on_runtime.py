@@ -2,15 +2,10 @@
 
 import pytest
 
-from dataparallel.testing.cuda import possible
 from processes import run, run_script
+from stand_in import IN_OWN_PROCESSES
 
-WHY_NOT = possible.why_not_here()
-pytestmark = [
-    pytest.mark.devices("cpu"),  # they start their own processes
-    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
-    pytest.mark.usefixtures("compiled_libraries"),
-]
+pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
 
 START = """
 from dataparallel.testing.cuda import libraries

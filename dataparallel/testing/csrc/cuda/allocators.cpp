@@ -3,11 +3,11 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/util/ScopeExit.h>
 #include <dlfcn.h>
 #include <torch/version.h>
 
 #include <mutex>
-#include <optional>
 #include <unordered_map>
 
 #include "../runtime/runtime.h"
@@ -77,26 +77,26 @@ bool is_of_allocator(const void* caller) {
   return dladdr(caller, &info) && info.dli_fbase == library;
 }
 
+// What `call` returns. Meanwhile the calling thread is in the allocator of pinned memory.
+template <class Call>
+auto inside(Call call) {
+  const bool before = std::exchange(is_in_host_allocator, true);
+  const auto restore = c10::make_scope_exit([before] { is_in_host_allocator = before; });
+  return call();
+}
+
 // torch's allocator of pinned memory, which says when it gives memory out.
 class PinnedMemory final : public at::HostAllocator {
  public:
   explicit PinnedMemory(at::HostAllocator* torchs) : torchs_(torchs) {}
 
   at::DataPtr allocate(size_t bytes) override {
-    const bool before = std::exchange(is_in_host_allocator, true);
-    std::optional<at::DataPtr> result;
-    try {
-      result = torchs_->allocate(bytes);
-    } catch (...) {
-      is_in_host_allocator = before;
-      throw;
-    }
-    is_in_host_allocator = before;
-    const auto part = standin::part_of(result->get(), bytes, false, "");
+    auto result = inside([&] { return torchs_->allocate(bytes); });
+    const auto part = standin::part_of(result.get(), bytes, false, "");
     if (part.memory && part.memory->watched) {
       clocks::handed_on(*static_cast<Tracked*>(part.memory->watched), {part.begin, part.end});
     }
-    return std::move(*result);
+    return result;
   }
   at::DeleterFnPtr raw_deleter() const override {
     return torchs_->raw_deleter();
@@ -108,9 +108,7 @@ class PinnedMemory final : public at::HostAllocator {
     return torchs_->record_event(pointer, context, stream);
   }
   void empty_cache() override {
-    const bool before = std::exchange(is_in_host_allocator, true);
-    torchs_->empty_cache();
-    is_in_host_allocator = before;
+    inside([&] { torchs_->empty_cache(); });
   }
   at::HostStats get_stats() override {
     return torchs_->get_stats();

@@ -31,13 +31,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto now = counts::read();
     return std::make_pair(std::move(now.launches), std::move(now.copied));
   });
-  m.def("counts", [] {
-    const auto now = standin::counts();
-    return std::make_tuple(now.calls, now.kernels, now.contexts, now.host_waits);
-  });
   m.def("pass_over", &waits::pass_over);
   m.def("keep_lines", &waits::keep_lines);
-  m.def("host_waits", &waits::count);
   m.def("lines_kept", &waits::size);
   m.def("read_lines", [](size_t from) {
     std::vector<std::tuple<std::string, std::string, int, std::string>> result;
@@ -46,7 +41,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
     return result;
   });
-  m.def("forget_counts", &standin::forget_counts);
   bind_clocks(m);
   bind_recording(m);
 }

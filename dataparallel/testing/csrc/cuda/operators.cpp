@@ -17,13 +17,25 @@ namespace {
 // torch's own: they allocate, make views, or read and copy by functions of CUDA's runtime.
 bool is_torchs(const std::string& name) {
   static const std::unordered_set<std::string> names = {
-      "aten::empty",        "aten::empty_strided",    "aten::as_strided",
-      "aten::view",         "aten::_reshape_alias",   "aten::view_as_real",
-      "aten::view_as_complex", "aten::unfold",        "aten::alias",
-      "aten::resize_",      "aten::set_",             "aten::record_stream",
-      "aten::copy_",        "aten::_local_scalar_dense", "aten::is_pinned",
-      "aten::_pin_memory",  "aten::_efficientzerotensor", "aten::native_dropout",
-      "aten::_nested_view_from_buffer", "aten::_nested_view_from_jagged",
+      "aten::empty",
+      "aten::empty_strided",
+      "aten::as_strided",
+      "aten::view",
+      "aten::_reshape_alias",
+      "aten::view_as_real",
+      "aten::view_as_complex",
+      "aten::unfold",
+      "aten::alias",
+      "aten::resize_",
+      "aten::set_",
+      "aten::record_stream",
+      "aten::copy_",
+      "aten::_local_scalar_dense",
+      "aten::is_pinned",
+      "aten::_pin_memory",
+      "aten::_efficientzerotensor",
+      "aten::_nested_view_from_buffer",
+      "aten::_nested_view_from_jagged",
       "aten::_fused_sdp_choice", // from the capability of the device
   };
   return names.count(name) > 0;
@@ -40,36 +52,24 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
                               ": the CPU has no such operator, and what it means has not been written down");
 }
 
-// What nothing else is registered for afterwards would launch kernels that nobody computes, and not every operator of
-// torch looks at the error of a launch.
-void register_refusals() {
+// What the CPU has no kernel for. Some of it torch composes of other operators except on CUDA, and the CPU computes that.
+// The rest is refused: it would launch kernels that nobody computes, and not every operator of torch looks at the error
+// of a launch. What is registered later replaces these.
+void register_what_only_cuda_has() {
   static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
-  static const std::unordered_set<std::string> composed = {"aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell"};
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(kKey)) {
-    const auto op = *dispatcher.findOp(name);
     using Key = c10::DispatchKey;
-    const auto has = [&](Key key) { return op.hasKernelForDispatchKey(key); };
-    const bool asks = name.name.rfind("aten::_use_", 0) == 0;
-    if (name.name.rfind("aten::", 0) == 0 && !has(Key::CPU) && !has(Key::CompositeExplicitAutograd) &&
-        !has(Key::CompositeImplicitAutograd) && !has(Key::CompositeExplicitAutogradNonFunctional) && !asks &&
-        !is_torchs(name.name) && !is_a_list_operator(op) && !composed.count(name.name)) {
-      library.impl(full_name(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
-    }
-  }
-}
-
-// Operators that torch composes of others except on CUDA, where they are one kernel.
-void register_compositions() {
-  static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(kKey)) {
     const auto op = *dispatcher.findOp(name);
-    const bool is_composed = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
-        op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
-    if (name.name.rfind("aten::", 0) == 0 && is_composed && !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
-        !is_torchs(name.name) && !is_a_list_operator(op)) {
+    const auto has = [&](Key key) { return op.hasKernelForDispatchKey(key); };
+    if (name.name.rfind("aten::", 0) != 0 || has(Key::CPU) || is_torchs(name.name) || is_a_list_operator(op)) {
+      continue;
+    }
+    const bool asks = name.name.rfind("aten::_use_", 0) == 0;
+    if (has(Key::CompositeExplicitAutograd) || has(Key::CompositeExplicitAutogradNonFunctional)) {
       library.impl(full_name(name).c_str(), on_cpu(op));
+    } else if (!has(Key::CompositeImplicitAutograd) && !asks) {
+      library.impl(full_name(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
     }
   }
 }
@@ -103,15 +103,15 @@ void register_meanings() {
 void register_operators() {
   using Key = c10::DispatchKey;
   const Quietly quietly;
-  register_refusals();
+  register_what_only_cuda_has();
   register_what_the_cpu_has(Key::CPU, kKey, replaces<kKey>);
   register_what_the_cpu_has(Key::SparseCPU, kSparseKey, replaces<kSparseKey>);
   register_what_the_cpu_has(Key::SparseCsrCPU, kSparseCsrKey, replaces<kSparseCsrKey>);
   register_what_the_cpu_has(Key::NestedTensorCPU, kNestedKey, replaces<kNestedKey>);
   register_what_the_cpu_has(Key::QuantizedCPU, kQuantizedKey, replaces<kQuantizedKey>);
   register_list_operators();
-  register_compositions();
   register_composites();
+  register_composed();
   register_meanings();
 }
 

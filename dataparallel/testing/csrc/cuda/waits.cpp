@@ -19,7 +19,6 @@ struct State {
   int keepers = 0;
 };
 
-std::atomic<uint64_t> all{0};
 std::atomic<bool> keeps{false};
 
 std::vector<std::string> folders() {
@@ -67,7 +66,6 @@ void keep_lines(bool on) {
 }
 
 void noted(const char* call, bool may_ask) {
-  all.fetch_add(1, std::memory_order_relaxed);
   if (!keeps) {
     return;
   }
@@ -81,10 +79,6 @@ void noted(const char* call, bool may_ask) {
   if (s.keepers > 0) {
     s.kept.push_back(std::move(wait));
   }
-}
-
-uint64_t count() {
-  return all;
 }
 
 size_t size() {

@@ -1,7 +1,6 @@
-// Host waits: how many there have been, and for a while the line of Python that has made each.
+// Host waits, while somebody keeps them: the line of Python that has made each.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -20,7 +19,6 @@ void pass_over(std::vector<std::string> folders);
 void keep_lines(bool on);
 // The calling thread waits. With `may_ask`, it holds no lock that a thread with the interpreter lock could wait for.
 void noted(const char* call, bool may_ask);
-uint64_t count();
 // The waits that were noted, from this number on. They are forgotten when the last caller has left.
 std::vector<Wait> read(size_t from);
 size_t size();

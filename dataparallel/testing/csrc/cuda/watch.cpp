@@ -1,14 +1,15 @@
 #include "watch.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 
 #include "allocators.h"
 #include "counts.h"
 #include "host.h"
+#include "labels.h"
 #include "stream_name.h"
 #include "waits.h"
 
@@ -23,17 +24,6 @@ struct OnTheWay {
   clocks::Ticket ticket;
 };
 thread_local OnTheWay* on_the_way = nullptr;
-
-const char* label_of(int device) {
-  static const auto* labels = [] {
-    auto* made = new std::vector<std::string>();
-    for (int i = 0; i < 64; ++i) {
-      made->push_back("cuda:" + std::to_string(i));
-    }
-    return made;
-  }();
-  return device < 0 ? "pinned host memory" : labels->at(static_cast<size_t>(device)).c_str();
-}
 
 struct Recorded : Event {
   bool is_of_allocator = false;
@@ -155,7 +145,7 @@ class ClockWatcher final : public standin::Watcher {
   }
   void allocated(standin::Memory& memory) override {
     auto* made = new Tracked();
-    made->where = label_of(memory.device);
+    made->where = memory.device < 0 ? "pinned host memory" : label_of(static_cast<c10::DeviceIndex>(memory.device));
     made->is_of_host = memory.device < 0;
     memory.watched = made;
   }
@@ -176,15 +166,8 @@ class ClockWatcher final : public standin::Watcher {
 clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10::ArrayRef<Touch> touches) {
   OnTheWay way{touches, {}};
   auto* const before = std::exchange(on_the_way, &way);
-  std::string problem;
-  try {
-    problem = standin::announce(stream, op.c_str(), nullptr, 0);
-  } catch (...) {
-    on_the_way = before;
-    throw;
-  }
-  on_the_way = before;
-  if (!problem.empty()) {
+  const auto restore = c10::make_scope_exit([&] { on_the_way = before; });
+  if (const auto problem = standin::announce(stream, op.c_str(), nullptr, 0); !problem.empty()) {
     standin::has_told(problem);
     TORCH_CHECK(false, problem);
   }

@@ -47,10 +47,11 @@ void close_kept(int file) {
   }
 }
 
-bool write_bytes(int file, const void* data, size_t bytes) {
-  const auto* at = static_cast<const char*>(data);
+// Calls `move` with what is left until nothing is. Returns false if the other side is gone.
+template <class Byte, class Move>
+bool move_all(Byte* at, size_t bytes, Move move) {
   while (bytes) {
-    const auto done = ::send(file, at, bytes, MSG_NOSIGNAL);
+    const ssize_t done = move(at, bytes);
     if (done < 0 && errno == EINTR) {
       continue;
     }
@@ -63,20 +64,13 @@ bool write_bytes(int file, const void* data, size_t bytes) {
   return true;
 }
 
+bool write_bytes(int file, const void* data, size_t bytes) {
+  return move_all(static_cast<const char*>(data), bytes,
+                  [file](const char* at, size_t left) { return ::send(file, at, left, MSG_NOSIGNAL); });
+}
+
 bool read_bytes(int file, void* data, size_t bytes) {
-  auto* at = static_cast<char*>(data);
-  while (bytes) {
-    const auto done = ::recv(file, at, bytes, 0);
-    if (done < 0 && errno == EINTR) {
-      continue;
-    }
-    if (done <= 0) {
-      return false;
-    }
-    at += done;
-    bytes -= static_cast<size_t>(done);
-  }
-  return true;
+  return move_all(static_cast<char*>(data), bytes, [file](char* at, size_t left) { return ::recv(file, at, left, 0); });
 }
 
 // A name that begins with a zero byte is in no file system, and goes when its process does.

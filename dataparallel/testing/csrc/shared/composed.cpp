@@ -5,7 +5,8 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
-#include "front.h"
+#include "keys.h"
+#include "register.h"
 
 namespace simulated {
 namespace {
@@ -50,23 +51,14 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hid
 
 } // namespace
 
-#ifdef DATAPARALLEL_CUDA
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-#else
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-#endif
-  m.impl("native_dropout", TORCH_FN(native_dropout));
-  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
-  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
-}
-
-#ifdef DATAPARALLEL_CUDA
-TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {
-#else
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
-#endif
-  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
-  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+void register_composed() {
+  static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  library.impl("native_dropout", TORCH_FN(native_dropout));
+  static torch::Library with_autograd(torch::Library::IMPL, "aten", kAutogradKey, __FILE__, __LINE__);
+  for (auto* each : {&library, &with_autograd}) {
+    each->impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+    each->impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+  }
 }
 
 } // namespace simulated

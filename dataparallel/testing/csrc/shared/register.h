@@ -20,6 +20,9 @@ std::string full_name(const c10::OperatorName& name);
 // do: torch prefers its default implementations to a fallback, and these take detours that the CPU's kernels do not.
 void register_what_the_cpu_has(c10::DispatchKey cpu, c10::DispatchKey key, bool (*wanted)(const c10::OperatorHandle&));
 
+// Registers what is composed of other operators. Kernels that are there are replaced.
+void register_composed();
+
 // torch warns of kernels that are replaced. While this exists, it does not.
 class Quietly {
  public:

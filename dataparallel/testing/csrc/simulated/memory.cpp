@@ -12,6 +12,7 @@
 
 #include "counts.h"
 #include "current.h"
+#include "labels.h"
 #include "ceilings.h"
 #include "process_state.h"
 #include "skipped.h"
@@ -49,17 +50,6 @@ c10::DataPtr device_memory(size_t bytes) {
   return skipped::on() ? skipped::addresses(bytes) : raw_memory(bytes);
 }
 
-const char* label_of(c10::Device device) {
-  static const auto* names = [] {
-    auto* made = new std::array<std::string, kCeiling>();
-    for (size_t i = 0; i < kCeiling; ++i) {
-      (*made)[i] = c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(i)).str();
-    }
-    return made;
-  }();
-  return names->at(static_cast<size_t>(device.index())).c_str();
-}
-
 void delete_block(void* context) {
   auto* block = static_cast<Block*>(context);
   clocks::freed(*block, stream_here());
@@ -82,7 +72,7 @@ std::unique_ptr<Block> new_block(c10::DataPtr memory, size_t bytes, c10::Device 
   block->data = memory.get();
   block->bytes = bytes;
   block->device = device.index();
-  block->where = label_of(device);
+  block->where = label_of(device.index());
   block->owner = std::move(memory);
   return block;
 }

@@ -51,6 +51,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 
 void register_operators() {
   using Key = c10::DispatchKey;
+  register_composed();
   register_what_the_cpu_has(Key::CPU, kKey, has_none<kKey>);
   register_what_the_cpu_has(Key::SparseCPU, kSparseKey, has_none<kSparseKey>);
   register_what_the_cpu_has(Key::SparseCsrCPU, kSparseCsrKey, has_none<kSparseCsrKey>);
