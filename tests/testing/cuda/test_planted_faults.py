@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -438,10 +437,9 @@ FAULTS = [
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str | None]]:
     """What each program raised with its fault and without."""
-    script = Path(__file__).with_name("run_planted.py")
     programs = [re.sub(r"^        ", "", program.strip("\n"), flags=re.MULTILINE) for _, _, program in FAULTS]
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, "-m", "run_planted"],
         env=environment(),
         input=json.dumps(programs),
         capture_output=True,

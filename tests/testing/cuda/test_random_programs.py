@@ -7,7 +7,6 @@ same operators one after the other on the CPU.
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +20,8 @@ pytestmark = pytest.mark.devices("cpu")  # the programs run in processes of thei
 
 
 def outcome(first: int, count: int) -> dict:
-    script = Path(__file__).with_name("run_random.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(first), str(count)],
+        [sys.executable, "-m", "run_random", str(first), str(count)],
         env=environment(),
         capture_output=True,
         text=True,
