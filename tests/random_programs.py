@@ -1,9 +1,9 @@
 """Random programs of torch on several devices, with every ordering that they need and few others.
 
-`generate` makes a program: operators on views of buffers, each on a stream, in phases of one or several host threads.
-Before each operator come waits for what it conflicts with, of a random kind. `Order` is a second, slow implementation of
-what orders what, by which the generator knows which waits are needed. This file imports no torch; `run_random` runs the
-programs.
+`generate` makes a program: operators on views of buffers, each on a stream, in phases of one or several host
+threads. Before each operator come waits for what it conflicts with, of a random kind. `Order` is a second, slow
+implementation of what orders what, by which the generator knows which waits are needed. This file imports no torch;
+`run_random` runs the programs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,13 @@ class Step:
 
     @property
     def waits(self) -> bool:
-        return self.kind in ("wait_stream", "wait_event", "synchronize_stream", "synchronize_event", "synchronize_device")
+        return self.kind in (
+            "wait_stream",
+            "wait_event",
+            "synchronize_stream",
+            "synchronize_event",
+            "synchronize_device",
+        )
 
 
 @dataclass
@@ -191,15 +197,16 @@ class Generator:
                 self.lane = []
                 for device in range(DEVICES):
                     self.add(Step("synchronize_device", device=device))
+                self.used = defaultdict(set, {buffer: {home} for buffer, home in self.homes.items()})
                 result.phases.append(Phase([self.lane], False))
             before = dict(self.order.known)
             lanes, after = [], dict(before)
             devices = list(range(DEVICES))
             choose.shuffle(devices)
             pinned = [buffer for buffer, device in self.devices.items() if device == -1]
-            shares = [(devices, pinned)] if kind != "threads" else [
-                (devices[:1], pinned[:1]), (devices[1:], pinned[1:])
-            ]
+            shares = (
+                [(devices, pinned)] if kind != "threads" else [(devices[:1], pinned[:1]), (devices[1:], pinned[1:])]
+            )
             for share, of_host in shares:
                 self.lane = []
                 self.order.known = dict(before)
@@ -235,7 +242,8 @@ class Generator:
     def something(self, devices: list[int], pinned: list[int]) -> None:
         choose = self.random
         kind = choose.choices(
-            ["update", "combine", "copy", "host", "temporary", "backward", "replace", "scatter"], [5, 4, 5, 3, 2, 1, 2, 1]
+            ["update", "combine", "copy", "host", "temporary", "backward", "replace", "scatter"],
+            [5, 4, 5, 3, 2, 1, 2, 1],
         )[0]
         here = [buffer for buffer, device in self.devices.items() if device in devices]
         buffer = choose.choice(here)
@@ -244,13 +252,20 @@ class Generator:
         view, other_view = choose.sample(list(VIEWS)[1:], 2)
         number = choose.randint(1, 9)
         if kind in ("update", "backward", "scatter"):
-            self.launch(Step("launch", stream, op=kind, number=number, reads=((buffer, view),), writes=((buffer, view),)))
+            self.launch(
+                Step("launch", stream, op=kind, number=number, reads=((buffer, view),), writes=((buffer, view),))
+            )
         elif kind in ("combine", "temporary"):
             source = choose.choice([one for one in here if self.devices[one] == device])
             other = device, choose.randrange(STREAMS)
             step = Step(
-                "launch", stream, other if kind == "temporary" else stream, op=kind, number=number,
-                reads=((source, other_view),), writes=((buffer, view),),
+                "launch",
+                stream,
+                other if kind == "temporary" else stream,
+                op=kind,
+                number=number,
+                reads=((source, other_view),),
+                writes=((buffer, view),),
             )
             if kind == "temporary":
                 self.temporary(step)
@@ -270,7 +285,9 @@ class Generator:
             else:
                 if min(ends) < 0:  # elements that are not in one piece are packed by the host
                     view = choose.choice(["all", "front", "back"])
-                self.launch(Step("launch", stream, stream, op="copy", reads=((source, view),), writes=((target, view),)))
+                self.launch(
+                    Step("launch", stream, stream, op="copy", reads=((source, view),), writes=((target, view),))
+                )
         elif kind == "host" and pinned:
             buffer = choose.choice(pinned)
             if choose.random() < 0.5:
@@ -336,6 +353,7 @@ class Generator:
 
     def make_ordered(self, step: Step, streams: tuple[Stream, ...]) -> None:
         """Adds waits until the step comes after all that it conflicts with. One of the streams waits, or the host."""
+
         def missing() -> set[tuple[Stream, int]]:
             clock = dict(self.order.known)
             for stream in streams:

@@ -3,6 +3,7 @@
 It reads a list of programs from its input, and writes what each variant raised, or nothing, to its output.
 """
 
+import contextlib
 import json
 import sys
 import threading
@@ -28,6 +29,7 @@ def variants(program):
 
 def names():
     """What a program finds. Everything is done when it starts."""
+    torch.cuda.set_device(A)
     x = torch.arange(1000.0, device=A)
     found = {
         "torch": torch,
@@ -82,7 +84,9 @@ class Raw:
         pointer = ctypes.c_void_p
 
         def call(*arguments):
-            return function(*(pointer(value) if isinstance(value, int) and value > 255 else value for value in arguments))
+            return function(
+                *(pointer(value) if isinstance(value, int) and value > 255 else value for value in arguments)
+            )
 
         return call
 
@@ -120,10 +124,8 @@ def raised(program):
         Raw().cudaGetLastError()  # what a call has left that nobody looked at
         wait()
         space.clear()
-        try:
+        with contextlib.suppress(RuntimeError):  # what comes after the first
             cuda.check_clocks()
-        except RuntimeError:
-            pass  # what comes after the first
         wait()
     return None
 

@@ -1,7 +1,7 @@
 """`torch.sim.counted`: launches, and bytes copied between devices, for tests of what a program asks of the devices.
 
-The extension counts all the time, for the whole process, and ``csrc`` decides what a launch is. The readings are those of
-``dataparallel.testing.counts``.
+The extension counts all the time, for the whole process, and ``csrc`` decides what a launch is. The readings are those
+of ``dataparallel.testing.counts``.
 """
 
 from __future__ import annotations

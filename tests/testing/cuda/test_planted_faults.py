@@ -1,8 +1,8 @@
 """Small programs with one fault each: the stand-in finds every one, by its name, and nothing where it is mended.
 
-Without the lines that end with ``# mends`` a program has its fault; without those that end with ``# fault`` it has none.
-It finds the names of `run_planted.names`: ``x`` and ``y`` on device ``a``, ``h`` in pinned memory, the default stream
-``main`` and the streams ``side`` and ``third`` of ``a``, ``side_b`` of ``b``.
+Without the lines that end with ``# mends`` a program has its fault; without those that end with ``# fault`` it has
+none. It finds the names of `run_planted.names`: ``x`` and ``y`` on device ``a``, ``h`` in pinned memory, the default
+stream ``main`` and the streams ``side`` and ``third`` of ``a``, ``side_b`` of ``b``.
 """
 
 import json
@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 # The fault, the words that name it, and the program.
+# fmt: off
 FAULTS = [
     # The first: a copy between two devices makes torch ask all devices, which makes contexts.
     ("a context too many", r"contexts on devices \[6\]", """
@@ -219,7 +220,8 @@ FAULTS = [
             with on(side): y[:10].copy_(ring[i % 2], non_blocking=True)
             sent[i % 2].record(side)
     """),
-    ("registered memory given back while it is sent", "freed too early: memory in pinned host memory ceases to exist", """
+    ("registered memory given back while it is sent",
+     "freed too early: memory in pinned host memory ceases to exist", """
         z = torch.zeros(1 << 16)
         rt.check(rt.cudaHostRegister(z.data_ptr(), z.nbytes, 0))
         x.copy_(z[:1000], non_blocking=True)
@@ -259,7 +261,8 @@ FAULTS = [
         main.wait_stream(side)  # mends
         w.grad + 1
     """),
-    ("two streams write parts that overlap", "race: aten::fill_ writes.*aten::fill_, which writes bytes 1600 to 2400", """
+    ("two streams write parts that overlap",
+     "race: aten::fill_ writes.*aten::fill_, which writes bytes 1600 to 2400", """
         x[:600].fill_(1)
         with on(side):
             x[400:].fill_(2)  # fault
@@ -435,6 +438,7 @@ FAULTS = [
         with on(side): s.capture_begin()  # fault
     """),
 ]
+# fmt: on
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Random programs of torch: none that is right raises, and every one raises that lacks a wait that it needs.
 
-`random_programs` makes them, and `run_random` runs them in a process of its own. What each computes is compared with the
-same operators one after the other on the CPU.
+`random_programs` makes them, and `run_random` runs them in a process of its own. What each computes is compared with
+the same operators one after the other on the CPU.
 """
 
 import json
@@ -41,7 +41,8 @@ def test_the_programs_are_ordered_and_need_their_waits():
 
 @on_stand_in
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 50), *(pytest.param(first, 250, marks=pytest.mark.long) for first in range(1000, 2000, 250))]
+    ("first", "count"),
+    [(0, 50), *(pytest.param(first, 250, marks=pytest.mark.long) for first in range(1000, 2000, 250))],
 )
 def test_no_false_alarm_the_right_values_and_every_missing_wait_found(first, count):
     found = outcome(first, count)
