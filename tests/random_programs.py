@@ -1,9 +1,9 @@
 """Random programs of torch on several devices, with every ordering that they need and few others.
 
-`generate` makes a program: operators on views of buffers, each on a stream, in phases of one or several host
-threads. Before each operator come waits for what it conflicts with, of a random kind. `Order` is a second, slow
-implementation of what orders what, by which the generator knows which waits are needed. This file imports no torch;
-`run_random` runs the programs.
+`generate` makes a program: operators on views of buffers, each on a stream, in phases of one or several host threads.
+Before each operator come waits for what it conflicts with, of a random kind. `Order` is a second, slow implementation
+of what orders what, by which the generator knows which waits are needed. This file imports no torch; `run_random` runs
+the programs.
 """
 
 from __future__ import annotations

@@ -143,8 +143,9 @@ def fingerprint(library: Library) -> str:
 
 
 def _read_files(library: Library) -> Iterable[Path]:
-    folders = {*library.folders, *filter(_is_ours, library.include_paths)}
-    return sorted({path for folder in folders for path in folder.iterdir() if path.is_file()})
+    sources = [path for folder in library.folders for path in folder.iterdir()]
+    headers = [path for folder in filter(_is_ours, library.include_paths) for path in folder.glob("*.h")]
+    return sorted({path for path in [*sources, *headers] if path.is_file()})
 
 
 def _is_ours(path: Path) -> bool:

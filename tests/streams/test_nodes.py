@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, comm, parallel_apply, replicate
 from dataparallel.autograd import functions
 from dataparallel.streams.current import current_streams, streams_set
+from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle
 from graphs import nodes_of
 from steps import Cubes, build, numbers
@@ -126,13 +127,23 @@ def test_gradients_for_a_source_beside_the_slots(
         torch.accelerator.synchronize(home)
 
 
-def check_against_one_device(recorded: bool, slots: list, home: torch.device) -> None:
+def test_gradients_of_isolated_slots_for_a_source_beside_them(make_slots: Callable) -> None:
+    """They are read after they are made, where no slot comes before whose stream the engine orders."""
+    first, shared, home = make_slots(3)
+    if home in (first, shared):
+        pytest.skip("no other device")
+    with isolated_slots():
+        check_against_one_device(False, [first, shared, shared], home, unused=1)
+
+
+def check_against_one_device(recorded: bool, slots: list, home: torch.device, unused: int = 0) -> None:
+    """``unused``: how many of the first outputs have no part in the loss."""
     model = build(home)
     parameters = [*model.parameters()]
     inputs = [torch.ones(2, 6, dtype=torch.float64, device=slot) for slot in slots]
 
     def found(outputs: list[Tensor]) -> list[Tensor]:
-        loss = sum(output.square().sum().to(home) for output in outputs)
+        loss = sum(output.square().sum().to(home) for output in outputs[unused:])
         grads = torch.autograd.grad(loss, parameters, create_graph=recorded)
         return list(torch.autograd.grad(sum(g.square().sum() for g in grads), parameters) if recorded else grads)
 

@@ -81,7 +81,15 @@ class _Reading:
 class Counts(counts.Counts):
     """What has been counted since `counted` was entered, until its end or, inside the block, until now.
 
-    It has what `torch.sim.counted` yields (``launches``, ``copied``, ``sent``, ``received``), and more.
+    Besides what it has of `torch.sim.counted` (``launches``, ``copied``, ``sent``, ``received``):
+
+    Attributes:
+        calls: how often each function of CUDA was called.
+        host_waits: the waits of the host, in their order. A call counts if there is nothing to wait for, too.
+        allocations: calls that take memory of a device, such as ``cudaMalloc``.
+        frees: calls that give it back, such as ``cudaFree``.
+        new_streams: streams that were made. torch makes them for a device at its first use.
+        new_contexts: the indices of devices that have a context now, and had none before.
     """
 
     def __init__(self) -> None:
@@ -91,7 +99,7 @@ class Counts(counts.Counts):
         self._after: _Reading | None = None
 
     def stop(self) -> None:
-        """Called at the end of the block: the counts stay as they are."""
+        """Ends the count."""
         super().stop()
         self._after = self._read()
 
@@ -105,30 +113,30 @@ class Counts(counts.Counts):
 
     @property
     def calls(self) -> Counter[str]:
-        """How often each function of CUDA was called."""
+        """The calls of CUDA, by function."""
         return self._now().calls - self._before.calls
 
     @property
     def host_waits(self) -> list[HostWait]:
-        """The waits of the host, in their order. A call counts if there is nothing to wait for, too."""
+        """Where the host has waited."""
         return self._now().host_waits
 
     @property
     def allocations(self) -> int:
-        """Calls that take memory of a device, such as ``cudaMalloc``."""
+        """Calls that allocate memory."""
         return sum(self.calls[name] for name in ALLOCATING)
 
     @property
     def frees(self) -> int:
-        """Calls that give memory of a device back, such as ``cudaFree``."""
+        """Calls that free memory."""
         return sum(self.calls[name] for name in FREEING)
 
     @property
     def new_streams(self) -> int:
-        """Streams that were made. torch makes them for a device at its first use."""
+        """Calls that make streams."""
         return sum(self.calls[name] for name in MAKING_STREAMS)
 
     @property
     def new_contexts(self) -> list[int]:
-        """The indices of devices that have a context now, and had none before."""
+        """The devices that have got a context."""
         return [index for index in self._now().contexts if index not in self._before.contexts]

@@ -1,7 +1,7 @@
 """CuPy as installed, on the stand-in: its modules are redirected when they are imported, before their first call.
 
-`libraries` calls `prepare` whether CuPy is installed or not. This file does not import CuPy. The stand-in for NVRTC
-compiles the kernels, see `nvrtc`.
+`libraries` calls `prepare` whether CuPy is installed or not. This file does not import CuPy. Kernels are compiled by
+the stand-in for NVRTC, see `nvrtc`.
 """
 
 from __future__ import annotations

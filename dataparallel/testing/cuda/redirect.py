@@ -1,8 +1,9 @@
-"""Redirects a CUDA runtime that is a part of another library to the stand-in, by jumps at the heads of its functions.
+"""Redirects a CUDA runtime that is a part of another library to the stand-in: its functions begin with a jump then.
 
-CuPy's modules have NVIDIA's runtime linked into them. It asks the driver for tables that nobody documents, so there can
-be no stand-in below it. But the modules keep the names of its functions in their symbol table. So each function can be
-sent to the one of the same name in the stand-in's library. The files stay as they are. `cupy_imports` calls this file.
+CuPy's modules have NVIDIA's runtime linked into them. It asks the driver for tables that nobody documents, so a
+driver that stands in could not answer. But the modules keep the names of the runtime's functions in their symbol
+table, so each can be sent to the one of the same name in the stand-in's library. The files stay as they are.
+`cupy_imports` calls this file.
 """
 
 from __future__ import annotations

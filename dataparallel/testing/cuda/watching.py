@@ -84,7 +84,7 @@ def late_queries() -> Iterator[None]:
     """While inside, events and streams answer "not yet" as long as nothing proves that they are done.
 
     A GPU may be as late as that. ``event.query()`` is then True only if the calling thread has waited for the event or
-    for something after it; so does the allocator get memory back late that was freed with ``record_stream``. A loop
+    for something after it. The allocator then also gets memory back late that was freed with ``record_stream``. A loop
     that ends when a query says so never ends, unless another thread or call waits.
     """
     global _late_blocks
@@ -170,7 +170,7 @@ def pass_over_tools() -> None:
 
 
 def host_reads() -> None:
-    """Looks at what Python reads of tensors without an operator: ``tolist`` and ``numpy``. ``start`` calls it once."""
+    """Looks at what Python reads of tensors without an operator: ``tolist``, ``numpy``. ``start`` calls it once."""
     for name in ("tolist", "numpy", "__array__"):
         setattr(torch.Tensor, name, _looking(getattr(torch.Tensor, name), name))
 

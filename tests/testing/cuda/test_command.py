@@ -80,7 +80,7 @@ def test_a_machine_that_cannot_have_it_is_told_in_a_sentence(python, site):
     (site / "torch" / "version.py").write_text("__version__ = '9.9'\ncuda = None\n")
     done = python(*COMMAND, "-m", "json.tool")
     assert done.returncode == 2
-    assert done.stderr.startswith("python -m dataparallel.testing.cuda: error: libraries in place of CUDA")
+    assert done.stderr.startswith("python -m dataparallel.testing.cuda: error: a stand-in for CUDA needs a torch")
     assert done.stderr.count("\n") == 1
 
 

@@ -22,7 +22,7 @@ def torch_built_for(tmp_path, monkeypatch):
     def put(cuda: str | None) -> None:
         file.parent.mkdir()
         file.touch()
-        file.with_name("version.py").write_text(f"__version__ = '9.9'\ncuda: Optional[str] = {cuda!r}\n")
+        file.with_name("version.py").write_text(f"__version__ = '9.9'\ncuda: str | None = {cuda!r}\n")
         spec = importlib.util.spec_from_file_location("torch", file, submodule_search_locations=[str(file.parent)])
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "torch" else find_spec(name))
 
@@ -45,16 +45,16 @@ def test_another_system(monkeypatch, system):
 def test_no_torch(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ToolsMissing, match="torch, which is not installed"):
+    with pytest.raises(ToolsMissing, match="built for CUDA 13, and this Python has no torch: install it"):
         check_process()
 
 
 @pytest.mark.parametrize(
     ("cuda", "words"),
     [
-        (None, "torch's build for CUDA 13, and the installed one has no CUDA.*can be installed"),
-        ("12.8", "functions of CUDA 13, and the installed torch is built for CUDA 12: install"),
-        ("130.1", "torch is built for CUDA 130:"),
+        (None, "needs a torch built for CUDA 13, and torch 9.9 was built for the CPU only: install that build"),
+        ("12.8", "answers for CUDA 13, and torch 9.9 was built for CUDA 12.8: install a torch for CUDA 13"),
+        ("130.1", "torch 9.9 was built for CUDA 130.1:"),
     ],
 )
 def test_another_build_of_torch(torch_built_for, cuda, words):

@@ -10,9 +10,10 @@
 #include <optional>
 #include <unordered_map>
 
+#include "../runtime/runtime.h"
 #include "front.h"
 #include "process_state.h"
-#include "watch.h"
+#include "stream_name.h"
 
 namespace simulated::allocators {
 namespace {

@@ -1,6 +1,5 @@
 #include "operators.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -8,6 +7,7 @@
 
 #include "front.h"
 #include "lists.h"
+#include "meanings.h"
 #include "on_cpu.h"
 #include "register.h"
 
@@ -24,6 +24,7 @@ bool is_torchs(const std::string& name) {
       "aten::copy_",        "aten::_local_scalar_dense", "aten::is_pinned",
       "aten::_pin_memory",  "aten::_efficientzerotensor", "aten::native_dropout",
       "aten::_nested_view_from_buffer", "aten::_nested_view_from_jagged",
+      "aten::_fused_sdp_choice", // from the capability of the device
   };
   return names.count(name) > 0;
 }
@@ -32,6 +33,30 @@ template <c10::DispatchKey key>
 bool replaces(const c10::OperatorHandle& op) {
   const auto& name = op.operator_name().name;
   return op.hasKernelForDispatchKey(key) && !is_torchs(name) && !is_a_list_operator(op);
+}
+
+void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "the stand-in for CUDA does not compute ", op.operator_name(),
+                              ": the CPU has no such operator, and what it means has not been written down");
+}
+
+// What nothing else is registered for afterwards would launch kernels that nobody computes, and not every operator of
+// torch looks at the error of a launch.
+void register_refusals() {
+  static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  static const std::unordered_set<std::string> composed = {"aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell"};
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(kKey)) {
+    const auto op = *dispatcher.findOp(name);
+    using Key = c10::DispatchKey;
+    const auto has = [&](Key key) { return op.hasKernelForDispatchKey(key); };
+    const bool asks = name.name.rfind("aten::_use_", 0) == 0;
+    if (name.name.rfind("aten::", 0) == 0 && !has(Key::CPU) && !has(Key::CompositeExplicitAutograd) &&
+        !has(Key::CompositeImplicitAutograd) && !has(Key::CompositeExplicitAutogradNonFunctional) && !asks &&
+        !is_torchs(name.name) && !is_a_list_operator(op) && !composed.count(name.name)) {
+      library.impl(full_name(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
+    }
+  }
 }
 
 // Operators that torch composes of others except on CUDA, where they are one kernel.
@@ -49,12 +74,28 @@ void register_compositions() {
   }
 }
 
-// Composite operators that would choose kernels of cuDNN.
-void register_convolutions() {
+// Composite operators that would launch kernels themselves, some of cuDNN.
+void register_composites() {
   static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
-  for (const char* name : {"convolution", "convolution_backward"}) {
-    library.impl(name, on_cpu(c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + std::string(name)).c_str(), "")));
+  const std::pair<const char*, const char*> names[] = {
+      {"convolution", ""}, {"convolution_backward", ""}, {"ldexp", "Tensor"}, {"ldexp", "out"}, {"ldexp_", ""}};
+  for (const auto& [name, overload] : names) {
+    const auto op = c10::Dispatcher::singleton().findSchema({std::string("aten::") + name, overload});
+    if (op && op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd)) {
+      library.impl(full_name({name, overload}).c_str(), on_cpu(*op));
+    }
   }
+}
+
+// Operators that only CUDA has.
+void register_meanings() {
+  static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  meanings::add_batch_norm(library);
+  meanings::add_attention(library);
+  meanings::add_packed_attention(library);
+  meanings::add_products(library);
+  meanings::add_layers_of_cudnn(library);
+  meanings::replace_rnn();
 }
 
 } // namespace
@@ -62,18 +103,16 @@ void register_convolutions() {
 void register_operators() {
   using Key = c10::DispatchKey;
   const Quietly quietly;
+  register_refusals();
   register_what_the_cpu_has(Key::CPU, kKey, replaces<kKey>);
   register_what_the_cpu_has(Key::SparseCPU, kSparseKey, replaces<kSparseKey>);
   register_what_the_cpu_has(Key::SparseCsrCPU, kSparseCsrKey, replaces<kSparseCsrKey>);
   register_what_the_cpu_has(Key::NestedTensorCPU, kNestedKey, replaces<kNestedKey>);
-  register_what_the_cpu_has(Key::QuantizedCPU, Key::QuantizedCUDA, replaces<Key::QuantizedCUDA>);
+  register_what_the_cpu_has(Key::QuantizedCPU, kQuantizedKey, replaces<kQuantizedKey>);
   register_list_operators();
   register_compositions();
-  register_convolutions();
-  at::globalContext().setUserEnabledCuDNN(false);
-  at::globalContext().setSDPUseFlash(false);
-  at::globalContext().setSDPUseMemEfficient(false);
-  at::globalContext().setSDPUseCuDNN(false);
+  register_composites();
+  register_meanings();
 }
 
 } // namespace simulated

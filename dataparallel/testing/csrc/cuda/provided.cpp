@@ -9,6 +9,7 @@
 
 #include <cstring>
 
+#include "stream_name.h"
 #include "watch.h"
 
 namespace simulated {

@@ -9,6 +9,7 @@
 #include "allocators.h"
 #include "counts.h"
 #include "host.h"
+#include "stream_name.h"
 #include "waits.h"
 
 namespace simulated {
@@ -171,11 +172,6 @@ class ClockWatcher final : public standin::Watcher {
 };
 
 } // namespace
-
-c10::Stream stream_of(standin::StreamName name) {
-  return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(name.device)),
-                     static_cast<c10::StreamId>(name.number));
-}
 
 clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10::ArrayRef<Touch> touches) {
   OnTheWay way{touches, {}};

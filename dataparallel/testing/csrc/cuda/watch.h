@@ -1,8 +1,6 @@
 // The watcher of the stand-in for CUDA's runtime: it tells the clocks and the counts what the runtime does.
 #pragma once
 
-#include <c10/core/Stream.h>
-
 #include <string>
 
 #include "../runtime/runtime.h"
@@ -12,9 +10,6 @@ namespace simulated {
 
 // Makes the runtime tell the clocks. Called once.
 void watch_runtime();
-
-// A stream as the clocks name it.
-c10::Stream stream_of(standin::StreamName name);
 
 // A launch on a stream, by way of the runtime, which knows what else the stream waits for. Throws c10::Error for an
 // access that is not ordered.

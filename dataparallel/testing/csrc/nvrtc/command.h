@@ -1,4 +1,5 @@
-// Runs another program and keeps what it prints; folders that go when they are no longer needed. Only program.cpp uses it.
+// Runs another program and keeps what it prints; folders that go when they are no longer needed. Only program.cpp uses
+// it.
 #pragma once
 
 #include <string>

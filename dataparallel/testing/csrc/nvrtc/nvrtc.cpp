@@ -1,4 +1,5 @@
-// NVRTC's functions, answered by the host's C++ compiler: libnvrtc.so.13 for torch and CuPy. The program is in program.cpp.
+// NVRTC's functions, answered by the host's C++ compiler: libnvrtc.so.13 for torch and CuPy. The program is in
+// program.cpp.
 //
 // The cubin is a shared object, which the stand-in's driver loads and a GPU's would refuse. Lowered names are the name
 // expressions themselves. What has no meaning for the host (OptiX, LTO, precompiled headers) answers with an error.
@@ -47,7 +48,8 @@ nvrtcResult copy(const std::string& text, char* to, size_t more) {
 
 extern "C" {
 
-// Tells where the tools are, as lists of words with a newline after each. Python calls it when it has loaded this library.
+// Tells where the tools are, as lists of words with a newline after each. Python calls it when it has loaded this
+// library.
 __attribute__((visibility("default"))) void standin_nvrtc_tools(const char* compiler, const char* shim,
                                                                 const char* includes) {
   const auto lines = [](const char* text) {

@@ -20,7 +20,8 @@ Tools current;
 Tools tools() {
   std::lock_guard<std::mutex> lock(mutex);
   if (current.compiler.empty() || current.shim.empty())
-    throw std::runtime_error("the stand-in for NVRTC was not told of a compiler: start it by dataparallel.testing.cuda");
+    throw std::runtime_error(
+        "the stand-in for NVRTC was not told of a compiler: start it by dataparallel.testing.cuda");
   return current;
 }
 
@@ -101,7 +102,8 @@ std::string tools_version() {
   }
   std::sort(files.begin(), files.end());
   for (const std::string& file : files) shim += read_file(file);
-  version = asked.output.substr(0, asked.output.find('\n')) + ", shim " + std::to_string(std::hash<std::string>()(shim));
+  const std::string compiler = asked.output.substr(0, asked.output.find('\n'));
+  version = compiler + ", shim " + std::to_string(std::hash<std::string>()(shim));
   return version;
 }
 
@@ -126,7 +128,8 @@ bool Program::compile(const std::vector<std::string>& options) {
       return done.status == 0;
     };
     if (!step({wanted, includes, {"-E", first, "-o", folder.path("read.ii")}})) return false;
-    const std::string second = folder.write("rewritten.ii", rewrite(read_file(folder.path("read.ii")), expressions).source);
+    const Rewritten rewritten = rewrite(read_file(folder.path("read.ii")), expressions);
+    const std::string second = folder.write("rewritten.ii", rewritten.source);
     // No contraction: the host shall round where the source says so. Kernels read the bits of other types.
     std::vector<std::string> code = {last, "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"};
     // GCC would share variables of inline functions and templates between all modules of the process.

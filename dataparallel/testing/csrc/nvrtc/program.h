@@ -1,5 +1,5 @@
-// A program that NVRTC's callers compile: here it becomes a shared object for the host, whose bytes are handed out as the
-// cubin. It compiles; it loads and runs nothing, see ../runtime/modules.cpp. Only nvrtc.cpp makes programs.
+// A program that NVRTC's callers compile: here it becomes a shared object for the host, whose bytes are handed out as
+// the cubin. It compiles; it loads and runs nothing, see ../runtime/modules.cpp. Only nvrtc.cpp makes programs.
 #pragma once
 
 #include <string>

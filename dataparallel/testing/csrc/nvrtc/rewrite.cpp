@@ -148,7 +148,8 @@ std::string literal(const std::string& text) {
 std::string table(const std::vector<Kernel>& kernels) {
   std::string text = "\n# 1 \"the table of kernels\"\nnamespace standin {\nstatic const Entry entries[] = {\n";
   for (const Kernel& kernel : kernels)
-    text += "Caller<&::" + kernel.name + ">::entry(" + literal(kernel.name) + ", " + literal(kernel.parameters) + "),\n";
+    text += "Caller<&::" + kernel.name + ">::entry(" + literal(kernel.name) + ", " + literal(kernel.parameters) +
+            "),\n";
   text += "{nullptr, nullptr, nullptr, 0, nullptr, nullptr}};\n} // namespace standin\n";
   text += "extern \"C\" __attribute__((visibility(\"default\"), used)) ::standin::Module standin_module = {"
           "::standin::kModuleVersion, ::standin::entries, " +

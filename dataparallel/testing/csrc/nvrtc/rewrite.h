@@ -12,8 +12,9 @@ struct Rewritten {
   std::vector<std::string> kernels; // as the table names them
 };
 
-// `source` has shim/kernel.h before it and was preprocessed. `expressions` are the name expressions of the program, each
-// of which names an instance of a template. Throws std::invalid_argument, with a sentence, for what it cannot write.
+// `source` has shim/kernel.h before it and was preprocessed. `expressions` are the name expressions of the program,
+// each of which names an instance of a template. Throws std::invalid_argument, with a sentence, for what it cannot
+// write.
 Rewritten rewrite(const std::string& source, const std::vector<std::string>& expressions);
 
 } // namespace standin

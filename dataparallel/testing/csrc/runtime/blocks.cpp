@@ -1,5 +1,6 @@
-// Threads of a block that wait for each other need a stack each. A thread gets its stack (a `Fiber`) only when it has to
-// wait: until then one fiber runs thread after thread, so a kernel without barriers is a loop. A host thread runs all.
+// Threads of a block that wait for each other need a stack each. A thread gets its stack (a `Fiber`) only when it has
+// to wait: until then one fiber runs thread after thread, so a kernel without barriers is a loop. A host thread runs
+// all.
 #undef _FORTIFY_SOURCE // its longjmp refuses to leave a stack for another
 #include "blocks.h"
 
@@ -93,6 +94,8 @@ class Block {
   // ---- called by the running thread
 
   void wait(State state, unsigned mask) {
+    if (state == State::kInWarp && (mask >> current_ % kLanes & 1u) == 0)
+      stop("a thread waits for lanes of its warp with a mask in which it is not itself");
     Thread& thread = threads_[current_];
     thread.state = state;
     thread.mask = mask;
@@ -175,7 +178,8 @@ class Block {
   // Makes threads ready whose wait is over. False if there is none.
   bool release() {
     bool all = true, found = false;
-    for (const Thread& thread : threads_) all = all && (thread.state == State::kInBlock || thread.state == State::kDone);
+    for (const Thread& thread : threads_)
+      all = all && (thread.state == State::kInBlock || thread.state == State::kDone);
     for (size_t first = 0; first < threads_.size(); first += kLanes) found = release_warp(first) || found;
     if (all) {
       for (Thread& thread : threads_) {
@@ -234,7 +238,8 @@ const Engine engine = {
 
 } // namespace
 
-std::string run_blocks(const Module& module, const Entry& entry, void** arguments, const Shape& shape, Touched& touched) {
+std::string run_blocks(const Module& module, const Entry& entry, void** arguments, const Shape& shape,
+                       Touched& touched) {
   const Pages shared(shape.shared_bytes, touched);
   // The shim reads the engine. Only whole pages are found fast, and the library's own hold no memory of CUDA's.
   const auto page = reinterpret_cast<uintptr_t>(&engine) & ~uintptr_t{4095};

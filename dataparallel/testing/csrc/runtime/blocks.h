@@ -1,5 +1,6 @@
-// Runs the threads of a kernel on the host: block after block, and within a block each thread until it ends or waits for
-// others. It runs what modules.cpp has loaded, and tells `Touched` of each access. It knows no streams and no clocks.
+// Runs the threads of a kernel on the host: block after block, and within a block each thread until it ends or waits
+// for others. It runs what modules.cpp has loaded, and tells `Touched` of each access. It knows no streams and no
+// clocks.
 #pragma once
 
 #include <string>
@@ -16,6 +17,7 @@ struct Shape {
 
 // Runs all threads. Kernels of a process run one at a time: the caller holds a lock. Returns why the kernel stopped in
 // the middle, or an empty text. What it has written until then stays.
-std::string run_blocks(const Module& module, const Entry& entry, void** arguments, const Shape& shape, Touched& touched);
+std::string run_blocks(const Module& module, const Entry& entry, void** arguments, const Shape& shape,
+                       Touched& touched);
 
 } // namespace standin

@@ -41,9 +41,10 @@ cudaError_t launch(CUfunction handle, const Shape& shape, CUstream stream_handle
   LoadedFunction& function = function_of(handle);
   const auto& [grid, block, shared_bytes] = shape;
   const bool none = grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0;
-  if (none || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 || block.x > kMostThreads || block.y > kMostThreads ||
-      block.z > 64 || block.x * block.y * block.z > kMostThreads || shared_bytes > kMostShared)
-    return cudaErrorInvalidValue;
+  const bool too_many_blocks = grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535;
+  const bool too_many_threads = block.x > kMostThreads || block.y > kMostThreads || block.z > 64 ||
+                                block.x * block.y * block.z > kMostThreads;
+  if (none || too_many_blocks || too_many_threads || shared_bytes > kMostShared) return cudaErrorInvalidValue;
   Stream& stream = stream_of(stream_handle);
   if (function.module->device != stream.name.device) return cudaErrorInvalidResourceHandle;
   Arguments arguments(*function.entry, addresses, extra);
@@ -133,12 +134,12 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
   });
 }
 
-CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                                   CUstream, void**) {
+CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                   unsigned, CUstream, void**) {
   return driver_entry(__func__, [&] {
     return failed("the kernel " + function_of(function).name +
-                  " was launched as a cooperative one: the stand-in runs one block after the other, so blocks cannot wait "
-                  "for each other");
+                  " was launched as a cooperative one: the stand-in runs one block after the other, so blocks cannot "
+                  "wait for each other");
   });
 }
 
@@ -173,8 +174,8 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction fun
   });
 }
 
-CUresult cuOccupancyMaxPotentialBlockSize(int* grid_size, int* block_size, CUfunction function, CUoccupancyB2DSize, size_t,
-                                          int limit) {
+CUresult cuOccupancyMaxPotentialBlockSize(int* grid_size, int* block_size, CUfunction function, CUoccupancyB2DSize,
+                                          size_t, int limit) {
   return driver_entry(__func__, [&] {
     function_of(function);
     *block_size = limit > 0 ? std::min(limit, int(kMostThreads)) : int(kMostThreads);

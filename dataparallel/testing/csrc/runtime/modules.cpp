@@ -49,7 +49,8 @@ std::string object_of(const void* image) {
   const auto* text = static_cast<const char*>(image);
   if (std::strncmp(text, kTextMark, sizeof kTextMark - 1) == 0) return from_text(text);
   if (std::memcmp(text, ELFMAG, SELFMAG) != 0) {
-    const bool readable = std::isprint(static_cast<unsigned char>(*text)) || std::isspace(static_cast<unsigned char>(*text));
+    const auto first = static_cast<unsigned char>(*text);
+    const bool readable = std::isprint(first) || std::isspace(first);
     refuse(readable ? "PTX" : "a fatbin, or what is no module at all");
   }
   const auto* header = static_cast<const Elf64_Ehdr*>(image);
@@ -188,7 +189,8 @@ std::pair<void*, size_t> find_variable(LoadedModule& module, const std::string& 
   Dl_info info;
   const Elf64_Sym* symbol = nullptr;
   auto** place = reinterpret_cast<void**>(const_cast<Elf64_Sym**>(&symbol));
-  if (address == nullptr || dladdr1(address, &info, place, RTLD_DL_SYMENT) == 0 || symbol == nullptr) return {nullptr, 0};
+  const bool found = address != nullptr && dladdr1(address, &info, place, RTLD_DL_SYMENT) != 0;
+  if (!found || symbol == nullptr) return {nullptr, 0};
   return {address, symbol->st_size};
 }
 

@@ -1,5 +1,5 @@
-// Modules of kernels that the stand-in for NVRTC has compiled: loading, finding kernels, and launching them with what the
-// watcher has to know. module_calls.cpp is the driver's face of it, and nobody else includes this.
+// Modules of kernels that the stand-in for NVRTC has compiled: loading, finding kernels, and launching them with what
+// the watcher has to know. module_calls.cpp is the driver's face of it, and nobody else includes this.
 #pragma once
 
 #include <map>
@@ -31,8 +31,8 @@ struct LoadedModule {
   std::map<std::string, std::unique_ptr<LoadedFunction>> functions;
 };
 
-// Loads a shared object from its bytes, or a text of it (see kTextMark), for a device. Throws with a sentence for what is
-// none of the stand-in's, as cubins and PTX of a real compiler.
+// Loads a shared object from its bytes, or a text of it (see kTextMark), for a device. Throws with a sentence for what
+// is none of the stand-in's, as cubins and PTX of a real compiler.
 LoadedModule* load_module(const void* image, int device);
 void unload_module(LoadedModule& module);
 LoadedModule& module_of(void* handle); // throws Refused

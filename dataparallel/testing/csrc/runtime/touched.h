@@ -1,5 +1,7 @@
-// The memory that a running kernel reads and writes, to the byte. modules.cpp hands it to the watcher after the kernel.
-// blocks.cpp calls it before each access. It knows allocations (runtime.h), no clocks.
+// The memory that a running kernel reads and writes, to the byte, as the compiler's instrumentation tells it: each
+// access of the compiled code. It does not see calls of memcpy and memset with large sizes, accesses beyond an
+// allocation in its last page of 4096 bytes, and it takes atomic operations for writes. modules.cpp hands it to the
+// watcher after the kernel. blocks.cpp calls it before each access. It knows allocations (runtime.h), no clocks.
 #pragma once
 
 #include <array>
@@ -24,8 +26,9 @@ class Touched {
   // Returns why the access is impossible, or null. The text lives until the next call. That a device has not mapped the
   // memory of another is no matter here: `check_access` says so.
   const char* touch(const void* address, size_t bytes, bool writes);
-  // In the order of addresses, neighbours joined; a part is read and written if it is in the list twice. Gaps are filled
-  // up, the smallest first, where there are more than `most` parts: then reads and writes are told that were not done.
+  // In the order of addresses, neighbours joined; a part is read and written if it is in the list twice. Gaps are
+  // filled up, the smallest first, where there are more than `most` parts: then reads and writes are told that were not
+  // done.
   std::vector<Part> parts(size_t most = 4096) const;
 
  private:

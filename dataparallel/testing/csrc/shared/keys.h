@@ -15,6 +15,7 @@ constexpr auto kKey = c10::DispatchKey::CUDA;
 constexpr auto kSparseKey = c10::DispatchKey::SparseCUDA;
 constexpr auto kSparseCsrKey = c10::DispatchKey::SparseCsrCUDA;
 constexpr auto kNestedKey = c10::DispatchKey::NestedTensorCUDA;
+constexpr auto kQuantizedKey = c10::DispatchKey::QuantizedCUDA;
 #else
 constexpr auto kDevice = c10::kPrivateUse1;
 constexpr const char* kOneDevice = "a simulated device";
@@ -23,6 +24,7 @@ constexpr auto kKey = c10::DispatchKey::PrivateUse1;
 constexpr auto kSparseKey = c10::DispatchKey::SparsePrivateUse1;
 constexpr auto kSparseCsrKey = c10::DispatchKey::SparseCsrPrivateUse1;
 constexpr auto kNestedKey = c10::DispatchKey::NestedTensorPrivateUse1;
+constexpr auto kQuantizedKey = c10::DispatchKey::QuantizedPrivateUse1;
 #endif
 
 } // namespace simulated

@@ -3,9 +3,12 @@
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
+#include <ATen/quantized/QTensorImpl.h>
+#include <ATen/quantized/Quantizer.h>
 #include <c10/core/CPUAllocator.h>
 
 #include "keys.h"
+#include "storages.h"
 
 namespace simulated::layouts {
 namespace {
@@ -32,6 +35,35 @@ c10::DispatchKeySet keys(c10::Device device, c10::DispatchKey on_cpu, c10::Dispa
   return c10::DispatchKeySet(device.is_cpu() ? on_cpu : simulated);
 }
 
+// How a tensor is quantised. Scales of channels are tensors themselves, which go where the quantised one is needed.
+at::QuantizerPtr quantizer_of(const at::Tensor& like, bool on_cpu) {
+  const auto quantizer = at::get_qtensorimpl(like)->quantizer();
+  const auto scheme = quantizer->qscheme();
+  if (scheme != c10::kPerChannelAffine && scheme != c10::kPerChannelAffineFloatQParams) {
+    return quantizer;
+  }
+  const auto there = [on_cpu](const at::Tensor& tensor) {
+    if (tensor.is_cpu() == on_cpu) {
+      return tensor;
+    }
+    if (on_cpu) {
+      return strided(storage_over(tensor.storage(), c10::kCPU), c10::DispatchKey::CPU, tensor);
+    }
+    return tensor.clone().to(kDevice); // it may stand for an argument, in memory that is none of the host
+  };
+  const auto& channels = static_cast<const at::PerChannelAffineQuantizer&>(*quantizer);
+  return at::make_per_channel_affine_quantizer(there(channels.scales()), there(channels.zero_points()), channels.axis(),
+                                               quantizer->scalar_type());
+}
+
+at::Tensor quantized(c10::Storage storage, bool on_cpu, const at::Tensor& like) {
+  auto tensor = at::detail::make_tensor<at::QTensorImpl>(
+      std::move(storage), c10::DispatchKeySet(on_cpu ? c10::DispatchKey::QuantizedCPU : kQuantizedKey), like.dtype(),
+      quantizer_of(like, on_cpu));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  return tensor;
+}
+
 } // namespace
 
 bool is_strided(const at::Tensor& tensor) {
@@ -39,6 +71,9 @@ bool is_strided(const at::Tensor& tensor) {
 }
 
 at::Tensor strided(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
+  if (like.is_quantized()) {
+    return quantized(std::move(storage), key == c10::DispatchKey::CPU, like);
+  }
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());

@@ -9,7 +9,8 @@ namespace simulated::layouts {
 
 bool is_strided(const at::Tensor& tensor);
 
-// A strided tensor over the storage, with the shape and dtype of `like`, and lazily conjugated or negated like it.
+// A strided tensor over the storage, with the shape and dtype of `like`, and quantised, lazily conjugated or negated
+// like it.
 at::Tensor strided(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like);
 
 // True for a plain strided CPU tensor with memory, if the caller has the only reference to the tensor and to its

@@ -335,7 +335,7 @@ void Call::run(torch::jit::Stack* stack) {
     if (is_skipped()) {
       skipped::call(plan_, stack, name_.name);
     } else {
-      plan_.op.callBoxed(stack);
+      plan_.call(stack);
     }
   } catch (...) {
     ticket_.failed();

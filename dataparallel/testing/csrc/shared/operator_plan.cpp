@@ -56,12 +56,17 @@ bool may_be_on_the_cpu(const std::string& op, const std::string& argument) {
 }
 
 bool is_written_unsaid(const std::string& op, const std::string& argument) {
+  static const std::unordered_set<std::string> averaging = {
+      "aten::batch_norm_update_stats", "aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts"};
+  if (averaging.count(op)) {
+    return argument.rfind("running_", 0) == 0;
+  }
   return op.rfind("c10d::", 0) == 0 &&
       (argument == "tensor" || argument == "tensors" || argument.rfind("output", 0) == 0);
 }
 
 bool is_written_in_training(const std::string& op, const std::string& argument) {
-  return op == "aten::native_batch_norm" && argument.rfind("running_", 0) == 0;
+  return (op == "aten::native_batch_norm" || op == "aten::cudnn_batch_norm") && argument.rfind("running_", 0) == 0;
 }
 
 // True if the operator needs no former element of an argument that it writes.
@@ -126,6 +131,10 @@ OperatorPlan::OperatorPlan(c10::OperatorHandle handle)
                       simulated::may_be_on_the_cpu(name, argument.name()), is_optional_generator(*argument.type()),
                       name == "aten::index" && argument.name() == "indices", is_overwritten(op, argument)});
   }
+}
+
+OperatorPlan::OperatorPlan(c10::OperatorHandle handle, c10::KernelFunction function) : OperatorPlan(std::move(handle)) {
+  kernel = std::move(function);
 }
 
 } // namespace simulated

@@ -25,11 +25,19 @@ struct ArgumentPlan {
 
 struct OperatorPlan {
   explicit OperatorPlan(c10::OperatorHandle op);
+  // The same for an operator without a kernel of the CPU, which this function on tensors of the CPU takes the place of.
+  OperatorPlan(c10::OperatorHandle op, c10::KernelFunction kernel);
+
+  // Runs it on tensors of the CPU.
+  void call(torch::jit::Stack* stack) const {
+    kernel.isValid() ? kernel.callBoxed(op, c10::DispatchKeySet(c10::DispatchKey::CPU), stack) : op.callBoxed(stack);
+  }
 
   // The argument `training` of a normalisation: (input, weight, bias, mean, variance, training, ...).
   static constexpr size_t kTraining = 5;
 
   c10::OperatorHandle op;
+  c10::KernelFunction kernel; // invalid if the CPU has one
   size_t arguments; // how many the schema has
   size_t returns;
   std::vector<ArgumentPlan> places; // in the order of the schema

@@ -10,7 +10,7 @@ namespace {
 
 class OnCpu final : public c10::OperatorKernel {
  public:
-  explicit OnCpu(c10::OperatorHandle op) : plan_(std::move(op)) {}
+  explicit OnCpu(OperatorPlan plan) : plan_(std::move(plan)) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
     run_on_cpu(plan_, stack, op.operator_name());
   }
@@ -23,7 +23,12 @@ class OnCpu final : public c10::OperatorKernel {
 } // namespace
 
 torch::CppFunction on_cpu(c10::OperatorHandle op) {
-  return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<OnCpu>(std::move(op)));
+  return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<OnCpu>(OperatorPlan(std::move(op))));
+}
+
+torch::CppFunction on_cpu(c10::OperatorHandle op, c10::KernelFunction function) {
+  return torch::CppFunction::makeFromBoxedFunctor(
+      std::make_unique<OnCpu>(OperatorPlan(std::move(op), std::move(function))));
 }
 
 std::string full_name(const c10::OperatorName& name) {

@@ -11,6 +11,8 @@ namespace simulated {
 
 // Runs the operator by its kernel of the CPU.
 torch::CppFunction on_cpu(c10::OperatorHandle op);
+// Runs the function on tensors of the CPU, for an operator that has no kernel there.
+torch::CppFunction on_cpu(c10::OperatorHandle op, c10::KernelFunction function);
 
 std::string full_name(const c10::OperatorName& name);
 

@@ -1,4 +1,5 @@
-// Makes entries of kernels, for the table that ../rewrite.cpp writes behind a program's source. Only kernel.h includes it.
+// Makes entries of kernels, for the table that ../rewrite.cpp writes behind a program's source. Only kernel.h includes
+// it.
 #pragma once
 
 namespace standin {

@@ -1,6 +1,6 @@
-// What a module of kernels that was compiled for the host and the runtime that launches them say to each other. The shim
-// beside this file builds the module's side, ../../runtime/modules.cpp reads it. Nobody else includes it. It knows no
-// CUDA and no torch, so that both sides can include it first.
+// What a module of kernels that was compiled for the host and the runtime that launches them say to each other. The
+// shim beside this file builds the module's side, ../../runtime/modules.cpp reads it. Nobody else includes it. It knows
+// no CUDA and no torch, so that both sides can include it first.
 #pragma once
 
 #include <cstddef>

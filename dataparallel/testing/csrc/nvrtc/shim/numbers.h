@@ -1,5 +1,5 @@
-// Functions of numbers that device code has and the host's <math.h> has not: bits, rounding, fast versions. Only kernel.h
-// includes it. The fast versions are as exact as the others.
+// Functions of numbers that device code has and the host's <math.h> has not: bits, rounding, fast versions. Only
+// kernel.h includes it. The fast versions are as exact as the others.
 #pragma once
 
 template <typename Value>

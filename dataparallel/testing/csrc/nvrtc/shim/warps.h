@@ -1,5 +1,5 @@
-// Shuffles and votes of a warp's lanes: each lane leaves its value in a slot, all wait, each reads, all wait again. Only
-// kernel.h includes it.
+// Shuffles and votes of a warp's lanes: each lane leaves its value in a slot, all wait, each reads, all wait again.
+// Only kernel.h includes it.
 //
 // The order of the lanes is that of threads in a block: x is fastest. A mask that names a lane which never comes is an
 // error of the launch.
@@ -63,7 +63,8 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   return standin::exchange(mask, predicate, [=] {
     unsigned found = 0;
     for (unsigned other = 0; other < 32; ++other) {
-      if ((mask & standin::engine->lanes()) >> other & 1u) found |= unsigned(standin::from_slot<int>(other) != 0) << other;
+      const bool votes = ((mask & standin::engine->lanes()) >> other & 1u) != 0;
+      if (votes && standin::from_slot<int>(other) != 0) found |= 1u << other;
     }
     return found;
   });
