@@ -81,9 +81,8 @@ def finish() -> None:
         watching.host_reads()
         _make_settings()
         carry_knowledge(compiled)
-        atexit.register(
-            time.sleep, 0.1
-        )  # a thread of the engine may still be freeing a graph, for which it needs Python
+        # A thread of the engine may still be freeing a graph, for which it needs Python.
+        atexit.register(time.sleep, 0.1)
         _finished = True
 
 
