@@ -9,7 +9,6 @@ this package, and importing it does not import torch.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from dataparallel.testing.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
@@ -110,7 +109,11 @@ def is_stand_in() -> bool:
 def __getattr__(name: str) -> Any:
     """These import torch, which comes after `stand_in`."""
     if name in _IN_COUNTS:
-        return getattr(importlib.import_module("dataparallel.testing.cuda.counts"), name)
+        from dataparallel.testing.cuda import counts
+
+        return getattr(counts, name)
     if name in _IN_WATCHING:
-        return getattr(importlib.import_module("dataparallel.testing.cuda.watching"), name)
+        from dataparallel.testing.cuda import watching
+
+        return getattr(watching, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
