@@ -45,7 +45,14 @@ import torch
 from dataparallel.testing import cuda
 from dataparallel.testing.cuda import libraries
 from dataparallel.testing.cuda.possible import why_not_here
-from dataparallel.testing.simulated import SimulationTooLate, SimulationUnavailable, ToolsMissing, simulate
+from dataparallel.testing.simulated import (
+    SimulationTooLate,
+    SimulationUnavailable,
+    ToolsMissing,
+    device_module,
+    extension,
+    simulate,
+)
 
 __all__ = ["cuda_devices", "on_processes", "on_slots", "on_threads", "settle", "sim_devices"]
 
@@ -194,15 +201,16 @@ def settle() -> None:
         RuntimeError: ``freed too early: ...``, or for a stand-in what `dataparallel.testing.cuda.check_clocks` raises;
             the devices have been waited for then too.
     """
-    sim = getattr(torch, "sim", None)
+    sim = device_module if extension.C is not None else None
     try:
         if sim is not None:
             sim.check_clocks()
         if cuda.is_stand_in():
             cuda.check_clocks()
     finally:
-        for index in range(sim.device_count() if sim is not None else 0):
-            sim.synchronize(index)  # type: ignore[union-attr]
+        if sim is not None:
+            for index in range(sim.device_count()):
+                sim.synchronize(index)
         if cuda.is_stand_in():
             for index in libraries.counts().contexts:
                 torch.cuda.synchronize(index)

@@ -9,7 +9,6 @@ this package, and importing it does not import torch.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from dataparallel.testing.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
@@ -56,6 +55,16 @@ def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -
 
     Work is done when it is launched, so vector clocks watch every access and raise ``RuntimeError`` for what a GPU
     could do wrong, as `dataparallel.testing.simulate` describes: ``race: ...`` and ``freed too early: ...``.
+    `check_clocks` at the end of a test raises what could not be raised at once, such as an operator of the CPU that
+    reads pinned memory before a copy into it is done. `late_queries` lets events answer as late as on a GPU.
+
+    What the clocks do not see: what the host does with pinned memory other than by an operator, ``tolist`` or ``numpy``
+    (so not what is read later through the array), and what a captured graph would do. Waits that CUDA makes by itself
+    hide races in the runs in which they happen: ``cudaFree``, which torch's allocator calls where memory runs out and
+    in ``empty_cache``, waits for the whole device. An event that is recorded by ``torch.Event`` right after memory
+    with ``record_stream`` was freed is taken for one of the allocator's, so asking it teaches the thread nothing. What
+    they report although nothing is wrong: threads that pass work to each other under a lock or with an event of
+    ``threading``; a ``queue.Queue``, a ``ThreadPoolExecutor``, start and join are followed.
 
     Call this before anything imports torch: ``dataparallel`` and ``dataparallel.testing`` do not, until one of their
     names is used. Or let ``python -m dataparallel.testing.cuda SCRIPT`` call it. The first call on a machine compiles
@@ -100,7 +109,11 @@ def is_stand_in() -> bool:
 def __getattr__(name: str) -> Any:
     """These import torch, which comes after `stand_in`."""
     if name in _IN_COUNTS:
-        return getattr(importlib.import_module("dataparallel.testing.cuda.counts"), name)
+        from dataparallel.testing.cuda import counts
+
+        return getattr(counts, name)
     if name in _IN_WATCHING:
-        return getattr(importlib.import_module("dataparallel.testing.cuda.watching"), name)
+        from dataparallel.testing.cuda import watching
+
+        return getattr(watching, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,9 @@ torch.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from itertools import permutations
 
 from dataparallel.testing.compiling import SimulationUnavailable
@@ -79,6 +81,8 @@ def finish() -> None:
         watching.host_reads()
         _make_settings()
         carry_knowledge(compiled)
+        # A thread of the engine may still be freeing a graph, for which it needs Python.
+        atexit.register(time.sleep, 0.1)
         _finished = True
 
 

@@ -172,7 +172,7 @@ def index_of(device: Device) -> int:
 def pass_over_tools() -> None:
     """Frames of torch and of this package's testing tools are not where a program waits. Called by ``start``."""
     folders = (Path(torch.__file__).parent, Path(__file__).parents[1])
-    compiled().pass_over([f"{folder}{os.sep}" for folder in folders] + ["<"])
+    compiled().pass_over([f"{folder}{os.sep}" for folder in folders] + ["<frozen "])
 
 
 def host_reads() -> None:

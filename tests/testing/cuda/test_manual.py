@@ -14,7 +14,7 @@ from stand_in import IN_OWN_PROCESSES
 PAGE = DOCS / "guide" / "testing_cuda.rst"
 pytestmark = [*IN_OWN_PROCESSES, pytest.mark.watchdog(900)]  # the first one may compile
 
-program, remedy, start, tests = (block.text for block in blocks_of(PAGE))
+program, remedy, start, tests, asked = (block.text for block in blocks_of(PAGE))
 
 
 def run(folder, *command: str) -> subprocess.CompletedProcess:
@@ -52,3 +52,10 @@ def test_a_run_of_pytest_has_the_fixture(tmp_path):
     (tmp_path / "test_page.py").write_text(tests)
     done = run(tmp_path, "--devices", "2", "-m", "pytest", "-p", "no:cacheprovider", os.fspath(tmp_path))
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_what_the_page_asks_of_a_step_that_is_right(tmp_path):
+    step = "x = torch.ones(3, device='cuda:0')\ndef step():\n    x.add_(1)\nstep()\n"
+    (tmp_path / "program.py").write_text(f"import torch\n{step}{asked}")
+    done = run(tmp_path, "program.py")
+    assert done.returncode == 0, done.stderr

@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -485,31 +484,36 @@ FAULTS = [
         "different collectives on the ranks",
         "kinds: where rank 0",
         """
-        from nccl_calls import Buffer, N, all_reduce, communicators, group, nccl
+        from nccl_calls import Buffer, N, abort, all_reduce, communicators, group, nccl
         comms, p, q = communicators(0, 1), Buffer([1, 2], 0), Buffer([3, 4], 1)
+        torch.cuda.synchronize(a); torch.cuda.synchronize(b)
         second = lambda: nccl("ncclBroadcast", q.pointer, q.pointer, N(2), 7, 0, comms[1], q.stream)  # fault
         second = lambda: all_reduce(comms[1], q)  # mends
-        group(lambda: all_reduce(comms[0], p), second)
-        assert q.get() == [4, 6]
+        try:
+            group(lambda: all_reduce(comms[0], p), second)
+            assert q.get() == [4, 6]
+        finally: abort(*comms)
     """,
     ),
     (
         "crossed collectives",
         "wait for each other in a circle",
         """
-        from nccl_calls import Buffer, all_reduce, communicators
+        from nccl_calls import Buffer, abort, all_reduce, communicators
         pairs, told = [communicators(0, 1), communicators(0, 1)], []
-        def rank(number, order):
+        buffers = [[Buffer([rank], rank) for pair in pairs] for rank in (0, 1)]
+        torch.cuda.synchronize(a); torch.cuda.synchronize(b)
+        def launch(rank, order):
             try:
-                buffers = [Buffer([1], number), Buffer([2], number)]
-                for one in order: all_reduce(pairs[one][number], buffers[one])
-                assert [buffer.get() for buffer in buffers] == [[2], [4]]
+                for one in order: all_reduce(pairs[one][rank], buffers[rank][one])
+                assert [buffer.get() for buffer in buffers[rank]] == [[1], [1]]
             except Exception as error: told.append(str(error))
         orders = [0, 1], [1, 0]  # fault
         orders = [0, 1], [0, 1]  # mends
-        threads = [threading.Thread(target=rank, args=one) for one in enumerate(orders)]
+        threads = [threading.Thread(target=launch, args=one) for one in enumerate(orders)]
         for thread in threads: thread.start()
         for thread in threads: thread.join()
+        for pair in pairs: abort(*pair)
         assert not told, told[0]
     """,
     ),
@@ -678,11 +682,10 @@ FAULTS = [
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str | None]]:
     """What each program raised with its fault and without."""
-    script = Path(__file__).with_name("run_planted.py")
     programs = [re.sub(r"^        ", "", program.strip("\n"), flags=re.MULTILINE) for _, _, program in FAULTS]
     done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment(),
+        [sys.executable, "-m", "run_planted"],
+        env=environment(DATAPARALLEL_NCCL_SECONDS="20"),
         input=json.dumps(programs),
         capture_output=True,
         text=True,

@@ -7,21 +7,19 @@ the same operators one after the other on the CPU.
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from random_programs import generate, is_ordered, with_one_wait_left_out
 
 from processes import environment
+from random_programs import generate, is_ordered, with_one_wait_left_out
 from stand_in import needs_stand_in
 
 pytestmark = pytest.mark.devices("cpu")  # the programs run in processes of their own
 
 
 def outcome(first: int, count: int) -> dict:
-    script = Path(__file__).with_name("run_random.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(first), str(count)],
+        [sys.executable, "-m", "run_random", str(first), str(count)],
         env=environment(),
         capture_output=True,
         text=True,

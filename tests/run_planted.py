@@ -29,6 +29,7 @@ def variants(program):
 
 def names():
     """What a program finds. Everything is done when it starts."""
+    torch.cuda.set_device(A)
     x = torch.arange(1000.0, device=A)
     found = {
         "torch": torch,

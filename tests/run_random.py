@@ -15,6 +15,7 @@ from dataparallel.testing import cuda
 cuda.stand_in(3)
 
 import torch  # noqa: E402
+
 from random_programs import (  # noqa: E402
     DEVICES,
     STREAMS,
@@ -217,8 +218,16 @@ def forget(machine):
     settle()
 
 
-def values(machine):
-    return {number: buffer.tolist() for number, buffer in machine.buffers.items()}, machine.seen
+def differences(machine, serial):
+    """The buffers, and what the host has read, that are not as on the CPU: each with both values."""
+    found = []
+    for number, expected in serial.buffers.items():
+        if machine.buffers[number].tolist() != expected.tolist():
+            found.append([f"buffer {number}", machine.buffers[number].tolist(), expected.tolist()])
+    for step, expected in serial.seen.items():
+        if machine.seen.get(step) != expected:
+            found.append([str(step), machine.seen.get(step), expected])
+    return found
 
 
 def main():
@@ -231,8 +240,8 @@ def main():
         serial.run(program)
         if message := raised(machine, program):
             false_alarms.append([seed, message])
-        elif values(machine) != values(serial):
-            wrong.append(seed)
+        elif differing := differences(machine, serial):
+            wrong.append([seed, differing])
         forget(machine)
         less = with_one_wait_left_out(program, seed)
         if less is None:

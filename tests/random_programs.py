@@ -197,6 +197,7 @@ class Generator:
                 self.lane = []
                 for device in range(DEVICES):
                     self.add(Step("synchronize_device", device=device))
+                self.used = defaultdict(set, {buffer: {home} for buffer, home in self.homes.items()})
                 result.phases.append(Phase([self.lane], False))
             before = dict(self.order.known)
             lanes, after = [], dict(before)

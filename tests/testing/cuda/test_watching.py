@@ -1,0 +1,215 @@
+"""What a test asks of the stand-in: switches, counts, host waits, late answers, timelines, links and capacities."""
+
+import pytest
+
+from dataparallel.testing import cuda
+from processes import run_script
+from stand_in import needs_stand_in
+
+pytestmark = pytest.mark.devices("cpu")  # they start their own processes
+
+START = """
+from dataparallel.testing import cuda
+a, b, c = cuda.stand_in(3)
+import threading, queue, torch
+from concurrent.futures import ThreadPoolExecutor
+from torch.cuda import stream as on
+x, h = torch.ones(1000, device=a), torch.zeros(1000, pin_memory=True)
+torch.cuda.synchronize()
+main, side = torch.cuda.default_stream(a), torch.cuda.Stream(a)
+def message(function, *arguments):
+    try:
+        function(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+"""
+
+
+def passes(script: str) -> str:
+    return run_script(START + script, timeout=300)
+
+
+@pytest.mark.skipif(cuda.is_stand_in(), reason="this process has a stand-in")
+def test_without_a_stand_in_there_is_a_sentence():
+    for function in (cuda.check_clocks, cuda.timeline, cuda.late_queries().__enter__, cuda.counted().__enter__):
+        with pytest.raises(cuda.SimulationUnavailable, match="call stand_in first"):
+            function()
+    with pytest.raises(AttributeError, match="no attribute 'clock'"):
+        cuda.clock  # noqa: B018
+
+
+@needs_stand_in
+def test_clocks_are_switched_off_and_keep_stacks():
+    passes("""
+def read():
+    with on(side): x + 1
+x.add_(1)
+with cuda.clocks(False): read()
+x.add_(1)
+with cuda.clocks(stacks=True):
+    def write(): x.mul_(2)
+    torch.cuda.synchronize()
+    write()
+    assert "in write" in message(read)
+x.mul_(2)
+text = message(read)
+assert "dataparallel.testing.cuda.clocks(stacks=True) shows where" in text and "torch.sim" not in text, text
+""")
+
+
+@needs_stand_in
+def test_the_check_raises_once_what_was_found_first():
+    passes("""
+h.copy_(x, non_blocking=True)
+h.sum()
+text = message(cuda.check_clocks)
+assert "aten::sum on the host reads" in text and "The host's access is here" in text, text
+cuda.check_clocks()
+torch.cuda.synchronize()
+with on(side): z = x * 2
+main.wait_stream(side)
+z + 1
+del z
+assert "freed too early: memory in cuda:0 went back" in message(cuda.check_clocks)
+cuda.check_clocks()
+""")
+
+
+@needs_stand_in
+def test_counts():
+    passes("""
+import ctypes
+with cuda.counted() as counts:
+    x.add_(1)
+    x[:500].to(b)
+    def wait(): return x.sum().item()
+    wait()
+    torch.cuda.empty_cache()
+assert counts.launches[0] >= 3 and counts.sent(a) == 2000 and counts.received(b) == 2000, counts.launches
+waits = counts.host_waits
+assert [wait.function for wait in waits if wait.call == "cudaStreamSynchronize"] == ["wait"], waits
+assert all("no line of Python" in str(wait) for wait in waits if wait.call == "cudaFree")
+assert counts.calls["cudaStreamSynchronize"] == 1
+launches = counts.launches
+x.add_(1)
+assert counts.launches == launches
+with cuda.counted() as counts: torch.empty(1 << 22, device=a)
+assert (counts.allocations, counts.frees, counts.new_contexts, counts.host_waits) == (1, 0, [], [])
+""")
+
+
+@needs_stand_in
+def test_late_queries():
+    passes("""
+x.add_(1)
+event = main.record_event()
+with cuda.late_queries():
+    assert not event.query() and not main.query()
+    event.synchronize()
+    assert event.query() and main.query()
+x.add_(1)
+assert main.record_event().query()
+""")
+
+
+@needs_stand_in
+def test_a_query_that_says_yes_is_a_wait():
+    passes("""
+h.copy_(x, non_blocking=True)
+event = main.record_event()
+assert event.query()
+h.sum()
+h.copy_(x, non_blocking=True)
+event = torch.Event(a)
+event.record(main)
+assert event.query()
+h.sum()
+cuda.check_clocks()
+""")
+
+
+@needs_stand_in
+def test_what_the_allocators_ask_is_not_known_to_the_program():
+    passes("""
+with on(side): z = x * 2
+main.wait_stream(side)
+z + 1
+z.record_stream(main)
+h.copy_(x, non_blocking=True)
+del z
+with on(side): torch.ones_like(x)  # asks for the event on main
+h.sum()
+assert "aten::sum on the host reads" in message(cuda.check_clocks)
+""")
+
+
+@needs_stand_in
+def test_queues_and_executors_carry_what_was_waited_for():
+    passes("""
+passed, errors = queue.Queue(), []
+def use():
+    try: passed.get().sum()
+    except Exception as error: errors.append(error)
+thread = threading.Thread(target=use)
+thread.start()
+h.copy_(x, non_blocking=True)
+main.synchronize()
+passed.put(h)
+thread.join()
+with ThreadPoolExecutor(1) as pool:
+    pool.submit(int).result()  # the thread has begun
+    h.copy_(x, non_blocking=True)
+    main.synchronize()
+    pool.submit(h.sum).result()
+    def fill():
+        h.copy_(x, non_blocking=True)
+        main.synchronize()
+    pool.submit(fill).result()
+h.sum()
+cuda.check_clocks()
+assert not errors, errors
+""")
+
+
+@needs_stand_in
+def test_a_timeline_is_recorded_and_scheduled():
+    passes("""
+from dataparallel.testing.simulated.timeline.presets import A100
+model = torch.nn.Linear(1000, 10).to(a)
+with cuda.timeline() as timeline:
+    with on(side):
+        side.wait_stream(main)
+        loss = model(x).sum()
+    main.wait_stream(side)
+    loss.backward()
+    moved = x.to(b)
+    loss.item()
+launches = timeline.recording.launches
+assert any(launch.op == "aten::addmm" and launch.flops for launch in launches), launches
+(copy,) = [launch for launch in launches if launch.copy == (0, 1)]
+assert copy.bytes_written == 4000, copy
+assert any(launch.in_backward for launch in launches)
+assert timeline.schedule(A100).time > 0
+block = cuda.timeline(limit=1)
+block.__enter__()
+x.add_(1), x.add_(1)
+assert "dataparallel.testing.cuda.timeline(limit=1)" in message(block.__exit__, None, None, None)
+""")
+
+
+@needs_stand_in
+def test_capacities_and_links():
+    passes("""
+cuda.set_capacity(c, 32 << 20)
+assert "out of memory" in message(lambda: torch.empty(64 << 20, device=c))
+cuda.set_capacity("cuda:2", None)
+torch.empty(64 << 20, device=c)
+cuda.set_link(a, c, "missing")
+assert not torch.cuda.can_device_access_peer(0, 2)
+cuda.set_link(a, c, "works")
+assert "one of works, missing, broken" in message(cuda.set_link, a, c, "slow")
+assert "has 3 devices" in message(cuda.set_link, a, 5, "works")
+assert "about CUDA devices" in message(cuda.set_capacity, "cpu", 5)
+assert "at least 1" in message(cuda.set_capacity, a, 0)
+assert message(cuda.set_capacity, a, 1.5).startswith("TypeError")
+""")
