@@ -43,8 +43,8 @@ class Report:
     """Everything that `format_report` prints.
 
     ``nvml`` has a line about NVML, and one for each GPU of the machine. ``stand_in`` is True if the devices are those
-    of `dataparallel.testing.cuda`. ``transports`` has for each operation of
-    ``comm`` the transport and the reason; only for "broadcast" if the user asks for no transport and no route.
+    of `dataparallel.testing.cuda`. ``transports`` has for each operation of ``comm`` the transport and the reason; only
+    for "broadcast" if the user asks for no transport and no route.
     """
 
     versions: str
@@ -75,7 +75,7 @@ def collect() -> Report:
 
 
 def is_stand_in() -> bool:
-    """True if CUDA devices are a stand-in's, which only a process can have that has started it."""
+    """True if this process has started a stand-in for CUDA."""
     started = sys.modules.get("dataparallel.testing.cuda")
     return started is not None and started.is_stand_in()
 

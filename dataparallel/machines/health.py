@@ -69,7 +69,7 @@ class Health:
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet([group])
 
     def include_group(self, group: Group) -> None:
-        """It holds the group that this is the health of, and lets it go when the interpreter ends."""
+        """``group`` refers to torch's group, and gives it up when the interpreter ends."""
         self._groups.add(group)
 
     def include(self, line: Breaks) -> None:
@@ -89,7 +89,7 @@ class Health:
             self.board.close(AT_EXIT)
 
     def let_go(self) -> None:
-        """The threads of torch's groups end, unless the group is broken: then they may wait for its timeout."""
+        """Frees torch's groups, whose threads end then. A broken one stays: its threads might wait for its timeout."""
         if self.process == os.getpid() and self.broken is None:
             for line in [*self._lines]:
                 line.disconnect()

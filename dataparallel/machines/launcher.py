@@ -96,10 +96,10 @@ class Launcher:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Ends both threads, and those of torch's groups. What is not issued yet is not sent.
+        """Ends both threads, and then those of torch's groups. What is not issued yet is not sent.
 
-        A thread of gloo takes the interpreter's lock to free what it has sent, a while after the result was there. The
-        end of the interpreter would end it there, and the process with it ("terminate called").
+        A thread of gloo frees what it has sent a while after the result is there, and takes the interpreter's lock for
+        that. If the interpreter is ending, Python ends the thread there, and the process with it ("terminate called").
         """
         self.is_closed = True
         for closable in [*self._closables]:

@@ -10,10 +10,12 @@ stand-in for CUDA call this file.
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import functools
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -22,12 +24,20 @@ import torch
 
 from dataparallel.threads import settings
 
-__all__ = ["ROW", "carry_knowledge"]
+__all__ = ["ROW", "carry_knowledge", "wait_at_exit"]
 
 ROW = "simulated host waits"
 
 
 _clocks: Any = None
+
+
+def wait_at_exit() -> None:
+    """Gives threads of the autograd engine a moment before the interpreter ends.
+
+    They may still be freeing a graph, for which they need Python.
+    """
+    atexit.register(time.sleep, 0.1)
 
 
 def carry_knowledge(clocks: ModuleType) -> None:

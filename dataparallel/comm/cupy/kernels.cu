@@ -1,9 +1,9 @@
 // The kernels of the cupy transport: one launch copies many tensors, one launch sums the tensors of all slots.
 //
 // This is plain CUDA C++ without headers, so that NVRTC compiles it as it is, and without shared memory or barriers, so
-// that a C++ compiler can build it for the CPU, where it runs thread by thread: in tests and on the stand-in for CUDA. The kernels see dense memory
-// only: pointers and counts, in one table that tables.py packs. They check nothing. They keep subnormals even if a
-// compiler is told to flush them.
+// that a C++ compiler can build it for the CPU. There it runs thread by thread: in tests and on the stand-in for CUDA.
+// The kernels see dense memory only: pointers and counts, in one table that tables.py packs. They check nothing. They
+// keep subnormals even if a compiler is told to flush them.
 //
 // The table has `rows` rows of pointers, with one pointer for each of the `tensors`. Row 0 has the sources or the
 // results, the rows after it the destinations or the slots, in slot order. After the rows, the table has for each tensor
@@ -155,7 +155,7 @@ __device__ unsigned short half_of_float(float sum) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(sum));
   return rounded;
 }
-#else  // on the CPU, which has no instructions for this, or has them in some compilers only
+#else  // on the CPU, whose compilers do not all have half-precision numbers
 __device__ float float_of_half(unsigned short stored) {
   const unsigned int sign = (stored & 0x8000u) << 16;
   const unsigned int shifted = (stored & 0x7fffu) << 13;

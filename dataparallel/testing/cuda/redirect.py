@@ -1,9 +1,9 @@
-"""Redirects a CUDA runtime that is a part of another library to the stand-in: its functions begin with a jump then.
+"""Redirects the CUDA runtime inside another library to the stand-in, by a jump at the start of each function.
 
-CuPy's modules have NVIDIA's runtime linked into them. It asks the driver for tables that nobody documents, so a
-driver that stands in could not answer. But the modules keep the names of the runtime's functions in their symbol
-table, so each can be sent to the one of the same name in the stand-in's library. The files stay as they are.
-`cupy_imports` calls this file.
+CuPy's modules have NVIDIA's runtime linked into them. It asks the driver for undocumented tables, which a stand-in for
+the driver does not have. But the symbol tables of these modules name the runtime's functions. So each can jump to the
+function of the same name in the stand-in's library. Only memory is changed, not the files. `cupy_imports` calls this
+file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READ, _WRITE, _EXECUTE = 1, 2, 4  # of mprotect
 
 
 class Function(NamedTuple):
-    """A function, with its address from the library's begin."""
+    """A function, with its address relative to the start of the library."""
 
     address: int
     name: str
@@ -62,10 +62,10 @@ def redirect(file: Path, runtime: Path) -> list[str]:
     Nothing may have called them yet, and no other thread may use the library.
 
     Returns:
-        the names that the stand-in's library has not. They fail as they do without a GPU.
+        the names that the stand-in's library lacks. They fail as they do without a GPU.
 
     Raises:
-        SimulationUnavailable: if the machine's processor is another one than x86-64, or the system forbids it.
+        SimulationUnavailable: if the processor is not an x86-64, or if the system forbids it.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise SimulationUnavailable(
@@ -99,7 +99,7 @@ def _address(function: Any) -> int:
 
 
 def _base(file: Path) -> int:
-    """Where the process has mapped the begin of a library."""
+    """The address at which the process has mapped the start of a library."""
     found = file.resolve()
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, _, offset, _, _, *name = line.split(maxsplit=5)

@@ -7,9 +7,7 @@ torch.
 
 from __future__ import annotations
 
-import atexit
 import threading
-import time
 from itertools import permutations
 
 from dataparallel.testing.compiling import SimulationUnavailable
@@ -67,7 +65,7 @@ def finish() -> None:
         import torch
 
         from dataparallel.testing.cuda import extension, watching
-        from dataparallel.testing.host_threads import carry_knowledge
+        from dataparallel.testing.host_threads import carry_knowledge, wait_at_exit
 
         try:
             compiled = extension.load()
@@ -81,8 +79,7 @@ def finish() -> None:
         watching.host_reads()
         _make_settings()
         carry_knowledge(compiled)
-        # A thread of the engine may still be freeing a graph, for which it needs Python.
-        atexit.register(time.sleep, 0.1)
+        wait_at_exit()
         _finished = True
 
 

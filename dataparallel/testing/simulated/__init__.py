@@ -7,16 +7,14 @@ serves ``compute=False``. Nothing in the library imports this package.
 
 from __future__ import annotations
 
-import atexit
 import threading
-import time
 from types import ModuleType
 
 import torch
 from torch.utils import backend_registration
 
 from dataparallel.testing.compiling import SimulationTooLate, SimulationUnavailable, ToolsMissing
-from dataparallel.testing.host_threads import carry_knowledge
+from dataparallel.testing.host_threads import carry_knowledge, wait_at_exit
 from dataparallel.testing.simulated import device_module, extension, shapes
 from dataparallel.testing.simulated.build import load_extension
 
@@ -122,7 +120,7 @@ def _start(compiled: ModuleType, compute: bool) -> None:
     """Tells torch of the devices, which it cannot forget again: after a failure there is no second try."""
     global _started, _failed
     assert compiled.CEILING == CEILING
-    atexit.register(_before_exit)
+    wait_at_exit()
     try:
         extension.C = compiled
         if not compute:
@@ -159,8 +157,3 @@ def _start_engine_threads() -> None:
     finally:
         extension.C.set_device_count(0)
         extension.C.forget_contexts()
-
-
-def _before_exit() -> None:
-    # A thread of the engine may still be freeing a graph, for which it needs Python.
-    time.sleep(0.1)
