@@ -29,8 +29,7 @@ thread_local size_t being_freed = 0; // an address, until the thread does someth
 thread_local bool is_in_host_allocator = false;
 
 c10::Stream home_of(const Trace& entry) {
-  auto* handle = entry.stream_;
-  return stream_of(handle ? standin::name_of(handle) : standin::StreamName{entry.device_, 0});
+  return stream_of(name_of(entry.stream_, entry.device_));
 }
 
 Clock take_awaited(size_t address) {

@@ -16,11 +16,12 @@ namespace simulated {
 namespace {
 
 standin::StreamName name_of_current(c10::Device device) {
-  auto* handle = static_cast<void*>(c10::cuda::getCurrentCUDAStream(device.index()).stream());
-  return handle ? standin::name_of(handle) : standin::StreamName{device.index(), 0};
+  return name_of(c10::cuda::getCurrentCUDAStream(device.index()).stream(), device.index());
 }
 
-c10::DataPtr copied_to(const c10::Storage& made, c10::Device device) {
+// A GPU's kernel would have written into this memory at once. The bytes are copied, because only the allocator of torch
+// may make memory of a device.
+c10::DataPtr copied_to(const c10::StorageImpl& made, c10::Device device) {
   const OnDevice on(device);
   auto data = front::allocator()->allocate(made.nbytes());
   std::memcpy(data.get(), made.data(), made.nbytes());
@@ -60,20 +61,15 @@ c10::Allocator* allocator() {
   return c10::cuda::CUDACachingAllocator::get();
 }
 
-// A GPU's kernel would have written into this memory at once. The bytes are copied, because only the allocator of torch
-// may make memory of a device.
 c10::DataPtr adopt(const c10::Storage& made, c10::Device device) {
   if (made.nbytes() == 0) {
     return {nullptr, nullptr, &c10::detail::deleteNothing, device};
   }
-  return copied_to(made, device);
+  return copied_to(*made.unsafeGetStorageImpl(), device);
 }
 
 void convert(c10::StorageImpl& made, c10::Device device) {
-  const OnDevice on(device);
-  auto data = allocator()->allocate(made.nbytes());
-  std::memcpy(data.get(), made.data(), made.nbytes());
-  made.set_data_ptr_noswap(std::move(data));
+  made.set_data_ptr_noswap(copied_to(made, device));
   made.set_allocator(allocator());
 }
 
