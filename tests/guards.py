@@ -101,12 +101,14 @@ class Map:
 
 
 class Copy:
-    """A copy of the repository in which a guard is taken out."""
+    """A copy of the repository in which a guard is taken out. Who edits the repository meanwhile disturbs nothing."""
 
     def __init__(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
         self.folder = folder
+        self.guards = guards_of(folder)
+        self.texts = {file: (folder / file).read_text(encoding="utf-8") for file in self.guards}
 
     def change(self, file: str, text: str) -> None:
         """Writes one file of the package."""
@@ -136,8 +138,8 @@ def make_map(kind: str, python: str, folder: Path, work: Path, tests: list[str],
     if (folder / "complete").exists():
         return
     copy = Copy(work / f"noting_{kind}")
-    for file, guards in guards_of(ROOT).items():
-        copy.change(file, with_notes((ROOT / file).read_text(encoding="utf-8"), guards))
+    for file, guards in copy.guards.items():
+        copy.change(file, with_notes(copy.texts[file], guards))
 
     def run(which: str) -> None:
         log = folder / which.replace("/", "_")
@@ -165,7 +167,7 @@ def take_out(guard: Guard, kind: str, python: str, known: Map, copy: Copy, log: 
     """Runs the guard's tests without it, until one fails."""
     rounds = known.rounds(guard.name, budget)
     found = Found("no test comes here" if not rounds else "nobody", reached=len(known.tests.get(guard.name, ())))
-    original = (ROOT / guard.file).read_text(encoding="utf-8")
+    original = copy.texts[guard.file]
     copy.change(guard.file, without(original, guard))
     try:
         for tests in rounds:
@@ -290,6 +292,7 @@ def main() -> None:
                     return
                 copy = copies.get()
                 try:
+                    guard = next(each for each in copy.guards[guard.file] if each.name == guard.name)
                     log = work / "logs" / kind / guard.name.replace("/", "_")
                     found = take_out(guard, kind, pythons[kind], maps[kind], copy, log, options.seconds)
                 finally:

@@ -53,7 +53,7 @@ from dataparallel.profiling import note_gradients, stage
 from dataparallel.streams.current import streams_set
 from dataparallel.streams.gradients import GradientStreams, Made
 from dataparallel.streams.isolated import isolated_streams
-from dataparallel.streams.nodes import forward_streams_set, memory_of, note_forward_streams
+from dataparallel.streams.nodes import memory_of, note_forward_streams
 
 __all__ = ["FromSource", "OnSlot", "ToSlots", "broadcast_bucket"]
 
@@ -160,12 +160,10 @@ class ToSlots(Node):
     def computing_streams_set(ctx: Any) -> AbstractContextManager[None]:
         """Makes the streams of the forward current, where `OnSlot` has made gradients, except those of isolated slots.
 
-        With side streams, nothing orders these streams here. What is made on the source's needs no order: `FromSource`
-        belongs to the same stream.
+        Nothing orders these streams here. `SlotGradients` and side streams wait for what slots have made. What is made
+        on the source's stream needs no order: `FromSource` belongs to the same stream.
         """
-        if ctx.gradient_streams is None:
-            return forward_streams_set(ctx, ())
-        return streams_set(ctx.gradient_streams.computing)
+        return streams_set(ctx.streams if ctx.gradient_streams is None else ctx.gradient_streams.computing)
 
     @staticmethod
     def adding_streams_set(ctx: Any) -> AbstractContextManager[None]:

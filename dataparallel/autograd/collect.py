@@ -14,7 +14,7 @@ from torch import Tensor
 from dataparallel.autograd.functions import Broadcast, note_whether_to_recompute, recompute_here
 from dataparallel.comm import settings
 from dataparallel.devices import DeviceLike
-from dataparallel.streams.nodes import forward_streams_set
+from dataparallel.streams.current import streams_set
 
 __all__ = ["Collect"]
 
@@ -33,6 +33,7 @@ class Collect(Broadcast):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        with forward_streams_set(ctx, grads), settings.held(ctx.settings):
+        # What is computed again reads no gradient, and what uses it is ordered by the end of `Broadcast.backward`.
+        with streams_set(ctx.streams), settings.held(ctx.settings):
             recompute_here(ctx, ctx.sources)
         return Broadcast.backward(ctx, *grads)
