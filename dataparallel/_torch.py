@@ -217,13 +217,18 @@ def wrap_full_states(gather: Callable[[F], F], distribute: Callable[[F], F]) -> 
                 setattr(module, name, wrap(original))  # type: ignore[arg-type]
 
 
-def stages_for_a_checkpoint() -> bool:
-    """True if the caller's caller is ``async_save``, which copies tensors to host memory.
+_TAKE_ADDRESS_0 = {
+    # `async_save` copies tensors to host memory by their storage, unless the address is 0, as it is for a `DTensor`.
+    "torch.distributed.checkpoint._state_dict_stager",
+    "torch.distributed._state_dict_utils",
+    # On CUDA it moves an RNN's weights into one buffer, unless several have one address.
+    "torch.nn.modules.rnn",
+}
 
-    It does so by their storage, unless ``data_ptr()`` is 0, as it is for a ``DTensor``.
-    """
-    caller = sys._getframe(2).f_globals.get("__name__")
-    return caller in ("torch.distributed.checkpoint._state_dict_stager", "torch.distributed._state_dict_utils")
+
+def takes_address_0() -> bool:
+    """True if the caller's caller is code of torch that leaves tensors alone if their ``data_ptr()`` is 0."""
+    return sys._getframe(2).f_globals.get("__name__") in _TAKE_ADDRESS_0
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ from dataparallel.composable.exchange_nodes import make_sources, make_to_slots
 from dataparallel.composable.exchanged_sums import ExchangedBucket, ExchangedSums
 from dataparallel.composable.exchanges import Chain, Passes
 from dataparallel.composable.gradient_sums import GradientSums, PersistentToSlots, WaitingBucket
-from dataparallel.composable.persistent_memory import MemoryOfCopies
 from dataparallel.composable.persistent_values import CurrentValues
 from dataparallel.modules.build import make_parameters
 from dataparallel.modules.plan import ModulePlan, names_of
+from dataparallel.replica_memory import MemoryOfCopies
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicate import copy_buffers, copy_constants, of_part
 from dataparallel.streams.arrivals import Arrivals

@@ -134,11 +134,11 @@ _refuse_data_ptr = _refusing("data_ptr")
 
 
 def data_ptr(self: Tensor) -> int:
-    """Raises, except where torch takes 0 for a tensor that has no storage to copy.
+    """Raises, except where torch takes 0 for a tensor whose storage it cannot use.
 
     Others would take all sharded tensors for one, if all had the address 0.
     """
-    return 0 if _torch.stages_for_a_checkpoint() else _refuse_data_ptr(self)
+    return 0 if _torch.takes_address_0() else _refuse_data_ptr(self)
 
 
 METHODS: dict[str, Any] = {

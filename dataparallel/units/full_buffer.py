@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
+from dataparallel.replica_memory import MemoryOfCopies
 from dataparallel.units.layout import Layout
 
 __all__ = ["FullBuffer"]
@@ -39,6 +40,7 @@ class FullBuffer:
             tensor = torch.empty(0, dtype=dtype, device=device)
             stride = torch.empty(place.shape, device="meta").stride()
             self.tensors.append(tensor.set_(self._storage, offset, place.shape, stride))
+        self._memory = MemoryOfCopies(self.tensors)
         self._versions: tuple[int, ...] = ()
         self.gathered: Tensor | None = None
         self._gathered_as: Layout | None = layout
@@ -80,8 +82,12 @@ class FullBuffer:
         return gathered
 
     def free(self) -> None:
-        """Frees the memory. A backward that reads the parameters now raises, because their versions have moved."""
+        """Frees the memory, and what ``forward`` has given to a parameter instead.
+
+        A backward that reads the parameters now raises, because their versions have moved.
+        """
         if self._storage.nbytes():
+            self._memory.restore()
             self._storage.resize_(0)
             if _torch.set_versions:
                 self._versions = tuple(map(_torch.version_of, self.tensors))

@@ -34,7 +34,22 @@ from sharded_steps import (
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
+class Moving(Layer):
+    """A layer whose forward gives its weight other memory, as RNNs do on CUDA, where cuDNN wants one buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data = self.linear.weight.data.clone()
+        return super().forward(x)
+
+
 class TestParameters:
+    @pytest.mark.slots(3, long=[2, 8])
+    @several_loops
+    @pytest.mark.parametrize("stay", [False, True], ids=["freed after forward", "full until backward"])
+    def test_forward_may_give_a_parameter_other_memory(self, stay, loop, slots):
+        """That memory is gone when the unit is freed, and the next gather is seen."""
+        assert_same_training(chain(Layer, Moving, Moving), slots, loop=LOOPS[loop], reshard_after_forward=not stay)
+
     @pytest.mark.slots(3, long=[2, 8])
     def test_requires_grad_changes_between_steps(self, slots, root):
         def flip(model: nn.Module, number: int) -> None:

@@ -10,7 +10,6 @@ from persistent import Branched, numbers, settled, tensors_of, with_persistent_r
 from torch import Tensor, nn
 
 from dataparallel import comm
-from dataparallel.composable.persistent_memory import MemoryOfCopies
 from dataparallel.testing.cases import seeded
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -210,28 +209,6 @@ def test_an_lstm_that_flattens_its_parameters_trains_as_on_one_device(slots, roo
         return outputs
 
     assert_same_loop(loop, slots, seeded(Flattened))
-
-
-def test_memory_is_restored_only_for_what_has_moved() -> None:
-    copies = [torch.zeros(3, 4), torch.ones(2), torch.empty(0)]
-    memory = MemoryOfCopies(copies)
-    own = copies[0].data_ptr()
-    assert memory.restore()
-    copies[0].data = torch.ones(4, 3)
-    version = copies[1]._version
-    assert memory.restore()
-    assert (copies[0].data_ptr(), copies[0].shape) == (own, (3, 4))
-    assert copies[1]._version == version
-    copies[1].untyped_storage().resize_(0)
-    assert not memory.restore()
-
-
-def test_a_conjugate_view_of_its_own_memory_is_other_memory_too() -> None:
-    copy = torch.tensor([1 + 2j])
-    memory = MemoryOfCopies([torch.ones(1), copy])
-    copy.data = copy.data.conj()
-    assert memory.restore()
-    assert copy.tolist() == [1 + 2j]
 
 
 @pytest.mark.not_isolated("slots on one device share the pieces here")

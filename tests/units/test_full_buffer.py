@@ -47,6 +47,19 @@ def test_a_free_one_has_no_bytes(full):
     assert full.tensors[0].untyped_storage().nbytes() == 0
 
 
+def test_memory_that_forward_has_given_to_a_parameter_goes_too(full):
+    for _ in range(2):
+        values = fill(full)
+        moved = full.tensors[0]
+        moved.data = moved.data + 1
+        full.free()
+        assert moved.untyped_storage().nbytes() == 0
+        fill(full)
+        assert moved.shape == values[0].shape
+        assert moved.untyped_storage()._cdata == full.tensors[1].untyped_storage()._cdata
+        full.free()
+
+
 @pytest.mark.skipif(not _torch.set_versions, reason="this torch cannot set versions")
 def test_autograd_refuses_to_read_a_free_one_and_reads_it_once_it_is_full_again(full):
     fill(full)
