@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter, is_
@@ -56,6 +57,7 @@ class PersistentCopies:
         self.buckets: list[list[int]] = []
         self.order: list[int] | None = None
         self._kinds = _kinds(plan.tensors)
+        self._thread = threading.get_ident()
         self._streams = current_streams(slots)
         self._settings = settings.current()
         self._parameters = set(plan.parameters)
@@ -71,9 +73,13 @@ class PersistentCopies:
         )
 
     def still_fit(self, plan: ModulePlan, slots: list[torch.device]) -> bool:
-        """True if copies that were made now would differ from these in value only, and be waited for alike."""
+        """True if copies that were made now would differ from these in value only, and be waited for alike.
+
+        And the thread is the one that has made them: others may read them while this one writes new values.
+        """
         return (
-            slots == self.slots
+            threading.get_ident() == self._thread
+            and slots == self.slots
             and self.are_of(plan)
             and _kinds(plan.tensors) == self._kinds
             and plan.read_directly == self.plan.read_directly

@@ -13,14 +13,13 @@ Replicas for training can be kept in three ways:
 - Kept outputs of one broadcast and its nodes (``autograd.bucket_nodes``), as in this file. Every recorded graph has
   these nodes, so all of autograd works as with new ones, and a forward costs one copy for each bucket and device.
 
-Values travel on side streams (``streams.arrivals``) while one thread makes all calls. Calls of several threads share
-the copies, and one of them may read them while another one refreshes them: then values travel on the computing streams.
-A thread that runs only the backward is not seen: it should not run beside another thread's forward.
+Copies belong to the thread whose call has made them. A call of another thread makes new ones: it would write to
+memory that the first thread may read just then, and nothing orders the two. A thread that runs only the backward is not
+seen: it should not run beside another thread's forward.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -64,7 +63,6 @@ class PersistentTensors:
         self._first_bytes, self._cap_bytes = first_bytes, cap_bytes
         self._broadcast_buffers = broadcast_buffers
         self._order = BucketOrder(None)
-        self._callers: set[int] = set()  # threads
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("the tensors of persistent replicas belong to one module and cannot be copied")
@@ -83,10 +81,6 @@ class PersistentTensors:
         same if no graph is recorded. ``cap_bytes`` is ignored: the sizes of buckets were given before. ``arrivals``:
         parameters may still be on their way.
         """
-        if arrivals is not None and not self._is_called_by_one_thread():
-            # The copies of all calls are the same memory, which other threads may read until this one is done.
-            arrivals.wait_for_others()
-            arrivals = None
         with torch.inference_mode(False):
             if record and self._agreement is not None:
                 self._agree(self._agreement, plan)
@@ -128,8 +122,9 @@ class PersistentTensors:
 
     def _can_be_used_again(self, copies: PersistentCopies, plan: ModulePlan, record: bool) -> bool:
         if self._agreement is None:
+            # First: calls of several threads take turns in making copies, and would never learn the order.
             return (
-                copies.still_fit(plan, self._slots) and not self._order.learn(copies.order) and copies.memory.restore()
+                not self._order.learn(copies.order) and copies.still_fit(plan, self._slots) and copies.memory.restore()
             )
         # A forward without grad mode may run on one machine alone, so it decides nothing.
         is_agreed = copies.order is self._order.known or not record
@@ -145,11 +140,6 @@ class PersistentTensors:
             self._order = BucketOrder(plan)
         elif self._order.is_due and self._order.known is None:
             self._order.known = agreement.order(self._order.found())
-
-    def _is_called_by_one_thread(self) -> bool:
-        """True if one thread has made all calls so far."""
-        self._callers.add(threading.get_ident())
-        return len(self._callers) == 1
 
     def _make(self, plan: ModulePlan, record: bool, arrivals: Arrivals | None) -> PersistentCopies:
         same_tree = self._order.is_of(plan)

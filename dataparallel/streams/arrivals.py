@@ -179,15 +179,11 @@ class Arrivals:
         expected.index = device.index
         expected.by_position = [*map(arrivals.get, range(positions))]
 
-    def wait_for_others(self) -> None:
-        """Makes the computing streams wait for everything that any call has sent so far."""
-        for device, stream in self._computing.items():
-            Event(parameter_stream(device)).make_wait(stream)
-
     def end(self) -> None:
         """Makes the computing streams wait for the copies, and releases them."""
         if self._held:
-            self.wait_for_others()
+            for device, stream in self._computing.items():
+                Event(parameter_stream(device)).make_wait(stream)
             self._held.clear()
 
 

@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -320,6 +321,24 @@ def test_several_threads_may_call(net: Branched, twin: Branched, slots: list, x:
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+@pytest.mark.devices("sim", "cuda")  # slots on the CPU share the source's memory
+def test_a_thread_writes_to_no_copies_of_another(net: Branched, slots: list, x: Tensor) -> None:
+    def addresses() -> set[int]:
+        return {tensor.data_ptr() for tensor in copies_of(wrapped)[-1] if tensor.numel()}
+
+    wrapped = settled(net, slots, x)
+    graph = wrapped(x)  # holds the copies
+    mine = addresses()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(wrapped, x).result()
+    assert mine.isdisjoint(addresses())
+    loss(graph).backward()
+    wrapped(x)
+    mine = addresses()
+    wrapped(x)
+    assert addresses() == mine, "a thread that is alone again uses its copies again"
 
 
 def test_they_belong_to_one_module_and_cannot_be_copied(net: Branched, slots: list) -> None:

@@ -51,10 +51,10 @@ def test_several_threads_call_one_wrapper(slots: list, root: torch.device, x: Te
     assert not errors, errors
 
 
-def test_threads_that_share_persistent_replicas_do_not_write_beside_each_other(
+def test_a_thread_does_not_write_to_persistent_replicas_of_another(
     slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second thread's call refreshes memory that the first thread's backward still reads."""
+    """If a second thread's call gave them new values, the first thread might read them at the same time."""
     model = Net().double().to(root)
     call = replicate(model, devices=slots, bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
     steps(model, call, x)
