@@ -37,10 +37,12 @@ def test_a_stand_in_is_named_in_the_line_of_its_devices(monkeypatch):
         "accelerator   cuda, 2 devices of a stand-in: CUDA's and NCCL's functions are answered by it, kernels" in text
     )
     assert "stand-in" not in format_report(make_report(["cuda:0", "cuda:1"]))
-    monkeypatch.setitem(sys.modules, "dataparallel.testing.cuda", SimpleNamespace(is_stand_in=lambda: False))
-    assert not report.is_stand_in()
-    monkeypatch.setitem(sys.modules, "dataparallel.testing.cuda", SimpleNamespace(is_stand_in=lambda: True))
-    assert report.is_stand_in()
+    for answer in (False, True):
+        with monkeypatch.context() as patch:  # what checks a test afterwards imports the module
+            patch.setitem(
+                sys.modules, "dataparallel.testing.cuda", SimpleNamespace(is_stand_in=lambda said=answer: said)
+            )
+            assert report.is_stand_in() is answer
 
 
 @pytest.mark.parametrize(
