@@ -1,7 +1,8 @@
 """Runs random programs on a stand-in, correct ones and ones that lack a wait: a process of `test_random_programs`.
 
-Arguments: the first seed and how many. It writes one JSON object: false alarms, wrong values, and how many of the
-programs without a wait that they need were found, each with its seed.
+Arguments: the first seed, how many, and "late" for a schedule as late as possible. It writes one JSON object: false
+alarms, wrong values, and how many of the programs without a wait that they need were found, each with its seed. Of a
+late schedule it also writes how many of those show wrong values where no clock looks.
 """
 
 import json
@@ -198,10 +199,17 @@ def settle():
         torch.cuda.synchronize(device)
 
 
+LATE = "late" in sys.argv[3:]
+
+
+def schedule():
+    return cuda.late_schedule() if LATE else nullcontext()
+
+
 def raised(machine, program):
     """What the clocks say, or None. Everything is done afterwards."""
     try:
-        with cuda.late_queries() if machine.late else nullcontext():
+        with schedule(), cuda.late_queries() if machine.late else nullcontext():
             machine.run(program)
             cuda.check_clocks()
     except RuntimeError as error:
@@ -230,9 +238,20 @@ def differences(machine, serial):
     return found
 
 
+def shows(program, serial):
+    """True if the values are wrong where no clock looks."""
+    machine = Machine(False)
+    with cuda.clocks(False), schedule():
+        machine.run(program)
+        settle()
+    differing = differences(machine, serial)
+    forget(machine)
+    return bool(differing)
+
+
 def main():
     first, count = int(sys.argv[1]), int(sys.argv[2])
-    false_alarms, wrong, missed, found = [], [], [], 0
+    false_alarms, wrong, missed, found, shown = [], [], [], 0, 0
     for seed in range(first, first + count):
         program = generate(seed)
         assert is_ordered(program), seed
@@ -252,7 +271,9 @@ def main():
         else:
             missed.append(seed)
         forget(machine)
-    json.dump({"false_alarms": false_alarms, "wrong": wrong, "missed": missed, "found": found}, sys.stdout)
+        shown += LATE and shows(less, serial)
+    result = {"false_alarms": false_alarms, "wrong": wrong, "missed": missed, "found": found, "shown": shown}
+    json.dump(result, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 `stand_in` starts it, or ``python -m dataparallel.testing.cuda``, which is ``__main__``. ``possible`` says where there
 can be one, ``machine`` what the devices are like. ``start`` opens the ``libraries`` that answer in the place of CUDA's,
 and loads the ``extension`` that computes operators. ``environment``, ``inherited`` and ``children`` bring it to the
-processes that this one starts. ``watching`` and ``counts`` are what tests ask of it. Nothing in the library imports
-this package, and importing it does not import torch.
+processes that this one starts. ``watching``, ``late`` and ``counts`` are what tests ask of it. Nothing in the library
+imports this package, and importing it does not import torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from dataparallel.testing.cuda.counts import counted as counted
+    from dataparallel.testing.cuda.late import late_schedule as late_schedule
     from dataparallel.testing.cuda.watching import check_clocks as check_clocks
     from dataparallel.testing.cuda.watching import clocks as clocks
     from dataparallel.testing.cuda.watching import late_queries as late_queries
@@ -35,6 +36,7 @@ __all__ = [
     "counted",
     "is_stand_in",
     "late_queries",
+    "late_schedule",
     "set_capacity",
     "set_link",
     "stand_in",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 _IN_COUNTS = ("counted",)
+_IN_LATE = ("late_schedule",)
 _IN_WATCHING = ("check_clocks", "clocks", "late_queries", "set_capacity", "set_link", "timeline")
 
 
@@ -112,6 +115,10 @@ def __getattr__(name: str) -> Any:
         from dataparallel.testing.cuda import counts
 
         return getattr(counts, name)
+    if name in _IN_LATE:
+        from dataparallel.testing.cuda import late
+
+        return getattr(late, name)
     if name in _IN_WATCHING:
         from dataparallel.testing.cuda import watching
 

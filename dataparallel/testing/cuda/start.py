@@ -64,7 +64,7 @@ def finish() -> None:
             return
         import torch
 
-        from dataparallel.testing.cuda import extension, watching
+        from dataparallel.testing.cuda import extension, late, watching
         from dataparallel.testing.host_threads import carry_knowledge, wait_at_exit
 
         try:
@@ -80,6 +80,7 @@ def finish() -> None:
         _make_settings()
         carry_knowledge(compiled)
         wait_at_exit()
+        late.start_if_told()
         _finished = True
 
 

@@ -1,10 +1,10 @@
-"""Lets torch's meta kernels answer as the kernels of the CPU do, for ``simulate(compute=False)``.
+"""Lets torch's meta kernels answer as the kernels of the CPU do: for ``simulate(compute=False)``, and late schedules.
 
 torch has one meta kernel for an operator, and some kernels of the CPU have other auxiliary results than those of CUDA:
 other shapes, other dtypes, more memory. On simulated devices the CPU's count, because these run with ``compute=True``.
 Meta kernels that ask for the device are told that it is the CPU. For the other operators this file has rules, as
 operators of the same names in the namespace ``sim_shapes``: ``csrc/skipped.cpp`` calls them in place of torch's.
-`simulate` calls this file once, before there is a device.
+`simulate` calls this file once, before there is a device, and ``dataparallel.testing.cuda`` when operators are late.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.library import Library
 
-from dataparallel.testing.simulated import extension
-
 __all__ = ["answer_as_the_cpu"]
 
 aten = torch.ops.aten
@@ -26,9 +24,13 @@ aten = torch.ops.aten
 _rules: list[Library] = []  # they end with the library that has made them
 
 
-def answer_as_the_cpu() -> None:
-    """Changes what simulated devices see of torch's meta kernels. Meta tensors of the user see no change."""
-    _tell_the_device()
+def answer_as_the_cpu(in_kernel: Callable[[], bool]) -> None:
+    """Changes what these devices see of torch's meta kernels. Meta tensors of the user see no change.
+
+    Args:
+        in_kernel: says if the calling thread is in a meta kernel that these devices have called.
+    """
+    _tell_the_device(in_kernel)
     rules = Library("sim_shapes", "DEF")
     for op in STATISTICS_IN_TRAINING:
         _add(rules, op, _statistics)
@@ -48,13 +50,13 @@ def answer_as_the_cpu() -> None:
     _rules.append(rules)
 
 
-def _tell_the_device() -> None:
+def _tell_the_device(in_kernel: Callable[[], bool]) -> None:
     from torch import _meta_registrations as meta
 
     device_hint = meta.device_hint
 
     def hint(tensor: Any) -> str:
-        answer: str = "cpu" if extension.C.in_skipped_kernel() else device_hint(tensor)
+        answer: str = "cpu" if in_kernel() else device_hint(tensor)
         return answer
 
     meta.device_hint = hint

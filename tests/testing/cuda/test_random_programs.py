@@ -17,9 +17,9 @@ from stand_in import needs_stand_in
 pytestmark = pytest.mark.devices("cpu")  # the programs run in processes of their own
 
 
-def outcome(first: int, count: int) -> dict:
+def outcome(first: int, count: int, *schedule: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "run_random", str(first), str(count)],
+        [sys.executable, "-m", "run_random", str(first), str(count), *schedule],
         env=environment(),
         capture_output=True,
         text=True,
@@ -48,3 +48,14 @@ def test_no_false_alarm_the_right_values_and_every_missing_wait_found(first, cou
     assert found["wrong"] == []
     assert found["missed"] == []
     assert found["found"] >= 0.95 * count
+
+
+@needs_stand_in
+@pytest.mark.parametrize(("first", "count"), [(0, 50), pytest.param(3000, 500, marks=pytest.mark.long)])
+def test_the_same_as_late_as_possible_where_values_show_missing_waits_too(first, count):
+    found = outcome(first, count, "late")
+    assert found["false_alarms"] == []
+    assert found["wrong"] == []
+    assert found["missed"] == []
+    assert found["found"] >= 0.95 * count
+    assert found["shown"] >= 0.4 * count

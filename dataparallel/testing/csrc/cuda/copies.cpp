@@ -10,6 +10,7 @@
 
 #include "counts.h"
 #include "front.h"
+#include "later.h"
 #include "on_cpu.h"
 
 namespace simulated {
@@ -51,8 +52,11 @@ void copy_between_peers(Tensor& self, const Tensor& source) {
   add_touch(touches, source, false, "src");
   add_touch(touches, self, true, "self");
   const std::string name = "aten::copy_";
-  const auto ticket = front::launch(source.device(), name, touches);
-  cpu_alias(self).copy_(cpu_alias(source));
+  const auto ticket = front::launch(source.device(), name, touches, /*later=*/true);
+  front::later(source.device(), [to = by_address(self), from = by_address(source)]() mutable {
+    const Alone alone;
+    to.copy_(from);
+  });
   Work work;
   work.copied(name.c_str(), source, self);
   counts::launched(source.device().index());

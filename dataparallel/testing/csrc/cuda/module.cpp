@@ -8,10 +8,12 @@
 #include "host.h"
 #include "operators.h"
 #include "recorded.h"
+#include "skipped.h"
 #include "stacks.h"
 #include "waits.h"
 #include "watch.h"
 
+namespace py = pybind11;
 namespace simulated {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -27,6 +29,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("take_untold", &standin::take_untold);
   m.def("host_reads", &host_reads);
   m.def("answer_queries_late", &answer_queries_late);
+  m.def("set_late", &standin::set_late, py::call_guard<py::gil_scoped_release>());
+  m.def("late_counts", [] {
+    auto now = standin::late_counts();
+    return std::make_tuple(now.postponed, now.waiting, std::move(now.at_once));
+  });
+  m.def("in_skipped_kernel", &skipped::in_kernel);
   m.def("read_counts", [] {
     auto now = counts::read();
     return std::make_pair(std::move(now.launches), std::move(now.copied));

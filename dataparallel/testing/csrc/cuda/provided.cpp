@@ -20,11 +20,13 @@ standin::StreamName name_of_current(c10::Device device) {
 }
 
 // A GPU's kernel would have written into this memory at once. The bytes are copied, because only the allocator of torch
-// may make memory of a device.
+// may make memory of a device. An operator that is done later has no bytes yet.
 c10::DataPtr copied_to(const c10::StorageImpl& made, c10::Device device) {
   const OnDevice on(device);
   auto data = front::allocator()->allocate(made.nbytes());
-  std::memcpy(data.get(), made.data(), made.nbytes());
+  if (made.device_type() != c10::kMeta) {
+    std::memcpy(data.get(), made.data(), made.nbytes());
+  }
   return data;
 }
 
@@ -46,8 +48,16 @@ OnDevice::~OnDevice() {
 
 namespace front {
 
-clocks::Ticket launch(c10::Device device, const std::string& op, c10::ArrayRef<Touch> touches) {
-  return launch_on(name_of_current(device), op, touches);
+clocks::Ticket launch(c10::Device device, const std::string& op, c10::ArrayRef<Touch> touches, bool later) {
+  return launch_on(name_of_current(device), op, touches, later ? standin::Turn::kLater : standin::Turn::kAtOnce);
+}
+
+bool is_late() {
+  return standin::is_late();
+}
+
+void later(c10::Device device, std::function<void()> work) {
+  standin::in_turn(name_of_current(device), std::move(work));
 }
 
 void host_waits(c10::Device device, const std::string& op) {

@@ -112,13 +112,17 @@ class ClockWatcher final : public standin::Watcher {
     clocks::host_waits_for_device(static_cast<c10::DeviceIndex>(device));
   }
   bool host_asks(const standin::EventState& event) override {
+    const bool is_of_allocator = allocators::are_asking() || (event.watched && event_in(event).is_of_allocator);
+    if (is_of_allocator && !standin::is_done(event)) {
+      return false; // it asks again
+    }
     if (!event.watched || clocks::host_knows(event_in(event))) {
       return true;
     }
     if (answers_late) {
       return false;
     }
-    if (event_in(event).is_of_allocator || allocators::are_asking()) {
+    if (is_of_allocator) {
       clocks::allocator_asks(event_in(event));
     } else {
       clocks::host_asks(event_in(event));
@@ -163,11 +167,12 @@ class ClockWatcher final : public standin::Watcher {
 
 } // namespace
 
-clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10::ArrayRef<Touch> touches) {
+clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10::ArrayRef<Touch> touches,
+                         standin::Turn turn) {
   OnTheWay way{touches, {}};
   auto* const before = std::exchange(on_the_way, &way);
   const auto restore = c10::make_scope_exit([&] { on_the_way = before; });
-  if (const auto problem = standin::announce(stream, op.c_str(), nullptr, 0); !problem.empty()) {
+  if (const auto problem = standin::announce(stream, op.c_str(), nullptr, 0, nullptr, turn); !problem.empty()) {
     standin::has_told(problem);
     TORCH_CHECK(false, problem);
   }

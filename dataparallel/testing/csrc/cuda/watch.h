@@ -13,7 +13,8 @@ void watch_runtime();
 
 // A launch on a stream, by way of the runtime, which knows what else the stream waits for. Throws c10::Error for an
 // access that is not ordered.
-clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10::ArrayRef<Touch> touches);
+clocks::Ticket launch_on(standin::StreamName stream, const std::string& op, c10::ArrayRef<Touch> touches,
+                         standin::Turn turn);
 
 // True if queries of events and streams answer "not yet" until the host knows better.
 void answer_queries_late(bool late);

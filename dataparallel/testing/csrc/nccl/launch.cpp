@@ -293,7 +293,7 @@ ncclResult_t launch(std::vector<Issued>& calls) {
       return failure(ncclInvalidUsage, error);
     }
     for (size_t i = 1; i < batch.streams.size(); ++i) {
-      standin::watcher()->stream_waits_for_stream(batch.streams.front(), batch.streams[i]);
+      standin::let_wait(batch.streams.front(), batch.streams[i]);
     }
     batch.before = clocks() ? std::make_shared<Before>(batch.streams.front()) : nullptr;
   }

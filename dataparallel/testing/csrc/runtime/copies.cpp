@@ -1,4 +1,5 @@
-// Copies and fills. They are done when they are called; the watcher is told on which stream, and where the host waits.
+// Copies and fills. They are done in the turn of their stream; the watcher is told on which stream, and where the host
+// waits.
 //
 // What the host waits for follows CUDA's page on synchronisation: copies to pageable memory of the host are done when
 // the call returns, those from it leave the memory free at once, those between devices never hold up the host.
@@ -89,6 +90,25 @@ void move(Rows to, Rows from, Extent extent, bool broken) {
   }
 }
 
+// Pageable memory may change as soon as the call has returned.
+std::shared_ptr<std::vector<char>> staged(Rows from, Extent extent) {
+  auto bytes = std::make_shared<std::vector<char>>(extent.width * extent.height);
+  move({bytes->data(), extent.width}, from, extent, false);
+  return bytes;
+}
+
+void fill_rows(Rows to, Extent extent, uint32_t value, size_t value_bytes) {
+  for (; extent.height > 0; --extent.height, to.begin += to.pitch) {
+    if (value_bytes == 1) {
+      std::memset(to.begin, static_cast<int>(value), extent.width);
+      continue;
+    }
+    for (size_t i = 0; i < extent.width; i += value_bytes) {
+      std::memcpy(to.begin + i, &value, value_bytes);
+    }
+  }
+}
+
 enum class HostWait { kNone, kBefore, kAfter };
 
 HostWait host_wait(const Side& to, const Side& from, bool synchronous) {
@@ -121,11 +141,20 @@ cudaError_t copy(const char* call, Rows to_rows, Rows from_rows, Extent extent, 
     wait_for_stream(stream, call);
   }
   const CopyInfo info{from.device(), to.device(), extent.width * extent.height};
-  const auto wrong = announce(stream.name, call, parts.data(), parts.size(), &info);
+  const auto wrong = announce(stream.name, call, parts.data(), parts.size(), &info, Turn::kLater);
   if (!wrong.empty()) {
     return failed(wrong);
   }
-  move(to_rows, from_rows, extent, is_broken(from.device(), to.device()));
+  const bool broken = is_broken(from.device(), to.device());
+  if (from.allocation != nullptr || wait == HostWait::kAfter) {
+    in_turn(stream.name, [=] { move(to_rows, from_rows, extent, broken); });
+  } else if (is_late()) {
+    in_turn(stream.name, [to_rows, bytes = staged(from_rows, extent), extent] {
+      move(to_rows, {bytes->data(), extent.width}, extent, false);
+    });
+  } else {
+    move(to_rows, from_rows, extent, broken);
+  }
   if (wait == HostWait::kAfter) {
     wait_for_stream(stream, call);
   }
@@ -142,19 +171,11 @@ cudaError_t fill(const char* call, Rows to_rows, Extent extent, uint32_t value, 
   }
   std::vector<Part> parts;
   add_parts(parts, to, extent, true, "destination");
-  const auto wrong = announce(stream.name, call, parts.data(), parts.size());
+  const auto wrong = announce(stream.name, call, parts.data(), parts.size(), nullptr, Turn::kLater);
   if (!wrong.empty()) {
     return failed(wrong);
   }
-  for (auto* row = to_rows.begin; extent.height > 0; --extent.height, row += to_rows.pitch) {
-    if (value_bytes == 1) {
-      std::memset(row, static_cast<int>(value), extent.width);
-      continue;
-    }
-    for (size_t i = 0; i < extent.width; i += value_bytes) {
-      std::memcpy(row + i, &value, value_bytes);
-    }
-  }
+  in_turn(stream.name, [=] { fill_rows(to_rows, extent, value, value_bytes); });
   return cudaSuccess;
 }
 

@@ -1,6 +1,6 @@
 // Events. A slot is used again after cudaEventDestroy, but its handle has the count of its uses, so an old one is
 // recognised.
-#include "state.h"
+#include "late.h"
 
 namespace standin {
 
@@ -64,7 +64,11 @@ cudaError_t check_timed(const Event& event) {
 
 bool event_is_done(const Event& event) {
   auto* told = event.recorded ? watcher() : nullptr;
-  return told == nullptr || told->host_asks(event.state);
+  if (told != nullptr && !told->host_asks(event.state)) {
+    return false;
+  }
+  finish(event.state.place);
+  return true;
 }
 
 void* create_event(unsigned flags) {
@@ -114,6 +118,7 @@ void record_event(Event& event, Stream& stream, const void* caller) {
     told->forget(event.state);
   }
   event.state.stream = stream.name;
+  event.state.place = place_of(stream.name);
   event.state.caller = caller;
   event.recorded = true;
   event.time = std::chrono::steady_clock::now();
@@ -126,6 +131,7 @@ void synchronize(Event& event, const char* call) {
   if (!event.recorded) {
     return;
   }
+  finish(event.state.place);
   count_host_wait();
   if (auto* told = watcher()) {
     told->host_waited(event.state, call);
@@ -148,6 +154,7 @@ cudaError_t elapsed(float* milliseconds, Event& from, Event& to) {
 // An event that was never recorded holds nobody up.
 void wait_for_event(Stream& stream, Event& event) {
   order(stream);
+  come_after(stream, event.state.place);
   auto* told = watcher();
   if (told != nullptr && event.recorded) {
     told->stream_waits(stream.name, event.state);

@@ -3,7 +3,7 @@
 #include <map>
 #include <shared_mutex>
 
-#include "state.h"
+#include "late.h"
 
 namespace standin {
 
@@ -98,12 +98,14 @@ void remove(std::unique_ptr<Allocation> allocation) {
   }
 }
 
-// The host waits for the device first, as CUDA does.
+// The host waits for the device first, as CUDA does. Work of other devices on the memory is done too: later it would end
+// the process.
 cudaError_t free_after_wait(void* address, Kind kind, const char* call) {
   context_here();
   if (address == nullptr) {
     return cudaSuccess;
   }
+  finish_all();
   wait_for_device(owner_of(address, kind), call);
   auto removed = take(address, kind);
   if (removed == nullptr) { // another thread was faster
@@ -196,6 +198,7 @@ cudaError_t register_host(void* address, size_t bytes, unsigned flags) {
 
 cudaError_t unregister_host(void* address) {
   context_here();
+  finish_all();
   auto removed = take(address, Kind::kRegistered);
   if (removed == nullptr) {
     return cudaErrorHostMemoryNotRegistered;

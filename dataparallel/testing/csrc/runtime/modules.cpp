@@ -200,6 +200,7 @@ std::string launch_function(LoadedFunction& function, Stream& stream, const Shap
   auto* told = watcher();
   std::string problem = told == nullptr ? "" : told->begins(stream.name, function.name.c_str());
   if (!problem.empty()) return problem;
+  catch_up(stream.name, function.name.c_str());
   std::vector<Part> parts;
   {
     std::lock_guard<std::mutex> lock(run_lock);

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,9 +47,13 @@ Memory* memory_of(const void* address);
 Part part_of(const void* address, size_t bytes, bool writes, const char* argument);
 
 // Announces work on a stream, as every copy does: the implicit waits of the legacy default stream, then the watcher's
-// `launch`. Returns the message if something is wrong.
+// `launch`. Returns the message if something is wrong. The caller does the work at once, so all that the stream was given
+// before has been done; or passes it to `in_turn`.
+enum class Turn { kAtOnce, kLater };
 std::string announce(StreamName stream, const char* name, const Part* parts, size_t count,
-                     const CopyInfo* copy = nullptr);
+                     const CopyInfo* copy = nullptr, Turn turn = Turn::kAtOnce);
+// `later` waits for what `earlier` has been given so far.
+void let_wait(StreamName later, StreamName earlier);
 
 // What the watcher has found and no caller has asked for: a message that `announce` has returned is kept until somebody
 // asks CUDA for the text of the error, or calls `has_told`. Returns the messages and forgets them.
@@ -66,6 +72,26 @@ int fail(const std::string& text);
 using HostKernel = void (*)(StreamName stream, void** arguments, const unsigned grid[3], const unsigned block[3],
                             size_t shared_bytes);
 void add_kernel(const std::string& mangled_name, HostKernel kernel);
+
+// ---- a schedule as late as possible
+
+// Switched on, work that can wait is done when the host or other work that is done has to come after it. Switched off,
+// what waits is done first. Errors of work that is done late are those of the call that has waited for it.
+void set_late(bool late);
+bool is_late();
+// Does work of a stream, or keeps it until its turn. It names memory by addresses, and calls neither CUDA nor Python.
+// `announce` has let it through.
+void in_turn(StreamName stream, std::function<void()> work);
+// Does what the stream has been given so far, because `name` cannot wait.
+void catch_up(StreamName stream, const char* name);
+bool is_done(const EventState& event);
+
+struct LateCounts {
+  uint64_t postponed = 0; // pieces of work that had to wait
+  uint64_t waiting = 0; // now
+  std::map<std::string, uint64_t> at_once; // launches that could not wait, by name
+};
+LateCounts late_counts();
 
 // ---- counts, for tests
 

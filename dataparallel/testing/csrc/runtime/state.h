@@ -15,7 +15,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -32,6 +34,12 @@ struct Refused {
   cudaError_t error;
 };
 
+// Work that waits in a stream. A wait for another stream is a piece without work of its own.
+struct Postponed {
+  std::function<void()> work;
+  Place before; // to be done first
+};
+
 struct Stream {
   StreamName name;
   bool blocking = false; // it waits for the legacy default stream, and that waits for it
@@ -41,6 +49,10 @@ struct Stream {
   std::atomic<uint64_t> actions{0}; // how many, of blocking streams and legacy ones
   uint64_t legacy_seen = 0; // actions of the legacy stream that this one waits for; under the device's lock
   uint64_t seen_by_legacy = 0;
+  std::deque<Postponed> queue; // these four under the lock of late.cpp
+  uint64_t latest = 0; // when its latest piece was queued
+  uint64_t given = 0; // pieces of work, ever
+  uint64_t done = 0;
 };
 
 struct Event {

@@ -78,6 +78,7 @@ namespace {
 template <class Function>
 void run_host_function(Stream& stream, const Function& function) {
   order(stream);
+  catch_up(stream.name, "a function of the host");
   auto* told = watcher();
   if (told != nullptr) {
     told->host_function(stream.name, true);

@@ -2,8 +2,8 @@
 //
 // A stream stays in memory until the process ends, so a handle of a destroyed one is recognised, and a number is never
 // used again.
+#include "late.h"
 #include "properties.h"
-#include "state.h"
 
 namespace standin {
 
@@ -147,15 +147,19 @@ void order(Stream& stream) {
     return;
   }
   auto& device = device_at(stream.name.device);
-  auto* told = watcher();
   if (stream.name.number == 0) {
     for (const auto earlier : before_legacy(device)) {
-      if (told != nullptr) {
-        told->stream_waits_for_stream(stream.name, earlier);
-      }
+      let_wait(stream.name, earlier);
     }
-  } else if (waits_for_legacy(device, stream) && told != nullptr) {
-    told->stream_waits_for_stream(stream.name, device.legacy.name);
+  } else if (waits_for_legacy(device, stream)) {
+    let_wait(stream.name, device.legacy.name);
+  }
+}
+
+void let_wait(StreamName later, StreamName earlier) {
+  come_after(stream_named(later), place_of(earlier));
+  if (auto* told = watcher()) {
+    told->stream_waits_for_stream(later, earlier);
   }
 }
 
@@ -163,6 +167,7 @@ void wait_for_stream(Stream& stream, const char* call) {
   if (stream.name.number == 0) {
     order(stream);
   }
+  finish(place_of(stream.name));
   count_host_wait();
   if (auto* told = watcher()) {
     told->host_waited_for_stream(stream.name, call);
@@ -171,22 +176,30 @@ void wait_for_stream(Stream& stream, const char* call) {
 
 bool stream_is_done(Stream& stream) {
   auto* told = watcher();
-  return told == nullptr || told->host_asks_stream(stream.name);
+  if (told != nullptr && !told->host_asks_stream(stream.name)) {
+    return false;
+  }
+  finish(place_of(stream.name));
+  return true;
 }
 
 void wait_for_device(int device, const char* call) {
+  finish_device(device);
   count_host_wait();
   if (auto* told = watcher()) {
     told->host_waited_for_device(device, call);
   }
 }
 
-std::string announce(StreamName name, const char* what, const Part* parts, size_t count, const CopyInfo* copy) {
+std::string announce(StreamName name, const char* what, const Part* parts, size_t count, const CopyInfo* copy,
+                     Turn turn) {
   order(stream_named(name));
   auto* told = watcher();
   auto wrong = told == nullptr ? std::string() : told->launch(name, what, parts, count, copy);
   if (!wrong.empty()) {
     keep_untold(wrong);
+  } else if (turn == Turn::kAtOnce) {
+    catch_up(name, what);
   }
   return wrong;
 }

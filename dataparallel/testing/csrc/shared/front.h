@@ -8,6 +8,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <functional>
 #include <string>
 
 #include "clocks.h"
@@ -33,15 +34,21 @@ class OnDevice {
 
 namespace front {
 
-// A launch on the current stream of the device, as `clocks::launch`.
-clocks::Ticket launch(c10::Device device, const std::string& op, c10::ArrayRef<Touch> touches);
+// A launch on the current stream of the device, as `clocks::launch`. What is done `later` goes to that function next, and
+// anything else is done by the caller at once.
+clocks::Ticket launch(c10::Device device, const std::string& op, c10::ArrayRef<Touch> touches, bool later);
+
+// True while operators wait in their streams as long as possible.
+bool is_late();
+// Work of the current stream of the device, done in its turn.
+void later(c10::Device device, std::function<void()> work);
 
 // The host waits for the current stream of the device, because the operator's result depends on values.
 void host_waits(c10::Device device, const std::string& op);
 
 c10::Allocator* allocator();
 // Memory of `device` with the bytes that an operator has made on the CPU. For a meta storage it is memory of the same
-// size. Throws c10::OutOfMemoryError.
+// size, without them. Throws c10::OutOfMemoryError.
 c10::DataPtr adopt(const c10::Storage& made, c10::Device device);
 // The same for a storage with memory that nobody else refers to: the storage itself becomes one of `device`.
 void convert(c10::StorageImpl& made, c10::Device device);

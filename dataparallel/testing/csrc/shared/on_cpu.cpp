@@ -7,6 +7,7 @@
 
 #include "counts.h"
 #include "front.h"
+#include "later.h"
 #include "layouts.h"
 #include "skipped.h"
 #include "storages.h"
@@ -28,13 +29,16 @@ bool holds_tensors(const c10::IValue& value) {
 // One call of an operator, with the device tensors and the CPU tensors, or meta tensors, that are made for it.
 class Call {
  public:
-  Call(const OperatorPlan& plan, const c10::OperatorName& name)
+  // If `is_late`, a meta kernel tells the shapes now, and the kernel of the CPU runs in its turn.
+  Call(const OperatorPlan& plan, const c10::OperatorName& name, bool is_late)
       : plan_(plan),
         name_(name),
-        kernel_device_(skipped::on() && !plan.asks_about_shapes ? c10::kMeta : c10::kCPU),
+        is_late_(is_late),
+        kernel_device_(is_late || (skipped::on() && !plan.asks_about_shapes) ? c10::kMeta : c10::kCPU),
         storages_(kernel_device_) {}
 
-  void run(torch::jit::Stack* stack);
+  // Returns false if it cannot be late. Then nothing has happened.
+  bool run(torch::jit::Stack* stack);
 
  private:
   struct Written {
@@ -50,6 +54,8 @@ class Call {
   void see(const c10::IValue& value, const ArgumentPlan& place);
   void see_tensor(const at::Tensor& tensor, const ArgumentPlan& place);
   void choose_devices(const c10::IValue* arguments);
+  bool asks_meta_kernel(torch::jit::Stack* stack, const std::vector<c10::IValue>& arguments) const;
+  void call_kernel(torch::jit::Stack* stack) const;
   void replace(c10::IValue& value, const Use& use);
   bool is_skipped() const {
     return kernel_device_ == c10::kMeta;
@@ -69,6 +75,7 @@ class Call {
 
   const OperatorPlan& plan_;
   const c10::OperatorName& name_;
+  const bool is_late_;
   const c10::DeviceType kernel_device_;
   std::optional<c10::Device> device_;
   c10::Device result_device_ = c10::kCPU;
@@ -214,6 +221,8 @@ void Call::replace(c10::IValue& value, const Use& use) {
     value = std::move(replaced);
   } else if (value.isDevice() && value.toDevice().type() == kDevice) {
     value = c10::Device(kernel_device_);
+  } else if (value.isGenerator() && is_late_) {
+    value = c10::IValue(); // it is drawn from when it is certain that the operator can be late
   } else if (value.isGenerator()) {
     const auto source = front::drawn_from(value.toGenerator());
     value = is_skipped() ? c10::IValue() : c10::IValue(source); // nothing is drawn
@@ -317,19 +326,20 @@ void Call::update(const Written& written) {
   }
 }
 
-void Call::run(torch::jit::Stack* stack) {
-  auto* const arguments = stack->data() + (stack->size() - plan_.arguments);
-  choose_devices(arguments);
-  work_.called(plan_.op, arguments);
-  const OnDevice on(*device_);
-  for (const auto& place : plan_.places) {
-    const bool trains = place.is_written_in_training && arguments[OperatorPlan::kTraining].toBool();
-    replace(arguments[place.index], {place, place.says_it_writes || place.is_written_unsaid || trains});
+// On failure, the arguments are on the stack again: at once, the kernel of the CPU says what is wrong with them.
+bool Call::asks_meta_kernel(torch::jit::Stack* stack, const std::vector<c10::IValue>& arguments) const {
+  const auto before = stack->size() - plan_.arguments;
+  const BelowAutograd below;
+  if (!has_mask_ && skipped::answers(plan_, stack) &&
+      are_on_meta(c10::ArrayRef<c10::IValue>(stack->data() + before, plan_.returns))) {
+    return true;
   }
-  if (is_skipped() && (has_mask_ || plan_.waits_for_values)) {
-    skipped::refuse(name_.name + (has_mask_ ? " with a mask" : ""));
-  }
-  ticket_ = front::launch(*device_, name_.name, touches_);
+  stack->resize(before);
+  stack->insert(stack->end(), arguments.begin(), arguments.end());
+  return false;
+}
+
+void Call::call_kernel(torch::jit::Stack* stack) const {
   try {
     const BelowAutograd below;
     if (is_skipped()) {
@@ -341,11 +351,37 @@ void Call::run(torch::jit::Stack* stack) {
     ticket_.failed();
     throw;
   }
+}
+
+bool Call::run(torch::jit::Stack* stack) {
+  auto* const arguments = stack->data() + (stack->size() - plan_.arguments);
+  choose_devices(arguments);
+  work_.called(plan_.op, arguments);
+  const OnDevice on(*device_);
+  const std::vector<c10::IValue> for_later(arguments, arguments + (is_late_ ? plan_.arguments : 0));
+  for (const auto& place : plan_.places) {
+    const bool trains = place.is_written_in_training && arguments[OperatorPlan::kTraining].toBool();
+    replace(arguments[place.index], {place, place.says_it_writes || place.is_written_unsaid || trains});
+  }
+  if (is_late_ && !asks_meta_kernel(stack, for_later)) {
+    return false;
+  }
+  if (is_skipped() && !is_late_ && (has_mask_ || plan_.waits_for_values)) {
+    skipped::refuse(name_.name + (has_mask_ ? " with a mask" : ""));
+  }
+  ticket_ = front::launch(*device_, name_.name, touches_, is_late_);
+  if (!is_late_) {
+    call_kernel(stack);
+  }
   for (const auto& written : written_) {
     update(written);
   }
   for (auto value = stack->end() - static_cast<ptrdiff_t>(plan_.returns); value != stack->end(); ++value) {
     put_back(*value);
+  }
+  if (is_late_) {
+    const c10::ArrayRef<c10::IValue> results(stack->data() + (stack->size() - plan_.returns), plan_.returns);
+    front::later(*device_, Later(plan_, *device_, for_later, results));
   }
   if (touches_memory_ && !plan_.leaves_elements_alone) {
     counts::launched(device_->index());
@@ -355,6 +391,7 @@ void Call::run(torch::jit::Stack* stack) {
   if (has_mask_ || plan_.waits_for_values) {
     front::host_waits(*device_, name_.name);
   }
+  return true;
 }
 
 } // namespace
@@ -368,7 +405,11 @@ at::Tensor meta_alias(const at::Tensor& tensor) {
 }
 
 void run_on_cpu(const OperatorPlan& plan, torch::jit::Stack* stack, const c10::OperatorName& name) {
-  Call(plan, name).run(stack);
+  if (front::is_late() && can_be_late(plan, stack->data() + (stack->size() - plan.arguments)) &&
+      Call(plan, name, true).run(stack)) {
+    return;
+  }
+  Call(plan, name, false).run(stack);
 }
 
 } // namespace simulated

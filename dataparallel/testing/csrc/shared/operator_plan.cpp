@@ -76,6 +76,16 @@ bool is_overwritten(const c10::OperatorHandle& op, const c10::Argument& argument
   return argument.is_out() || names.count(op.operator_name().name) || op.hasTag(at::Tag::nondeterministic_seeded);
 }
 
+std::optional<size_t> dropout_of(const c10::OperatorHandle& op) {
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == "dropout_p") {
+      return i;
+    }
+  }
+  return std::nullopt;
+}
+
 bool waits_for_values(const c10::OperatorHandle& op) {
   if (op.hasTag(at::Tag::data_dependent_output)) {
     return true;
@@ -114,6 +124,8 @@ OperatorPlan::OperatorPlan(c10::OperatorHandle handle)
     : op(std::move(handle)),
       arguments(op.schema().arguments().size()),
       returns(op.schema().returns().size()),
+      dropout(dropout_of(op)),
+      quantises(op.operator_name().name.find("quantize") != std::string::npos),
       waits_for_values(simulated::waits_for_values(op)),
       leaves_elements_alone(simulated::leaves_elements_alone(op)),
       asks_about_shapes(op.operator_name().name == "aten::_fused_sdp_choice") {

@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace simulated {
@@ -41,6 +42,8 @@ struct OperatorPlan {
   size_t arguments; // how many the schema has
   size_t returns;
   std::vector<ArgumentPlan> places; // in the order of the schema
+  std::optional<size_t> dropout; // the argument that lets it draw, if it has no generator to draw from
+  bool quantises; // torch's meta kernels make tensors that are not quantised
   bool waits_for_values; // the size of the result depends on values, so the host waits for them
   // The operator reads and writes no elements. It allocates memory, makes views, or reads or changes a shape.
   bool leaves_elements_alone;

@@ -63,6 +63,15 @@ c10::OperatorHandle with_shapes_of_the_cpu(const c10::OperatorHandle& op) {
   return found ? *found : op;
 }
 
+void call_meta_kernel(const OperatorPlan& plan, torch::jit::Stack* stack) {
+  const InKernel inside;
+  if (plan.kernel.isValid()) {
+    plan.kernel.callBoxed(plan.op, c10::DispatchKeySet(c10::DispatchKey::Meta), stack);
+  } else {
+    with_shapes_of_the_cpu(plan.op).callBoxed(stack);
+  }
+}
+
 } // namespace
 
 bool on() {
@@ -91,9 +100,8 @@ at::Tensor without_value(const at::Tensor& tensor) {
 }
 
 void call(const OperatorPlan& plan, torch::jit::Stack* stack, const std::string& name) {
-  const InKernel inside;
   try {
-    with_shapes_of_the_cpu(plan.op).callBoxed(stack);
+    call_meta_kernel(plan, stack);
   } catch (const c10::NotImplementedError& error) {
     refuse_without_shapes(name, error.what_without_backtrace());
   } catch (const python_error&) {
@@ -107,6 +115,18 @@ void call(const OperatorPlan& plan, torch::jit::Stack* stack, const std::string&
     }
     refuse_without_shapes(name, *why);
   }
+}
+
+bool answers(const OperatorPlan& plan, torch::jit::Stack* stack) {
+  try {
+    call_meta_kernel(plan, stack);
+    return true;
+  } catch (const python_error&) {
+    const pybind11::gil_scoped_acquire gil;
+    PyErr_Clear();
+  } catch (const std::exception&) {
+  }
+  return false;
 }
 
 bool in_kernel() {

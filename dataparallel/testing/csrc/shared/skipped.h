@@ -30,7 +30,11 @@ at::Tensor without_value(const at::Tensor& tensor);
 // if torch has none for the operator, or none that can do without values.
 void call(const OperatorPlan& plan, torch::jit::Stack* stack, const std::string& name);
 
-// True in a thread while `call` runs in it. shapes.py asks.
+// The same where another way is left: returns false if torch has none, or if it refuses the arguments. Then the stack may
+// have lost them.
+bool answers(const OperatorPlan& plan, torch::jit::Stack* stack);
+
+// True in a thread while a meta kernel runs in it. shapes.py asks.
 bool in_kernel();
 
 // Throws c10::NotImplementedError, a RuntimeError in Python, which says that `what` needs values.

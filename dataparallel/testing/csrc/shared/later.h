@@ -1,0 +1,49 @@
+// Operators that are done later than they are launched. Their arguments are kept by address: memory of a device that is
+// freed or written too early is read as it is then, as on a GPU.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "operator_plan.h"
+#include "register.h"
+
+namespace simulated {
+
+// A CPU tensor at the address of a tensor of a device, which keeps nothing alive.
+at::Tensor by_address(const at::Tensor& tensor);
+
+// True if nothing is known yet that keeps an operator with these arguments from being late.
+bool can_be_late(const OperatorPlan& plan, const c10::IValue* arguments);
+
+// True for what a meta kernel has made. What it has made on the CPU would not go to the device.
+bool are_on_meta(c10::ArrayRef<c10::IValue> values);
+
+// The operator, to be called in its turn, by any thread. Throws std::runtime_error with the operator's name.
+class Later {
+ public:
+  // The results are those that the caller of the operator gets: tensors of the device with memory, without values.
+  Later(const OperatorPlan& plan, c10::Device device, c10::ArrayRef<c10::IValue> arguments,
+        c10::ArrayRef<c10::IValue> results);
+  void operator()();
+
+ private:
+  const OperatorPlan* plan_; // the registered kernels' own: they stay
+  torch::jit::Stack arguments_;
+  std::vector<at::Tensor> results_; // by address
+};
+
+// What a thread has switched on, such as a mode of Python's or a profiler, is not meant for work that another has launched.
+class Alone {
+ public:
+  Alone();
+
+ private:
+  c10::impl::ForceDispatchKeyGuard keys_;
+  at::DisableRecordFunctionGuard observers_;
+  Quietly warnings_; // the meta kernel has warned
+};
+
+} // namespace simulated

@@ -1,0 +1,106 @@
+"""A legal schedule that is as late as possible: work waits in its stream until somebody has to know that it is done.
+
+`dataparallel.testing.cuda` has `late_schedule`. ``csrc/runtime/late.cpp`` has the queues, ``csrc/shared/later.cpp`` the
+operators in them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from dataparallel.environment import says_no
+from dataparallel.testing.cuda import watching
+
+__all__ = ["VARIABLE", "LateCounts", "LateSchedule", "late_schedule", "start_if_told"]
+
+VARIABLE = "DATAPARALLEL_LATE_SCHEDULE"
+
+_lock = threading.Lock()
+_blocks = 0
+_has_shapes = False
+
+
+@dataclass(frozen=True)
+class LateCounts:
+    """What has happened under a late schedule.
+
+    Attributes:
+        postponed: how many operators, copies and fills had to wait in their stream.
+        waiting: how many wait now, with waits of one stream for another.
+        at_once: how many launches could not wait, by their name. All that their stream had before was done first.
+    """
+
+    postponed: int
+    waiting: int
+    at_once: dict[str, int]
+
+
+class LateSchedule:
+    """What `late_schedule` yields. Its counts are those of all threads since the block began."""
+
+    def __init__(self) -> None:
+        self._before = _counts()
+
+    def counts(self) -> LateCounts:
+        """Returns what has waited since the block began."""
+        now, before = _counts(), self._before
+        more = {name: count - before.at_once.get(name, 0) for name, count in now.at_once.items()}
+        return LateCounts(
+            now.postponed - before.postponed, now.waiting, {name: count for name, count in more.items() if count}
+        )
+
+
+def _counts() -> LateCounts:
+    return LateCounts(*watching.compiled().late_counts())
+
+
+@contextmanager
+def late_schedule() -> Iterator[LateSchedule]:
+    """While inside, work on the devices is done as late as CUDA allows, for all threads, so values show a missing wait.
+
+    Operators, copies and fills wait in their stream. They are done when the host waits for them, when the answer to a
+    query is that they are, or when other work is done that has to come after them. Work that nothing orders after them
+    then reads old memory, in every run. At the end of the block all is done that was launched in it.
+
+    Some work cannot wait. It is done at once, after all that its stream was given before: operators whose shapes depend
+    on values, or are not known to torch's meta kernels; operators of sparse and quantised tensors; attention that drops
+    weights; collectives; functions of the host; kernels that are compiled at run time. ``cudaFree`` waits for all work.
+
+    The clocks look at launches, so they say what they say without it. Switch them off with `clocks` to see the values.
+    What is wrong with the arguments of an operator is raised at its launch. What is wrong with values, such as an index
+    out of range, is raised by the call that waits, or at the end of the block, with the operator's name. The answer to
+    a query is "done" as soon as the work before it can be done, which then is: inside `late_queries` it is "not yet".
+
+    With ``DATAPARALLEL_LATE_SCHEDULE=1`` in the environment, a process is late from the start of the stand-in.
+
+    Yields:
+        a `LateSchedule`, whose ``counts`` say how many operators have waited, and which could not.
+    """
+    _count_blocks(1)
+    try:
+        yield LateSchedule()
+    finally:
+        _count_blocks(-1)
+
+
+def start_if_told() -> None:
+    """Makes the whole process late if the environment says so. ``start`` calls it."""
+    if os.environ.get(VARIABLE) and not says_no(VARIABLE):
+        _count_blocks(1)
+
+
+def _count_blocks(more: int) -> None:
+    global _blocks, _has_shapes
+    c = watching.compiled()
+    with _lock:
+        if not _has_shapes:
+            from dataparallel.testing.simulated import shapes  # takes a moment, which most processes can do without
+
+            shapes.answer_as_the_cpu(c.in_skipped_kernel)
+            _has_shapes = True
+        _blocks += more
+        c.set_late(_blocks > 0)
