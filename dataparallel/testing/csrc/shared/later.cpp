@@ -118,7 +118,7 @@ Tensor by_address(const Tensor& tensor) {
 }
 
 bool can_be_late(const OperatorPlan& plan, const c10::IValue* arguments) {
-  if (plan.waits_for_values || plan.leaves_elements_alone || plan.asks_about_shapes || plan.quantises) {
+  if (!plan.can_wait || plan.waits_for_values || plan.leaves_elements_alone || plan.asks_about_shapes) {
     return false;
   }
   // Without a generator among the arguments, the draw cannot be made at the launch.

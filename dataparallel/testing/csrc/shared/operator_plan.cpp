@@ -125,7 +125,8 @@ OperatorPlan::OperatorPlan(c10::OperatorHandle handle)
       arguments(op.schema().arguments().size()),
       returns(op.schema().returns().size()),
       dropout(dropout_of(op)),
-      quantises(op.operator_name().name.find("quantize") != std::string::npos),
+      can_wait(op.operator_name().name.rfind("aten::", 0) == 0 &&
+               op.operator_name().name.find("quantize") == std::string::npos),
       waits_for_values(simulated::waits_for_values(op)),
       leaves_elements_alone(simulated::leaves_elements_alone(op)),
       asks_about_shapes(op.operator_name().name == "aten::_fused_sdp_choice") {

@@ -43,7 +43,9 @@ struct OperatorPlan {
   size_t returns;
   std::vector<ArgumentPlan> places; // in the order of the schema
   std::optional<size_t> dropout; // the argument that lets it draw, if it has no generator to draw from
-  bool quantises; // torch's meta kernels make tensors that are not quantised
+  // False for operators that quantise, because torch's meta kernels make tensors that are not; and for those of other
+  // libraries, whose kernels may be Python.
+  bool can_wait;
   bool waits_for_values; // the size of the result depends on values, so the host waits for them
   // The operator reads and writes no elements. It allocates memory, makes views, or reads or changes a shape.
   bool leaves_elements_alone;
