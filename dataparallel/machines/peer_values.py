@@ -7,7 +7,7 @@ it. The collectives themselves are made of this node and of operators of torch (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,19 +18,12 @@ from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.packed import Part
 from dataparallel.streams.nodes import forward_streams_set, note_forward_streams
 
-__all__ = ["BACKWARD", "FORWARD", "Exchange", "Rounds", "has_gradients"]
+if TYPE_CHECKING:
+    from dataparallel.machines.peer_rounds import PeerRounds
+
+__all__ = ["BACKWARD", "FORWARD", "Exchange", "has_gradients"]
 
 FORWARD, BACKWARD = "a collective across machines", "the backward of a collective across machines"
-
-
-class Rounds(Protocol):
-    """What the node needs of ``peer_rounds.PeerRounds``."""
-
-    def exchange(self, kind: str, text: str, parts: Sequence[Part]) -> list[Tensor]:
-        """What each machine has for this one."""
-
-    def pass_now(self) -> Any:
-        """The running pass of backward. Its ``is_over`` is set if it has failed on all machines."""
 
 
 class Exchange(Node):
@@ -45,7 +38,7 @@ class Exchange(Node):
     @staticmethod
     def forward(
         ctx: Any,
-        rounds: Rounds,
+        rounds: PeerRounds,
         text: str,
         sends: Sequence[Sequence[int]],
         receives: Sequence[Sequence[int]],
