@@ -7,6 +7,7 @@ import torch
 from loops import wait_for_the_engine
 from torch import Tensor, nn
 
+from clocked import timeline
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.streams.current import Event
@@ -58,10 +59,10 @@ def shards(model: Any) -> list[Tensor]:
 
 
 class Launches:
-    """What is launched inside the block, on simulated devices."""
+    """What is launched inside the block."""
 
     def __enter__(self) -> "Launches":
-        self._block = torch.sim.timeline()
+        self._block = timeline()
         self._timeline = self._block.__enter__()
         return self
 
@@ -117,7 +118,7 @@ class TestOffload:
         grads = [shard for p in model.parameters() for shard in p.grad.shards if shard.numel()]
         assert {shard.is_pinned() for shard in grads} == {pin}
 
-    @pytest.mark.devices("sim")
+    @pytest.mark.devices("sim", "cuda")
     def test_the_host_waits_for_uploads_before_it_writes_to_shards(self, slots, monkeypatch):
         """Not in forward, and not for reads of values in the parameters' metadata."""
         waited = []
@@ -219,7 +220,7 @@ class TestOffload:
             assert_equal(whole(found), whole(expected), "outputs", atol=1e-9)
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.not_isolated("copies are between devices")
 class TestCopiesOfOffloadedShards:
     @pytest.mark.slots(4)

@@ -1,6 +1,6 @@
 """Nodes of the graph know the caller's streams, and are ordered against other streams that make or use their tensors.
 
-Simulated devices show a missing order whatever the timing; CUDA devices only show wrong numbers, now and then.
+Clocks show a missing order whatever the timing; GPUs only show wrong numbers, now and then.
 """
 
 from collections.abc import Callable, Iterator
@@ -107,8 +107,7 @@ def test_inputs_and_outputs_of_a_node_that_belong_to_other_streams(
         return torch.autograd.grad(loss, leaves, allow_unused=True)
 
     expected, found = gradients_of(lambda _: nullcontext()), gradients_of(elsewhere)
-    if root.type == "sim":
-        settle()  # before a comparison waits for everything
+    settle()  # before a comparison waits for everything
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from clocked import counted
 from dataparallel.comm.cupy import launch as launching
 from dataparallel.comm.cupy.launch import launch, why_not
 from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS, THREADS, pack
@@ -232,9 +233,9 @@ def test_a_copy_that_fails_is_no_launch_and_is_made_again(machine: Machine, monk
 
 
 @pytest.mark.not_isolated("distinct devices")
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
-    with torch.sim.counted() as counts:
+    with counted() as counts:
         launching._copy(slots[0], slots[1])
     assert counts.copied == {(slots[0].index, slots[1].index): 1}
 
