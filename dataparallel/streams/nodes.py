@@ -64,7 +64,7 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
     """Tensors on which ``record_stream`` can be called, and that hold the data of ``tensor``.
 
     They are not the tensor itself if it has no memory of its own (sparse, subclass). Nor if it is conjugated or negated
-    lazily: for that torch would call ``record_stream`` on a temporary copy, and then corrupts the memory of the process.
+    lazily: torch would call ``record_stream`` on a temporary copy, and then corrupt the memory of the process.
     """
     if tensor.layout is torch.sparse_coo:
         return [*_torch.sparse_memory(tensor)]

@@ -64,7 +64,7 @@ def test_a_copy_comes_after_what_the_receiving_streams_wait_for(
 
 
 @pytest.mark.not_isolated("distinct devices")
-@pytest.mark.parametrize("operation", ["copies", "gather"])
+@pytest.mark.parametrize("operation", ["copies", "gather", "scatter"])
 def test_what_the_sending_stream_is_given_next_comes_after_a_copy(
     operation: str, way: None, slots: list, root: torch.device
 ) -> None:
