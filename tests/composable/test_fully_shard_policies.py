@@ -1,5 +1,6 @@
 """What ``offload_policy`` and ``mp_policy`` promise: what lies where in which dtype, and how often it travels."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -133,7 +134,9 @@ class TestOffload:
 
         optimizer = adamw(parameters)
         mean_square_loss(model(rows(slots))).backward()
-        for touch in (lambda: write(parameters[0]), lambda: parameters[0].shards, optimizer.step):
+        saved = fully_shard.full_state_dict(model)
+        load = partial(fully_shard.load_full_state_dict, model, saved)
+        for touch in (lambda: write(parameters[0]), lambda: parameters[0].shards, optimizer.step, load):
             waited.clear()
             model(rows(slots))
             assert [parameter.shape for parameter in parameters]
