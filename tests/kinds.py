@@ -30,6 +30,7 @@ from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.cuda.possible import why_not_here
 
 KINDS = ("cpu", "sim", "cuda")
+STAND_IN = "stand-in"  # in the marker `devices`
 RUNNING = "DATAPARALLEL_TESTS_KINDS"
 
 # With one of these, a run answers a question and runs no test: one process is enough.
@@ -55,7 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
+    what = "only with one of these kinds of --devices; stand-in is cuda on a stand-in, which has clocks"
+    config.addinivalue_line("markers", f"devices(*kinds): {what}")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -69,6 +71,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"cuda: {torch.cuda.device_count()} GPUs, the first a {torch.cuda.get_device_name(0)}"
 
 
+def fits(marker: pytest.Mark, config: pytest.Config) -> bool:
+    """True if this run's devices are of a kind that the marker `devices` names."""
+    kind = config.option.devices
+    return kind in marker.args or (STAND_IN in marker.args and kind == "cuda" and is_stand_in())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out tests that another process of this run runs. They would only be skipped here."""
@@ -76,8 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen, others = [], []
     for item in items:
         marker = item.get_closest_marker("devices")
-        fits = marker is None or config.option.devices in marker.args or not {*marker.args} & running
-        (chosen if fits else others).append(item)
+        elsewhere = marker is not None and not fits(marker, config) and {*marker.args} & running
+        (others if elsewhere else chosen).append(item)
     if others:
         items[:] = chosen
         config.hook.pytest_deselected(items=others)

@@ -183,6 +183,17 @@ def test_cuda_devices_are_a_stand_ins_where_there_is_no_gpu(monkeypatch, pytestc
     assert "dataparallel.testing.cuda" not in kinds._command(pytestconfig, "sim")
 
 
+@pytest.mark.parametrize(
+    ("kind", "on_stand_in", "expected"),
+    [("sim", False, True), ("cuda", True, True), ("cuda", False, False), ("cpu", False, False)],
+)
+def test_clocks_are_on_simulated_devices_and_a_stand_in(monkeypatch, pytestconfig, kind, on_stand_in, expected):
+    """A GPU has none, so tests that need them are skipped there."""
+    monkeypatch.setattr(pytestconfig.option, "devices", kind)
+    monkeypatch.setattr(kinds, "is_stand_in", lambda: on_stand_in)
+    assert kinds.fits(pytest.mark.devices("sim", "stand-in").mark, pytestconfig) == expected
+
+
 def test_the_header_says_what_cuda_devices_are(monkeypatch, pytestconfig):
     assert kinds.pytest_report_header(pytestconfig) is None
     monkeypatch.setattr(pytestconfig.option, "devices", "cuda")

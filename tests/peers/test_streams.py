@@ -1,4 +1,4 @@
-"""What orders the streams of replicas at a collective. The clocks of the simulated devices find a race."""
+"""What orders the streams of replicas at a collective. Clocks find a race."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from clocked import check_clocks
 from dataparallel import peers
 from dataparallel.testing import isolated_slots
 from peer_calls import parallel, samples
@@ -28,11 +29,11 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_side_streams_in_replicas(name: str, isolated: bool, make_slots: Callable[[int], list]) -> None:
-    """The clocks of the simulated devices would find a race, in forward and in backward."""
+    """The clocks would find a race, in forward and in backward."""
 
     def function(x: Tensor) -> Tensor:
         side, outer = torch.Stream(x.device), torch.accelerator.current_stream(x.device)
@@ -55,7 +56,7 @@ def test_side_streams_in_replicas(name: str, isolated: bool, make_slots: Callabl
     torch.accelerator.synchronize()
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_an_input_may_be_changed_in_place_next(make_slots: Callable[[int], list]) -> None:
     """Slots on one device: the streams of the others read it, and its own stream waits for them."""
 
@@ -72,7 +73,7 @@ def test_an_input_may_be_changed_in_place_next(make_slots: Callable[[int], list]
     torch.testing.assert_close(result, (x.sum(0, keepdim=True) * 2).expand(3, 2))
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_a_result_may_be_freed_on_the_stream_of_its_replica(make_slots: Callable[[int], list]) -> None:
     """It is memory of the first replica's stream, which must not use it again before the other one has read it."""
     freed = threading.Event()
@@ -92,5 +93,5 @@ def test_a_result_may_be_freed_on_the_stream_of_its_replica(make_slots: Callable
     x = samples(2, 2).to(slots[0])
     with isolated_slots(), torch.no_grad():
         result = parallel(lambda chunk, _: function(chunk), slots, workers=2).eval()(x)
-    torch.sim.check_clocks()
+    check_clocks()
     torch.testing.assert_close(result[1], x.sum(0) * 500)

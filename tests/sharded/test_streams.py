@@ -14,7 +14,7 @@ from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_ten
 from dataparallel.streams.current import streams_joined
 from sharding import full
 
-pytestmark = pytest.mark.devices("sim")
+pytestmark = pytest.mark.devices("sim", "stand-in")
 
 SHAPES = [(8, 3), (5, 4), (1,), (), (4, 7), (6, 2)]
 PLACEMENTS = [Shard(0), Shard(0), Shard(0), Shard(0), Shard(1), Replicate()]
