@@ -28,9 +28,9 @@ import pytest
 from company import ROOM
 from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.cuda.possible import why_not_here
+from stand_in import fits
 
 KINDS = ("cpu", "sim", "cuda")
-STAND_IN = "stand-in"  # in the marker `devices`
 RUNNING = "DATAPARALLEL_TESTS_KINDS"
 
 # With one of these, a run answers a question and runs no test: one process is enough.
@@ -69,12 +69,6 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     import torch
 
     return f"cuda: {torch.cuda.device_count()} GPUs, the first a {torch.cuda.get_device_name(0)}"
-
-
-def fits(marker: pytest.Mark, config: pytest.Config) -> bool:
-    """True if this run's devices are of a kind that the marker `devices` names."""
-    kind = config.option.devices
-    return kind in marker.args or (STAND_IN in marker.args and kind == "cuda" and is_stand_in())
 
 
 @pytest.hookimpl(tryfirst=True)
