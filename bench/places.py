@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -50,18 +51,16 @@ class Places:
             report.notes.append(note)
         pytest.skip(note)
 
+    @property
+    def simulator(self) -> Any:
+        """What has clocks and timelines: ``torch.sim``, or the stand-in for CUDA; ``None`` where there are neither."""
+        if is_stand_in():
+            return cuda
+        return torch.sim if self.simulated else None
+
     def clocks_off(self) -> AbstractContextManager[None]:
         """For timing: no accelerator checks each access to its memory. Results are checked with the clocks on."""
-        if is_stand_in():
-            return cuda.clocks(False)
-        return torch.sim.clocks(False) if self.simulated else nullcontext()
-
-    def check_clocks(self) -> None:
-        """Raises what the clocks have found since the last time."""
-        if is_stand_in():
-            cuda.check_clocks()
-        elif self.simulated:
-            torch.sim.check_clocks()
+        return nullcontext() if self.simulator is None else self.simulator.clocks(False)
 
 
 def find_places() -> Places:
