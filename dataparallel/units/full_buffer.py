@@ -39,6 +39,7 @@ class FullBuffer:
             tensor = torch.empty(0, dtype=dtype, device=device)
             stride = torch.empty(place.shape, device="meta").stride()
             self.tensors.append(tensor.set_(self._storage, offset, place.shape, stride))
+        self._memory = [tensor.data for tensor in self.tensors]
         self._versions: tuple[int, ...] = ()
         self.gathered: Tensor | None = None
         self._gathered_as: Layout | None = layout
@@ -82,7 +83,14 @@ class FullBuffer:
     def free(self) -> None:
         """Frees the memory. A backward that reads the parameters now raises, because their versions have moved."""
         if self._storage.nbytes():
+            self._take_back()
             self._storage.resize_(0)
             if _torch.set_versions:
                 self._versions = tuple(map(_torch.version_of, self.tensors))
                 torch.autograd.graph.increment_version(self.tensors)
+
+    def _take_back(self) -> None:
+        """Gives parameters their memory again, where they have got another: ``forward`` of an RNN on CUDA does that."""
+        for tensor, memory in zip(self.tensors, self._memory, strict=True):
+            if tensor.data_ptr() != memory.data_ptr():
+                tensor.data = memory

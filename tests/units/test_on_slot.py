@@ -127,6 +127,19 @@ class TestAGather:
         on_slot.make_full(ready(unit))
         assert_full(on_slot, [WHOLE[0] + 1, WHOLE[1]])
 
+    def test_gives_parameters_their_memory_again_that_a_forward_has_moved(self, unit):
+        """RNNs do that on CUDA. The next gather would fill memory that nobody reads."""
+        on_slot = unit.on_slots[0]
+        on_slot.make_full(ready(unit))
+        on_slot.parameters[0].data = on_slot.parameters[0].detach().clone()
+        on_slot.free()
+        assert is_freed(on_slot)
+        let_owners_write(unit)
+        with torch.no_grad():
+            unit.parameters[0].add_(1)
+        on_slot.make_full(ready(unit))
+        assert_full(on_slot, [WHOLE[0] + 1, WHOLE[1]])
+
     def test_of_current_values_stays(self, unit):
         on_slot = unit.on_slots[0]
         on_slot.make_full(ready(unit))
