@@ -89,7 +89,12 @@ class FullyShardedModule(ManagedModule):
         # first: if one refuses, nothing has been converted.
         for unit in _units(self):
             unit.reshard()
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        # RNNs ask for the addresses of their weights, for cuDNN. Sharded ones have none.
+        before, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+        try:
+            return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            torch.backends.cudnn.enabled = before
 
     @_torch.not_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
