@@ -16,7 +16,6 @@ from dataparallel import _torch
 from dataparallel.autograd.node import Node
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.packed import Part
-from dataparallel.streams.nodes import forward_streams_set, note_forward_streams
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerRounds
@@ -48,7 +47,6 @@ class Exchange(Node):
         """The exchange; the host waits for what comes."""
         ctx.rounds, ctx.text, ctx.sends, ctx.receives = rounds, text, sends, receives
         flats, owns = tensors[: len(sends)], tensors[len(sends) :]
-        note_forward_streams(ctx, [flats[0].device], [flats[0].device])
         kind = BACKWARD if _torch.is_in_backward() else FORWARD
         found = [*rounds.exchange(kind, text, [*map(Part, flats, sends, receives)]), *(own.clone() for own in owns)]
         ctx.mark_non_differentiable(*(each for each in found if not has_gradients(each.dtype)))
@@ -57,21 +55,20 @@ class Exchange(Node):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:
-        """The exchange of the gradients, the other way."""
+        """The exchange of the gradients, the other way. All are on one device, so the engine knows their stream."""
         rounds, text, which, count = ctx.rounds, f"of {ctx.text}", ctx.which, len(ctx.sends)
         sends, receives = [ctx.receives[i] for i in which], [ctx.sends[i] for i in which]
         this = rounds.pass_now()
         returned: list[Any] = [None] * 2 * count
-        with forward_streams_set(ctx, [grads[i] for i in which]):
-            try:
-                sent, found = [grads[i].contiguous() for i in which], [grads[count + i] for i in which]
-                if torch.is_grad_enabled():
-                    token, *found = Exchange.apply(rounds, text, sends, receives, token, *sent, *found)
-                else:
-                    found = [*rounds.exchange(BACKWARD, text, [*map(Part, sent, sends, receives)]), *found]
-            except MachinesError:
-                this.is_over = True
-                raise
+        try:
+            sent, found = [grads[i].contiguous() for i in which], [grads[count + i] for i in which]
+            if torch.is_grad_enabled():
+                token, *found = Exchange.apply(rounds, text, sends, receives, token, *sent, *found)
+            else:
+                found = [*rounds.exchange(BACKWARD, text, [*map(Part, sent, sends, receives)]), *found]
+        except MachinesError:
+            this.is_over = True
+            raise
         for at, i in enumerate(which):
             returned[i], returned[count + i] = found[at], found[len(which) + at]
         return (None, None, None, None, token, *returned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from clocked import check_clocks
 from dataparallel import peers
+from dataparallel.peers import collectives
 from dataparallel.testing import isolated_slots
 from peer_calls import parallel, samples
 
@@ -95,3 +96,22 @@ def test_a_result_may_be_freed_on_the_stream_of_its_replica(make_slots: Callable
         result = parallel(lambda chunk, _: function(chunk), slots, workers=2).eval()(x)
     check_clocks()
     torch.testing.assert_close(result[1], x.sum(0) * 500)
+
+
+@pytest.mark.devices("sim", "stand-in")
+def test_what_a_failed_exchange_reads_is_not_used_again_before(
+    make_slots: Callable[[int], list], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first replica's stream reads memory of the others', which do not wait for it then."""
+    total = collectives._total
+
+    def fails(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> list[Tensor]:
+        total(devices, of_slots)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(collectives, "_total", fails)
+    slots = [make_slots(1)[0]] * 2
+    x = samples(2, 2).to(slots[0])
+    with isolated_slots(), torch.no_grad(), pytest.raises(ZeroDivisionError):
+        parallel(lambda chunk, _: peers.all_reduce(chunk.repeat(500, 1)), slots)(x)
+    check_clocks()
