@@ -35,7 +35,7 @@ class Timed:
     """The seconds of one piece of work by several ways, which took turns.
 
     ``stand_ins`` is the part of ``theirs`` that was spent in plain copies. ``in_a_row`` is the same work on one device,
-    chunk after chunk, and ``ready`` that of `ReadyReplicas` by the number of threads. Both may be empty.
+    chunk after chunk, and ``ready`` that of `ReadyReplicas` by the number of threads. All three may be empty.
     """
 
     ours: list[float]
@@ -161,7 +161,8 @@ class BesideTorch:
             mine, torchs, *rest = take_turns([ours, counted, *others], pairs, between=between, short=short)
         row = [] if in_a_row is None else rest.pop(0)
         by_threads = dict(zip(ready, rest, strict=True))
-        return Timed(mine, torchs, shares[-len(torchs) :], row, by_threads, before, load())
+        copies = shares[-len(torchs) :] if self.stand_ins.needed else []
+        return Timed(mine, torchs, copies, row, by_threads, before, load())
 
     def ready_replicas(self) -> dict[int, ReadyReplicas]:
         """The ready replicas, by the number of threads that run them."""

@@ -18,10 +18,10 @@ from plots import figure_for
 from shapes import NARROW_GPT, RESNET, WIDE_GPT
 
 CAPTION = """\
-ours and the other are median milliseconds of the two times that the quotient names. copies is the part of torch's time
-that was spent in the plain copies that stand in for its C++ primitives. ratio is the median of the quotient over the
-pairs, with its bootstrap 95 % interval. bar is what the ratio should be; reached says "not decided" where the bar lies
-in the interval. Simulated devices are no accelerators: all of them compute on the CPU's cores. Their clocks were off.
+ours and the other are median milliseconds of the two times that the quotient names. ratio is the median of the quotient
+over the pairs, with its bootstrap 95 % interval. bar is what the ratio should be; reached says "not decided" where the
+bar lies in the interval. Devices that are simulated, or those of a stand-in, compute on the CPU's cores. Their clocks
+were off. On simulated devices plain copies stand in for torch's C++ functions; copies is their part of torch's time.
 
 work:
 
@@ -43,11 +43,11 @@ quotient:
 torch/ours
     How many times as fast as torch the library is.
 (torch - copies)/ours
-    The same if torch's copies took no time, while the library's still do. What torch's own primitives would give lies
-    between the two.
+    On simulated devices: the same if torch's copies took no time, while the library's still do. What torch's own
+    functions would give lies between the two.
 ours/in a row, torch/in a row
     The time of the step over that of as many steps on one device, chunk after chunk. One device uses one core here,
-    several simulated ones use two.
+    several use two.
 torch/ready, threads: 1 or 2
     The time of torch over that of a wrapper that costs nothing, in the column "ours": copies of the module that are
     already on their devices, with their chunks, run by one thread or two. Nothing is sent, gathered or summed. No
@@ -126,11 +126,11 @@ class Row:
 
 def summarise(model: str, devices: Sequence[Any], work: str, timed: Timed) -> list[Row]:
     """A row for each quotient for which there are times."""
-    copies = 1e3 * statistics.median(timed.stand_ins)
+    copies = 1e3 * statistics.median(timed.stand_ins) if timed.stand_ins else None
     quotients: list[tuple[str, Comparison, list[float], list[float], float | None]] = [
         (FASTER, timed.beside_torch(), timed.ours, timed.theirs, copies)
     ]
-    if work.startswith(REPLICATE):
+    if work.startswith(REPLICATE) and timed.stand_ins:
         less = timed.beside_torch_less_copies()
         quotients.append((FASTER_LESS_COPIES, less, timed.ours, less.theirs, copies))
     if timed.in_a_row:

@@ -72,10 +72,10 @@ def progress(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture(autouse=True)
 def nothing_freed_too_early(places: Places) -> Iterator[None]:
-    """What the simulated devices' clocks find when memory is freed belongs to the test that caused it."""
+    """What the clocks find when memory is freed belongs to the test that caused it."""
     yield
-    if places.simulated:
-        torch.sim.check_clocks()
+    if places.simulator is not None:
+        places.simulator.check_clocks()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,8 +1,9 @@
 """Puts the committed figures into the README: ``python bench/front_page.py`` after the suites have been run.
 
-The table "What it costs" is made of ``results/beside_torch.csv`` and ``results/forms.csv``, the sentence of predictions
-of ``results/timelines.csv``. Words around them are the README's own. ``tests/test_docs.py`` compares the two. Measures
-nothing, and imports nothing of the benchmarks.
+The first table of "What it costs" is made of ``results/beside_torch.csv`` and ``results/forms.csv``, the second one and
+the sentence below it of ``sharded_memory.csv``, ``forms.csv`` and ``sharded_speed.csv``, the sentence of predictions of
+``timelines.csv``. Words around them are the README's own. ``tests/test_docs.py`` compares the two. Measures nothing,
+and imports nothing of the benchmarks.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ MODELS = ("ResNet-50 of width 4", "GPT of width 24", "GPT of width 128")
 ROWS = {
     "training step, ``DataParallel``": ("beside_torch", {"work": "training step", "quotient": "torch/ours"}),
     "training step, ``composable.replicate``": ("forms", {"quotient": "nn.DataParallel/replicate"}),
-    "training step, ``composable.fully_shard``": ("forms", {"quotient": "nn.DataParallel/fully_shard"}),
     "inference, ``DataParallel``": ("beside_torch", {"work": "inference", "quotient": "torch/ours"}),
 }
 DEVICES = {"beside_torch": {"devices": "8"}, "forms": {"slots": "8 devices"}}
+HELD = {"``composable.replicate``": "replicate", "``composable.fully_shard``": "fully_shard"}
+SLOWER = {"slots": "8 devices", "model": "GPT of width 128", "quotient": "fully_shard/replicate"}
+BESIDE_FSDP2 = {"slots": "2 devices", "quotient": "FSDP2/fully_shard"}
 PREDICTED = {"model": "GPT-2 small, 8 x 512 tokens", "machine": "8 x A100"}
 WAYS = ("composable.replicate", "torch.nn.DataParallel", "module alone")
 
@@ -34,18 +37,39 @@ def found(rows: list[dict[str, str]], wanted: dict[str, str]) -> list[dict[str, 
     return [row for row in rows if wanted.items() <= row.items()]
 
 
-def cost_table() -> str:
-    """A row of ratios for each of `ROWS` that has been measured, as reStructuredText."""
-    lines = [("times as fast as torch", *MODELS)]
-    for title, (suite, wanted) in ROWS.items():
-        own = {row["model"]: row for row in found(rows_of(suite), wanted | DEVICES[suite])}
-        if own:
-            ratios = [[float(own[model][name]) for name in ("ratio", "ratio_low", "ratio_high")] for model in MODELS]
-            lines.append((title, *("{:.2f} ({:.2f} to {:.2f})".format(*ratio) for ratio in ratios)))
+def as_text(row: dict[str, str]) -> str:
+    """A ratio and its interval."""
+    return "{:.2f} ({:.2f} to {:.2f})".format(*(float(row[name]) for name in ("ratio", "ratio_low", "ratio_high")))
+
+
+def table(lines: list[tuple[str, ...]]) -> str:
+    """As reStructuredText; the first line is the head."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rule = "  ".join("=" * width for width in widths)
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join([rule, text[0], rule, *text[1:], rule])
+
+
+def cost_table() -> str:
+    """A row of ratios for each of `ROWS` that has been measured."""
+    lines = [("times as fast as torch", *MODELS)]
+    for title, (suite, wanted) in ROWS.items():
+        own = {row["model"]: row for row in found(rows_of(suite), wanted | DEVICES[suite])}
+        if own:
+            lines.append((title, *(as_text(own[model]) for model in MODELS)))
+    return table(lines)
+
+
+def memory_table() -> str:
+    """What each device holds, by each form of `HELD`, and how long a step takes."""
+    lines = [("MiB of each device", "between steps", "at most in a step", "time of a step")]
+    (slower,) = found(rows_of("forms"), SLOWER)
+    for title, way in HELD.items():
+        (row,) = found(rows_of("sharded_memory"), {"devices": "8", "way": way})
+        at_most = max(int(row[part]) for part in ("forward", "backward", "optimizer"))
+        time = "1" if way == "replicate" else as_text(slower)
+        lines.append((title, f"{int(row['idle']) / 2**20:.1f}", f"{at_most / 2**20:.1f}", time))
+    return table(lines)
 
 
 def measured() -> str:
@@ -67,9 +91,12 @@ def predicted() -> list[str]:
 
 def with_figures(text: str) -> str:
     """The README with the committed figures in place of those that it has."""
-    table = re.search(r"^=+(?:  =+)+\ntimes as fast.*?\n=[= ]+\n.*?\n=[= ]+$", text, re.M | re.S)
-    assert table is not None, "the README has no table 'times as fast as torch'"
-    text = text.replace(table[0], cost_table())
+    for head, wanted in (("times as fast", cost_table()), ("MiB of each", memory_table())):
+        old = re.search(rf"^=+(?:  =+)+\n{head}.*?\n=[= ]+\n.*?\n=[= ]+$", text, re.M | re.S)
+        assert old is not None, f"the README has no table {head!r}"
+        text = text.replace(old[0], wanted)
+    (beside,) = found(rows_of("sharded_speed"), BESIDE_FSDP2)
+    text = re.sub(r"(?<=its step is )\S+ \(.*?\)", as_text(beside), text)
     text = re.sub(r"Measured on .*? and torch [\w.+]+,", measured(), text, flags=re.S)
     before, start, after = text.partition("For 8 A100 this predicts")
     figures = iter(predicted())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from dataparallel.testing.cuda import is_stand_in
 from pairs import Comparison
 from places import device_name, is_simulated
 from plots import figure_for
@@ -54,9 +55,14 @@ at most
 composable.fully_shard spreads parameters, gradients and the state of AdamW over the devices, and gathers each block
 when it is needed."""
 
-ON_SIMULATED = (
-    "The {} devices are simulated. They compute on the CPU cores of this machine, so no way can be faster than *one "
-    "device* by more than the number of cores. The table shows the overhead of each way, not the speed-up on GPUs."
+ON_SIMULATED = "The {} devices are simulated."
+ON_STAND_IN = (
+    "The {} devices are those of a stand-in: this is torch's CUDA build, and its own functions copy between devices, "
+    "but a stand-in answers CUDA's and NCCL's functions."
+)
+ON_THE_CPU = (
+    "They compute on the CPU cores of this machine, so no way can be faster than *one device* by more than the number "
+    "of cores. The table shows the overhead of each way, not the speed-up on GPUs."
 )
 STAND_INS = (
     "torch's own copies between devices need CUDA. Plain copies stand in for them, which are {:.0%} to {:.0%} of the "
@@ -169,9 +175,11 @@ def where(rows: Sequence[Row], devices: Sequence[torch.device]) -> list[str]:
             f"Measured on {len(devices)} slots on one device, {name}. torch.nn.DataParallel takes no CPU and each "
             "accelerator only once, so its column is empty."
         ]
+    if is_stand_in():
+        return [f"{ON_STAND_IN.format(distinct)} {ON_THE_CPU}"]
     if not is_simulated(devices[0]):
         return [f"Measured on {distinct} devices, {name}."]
-    notes = [ON_SIMULATED.format(len(devices))]
+    notes = [f"{ON_SIMULATED.format(distinct)} {ON_THE_CPU}"]
     shares = [row.torch_copies_ms / row.torch_ms for row in rows if row.torch_ms and row.torch_copies_ms]
     return [*notes, STAND_INS.format(min(shares), max(shares))] if shares else notes
 

@@ -1,7 +1,9 @@
 """Which devices are measured: the machine's accelerators or, where it has none, the CPU and simulated devices.
 
 Simulated devices are no accelerators. To torch and to the library they are separate devices, and the library
-scatters, replicates and gathers between them as between GPUs. But their operators run on the CPU's cores.
+scatters, replicates and gathers between them as between GPUs. But their operators run on the CPU's cores. The same is
+true of the CUDA devices of a stand-in, with which ``python -m dataparallel.testing.cuda -m pytest bench`` runs. They
+have torch's own functions for copies between devices.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from dataparallel.devices import all_devices
-from dataparallel.testing import SimulationUnavailable, simulate
+from dataparallel.testing import SimulationUnavailable, cuda, simulate
+from dataparallel.testing.cuda import is_stand_in
 from reporting import Report
 
 SIMULATED = 8
@@ -23,7 +27,10 @@ SIMULATED = 8
 
 @dataclass(frozen=True)
 class Places:
-    """`real` has the accelerators, or the CPU. Where `simulated` is empty, `why_not_simulated` says why."""
+    """`real` has the accelerators, or the CPU. Where `simulated` is empty, `why_not_simulated` says why.
+
+    A stand-in's devices are accelerators here.
+    """
 
     real: list[torch.device]
     simulated: list[torch.device]
@@ -44,9 +51,16 @@ class Places:
             report.notes.append(note)
         pytest.skip(note)
 
+    @property
+    def simulator(self) -> Any:
+        """What has clocks and timelines: ``torch.sim``, or the stand-in for CUDA; ``None`` where there are neither."""
+        if is_stand_in():
+            return cuda
+        return torch.sim if self.simulated else None
+
     def clocks_off(self) -> AbstractContextManager[None]:
         """For timing: no accelerator checks each access to its memory. Results are checked with the clocks on."""
-        return torch.sim.clocks(False) if self.simulated else nullcontext()
+        return nullcontext() if self.simulator is None else self.simulator.clocks(False)
 
 
 def find_places() -> Places:
@@ -93,8 +107,8 @@ def keep_freed_memory() -> None:
 
 
 def computing_devices(devices: list[torch.device]) -> int:
-    """How many times as fast as one device these could be. Simulated devices share the CPU, as slots on it do."""
-    return 1 if is_simulated(devices[0]) else len(set(devices))
+    """How many times as fast as one device these could be. Without accelerators all share the CPU."""
+    return 1 if is_simulated(devices[0]) or is_stand_in() else len(set(devices))
 
 
 def is_simulated(device: torch.device) -> bool:

@@ -8,8 +8,8 @@ Some ideas are plugins of their own, in files beside this one: `kinds` runs the 
 kind, `--sim-devices` the number of simulated devices, and `--arrangement` the devices of the slots. A test asks for
 `slots` (a list of three slots, or one run for each number in its marker `slots(2, 8)`), for `root` (the device of the
 first slot) or for `make_slots` (a function from a number to slots, for tests that draw the number). With
-`slots(2, long=[8])`, the run with eight is one of the long tests. A test marked `devices("sim")` runs on these kinds
-only. With `--no-skips`, a run fails if any test is skipped.
+`slots(2, long=[8])`, the run with eight is one of the long tests. A test marked `devices("sim", "stand-in")` runs on
+these kinds only: those that have clocks. With `--no-skips`, a run fails if any test is skipped.
 
 With `--arrangement=isolated`, all slots are on one device, and every test runs inside `isolated_slots`. Tests marked
 `not_isolated` say why they are skipped there.
@@ -40,6 +40,7 @@ from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
 from processes import Ahead
 from spare_streams import make_library_streams
+from stand_in import STAND_IN, fits
 
 pytest_plugins = ["company", "kinds", "machine_variants", "selection", "watchdog"]
 
@@ -94,6 +95,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if kind == "cuda" and not torch.cuda.is_available():
         problem = f"torch {torch.__version__} sees no CUDA device on this machine"
         raise pytest.UsageError(f"--devices=cuda: {problem}, and {why_not_here() or 'its driver is at fault'}")
+    if kind == "cuda" and is_stand_in():
+        make_library_streams(map(torch.device, range(torch.cuda.device_count())))
     if kind == "sim":
         try:
             make_library_streams(simulate(config.getoption("--sim-devices")))
@@ -113,7 +116,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kind, why_not = config.getoption("--devices"), config.stash.get(_why_not_key, None)
+    why_not = config.stash.get(_why_not_key, None)
     isolated = config.getoption("--arrangement") == "isolated"
     for item in items:
         marker = item.get_closest_marker("devices")
@@ -126,8 +129,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
         if why_not is not None:
             item.add_marker(pytest.mark.skip(reason=why_not))
-        elif marker is not None and kind not in marker.args:
-            item.add_marker(pytest.mark.skip(reason=f"for --devices={' or '.join(marker.args)}"))
+        elif marker is not None and not fits(marker, config):
+            kinds = " or ".join(f"cuda on a {STAND_IN}" if each == STAND_IN else each for each in marker.args)
+            item.add_marker(pytest.mark.skip(reason=f"for --devices={kinds}"))
         elif marker is not None and marker.args == ("sim",) and config.getoption("--sim-devices") < SIMULATED:
             item.add_marker(pytest.mark.skip(reason=f"for {SIMULATED} simulated devices"))
 
@@ -289,7 +293,7 @@ def call(wrapped: DataParallel, x: torch.Tensor, without_graph: Callable) -> Cal
 
 @pytest.fixture
 def stream() -> torch.Stream:
-    """A stream of sim:1 beside the current one, which has waited for all that was launched there before."""
-    side = torch.Stream(torch.device("sim", 1))
-    side.wait_stream(torch.sim.current_stream(1))
+    """A stream of device 1 beside the current one, which has waited for all that was launched there before."""
+    side = torch.Stream(torch.device(1))
+    side.wait_stream(torch.accelerator.current_stream(1))
     return side

@@ -79,19 +79,23 @@ class Map:
     def rounds(self, guard: str, budget: float) -> list[list[str]]:
         """The guard's tests: a short round, then the rest within ``budget``.
 
-        Files take turns, those named after the guard's file first, and each gives its short tests first.
+        First those of files named after the guard's. Then the others take turns, those of its folder first. Each gives
+        its short tests first.
         """
         room, file = guard.partition(".py:")[0].rpartition("/")[::2]
 
-        def is_far(tests: list[str]) -> tuple[bool, bool, int]:
-            where = tests[0]
-            return f"{room}/test_{file}" not in where, f"tests/{room}/" not in where, -len(tests)
+        def is_near(tests: list[str]) -> bool:
+            return f"{room}/test_{file}" in tests[0]
+
+        def is_far(tests: list[str]) -> tuple[bool, int]:
+            return f"tests/{room}/" not in tests[0], -len(tests)
 
         by_file: dict[str, list[str]] = defaultdict(list)
         for test in sorted(self.tests.get(guard, ()), key=lambda test: (self.seconds[test], test)):
             by_file[test.partition("::")[0]].append(test)
         files = sorted(by_file.values(), key=is_far)
-        turns = [test for turn in zip_longest(*files) for test in turn if test is not None]
+        near, others = filter(is_near, files), [tests for tests in files if not is_near(tests)]
+        turns = [*chain.from_iterable(near), *(test for turn in zip_longest(*others) for test in turn if test)]
         rest, left = [], budget
         for test in turns[FIRST_ROUND:]:
             left -= self.seconds[test] + 0.02

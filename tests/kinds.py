@@ -28,6 +28,7 @@ import pytest
 from company import ROOM
 from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.cuda.possible import why_not_here
+from stand_in import fits
 
 KINDS = ("cpu", "sim", "cuda")
 RUNNING = "DATAPARALLEL_TESTS_KINDS"
@@ -55,7 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "devices(*kinds): only with one of these kinds of --devices")
+    what = "only with one of these kinds of --devices; stand-in is cuda on a stand-in, which has clocks"
+    config.addinivalue_line("markers", f"devices(*kinds): {what}")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -76,8 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen, others = [], []
     for item in items:
         marker = item.get_closest_marker("devices")
-        fits = marker is None or config.option.devices in marker.args or not {*marker.args} & running
-        (chosen if fits else others).append(item)
+        elsewhere = marker is not None and not fits(marker, config) and {*marker.args} & running
+        (others if elsewhere else chosen).append(item)
     if others:
         items[:] = chosen
         config.hook.pytest_deselected(items=others)

@@ -16,7 +16,7 @@ ARRANGEMENTS = {"distinct": [0, 1, 2], "duplicates": [0, 1, 0, 1], "isolated": [
 @contextmanager
 def arranged(arrangement: str) -> Iterator[list]:
     """The slots of one of the `ARRANGEMENTS`."""
-    devices = [torch.device("sim", index) for index in ARRANGEMENTS[arrangement]]
+    devices = [torch.device(index) for index in ARRANGEMENTS[arrangement]]
     if arrangement == "isolated":
         with isolated_slots():
             yield devices

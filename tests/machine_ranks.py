@@ -1,7 +1,7 @@
 """`on_machines`: runs a function in several processes, each with slots of its own, as the machines of one job.
 
-The slots are of the kind of this run: CPU slots, or simulated devices that each process makes for itself.
-`on_mortal_machines` is for tests that kill ranks.
+The slots are of the kind of this run: CPU slots, simulated devices that each process makes for itself, or those of a
+stand-in for CUDA. Where there are GPUs, they are CPU slots. `on_mortal_machines` is for tests that kill ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import torch
 from torch import distributed
 from torch.futures import Future
 
+from clocked import check_clocks
 from dataparallel.machines.rounds import Launched, Round
 from dataparallel.machines.waiting import Check, wait_for_future
+from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.ranks import Rank, comms, on_processes
 from dataparallel.testing.ranks.found import Found, find
 
@@ -30,8 +32,8 @@ TIMEOUT = 60.0
 
 
 def kind_of_this_run() -> str:
-    """Of ``--devices``: "sim" or "cpu"."""
-    return "sim" if hasattr(torch, "sim") else "cpu"
+    """Of ``--devices``: "sim", "cuda" on a stand-in, or "cpu"."""
+    return "sim" if hasattr(torch, "sim") else "cuda" if is_stand_in() else "cpu"
 
 
 def on_machines(
@@ -52,7 +54,7 @@ def on_machines(
         *args: what can be pickled.
         ranks: how many processes. There is a gloo group of them.
         slots: how many devices each has.
-        kind: "cpu" or "sim"; that of this run if None.
+        kind: "cpu", "sim" or "cuda"; that of this run if None.
         timeout: seconds for all.
         group_timeout: seconds of the process group; a little more than ``timeout`` if None.
         **kwargs: what can be pickled.
@@ -123,6 +125,8 @@ class Settings:
 def _devices(settings: Settings) -> list[torch.device]:
     if settings.kind == "cpu":
         return [torch.device("cpu")] * settings.slots
+    if settings.kind == "cuda":
+        return [torch.device("cuda", index) for index in range(settings.slots)]
     from dataparallel.testing.simulated import simulate
 
     return simulate(settings.slots)
@@ -132,10 +136,9 @@ def _devices(settings: Settings) -> list[torch.device]:
 def _settled(kind: str) -> Iterator[None]:
     """What the clocks find when memory is freed belongs to the function."""
     yield
-    if kind == "sim":
-        torch.sim.check_clocks()
-        for index in range(torch.sim.device_count()):
-            torch.sim.synchronize(index)
+    check_clocks()
+    for index in range(torch.accelerator.device_count() if kind != "cpu" else 0):
+        torch.accelerator.synchronize(index)
 
 
 def _machine(rank: Rank, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -32,20 +32,20 @@ def allocated(devices: Sequence[Any] | None = None, expected: list[int] | None =
 
 
 class Growth:
-    """Bytes on a simulated device since this was made."""
+    """Bytes on an accelerator since this was made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.before = torch.sim.memory_allocated(device)
-        torch.sim.reset_peak_memory_stats(device)
+        self.before = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
 
     @property
     def now(self) -> int:
-        return torch.sim.memory_allocated(self.device) - self.before
+        return torch.accelerator.memory_allocated(self.device) - self.before
 
     @property
     def peak(self) -> int:
-        return torch.sim.max_memory_allocated(self.device) - self.before
+        return torch.accelerator.max_memory_allocated(self.device) - self.before
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

@@ -1,7 +1,11 @@
-"""The marks of tests that start a stand-in for CUDA in processes of their own: once is enough, whatever the devices."""
+"""The marks of tests that need a stand-in for CUDA.
+
+Some start it in processes of their own, once and whatever the devices. Others run on its devices, and not on GPUs.
+"""
 
 import pytest
 
+from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.cuda.possible import why_not_here
 
 WHY_NOT = why_not_here()
@@ -9,3 +13,11 @@ WHY_NOT = why_not_here()
 needs_stand_in = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 IN_OWN_PROCESSES = [pytest.mark.devices("cpu"), needs_stand_in]
+
+STAND_IN = "stand-in"  # in the marker `devices`
+
+
+def fits(marker: pytest.Mark, config: pytest.Config) -> bool:
+    """True if this run's devices are of a kind that the marker `devices` names."""
+    kind = config.option.devices
+    return kind in marker.args or (STAND_IN in marker.args and kind == "cuda" and is_stand_in())

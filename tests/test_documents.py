@@ -36,8 +36,7 @@ import torch
 from torch import nn
 
 import dataparallel
-from dataparallel import DataParallel
-from dataparallel.composable import fully_shard
+from dataparallel import DataParallel, composable
 from dataparallel.sharded import ShardedTensor
 from documents import DOCS, README, blocks_of, pages, parse, run, run_page
 
@@ -113,7 +112,7 @@ class TestFragmentsOfTheReadme:
             wrapped(x, mask=mask)
         torch.testing.assert_close(self.run("whole(mask)", model=wrapped, x=x, mask=mask)["output"], x * mask)
 
-    def test_a_model_that_fits_on_no_device(self, slots, root):
+    def test_a_model_that_fits_on_no_device(self, slots, root, monkeypatch):
         class Model(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -129,7 +128,8 @@ class TestFragmentsOfTheReadme:
         one = Model().double().to(root)
         x = torch.randn(64, 20, dtype=torch.float64, device=root)
         model = copy.deepcopy(one)
-        names = self.run("fully_shard(block)", model=model, fully_shard=partial(fully_shard, devices=slots))
+        monkeypatch.setattr(composable, "fully_shard", partial(composable.fully_shard, devices=slots))
+        names = self.run("fully_shard(block)", model=model)
         for each, optimizer in ((model, names["optimizer"]), (one, torch.optim.AdamW(one.parameters()))):
             each(x).square().mean().backward()
             optimizer.step()

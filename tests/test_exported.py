@@ -186,7 +186,7 @@ def test_code_that_names_devices_in_another_way_is_refused(root):
         forward_on(forward, root, torch.device("meta"))
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "cuda")
 def test_replicas_on_other_devices_compute_there(slots, root):
     replicas = replicate(exported(a_range, root), slots)
     for replica, slot in zip(replicas, slots, strict=True):

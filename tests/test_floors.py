@@ -1,4 +1,7 @@
-"""The house: a room imports only from rooms below it, and no two files import each other."""
+"""The house: a room imports only from rooms below it, and no two files import each other.
+
+Imports for types only do not count: they run nowhere.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,7 @@ FLOORS = """
     batch_types        which types are containers, which are batches
     per_replica        one value for each replica
     replica_parameter  the class of a replica's parameters
+    replica_memory     the memory that tensors of replicas get back after forward
     ownership          who else holds an object
     profiling          named ranges, and who records them
     devices            which devices a caller may pass
@@ -66,9 +70,17 @@ def files() -> dict[str, Path]:
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 
 
+def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below, except what only a checker of types sees."""
+    is_for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    for child in node.orelse if is_for_types else ast.iter_child_nodes(node):
+        yield child
+        yield from nodes_that_run(child)
+
+
 def imported_by(path: Path, names: dict[str, Path]) -> Iterator[str]:
     """The files of the package that a file imports, at its top or in a function."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_that_run(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

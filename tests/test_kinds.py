@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kinds
+import stand_in
 from company import ROOM
 from processes import Ahead, run_pytest
 from selection import others_long
@@ -181,6 +182,17 @@ def test_cuda_devices_are_a_stand_ins_where_there_is_no_gpu(monkeypatch, pytestc
     # That function decides how a process with the kind is started. Other kinds have nothing to do with it.
     assert ("dataparallel.testing.cuda" in kinds._command(pytestconfig, "cuda")) == expected
     assert "dataparallel.testing.cuda" not in kinds._command(pytestconfig, "sim")
+
+
+@pytest.mark.parametrize(
+    ("kind", "on_stand_in", "expected"),
+    [("sim", False, True), ("cuda", True, True), ("cuda", False, False), ("cpu", False, False)],
+)
+def test_clocks_are_on_simulated_devices_and_a_stand_in(monkeypatch, pytestconfig, kind, on_stand_in, expected):
+    """A GPU has none, so tests that need them are skipped there."""
+    monkeypatch.setattr(pytestconfig.option, "devices", kind)
+    monkeypatch.setattr(stand_in, "is_stand_in", lambda: on_stand_in)
+    assert stand_in.fits(pytest.mark.devices("sim", "stand-in").mark, pytestconfig) == expected
 
 
 def test_the_header_says_what_cuda_devices_are(monkeypatch, pytestconfig):

@@ -220,7 +220,7 @@ def test_marked_in_the_loader_they_are_sent_ahead(pinned: bool, slots: list, mon
     assert not left_behind()
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_slots_of_one_device_have_streams_of_their_own(net: Detector, root: Any) -> None:
     """The clocks find memory of another stream that is used or freed without order."""
     model = DataParallel(net, [root] * 3)

@@ -33,6 +33,7 @@ from dataparallel.comm.copies import alias
 from dataparallel.comm.transport import Later
 from dataparallel.devices import CPU, DeviceLike, resolve_each
 from dataparallel.profiling import stage
+from dataparallel.streams.current import streams_set
 from dataparallel.streams.nodes import forward_streams_set, note_forward_streams
 
 __all__ = [
@@ -233,7 +234,9 @@ class Gather(Node):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * (2 + len(ctx.slots))
-        with forward_streams_set(ctx, [grad]), settings.held(ctx.settings):
+        # This needs no further order. The engine knows the stream from which the gradient leaves, and what that stream
+        # is given next comes after the copies. If it leaves from the host, the host waits for them.
+        with streams_set(ctx.streams), settings.held(ctx.settings):
             recompute_here(ctx, ctx.slots)
             if torch.is_grad_enabled():
                 chunks = Scatter.apply(ctx.slots, ctx.sizes, ctx.dim, grad)

@@ -123,7 +123,6 @@ def load_full_state_dict(
     )
 
     def load() -> None:
-        _wait_for_uploads(model)
         _give_memory(model)
         model.load_state_dict(of_model)
         if optimizer is not None:
@@ -177,14 +176,6 @@ def _to_load(model: nn.Module, state: Any, optimizer: Optimizer | None) -> tuple
         _check_groups(optimizer, of_optimizer)
         _check_state(optimizer, of_optimizer)
     return of_model, of_optimizer
-
-
-def _wait_for_uploads(model: nn.Module) -> None:
-    """Has the CPU wait until host memory of offloaded units is not read any more. Streams wait by themselves."""
-    for state in states_of(model):
-        if state.unit.is_offloaded:
-            for event in state.unit.lines.now().values():
-                event.synchronize()
 
 
 @torch.no_grad()

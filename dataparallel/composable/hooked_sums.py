@@ -26,6 +26,7 @@ from dataparallel.composable.after_slots import BucketSum
 from dataparallel.composable.comm_hooks import CommHook, GradBucket, wait_for
 from dataparallel.devices import current_device_set
 from dataparallel.streams.current import Event, kept_stream, streams_set
+from dataparallel.streams.nodes import memory_of
 
 __all__ = ["Called", "HookedSums"]
 
@@ -132,7 +133,8 @@ class Called:
         if not self._was_done:
             Event(torch.get_device_module(self._device).default_stream(self._device)).make_wait(here)
         value = self._hook.value(self._bucket, self.future)
-        value.record_stream(here)  # it may have been allocated on another stream
+        for memory in memory_of(value):  # it may have been allocated on another stream
+            memory.record_stream(here)
         return self._bucket.owned(value)
 
     @contextmanager

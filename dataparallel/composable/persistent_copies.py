@@ -45,6 +45,7 @@ class PersistentCopies:
         recorded: positions in the plan of tensors that need gradients.
         buckets: the same positions, in buckets.
         order: the order of the buckets, if it was known.
+        learns_order: true if a pass through these copies shows the order. The maker sets it.
         values: gives the copies the source's values at each forward.
         memory: the memory of the copies.
     """
@@ -56,6 +57,7 @@ class PersistentCopies:
         self.recorded = recorded_in(plan)
         self.buckets: list[list[int]] = []
         self.order: list[int] | None = None
+        self.learns_order = False
         self._kinds = _kinds(plan.tensors)
         self._thread = threading.get_ident()
         self._streams = current_streams(slots)

@@ -121,6 +121,8 @@ class PersistentTensors:
         self._agreement = agreement
 
     def _can_be_used_again(self, copies: PersistentCopies, plan: ModulePlan, record: bool) -> bool:
+        if record and self._order.known is None and not copies.learns_order:
+            return False
         if self._agreement is None:
             # First: calls of several threads take turns in making copies, and would never learn the order.
             return (
@@ -149,7 +151,8 @@ class PersistentTensors:
             self._order = order
         copies = PersistentCopies(plan, self._slots, self._broadcast_buffers)
         # Before the order is known each parameter is a bucket, for one pass, so that each has a time of arrival.
-        first, cap = (1, 1) if order.known is None else (self._first_bytes, self._cap_bytes)
+        copies.learns_order = record and order.known is None
+        first, cap = (1, 1) if copies.learns_order else (self._first_bytes, self._cap_bytes)
         with torch.enable_grad():
             copies.make(first, cap, order, self.sums, self.passes, arrivals)
         return copies

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
@@ -25,6 +25,9 @@ from dataparallel.machines.backend import Group
 from dataparallel.machines.board import LATE, Board
 from dataparallel.machines.errors import MachinesError, PeerFailed, PeerGone, again
 from dataparallel.machines.launcher import AT_EXIT, Launcher
+
+if TYPE_CHECKING:
+    from dataparallel.machines.line import Line
 
 __all__ = ["Health", "is_of_network", "told"]
 
@@ -35,16 +38,6 @@ RESTART = "Start all processes again, from a checkpoint"
 
 TELLING = 2.0
 """Seconds that a failure here waits until the others can know of it."""
-
-
-class Breaks(Protocol):
-    """What is told that the group is broken: ``line.Line``."""
-
-    def drop_all(self, error: BaseException) -> None:
-        """Ends what waits in it."""
-
-    def disconnect(self) -> None:
-        """Frees its connections, which nothing uses any more."""
 
 
 class Health:
@@ -65,14 +58,14 @@ class Health:
         self.board = Board(group)
         self._group = group
         self._name = group.names([group.rank])
-        self._lines: weakref.WeakSet[Breaks] = weakref.WeakSet()
+        self._lines: weakref.WeakSet[Line] = weakref.WeakSet()
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet([group])
 
     def include_group(self, group: Group) -> None:
         """``group`` refers to torch's group, and gives it up when the interpreter ends."""
         self._groups.add(group)
 
-    def include(self, line: Breaks) -> None:
+    def include(self, line: Line) -> None:
         """This line ends, too, when the group is broken."""
         self._lines.add(line)
 

@@ -26,7 +26,8 @@ from dataparallel.machines.waiting import Check, wait_for_future
 
 if TYPE_CHECKING:
     from dataparallel.machines.board import Board
-    from dataparallel.machines.rounds import Home, Launched, Round
+    from dataparallel.machines.line import Line
+    from dataparallel.machines.rounds import Launched, Round
 
 __all__ = ["GRACE", "HookCall", "HookCalls"]
 
@@ -80,7 +81,7 @@ class HookCall:
         if self._round.failed_call is not None:
             raise again(self._round.failed_call)
 
-    def run(self, watch: Check, line: Home) -> None:
+    def run(self, watch: Check, line: Line) -> None:
         """Called by the issuing thread."""
         functions, self._functions = self._functions, None  # they may refer to this object
         if self._round.failed_call is not None or functions is None:

@@ -11,9 +11,9 @@ it becomes a ``RuntimeError``.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -27,20 +27,19 @@ class Issuing:
     """The thread and its queue."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._queue: deque[tuple[Callable[[], object], Future[None]]] = deque()
+        self._lock = threading.Lock()  # guards the thread, and that it sees every call
+        self._queue: queue.Queue[tuple[Callable[[], object], Future[None]] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
 
     def put(self, call: Callable[[], object]) -> Future[None]:
         """``call`` is called when the calls before have returned. The result says when it has returned or raised."""
         future: Future[None] = Future()
-        with self._changed:
+        with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="machines: issuing", daemon=True)
                 thread.start()  # if there can be no thread, nothing has changed
                 self._thread = thread
-            self._queue.append((call, future))
-            self._changed.notify()
+            self._queue.put((call, future))
         return future
 
     def close(self, until: float) -> bool:
@@ -48,23 +47,18 @@ class Issuing:
 
         Returns true if no call is being made any more.
         """
-        with self._changed:
-            self._queue.clear()
-            self._changed.notify()
+        with self._lock:
+            while not self._queue.empty():
+                self._queue.get_nowait()
+            self._queue.put(None)
             thread = self._thread
         if thread is not None:
             thread.join(max(0.0, until - time.monotonic()))
         return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._queue:
-                    self._changed.wait(IDLE)
-                if not self._queue:
-                    self._thread = None
-                    return
-                call, future = self._queue.popleft()
+        while (found := self._next()) is not None:
+            call, future = found
             try:
                 call()
             except Exception as error:
@@ -76,4 +70,16 @@ class Issuing:
                 del other
             else:
                 future.set_result(None)
-            del call, future  # nothing is held while there is nothing to do
+            del call, future, found  # nothing is held while there is nothing to do
+
+    def _next(self) -> tuple[Callable[[], object], Future[None]] | None:
+        """The next call; ``None`` ends the thread."""
+        try:
+            return self._queue.get(timeout=IDLE)
+        except queue.Empty:
+            pass
+        with self._lock:
+            if not self._queue.empty():  # put meanwhile
+                return self._queue.get_nowait()
+            self._thread = None
+            return None

@@ -16,12 +16,16 @@ import atexit
 import threading
 import time
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dataparallel.forks import in_forked_child
 from dataparallel.machines.issuing import Issuing
 from dataparallel.machines.order import Order
 from dataparallel.machines.waiting import SLICE
+
+if TYPE_CHECKING:
+    from dataparallel.machines.health import Health
+    from dataparallel.machines.line import Line
 
 __all__ = ["Launcher", "launcher"]
 
@@ -30,29 +34,6 @@ AT_EXIT = 1.0
 
 IDLE = 2.0
 """Seconds after which the thread ends if there is nothing to do."""
-
-
-class Playable(Protocol):
-    """What the launcher needs of a line."""
-
-    waits: bool  # for something that may fail without a word, so it has to look now and then
-
-    @property
-    def has_rounds(self) -> bool:
-        """True if there is something to play."""
-
-    def advance(self) -> None:
-        """Goes on until the line waits, or has no rounds any more."""
-
-
-class Closable(Protocol):
-    """What is told that the interpreter ends: ``health.Health``."""
-
-    def close(self) -> None:
-        """Drops what has not been issued."""
-
-    def let_go(self) -> None:
-        """Frees torch's groups: nothing is under way. Returns when their threads have ended."""
 
 
 class Launcher:
@@ -70,16 +51,16 @@ class Launcher:
         self.order = Order()
         self.issuing = Issuing()
         self.is_closed = False
-        self._closables: weakref.WeakSet[Closable] = weakref.WeakSet()
-        self._playing: dict[Playable, None] = {}
+        self._healths: weakref.WeakSet[Health] = weakref.WeakSet()
+        self._playing: dict[Line, None] = {}
         self._is_awake = self._is_parked = False
         self._thread: threading.Thread | None = None
 
-    def include(self, closable: Closable) -> None:
+    def include(self, health: Health) -> None:
         """It is closed when the interpreter ends."""
-        self._closables.add(closable)
+        self._healths.add(health)
 
-    def play(self, line: Playable) -> None:
+    def play(self, line: Line) -> None:
         """The line has a round."""
         with self.changed:
             if self._thread is None:
@@ -102,15 +83,15 @@ class Launcher:
         that. If the interpreter is ending, Python ends the thread there, and the process with it ("terminate called").
         """
         self.is_closed = True
-        for closable in [*self._closables]:
-            closable.close()
+        for health in [*self._healths]:
+            health.close()
         self.wake()
         thread, until = self._thread, time.monotonic() + AT_EXIT
         while thread is not None and thread.is_alive() and not self._is_parked and time.monotonic() < until:
             thread.join(0.01)
         if self.issuing.close(until) and (thread is None or not thread.is_alive()):
-            for closable in [*self._closables]:
-                closable.let_go()
+            for health in [*self._healths]:
+                health.let_go()
 
     def _run(self) -> None:
         while not self.is_closed:

@@ -7,7 +7,7 @@ it. The collectives themselves are made of this node and of operators of torch (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,21 +16,13 @@ from dataparallel import _torch
 from dataparallel.autograd.node import Node
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.packed import Part
-from dataparallel.streams.nodes import forward_streams_set, note_forward_streams
 
-__all__ = ["BACKWARD", "FORWARD", "Exchange", "Rounds", "has_gradients"]
+if TYPE_CHECKING:
+    from dataparallel.machines.peer_rounds import PeerRounds
+
+__all__ = ["BACKWARD", "FORWARD", "Exchange", "has_gradients"]
 
 FORWARD, BACKWARD = "a collective across machines", "the backward of a collective across machines"
-
-
-class Rounds(Protocol):
-    """What the node needs of ``peer_rounds.PeerRounds``."""
-
-    def exchange(self, kind: str, text: str, parts: Sequence[Part]) -> list[Tensor]:
-        """What each machine has for this one."""
-
-    def pass_now(self) -> Any:
-        """The running pass of backward. Its ``is_over`` is set if it has failed on all machines."""
 
 
 class Exchange(Node):
@@ -45,7 +37,7 @@ class Exchange(Node):
     @staticmethod
     def forward(
         ctx: Any,
-        rounds: Rounds,
+        rounds: PeerRounds,
         text: str,
         sends: Sequence[Sequence[int]],
         receives: Sequence[Sequence[int]],
@@ -55,7 +47,6 @@ class Exchange(Node):
         """The exchange; the host waits for what comes."""
         ctx.rounds, ctx.text, ctx.sends, ctx.receives = rounds, text, sends, receives
         flats, owns = tensors[: len(sends)], tensors[len(sends) :]
-        note_forward_streams(ctx, [flats[0].device], [flats[0].device])
         kind = BACKWARD if _torch.is_in_backward() else FORWARD
         found = [*rounds.exchange(kind, text, [*map(Part, flats, sends, receives)]), *(own.clone() for own in owns)]
         ctx.mark_non_differentiable(*(each for each in found if not has_gradients(each.dtype)))
@@ -64,21 +55,20 @@ class Exchange(Node):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:
-        """The exchange of the gradients, the other way."""
+        """The exchange of the gradients, the other way. All are on one device, so the engine knows their stream."""
         rounds, text, which, count = ctx.rounds, f"of {ctx.text}", ctx.which, len(ctx.sends)
         sends, receives = [ctx.receives[i] for i in which], [ctx.sends[i] for i in which]
         this = rounds.pass_now()
         returned: list[Any] = [None] * 2 * count
-        with forward_streams_set(ctx, [grads[i] for i in which]):
-            try:
-                sent, found = [grads[i].contiguous() for i in which], [grads[count + i] for i in which]
-                if torch.is_grad_enabled():
-                    token, *found = Exchange.apply(rounds, text, sends, receives, token, *sent, *found)
-                else:
-                    found = [*rounds.exchange(BACKWARD, text, [*map(Part, sent, sends, receives)]), *found]
-            except MachinesError:
-                this.is_over = True
-                raise
+        try:
+            sent, found = [grads[i].contiguous() for i in which], [grads[count + i] for i in which]
+            if torch.is_grad_enabled():
+                token, *found = Exchange.apply(rounds, text, sends, receives, token, *sent, *found)
+            else:
+                found = [*rounds.exchange(BACKWARD, text, [*map(Part, sent, sends, receives)]), *found]
+        except MachinesError:
+            this.is_over = True
+            raise
         for at, i in enumerate(which):
             returned[i], returned[count + i] = found[at], found[len(which) + at]
         return (None, None, None, None, token, *returned)

@@ -14,38 +14,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from dataparallel.machines.agreement import in_words
-from dataparallel.machines.backend import Group
 from dataparallel.machines.board import LATE
 from dataparallel.machines.collectives import Transfer
-from dataparallel.machines.control import Control
 from dataparallel.machines.errors import MachinesError, again
 from dataparallel.machines.health import Health
 from dataparallel.machines.staging import Staged
 from dataparallel.machines.waiting import wait_for_event
 
-__all__ = ["Home", "Item", "Launched", "Round", "Watch", "check_process"]
+if TYPE_CHECKING:
+    from dataparallel.machines.line import Line
 
-
-class Home(Protocol):
-    """What a round needs of its line."""
-
-    health: Health
-    group: Group
-    name: str
-
-    @property
-    def changed(self) -> threading.Condition:
-        """Guards the items of rounds."""
-
-    @property
-    def control(self) -> Control:
-        """For what a call says to the other ranks."""
-
-    def wake(self) -> None:
-        """A round has got something."""
+__all__ = ["Item", "Launched", "Round", "Watch", "check_process"]
 
 
 class Watch:
@@ -184,7 +166,7 @@ class Round:
     """
 
     def __init__(
-        self, line: Home, kind: str, contents: str, failed: str | None = None, until_all: bool = False
+        self, line: Line, kind: str, contents: str, failed: str | None = None, until_all: bool = False
     ) -> None:
         self.kind, self.contents, self.failed, self.until_all = kind, contents, failed, until_all
         self.items: deque[Item] = deque()
@@ -219,7 +201,7 @@ class Round:
             self._add(Item("collective", launched, collectives, after))
         return launched
 
-    def call(self, what: str, call: Callable[[Watch, Home], Any]) -> Launched:
+    def call(self, what: str, call: Callable[[Watch, Line], Any]) -> Launched:
         """As `launch`, but ``call`` may send anything itself, and nothing after it is issued before it returns.
 
         It gets the check that has to end each of its waits, and the line. It keeps the issuing thread, so nothing

@@ -61,7 +61,11 @@ def forward_streams_set(node: Any, grads: Sequence[Tensor | None]) -> Iterator[N
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold the data of a tensor without memory of its own (sparse, subclass); else the tensor."""
+    """Tensors on which ``record_stream`` can be called, and that hold the data of ``tensor``.
+
+    They are not the tensor itself if it has no memory of its own (sparse, subclass). Nor if it is conjugated or negated
+    lazily: torch would call ``record_stream`` on a temporary copy, and then corrupt the memory of the process.
+    """
     if tensor.layout is torch.sparse_coo:
         return [*_torch.sparse_memory(tensor)]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -71,4 +75,6 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass that holds other tensors
         names, _ = tensor.__tensor_flatten__()
         return [memory for name in names for memory in memory_of(getattr(tensor, name))]
+    if tensor.is_conj() or tensor.is_neg():
+        return [tensor.new_empty(0).set_(tensor.untyped_storage())]
     return [tensor]

@@ -14,44 +14,21 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.modules.plan import UNIT_ON_SLOT
-from dataparallel.streams.current import Event
 from dataparallel.structures import tensors_in
-from dataparallel.units.on_slot import Registers, UnitOnSlot
+from dataparallel.units.on_slot import UnitOnSlot
 from dataparallel.units.outputs import with_one_node
-from dataparallel.units.passes import BackwardPass
 
-__all__ = ["ModuleOnSlot", "OfTree", "TensorHooks", "UnitCall", "UnitInReplica"]
+if TYPE_CHECKING:
+    from dataparallel.units.tree import ForwardCall
 
-
-class OfTree(Protocol):
-    """What a unit's call has to know of the call of the tree that it belongs to."""
-
-    ready: dict[torch.device, Event]
-
-    def hooks_of(self, slot: int, tensor: Tensor) -> TensorHooks:
-        """The hooks of a tensor."""
-
-    def began(self, on_slot: UnitOnSlot) -> list[int]:
-        """A unit begins: its versions."""
-
-    def ended(self, on_slot: UnitOnSlot) -> int:
-        """A unit ends: its position in the order of ends."""
-
-    def gives_one_node(self, on_slot: UnitOnSlot) -> bool:
-        """True if the outputs of the unit's calls get one node."""
-
-    def join_pass(self) -> BackwardPass:
-        """The pass of backward that runs now, which is one of this tree."""
-
-    def backward_begins(self, on_slot: UnitOnSlot, position: int, running: BackwardPass) -> None:
-        """The backward of a unit that ended at this position comes next in this pass."""
+__all__ = ["ModuleOnSlot", "TensorHooks", "UnitCall", "UnitInReplica"]
 
 
 class ModuleOnSlot:
@@ -65,7 +42,7 @@ class ModuleOnSlot:
     """
 
     def __init__(
-        self, on_slot: UnitOnSlot, number: int, places: Sequence[tuple[dict[str, Any], str, int]], call: OfTree
+        self, on_slot: UnitOnSlot, number: int, places: Sequence[tuple[dict[str, Any], str, int]], call: ForwardCall
     ) -> None:
         self._on_slot, self._number, self._places, self._call = on_slot, number, places, call
         self._is_running = False
@@ -148,7 +125,7 @@ class UnitInReplica:
 class UnitCall:
     """One call of a unit's module on a slot, until its backward has ended."""
 
-    def __init__(self, on_slot: UnitOnSlot, call: OfTree, registers: Registers) -> None:
+    def __init__(self, on_slot: UnitOnSlot, call: ForwardCall, registers: ModuleOnSlot) -> None:
         self._on_slot, self._call, self._registers = on_slot, call, registers
         self._lock = threading.Lock()
         self._inputs = 0  # that need gradients

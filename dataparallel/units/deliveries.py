@@ -6,72 +6,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from dataparallel.sharded.placements import Shard
-from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams
 from dataparallel.units.layout import Layout
 from dataparallel.units.lines import wait_for
-from dataparallel.units.over_machines import MachinesOfTree
-from dataparallel.units.owned import OwnedShards
 from dataparallel.units.summed import Summed
 
-__all__ = ["Delivery", "Group", "OfUnit", "OverMachines", "SumsOfPass", "added_in"]
+if TYPE_CHECKING:
+    from dataparallel.units.sums_over_machines import SumsOverMachines
+
+__all__ = ["Delivery", "Group", "SumsOfPass", "added_in"]
 
 Group: TypeAlias = "tuple[list[int], Layout, torch.dtype]"
 """Parameters of one dtype that need gradients: their positions in the unit, their layout, the dtype."""
-
-
-class OfUnit(Protocol):
-    """What gradients have to know of their unit."""
-
-    name: str
-    parameters: list[ShardedTensor]
-    indices: list[list[int]]
-    owned: list[OwnedShards]
-    shapes: list[torch.Size]
-    cuts: list[Shard]
-    requires_gradient_sync: bool
-    gradient_divide_factor: float
-    is_offloaded: bool
-    machines: MachinesOfTree | None
-    requires_all_reduce: bool
-    all_reduce_hook: Callable[[Tensor], None] | None
-
-    @property
-    def sharded_over(self) -> tuple[int, int]:
-        """Over how many machines, and which of them this is."""
-
-    def dtype_of_sums(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients travel."""
-
-    def to_host(self, part: Tensor) -> Tensor:
-        """A copy in host memory, complete after an event on the current stream."""
-
-
-class OverMachines(Protocol):
-    """What has to be known of ``units.sums_over_machines``."""
-
-    def take(self, unit: OfUnit, at: int, owner: int, total: Tensor) -> None:
-        """An owner has added up its part of a unit's gradients of one dtype."""
-
-    def came(self, unit: OfUnit, present: Sequence[bool]) -> None:
-        """All owners have."""
-
-    def end(self) -> None:
-        """All slots have delivered what they have."""
-
-    def fail(self, error: BaseException) -> None:
-        """The pass has failed here."""
-
-    def finish(self, summed: Summed) -> None:
-        """Adds the sums to ``.grad``."""
 
 
 @dataclass
@@ -122,7 +75,7 @@ class SumsOfPass:
     latest: Event | None = None
     added_to: list[Tensor] = field(default_factory=list)
     put_back: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
-    over_machines: OverMachines | None = None
+    over_machines: SumsOverMachines | None = None
     callers: set[torch.Stream] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -18,13 +18,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dataparallel.profiling import stage
 from dataparallel.streams.current import Event, current_streams, streams_joined, streams_set
-from dataparallel.units.deliveries import Delivery, Group, OfUnit, SumsOfPass, added_in
+from dataparallel.units.deliveries import Delivery, Group, SumsOfPass, added_in
 from dataparallel.units.former_grad import FormerGrad, zeros_of
 from dataparallel.units.layout import Layout
 from dataparallel.units.lines import Lines
@@ -32,6 +33,9 @@ from dataparallel.units.no_room import named_if_no_room
 from dataparallel.units.partial_sums import PartialSums
 from dataparallel.units.summed import Summed
 from dataparallel.units.sums import UnitSums
+
+if TYPE_CHECKING:
+    from dataparallel.units.unit import Unit
 
 __all__ = ["UnitGradients"]
 
@@ -49,7 +53,7 @@ class UnitGradients:
         partial: sums of this machine, or of its shard group, that wait for those of other machines.
     """
 
-    def __init__(self, unit: OfUnit, recorded: Sequence[int], lines: Lines) -> None:
+    def __init__(self, unit: Unit, recorded: Sequence[int], lines: Lines) -> None:
         self._unit, self._lines = unit, lines
         self._lock = threading.Lock()
         # While a slot's gradients are packed, with those that it holds: on the CPU passes of several threads deliver.

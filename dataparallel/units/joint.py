@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,36 +28,17 @@ from dataparallel.comm import settings
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.units.lines import Lines, wait_for
 from dataparallel.units.no_room import named_if_no_room
-from dataparallel.units.owned import LastCopies, OwnedShards, Source
+from dataparallel.units.owned import OwnedShards, Source
 from dataparallel.units.room import Room
 
-__all__ = ["Arrived", "JointGathers", "OfUnit"]
+if TYPE_CHECKING:
+    from dataparallel.units.unit import Unit
+
+__all__ = ["Arrived", "JointGathers"]
 
 _COLLECTED = 2**22
 """Bytes of a unit's parameters up to which one slot collects them. That takes three times the time for the bytes, and
 about half of the launches."""
-
-
-class OfUnit(Protocol):
-    """What joint gathers have to know of their unit."""
-
-    name: str
-    owned: list[OwnedShards]
-    copies: LastCopies
-
-    @property
-    def full_bytes(self) -> int:
-        """The size of the full parameters."""
-
-    @property
-    def sharded_over(self) -> tuple[int, int]:
-        """Over how many machines, and which of them this is."""
-
-    def dtype_on_slots(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which slots compute."""
-
-    def versions(self) -> list[int]:
-        """They grow with every change in place."""
 
 
 @dataclass
@@ -87,7 +68,7 @@ class JointGathers:
         number: of the unit in its tree, which sets it: units are collected on distinct slots.
     """
 
-    def __init__(self, unit: OfUnit, lines: Lines) -> None:
+    def __init__(self, unit: Unit, lines: Lines) -> None:
         self._unit, self._lines = unit, lines
         slots = lines.slots
         # Over machines slots wait for gathers when they need them, so nothing is launched for others.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,63 +26,17 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
-from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams, streams_set
 from dataparallel.units.full_buffer import FullBuffer
-from dataparallel.units.joint import JointGathers
 from dataparallel.units.lines import Lines, wait_for
 from dataparallel.units.no_room import no_room_for
-from dataparallel.units.owned import OwnedShards, Source
-from dataparallel.units.pieces import Pieces
-from dataparallel.units.precision import Precision
+from dataparallel.units.owned import Source
 
-__all__ = ["OfUnit", "Registers", "UnitOnSlot"]
+if TYPE_CHECKING:
+    from dataparallel.units.calls import ModuleOnSlot
+    from dataparallel.units.unit import Unit
 
-
-class OfUnit(Protocol):
-    """What a slot has to know of its unit."""
-
-    name: str
-    precision: Precision
-    parameters: list[ShardedTensor]
-    indices: list[list[int]]
-    owned: list[OwnedShards]
-    pieces: Pieces
-    joint: JointGathers
-    recorded: list[int]
-    number_of_modules: int
-    reshard_after_forward: bool | int
-    reshard_after_backward: bool
-    is_reshard_automatic: bool
-
-    @property
-    def full_bytes(self) -> int:
-        """The size of the full parameters."""
-
-    def dtype_on_slots(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which slots compute."""
-
-    def versions(self) -> list[int]:
-        """They grow with every change in place."""
-
-    def sources(self) -> list[Source]:
-        """What slots pull from."""
-
-    def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[Source] | None:
-        """What the slot pulls from next, on its way from other machines; ``None`` if nothing is."""
-
-    def has_group(self, slot: int, size: int) -> bool:
-        """False if the slot has to keep all of the parameters, because its group is not complete in this call."""
-
-    def refuse_overwritten(self, slot: int) -> None:
-        """Raises if other code has written to the full parameters on the slot."""
-
-
-class Registers(Protocol):
-    """The places in one replica where the unit's parameters are registered."""
-
-    def register(self, parameters: Sequence[Tensor]) -> None:
-        """Registers these, in the order of the unit's."""
+__all__ = ["UnitOnSlot"]
 
 
 class UnitOnSlot:
@@ -98,7 +52,7 @@ class UnitOnSlot:
         is_full: true while the parameters have their values.
     """
 
-    def __init__(self, unit: OfUnit, slot: int, device: torch.device, lines: Lines) -> None:
+    def __init__(self, unit: Unit, slot: int, device: torch.device, lines: Lines) -> None:
         self.unit, self.slot, self.device = unit, slot, device
         self._lines = lines
         self._lock = threading.RLock()
@@ -119,7 +73,7 @@ class UnitOnSlot:
         self._full_versions: list[int] = []  # of the full parameters; our own writes do not move them
         self._overwritten: int | None = None
         # Weakly: parameters may stay full in any number of forwards, and a replica's object lives as long as it.
-        self._shown_in: weakref.WeakSet[Registers] = weakref.WeakSet()
+        self._shown_in: weakref.WeakSet[ModuleOnSlot] = weakref.WeakSet()
         self._users = 0  # calls of the unit's modules that run
         self._open: set[object] = set()  # calls whose backward has begun and not ended
         self._has_all_gradients = False
@@ -252,14 +206,14 @@ class UnitOnSlot:
         if not self._full_versions:
             self._full_versions = self._versions_of_full()
 
-    def use(self, ready: Mapping[torch.device, Event], registers: Registers) -> None:
+    def use(self, ready: Mapping[torch.device, Event], registers: ModuleOnSlot) -> None:
         """Makes the parameters full, and keeps them so until `end_use`."""
         with self._lock:
             self.make_full(ready)
             self.show_in(registers)
             self._users += 1
 
-    def show_in(self, registers: Registers) -> None:
+    def show_in(self, registers: ModuleOnSlot) -> None:
         """Registers the full parameters in a replica, until they are freed. They are full now."""
         with self._lock:
             self._shown_in.add(registers)

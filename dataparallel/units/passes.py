@@ -20,6 +20,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,8 +29,11 @@ from dataparallel.autograd.end_of_pass import at_end_of_pass
 from dataparallel.devices import CPU
 from dataparallel.profiling import stage
 from dataparallel.streams.current import streams_set
-from dataparallel.units.deliveries import OverMachines, SumsOfPass
+from dataparallel.units.deliveries import SumsOfPass
 from dataparallel.units.unit import Unit
+
+if TYPE_CHECKING:
+    from dataparallel.units.sums_over_machines import SumsOverMachines
 
 __all__ = ["BackwardPass"]
 
@@ -68,7 +72,7 @@ class BackwardPass:
         before_last_sums: Callable[[Mapping[torch.device, torch.Stream]], None],
         when_ended: Callable[[BackwardPass, bool], None],
         when_returned: Callable[[], None] = lambda: None,
-        over_machines: OverMachines | None = None,
+        over_machines: SumsOverMachines | None = None,
     ) -> None:
         self._units, self._before_last_sums, self._when_ended = units, before_last_sums, when_ended
         self._when_returned, self._has_returned = when_returned, False

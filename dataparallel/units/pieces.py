@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,11 @@ from dataparallel.sharded.placements import Shard, rows_of_parts
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event
 from dataparallel.units.layout import Layout
-from dataparallel.units.owned import OwnedShards
 
-__all__ = ["OfUnit", "Piece", "Pieces"]
+if TYPE_CHECKING:
+    from dataparallel.units.unit import Unit
 
-
-class OfUnit(Protocol):
-    """What pieces have to know of their unit."""
-
-    parameters: list[ShardedTensor]
-    indices: list[list[int]]
-    owned: list[OwnedShards]
-    cuts: list[Shard]
-
-    def versions(self) -> list[int]:
-        """They grow with every change in place."""
+__all__ = ["Piece", "Pieces"]
 
 
 @dataclass
@@ -72,7 +62,7 @@ class Pieces:
         when_dropped: called when the first slot's group has lost a piece.
     """
 
-    def __init__(self, unit: OfUnit, slots: int, when_dropped: Callable[[], None]) -> None:
+    def __init__(self, unit: Unit, slots: int, when_dropped: Callable[[], None]) -> None:
         self._unit, self._when_dropped = unit, when_dropped
         self._kept: list[Piece | None] = [None] * slots
         self._lock = threading.Lock()

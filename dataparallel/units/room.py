@@ -15,36 +15,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dataparallel.compiled.gate import gate
 from dataparallel.parallel_apply import is_serial
 from dataparallel.threads.meetings import Place, Turns, here
 from dataparallel.threads.slot_times import waiting
 
-__all__ = ["Gather", "Room"]
+if TYPE_CHECKING:
+    from dataparallel.units.joint import JointGathers
+
+__all__ = ["Room"]
 
 _MAY_HAVE_ARRIVED = 2**20
 """Bytes of small units that may be on a slot at a time before it has asked for them."""
 
 _PATIENCE = 0.25
 """Seconds."""
-
-
-class Gather(Protocol):
-    """A gather that has arrived at slots.
-
-    Attributes:
-        number: of its unit in the tree, which is most often the order of forward.
-    """
-
-    number: int
-
-    def drop(self, slot: int) -> None:
-        """The slot does not take it any more."""
-
-    def waits_for(self, slot: int) -> bool:
-        """True if the slot has not taken it."""
 
 
 class Room:
@@ -57,7 +44,7 @@ class Room:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._used = 0
-        self._arrived: list[Gather] = []  # in the order in which they were launched
+        self._arrived: list[JointGathers] = []  # in the order in which they were launched
         self._aside: dict[int, Turns] = {}  # slots that wait without a permit
         self._movements = 0
         self._has_given_up = self.was_taken = False
@@ -70,7 +57,7 @@ class Room:
         """True if a unit of this size waits alone."""
         return number_of_bytes > _MAY_HAVE_ARRIVED
 
-    def take(self, gather: Gather, number_of_bytes: int) -> bool:
+    def take(self, gather: JointGathers, number_of_bytes: int) -> bool:
         """Returns false if there is no room for them."""
         with self._lock:
             if self._used and self._used + number_of_bytes > _MAY_HAVE_ARRIVED:
@@ -80,7 +67,7 @@ class Room:
             self.was_taken = True
             return True
 
-    def give_back(self, gather: Gather, number_of_bytes: int) -> None:
+    def give_back(self, gather: JointGathers, number_of_bytes: int) -> None:
         """All slots have taken the parameters, or they are dropped. Slots that wait for room look again."""
         with self._lock:
             self._used -= number_of_bytes
@@ -101,7 +88,7 @@ class Room:
             self._movements += 1
         self.look_again()
 
-    def took(self, slot: int, gather: Gather) -> None:
+    def took(self, slot: int, gather: JointGathers) -> None:
         """The slot has passed by what was launched before this."""
         with self._lock:
             passed = self._arrived[: self._arrived.index(gather)] if gather in self._arrived else []
@@ -111,11 +98,11 @@ class Room:
         """The forward of the slot has ended: it takes nothing any more."""
         self._drop(slot, [*self._arrived])
 
-    def _drop(self, slot: int, passed: list[Gather]) -> None:
+    def _drop(self, slot: int, passed: list[JointGathers]) -> None:
         for gather in passed:
             gather.drop(slot)
 
-    def wait(self, needed: Gather, has_come: Callable[[], bool]) -> bool:
+    def wait(self, needed: JointGathers, has_come: Callable[[], bool]) -> bool:
         """Waits until ``has_come()``, which looks if there is room. Returns false if the slot waits no more.
 
         Only the thread of a replica's forward waits: others might be those that have to take what is there.
@@ -127,7 +114,7 @@ class Room:
             return False
         return gate.run_aside(self._wait, place, place.meeting.turns, needed, has_come)
 
-    def _wait(self, place: Place, turns: Turns, needed: Gather, has_come: Callable[[], bool]) -> bool:
+    def _wait(self, place: Place, turns: Turns, needed: JointGathers, has_come: Callable[[], bool]) -> bool:
         while not self._has_given_up:
             before = self._movements
             self._drop(place.index, [gather for gather in [*self._arrived] if gather.number < needed.number])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,10 +20,13 @@ from torch import Tensor
 from dataparallel import _torch, comm
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams, streams_set
-from dataparallel.units.deliveries import Delivery, Group, OfUnit, SumsOfPass, added_in
+from dataparallel.units.deliveries import Delivery, Group, SumsOfPass, added_in
 from dataparallel.units.lines import Lines, wait_for
 from dataparallel.units.no_room import named_if_no_room
 from dataparallel.units.summed import Summed
+
+if TYPE_CHECKING:
+    from dataparallel.units.unit import Unit
 
 __all__ = ["UnitSums"]
 
@@ -40,7 +44,7 @@ class UnitSums:
         is_torn: `add_up` has failed when some owners had added their part to gradients that were there already.
     """
 
-    def __init__(self, unit: OfUnit, groups: Sequence[Group], order: Mapping[int, int], lines: Lines) -> None:
+    def __init__(self, unit: Unit, groups: Sequence[Group], order: Mapping[int, int], lines: Lines) -> None:
         self._unit, self._groups, self._order, self._lines = unit, groups, order, lines
         self.is_torn = False
 

@@ -18,36 +18,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dataparallel.streams.current import Event, streams_set
-from dataparallel.units.deliveries import Group, OfUnit, added_in
+from dataparallel.units.deliveries import added_in
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.partial_sums import PartialSums
 from dataparallel.units.rounds_over_machines import RoundsOverMachines
 from dataparallel.units.summed import Summed
 
+if TYPE_CHECKING:
+    from dataparallel.units.gradients import UnitGradients
+    from dataparallel.units.unit import Unit
+
 __all__ = ["SumsOverMachines"]
-
-
-class OfGradients(Protocol):
-    """What is added up of one unit: ``units.gradients``."""
-
-    groups: list[Group]
-    recorded: list[int]
-    partial: PartialSums | None
-
-    def set_sums(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool], summed: Summed) -> None:
-        """Adds the parts of all owners to ``.grad``, or makes them that."""
-
-
-class OfUnitInTree(OfUnit, Protocol):
-    """A unit with its gradients."""
-
-    gradients: Any
 
 
 @dataclass
@@ -62,7 +49,7 @@ class _OfUnit:
     """
 
     number: int
-    unit: OfUnitInTree
+    unit: Unit
     staged: list[list[Any]]
     rest: list[list[Tensor]]
     present: list[bool]
@@ -71,8 +58,8 @@ class _OfUnit:
     results: list[list[Any]] = field(default_factory=list)
 
     @property
-    def gradients(self) -> OfGradients:
-        found: OfGradients = self.unit.gradients
+    def gradients(self) -> UnitGradients:
+        found: UnitGradients = self.unit.gradients
         return found
 
     @property
@@ -96,7 +83,7 @@ class SumsOverMachines:
     def __init__(
         self,
         machines: MachinesOfTree,
-        units: Sequence[OfUnitInTree],
+        units: Sequence[Unit],
         devices: Sequence[torch.device],
         order: Sequence[int],
         computing: Mapping[torch.device, torch.Stream],
@@ -124,7 +111,7 @@ class SumsOverMachines:
 
     # ---- what slots bring --------------------------------------------------------------------------------------------
 
-    def take(self, unit: OfUnit, at: int, owner: int, total: Tensor) -> None:
+    def take(self, unit: Unit, at: int, owner: int, total: Tensor) -> None:
         """An owner has added up its part for dtype number ``at``, on the current streams. `came` follows for the unit.
 
         ``total``: for each machine of the shard group its part, one after the other. It is not the caller's any more.
@@ -140,7 +127,7 @@ class SumsOverMachines:
         self._add_partial(of, at, owner, total)
         of.staged[at].append(self._rounds.staged(total.to(self._wire(of, at)), of.is_for_all))
 
-    def came(self, unit: OfUnit, present: Sequence[bool]) -> None:
+    def came(self, unit: Unit, present: Sequence[bool]) -> None:
         """All owners have brought their parts of a unit. Those units are sent that come next in the order."""
         of = self._of[id(unit)]
         of.present = [a or b for a, b in zip(of.present, present, strict=True)]
@@ -301,7 +288,7 @@ class SumsOverMachines:
         return self._machines.replicate is not None and not of.is_for_all
 
 
-def _nothing(unit: OfUnitInTree) -> list[list[Any]]:
+def _nothing(unit: Unit) -> list[list[Any]]:
     return [[] for _ in unit.gradients.groups]
 
 

@@ -86,7 +86,7 @@ def test_a_hook_may_say_that_there_is_no_gradient(name: str, slots: list, root: 
     check(sources, expected(sources, slots, lambda slot, i: slot > 0 and name == "ToSlots"))
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_what_a_hook_drops_is_not_used_again_before_the_root_has_waited(slots: list, root: torch.device) -> None:
     """Sums are written on side streams, but their memory belongs to the caller's stream."""
     devices = [torch.device(slot) for slot in slots]

@@ -163,7 +163,7 @@ def test_a_model_of_jagged_batches_trains_as_on_one_device(form: str, slots: lis
         torch.testing.assert_close(grad, wanted.grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_slots_of_one_device_have_streams_of_their_own(root: torch.device) -> None:
     """The clocks find memory of another stream that is used or freed without order."""
     model = DataParallel(Encoder().double().to(root), [root] * 3)

@@ -142,7 +142,7 @@ def test_a_model_of_sparse_rows_trains_as_on_one_device(layout: str, form: str, 
 
 
 @every_layout
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_slots_of_one_device_have_streams_of_their_own(layout: str, root: torch.device) -> None:
     """The clocks find memory of another stream that is used or freed without order."""
     model = DataParallel(Embedder().double().to(root), [root] * 3)

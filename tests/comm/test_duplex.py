@@ -10,13 +10,14 @@ from ports import Ports
 from tensor_kinds import devices_of, of_many_magnitudes
 from torch import Tensor
 
+from clocked import check_clocks
 from dataparallel.comm import duplex
 from dataparallel.comm.duplex import piece_streams, piece_streams_kept
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.streams.current import streams_set
 from orders import race
 
-pytestmark = [pytest.mark.devices("sim"), pytest.mark.not_isolated("distinct devices")]
+pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.not_isolated("distinct devices")]
 
 SIZE = 128 * 240  # divisible into 2 to 6 and 8 pieces
 
@@ -192,7 +193,7 @@ def test_no_receive_waits_for_the_send_before_and_no_send_for_the_receive_after(
     def read(part: Tensor, event: torch.Event) -> None:
         reader = torch.Stream(part.device)
         reader.wait_event(event)
-        with torch.sim.stream(reader):
+        with reader:
             part + 1
 
     read(middle[half:], received[1])
@@ -202,7 +203,7 @@ def test_no_receive_waits_for_the_send_before_and_no_send_for_the_receive_after(
     with race():
         read(middle[half:], sent[0])  # nor the second half in the middle when the first is at the end
     for device in everyone:
-        torch.sim.synchronize(device)  # the readers' memory is freed only now
+        torch.accelerator.synchronize(device)  # the readers' memory is freed only now
 
 
 @pytest.mark.slots(3)
@@ -223,10 +224,10 @@ def test_with_three_streams_a_piece_may_arrive_before_the_last_but_one_has_left(
         TorchCopies("chain", 3).broadcast_flat(source, [middle, end])
     reader = torch.Stream(everyone[2])
     reader.wait_event(arrived[2])
-    with torch.sim.stream(reader), race() if number == 3 else nullcontext():
+    with reader, race() if number == 3 else nullcontext():
         end[: SIZE // 3] + 1
     for device in everyone:
-        torch.sim.synchronize(device)
+        torch.accelerator.synchronize(device)
 
 
 @pytest.mark.slots(3, 8)
@@ -241,7 +242,7 @@ def test_the_callers_streams_wait_for_everything(work, route: str, everyone: lis
             tensor.add_(1)
         assert {device: torch.accelerator.current_stream(device) for device in everyone} == before
     del result
-    torch.sim.check_clocks()
+    check_clocks()
 
 
 @pytest.mark.slots(3)
@@ -258,10 +259,10 @@ def test_on_the_callers_own_streams(route: str, everyone: list) -> None:
         TorchCopies(route, 3).broadcast_flat(total, buffers)
         found = [total.cpu(), *(buffer.cpu() for buffer in buffers)]
         del flats, total, buffers
-        torch.sim.check_clocks()
+        check_clocks()
     finally:
         for device in everyone:
-            torch.accelerator.set_stream(torch.sim.default_stream(device))
+            torch.accelerator.set_stream(torch.get_device_module(device).default_stream(device))
     assert all(torch.equal(each, reduce(operator.add, terms)) for each in found)
 
 
@@ -286,7 +287,8 @@ def test_after_an_error_streams_and_device_are_as_before(everyone: list) -> None
 
 @pytest.mark.slots(2)
 def test_one_accelerator_has_nothing_to_overlap(everyone: list) -> None:
+    before = torch.accelerator.current_stream(everyone[0])
     with piece_streams([everyone[0], everyone[0], torch.device("cpu")]) as streams:
         streams.use(everyone[0], 0)
         streams.use(torch.device("cpu"), 1)
-        assert torch.accelerator.current_stream(everyone[0]) == torch.sim.default_stream(everyone[0])
+        assert torch.accelerator.current_stream(everyone[0]) == before

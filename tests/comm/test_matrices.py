@@ -7,6 +7,7 @@ import torch
 from ports import Ports
 from torch import Tensor
 
+from clocked import counted
 from dataparallel import comm
 from dataparallel.comm import matrices
 from dataparallel.comm.matrices import _in_phases
@@ -77,7 +78,7 @@ class TestReduceScatter:
         assert torch.equal(torch.stack(out).cpu(), sum_of(found, torch.float32))
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.not_isolated("distinct devices")
 class TestOnDevices:
     @pytest.mark.slots(3, 4, 8, long=[5, 6, 7])
@@ -94,10 +95,10 @@ class TestOnDevices:
     def test_launches_of_a_device_are_few(self, slots: list):
         rows = [torch.ones(5, device=slot) for slot in slots]
         found = [torch.empty(8, 5, device=slot) for slot in slots]
-        with torch.sim.counted() as counts:
+        with counted() as counts:
             comm.all_gather(found, rows)
         assert sum(counts.launches) <= 8 * (1 + 3 + 1)  # its own row, three rounds, and one that ends at the last row
-        with torch.sim.counted() as counts:
+        with counted() as counts:
             comm.reduce_scatter(found, [torch.empty(5, device=slot) for slot in slots])
         assert sum(counts.launches) <= 3 * 8
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clocked import check_clocks
 from dataparallel import DataParallel, comm
 from dataparallel.comm.settings import ROUTE_VARIABLE, ROUTES, TRANSPORT_VARIABLE
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard, replicate
 from dataparallel.streams.current import Event, streams_set
 
-pytestmark = pytest.mark.devices("sim")
+pytestmark = pytest.mark.devices("sim", "stand-in")
 
 WAYS = [*(("copy", route) for route in ROUTES), ("host", "")]
 """Transports that run on simulated devices, and the routes of those that have several."""
@@ -63,7 +64,7 @@ def test_a_copy_comes_after_what_the_receiving_streams_wait_for(
 
 
 @pytest.mark.not_isolated("distinct devices")
-@pytest.mark.parametrize("operation", ["copies", "gather"])
+@pytest.mark.parametrize("operation", ["copies", "gather", "scatter"])
 def test_what_the_sending_stream_is_given_next_comes_after_a_copy(
     operation: str, way: None, slots: list, root: torch.device
 ) -> None:
@@ -128,4 +129,4 @@ def test_steps_of_every_form(form: str, way: None, slots: list, root: torch.devi
             model(torch.randn(2 * len(slots), 24, device=root)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        torch.sim.check_clocks()
+        check_clocks()

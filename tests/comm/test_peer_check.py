@@ -225,7 +225,7 @@ def test_current_devices_and_streams_stay(pair: tuple) -> None:
     assert now() == before
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_nobodys_work_is_waited_for(pair: tuple) -> None:
     """What was launched on the current streams is no more known to be over than before."""
     made = [torch.ones(4, device=device) for device in pair]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tensor_kinds import devices_of, of_many_magnitudes
 from torch import Tensor
 
+from clocked import counted
 from dataparallel.comm.routes import TorchCopies, hops
 from dataparallel.comm.settings import ROUTES
 
@@ -163,11 +164,11 @@ MARGIN = 8 * 128 * 4  # pieces begin at multiples of 128 elements, so they diffe
 
 
 @pytest.mark.not_isolated("distinct devices")
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("route", ROUTES)
 def test_traffic_of_a_broadcast(route: str, slots: list, bucket: list[list[Tensor]]) -> None:
-    with torch.sim.counted() as counts:
+    with counted() as counts:
         TorchCopies(route, 3).broadcast_coalesced(bucket[0], slots, 2**30, own=False)
     assert sum(counts.launches) == 1 + {"star": 7, "tree": 7, "chain": 3 * 7, "shards": 7 + 7 * 7}[route]
     most = max(counts.sent(slot.index) for slot in slots)
@@ -176,11 +177,11 @@ def test_traffic_of_a_broadcast(route: str, slots: list, bucket: list[list[Tenso
 
 
 @pytest.mark.not_isolated("distinct devices")
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("route", ["star", "chain", "shards"])
 def test_traffic_of_a_sum(route: str, slots: list, bucket: list[list[Tensor]]) -> None:
-    with torch.sim.counted() as counts:
+    with counted() as counts:
         TorchCopies(route, 3).reduce_add_coalesced(bucket, slots[0], 2**30)
     assert sum(counts.launches) == 8 + {"star": 7 + 7, "chain": 3 * (8 + 7), "shards": 7 * 8 + 7 + 7 * 8}[route]
     most = max(counts.received(slot.index) for slot in slots)
@@ -188,7 +189,7 @@ def test_traffic_of_a_sum(route: str, slots: list, bucket: list[list[Tensor]]) -
 
 
 @pytest.mark.not_isolated("distinct devices")
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("route", ["chain", "shards"])
@@ -198,11 +199,11 @@ def test_memory_of_a_sum(route: str, dtype: torch.dtype, slots: list) -> None:
         pytest.skip("slots share devices")
     size = 2**16
     flats = [torch.ones(size, dtype=dtype, device=slot) for slot in slots]
-    before = [torch.sim.memory_allocated(slot) for slot in slots]
+    before = [torch.accelerator.memory_allocated(slot) for slot in slots]
     for slot in slots:
-        torch.sim.reset_peak_memory_stats(slot)
+        torch.accelerator.reset_peak_memory_stats(slot)
     total = TorchCopies(route).add_up(flats, torch.device(slots[0]))
     assert total.data_ptr() == flats[0].data_ptr(), "the sum needs memory of its own"
     for slot, held in zip(slots, before, strict=True):
-        assert torch.sim.max_memory_allocated(slot) - held <= 4 * size
-        assert torch.sim.memory_allocated(slot) == held
+        assert torch.accelerator.max_memory_allocated(slot) - held <= 4 * size
+        assert torch.accelerator.memory_allocated(slot) == held

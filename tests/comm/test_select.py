@@ -65,14 +65,14 @@ def test_the_context_counts_before_the_environment(slots: list, monkeypatch: pyt
 
 
 @pytest.mark.not_isolated("distinct devices")
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(3)
 def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
     def garbage(source: Tensor, target: Tensor) -> None:
         target.fill_(0)
 
     peer_check.forget()
-    monkeypatch.setattr(torch.sim, "copies_cannot_fail", False)
+    monkeypatch.setattr(torch.get_device_module(slots[0]), "copies_cannot_fail", False, raising=False)
     monkeypatch.setattr(peer_check, "_copy", garbage)
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -91,7 +91,7 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
         peer_check.forget()
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(3)
 @pytest.mark.parametrize("by", ["context", "environment"])
 def test_a_whole_step_takes_the_route_of_its_forward(by: str, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_the_sums_that_are_compared_are_launches_of_the_kernels(monkeypatch: pyt
     assert launched == [(SUM_KERNELS[torch.bfloat16], rows, [5], torch.device("cpu"), [torch.device("cpu")] * 3)]
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_route_gives_the_same_gradients(dtype: torch.dtype, slots: list) -> None:

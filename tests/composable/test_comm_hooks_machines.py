@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.futures import Future
 
+from dataparallel.composable import hooked_machine_sums
 from dataparallel.composable.comm_hooks import GradBucket
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
 from machine_ranks import on_machines, on_mortal_machines
@@ -45,11 +48,26 @@ def on_one_device(number: int, ranks: int = 2) -> list[torch.Tensor | None]:
 
 
 def averaged(rank: int, devices: list[torch.device]) -> None:
-    """In steps in which both ranks, one rank and none take the branch, and nobody uses a layer."""
+    """In steps in which both ranks, one rank and none take the branch, and nobody uses a layer.
+
+    A hook finds what it sends in host memory. What the host has waited for, any stream may read.
+    """
+    sums, number_of_calls = [], itertools.count()
+    stage = hooked_machine_sums.stage
+    hooked_machine_sums.stage = lambda machines, flat: sums.append(flat) or stage(machines, flat)
+
+    def hook(state: Any, bucket: GradBucket) -> Future:
+        flat = sums[next(number_of_calls)]
+        with nullcontext() if flat.device.type == "cpu" else torch.Stream(flat.device):
+            flat * 1
+        return allreduce_hook(state, bucket)
+
     model = over_machines(build(devices[0]), devices)
-    model.register_comm_hook(None, allreduce_hook)
+    model.register_comm_hook(None, hook)
     for number in range(4):
         assert_close(step(model, rank, number, devices[0]), on_one_device(number))
+    if devices[0].type != "cpu":
+        torch.accelerator.synchronize(devices[0])
 
 
 @pytest.mark.on_streams

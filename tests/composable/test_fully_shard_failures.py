@@ -270,7 +270,7 @@ def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots
     training.compare()
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "cuda")
 @pytest.mark.not_isolated("each slot has a thread of its own in backward")
 @pytest.mark.slots(2)
 @pytest.mark.parametrize("what", ["a step", "a backward"])

@@ -1,19 +1,19 @@
 """The launches and waits of a step grow with the number of slots, not with its square."""
 
 from collections import Counter
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import clocked
 from dataparallel import _torch, comm
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.streams.current import Event
 
-pytestmark = [pytest.mark.devices("sim"), pytest.mark.usefixtures("one_intra_op_thread")]
+pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("one_intra_op_thread")]
 
 UNITS = 3
 
@@ -47,8 +47,7 @@ def step_of(
     found: list[tuple[int, int]] = []
     for _ in range(3):  # a slot that is held up has the others pull a unit by themselves
         waits = 0
-        counts: AbstractContextManager[Any] = torch.sim.counted()
-        with monkeypatch.context() as patch, counts as launched:
+        with monkeypatch.context() as patch, clocked.counted() as launched:
             patch.setattr(Event, "make_wait", counted)
             step()
         found.append((sum(launched.launches), waits))

@@ -251,6 +251,22 @@ def test_backward_on_other_streams_than_the_forward(way):
     run(backward_on_other_streams, way)
 
 
+def arrives_on_the_host(rank: int, devices: list[Any], way: str) -> None:
+    """What the host has waited for, any stream may read."""
+    net, x = made(devices, way, offload_policy=CPUOffloadPolicy()), batch(rank, 0, devices[0]).requires_grad_()
+    net(x).square().sum().backward()
+    with torch.Stream(devices[0]):
+        x.grad * 1
+    torch.accelerator.synchronize(devices[0])
+
+
+@pytest.mark.devices("sim")
+@pytest.mark.on_streams
+@EACH_SPREAD
+def test_the_host_has_waited_for_gradients_in_its_memory(way):
+    run(arrives_on_the_host, way)
+
+
 def by_hand(rank: int, devices: list[Any], way: str) -> None:
     net, one = made(devices, way), made(devices)
     net.unshard()

@@ -162,8 +162,7 @@ def trains_as_on_one_device(part: Part, slots: list[Any], loop: str, policy: str
     ours = train(several, batches_of(model, slots), **options)
     assert_all_sharded(several)
     assert_same(ours, train(one, batches_of(model, slots), **options), atol=1e-2 if policy == "cast" else 1e-9)
-    if root.type == "sim":
-        settle()
+    settle()
 
 
 loops = st.sampled_from(

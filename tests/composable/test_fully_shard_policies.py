@@ -1,5 +1,6 @@
 """What ``offload_policy`` and ``mp_policy`` promise: what lies where in which dtype, and how often it travels."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from loops import wait_for_the_engine
 from torch import Tensor, nn
 
+from clocked import timeline
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.streams.current import Event
@@ -58,10 +60,10 @@ def shards(model: Any) -> list[Tensor]:
 
 
 class Launches:
-    """What is launched inside the block, on simulated devices."""
+    """What is launched inside the block."""
 
     def __enter__(self) -> "Launches":
-        self._block = torch.sim.timeline()
+        self._block = timeline()
         self._timeline = self._block.__enter__()
         return self
 
@@ -117,7 +119,7 @@ class TestOffload:
         grads = [shard for p in model.parameters() for shard in p.grad.shards if shard.numel()]
         assert {shard.is_pinned() for shard in grads} == {pin}
 
-    @pytest.mark.devices("sim")
+    @pytest.mark.devices("sim", "cuda")
     def test_the_host_waits_for_uploads_before_it_writes_to_shards(self, slots, monkeypatch):
         """Not in forward, and not for reads of values in the parameters' metadata."""
         waited = []
@@ -132,7 +134,9 @@ class TestOffload:
 
         optimizer = adamw(parameters)
         mean_square_loss(model(rows(slots))).backward()
-        for touch in (lambda: write(parameters[0]), lambda: parameters[0].shards, optimizer.step):
+        saved = fully_shard.full_state_dict(model)
+        load = partial(fully_shard.load_full_state_dict, model, saved)
+        for touch in (lambda: write(parameters[0]), lambda: parameters[0].shards, optimizer.step, load):
             waited.clear()
             model(rows(slots))
             assert [parameter.shape for parameter in parameters]
@@ -219,7 +223,7 @@ class TestOffload:
             assert_equal(whole(found), whole(expected), "outputs", atol=1e-9)
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.not_isolated("copies are between devices")
 class TestCopiesOfOffloadedShards:
     @pytest.mark.slots(4)

@@ -100,7 +100,7 @@ class TestWhatIsManaged:
         assert not fully_shard.state(net.first).manages(former)
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "cuda")
 @pytest.mark.parametrize("when", ["before the first call", "later"])
 def test_shards_of_an_offloaded_unit_have_to_be_in_host_memory(when, net, x, slots):
     offloaded = sharded(on_device(build, slots[0]), slots, offload_policy=CPUOffloadPolicy())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from backends_events import BackendsEvent
+from clocked import timeline
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
@@ -66,7 +67,7 @@ def backward(model: Any, slots: list, seed: int = 0) -> None:
     mean_square_loss(model(tokens(slots, seed))).backward()
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.not_isolated("each slot has a device of its own")
 class TestPostOptimEvent:
     """The optimizer steps on streams of its own. The computing streams do not wait for these."""
@@ -116,7 +117,7 @@ class TestPostOptimEvent:
         with pytest.raises(RuntimeError, match="race"):
             model(tokens(slots))
         for device in slots:
-            torch.sim.synchronize(device)
+            torch.accelerator.synchronize(device)
 
     def test_they_wait_for_nothing_else(self, slots):
         """Work that the computing streams were given before the call does not hold up gathers, but for the event."""
@@ -136,10 +137,10 @@ class TestPostOptimEvent:
     def first_gather_waits(self, model: Any, slots: list) -> bool:
         """True if the first copy from the last device to the first waits for what it was given before the call."""
         x = tokens(slots)
-        with torch.sim.timeline() as timeline, torch.no_grad():
+        with timeline() as recorded, torch.no_grad():
             torch.ones(3, device=slots[-1])
             model(x)
-        launches = timeline.recording.launches
+        launches = recorded.recording.launches
         before = next(launch for launch in launches if launch.op != "aten::empty")
         out = slots[-1].index, slots[0].index
         gather = next(launch for launch in launches if launch.copy == out)
@@ -162,7 +163,7 @@ class TestPostOptimEvent:
         model.set_post_optim_event(self.streams[0].record_event())
         model(tokens(slots))
         for device in slots:
-            torch.sim.synchronize(device)
+            torch.accelerator.synchronize(device)
 
     def test_shards_with_new_memory_are_packed_after_it(self, slots):
         """Other code has given a parameter new memory, while the optimizer's step on others may still run."""
@@ -175,7 +176,7 @@ class TestPostOptimEvent:
         model.set_post_optim_event(events)
         model(tokens(slots))
         for device in slots:
-            torch.sim.synchronize(device)
+            torch.accelerator.synchronize(device)
 
 
 class TestIsLastBackward:
@@ -215,7 +216,7 @@ class TestIsLastBackward:
             model(tokens(slots))
         assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
 
-    @pytest.mark.devices("sim")
+    @pytest.mark.devices("sim", "stand-in")
     @pytest.mark.not_isolated("each slot has a device of its own")
     def test_a_backward_that_is_not_the_last_leaves_sums_on_their_way(self, slots):
         """The clocks see that the current streams have not waited for the sums of the first unit."""
@@ -228,7 +229,7 @@ class TestIsLastBackward:
         backward(model, slots)
         gradients(model)
 
-    @pytest.mark.devices("sim")
+    @pytest.mark.devices("sim", "stand-in")
     def test_the_host_does_not_wait(self, slots):
         """Gradients arrive on the host later, with the last backward or the next forward."""
         model = make(slots, offload_policy=CPUOffloadPolicy())

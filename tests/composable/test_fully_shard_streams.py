@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from clocked import check_clocks
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.streams.current import Event, streams_joined
 from dataparallel.units import passes
@@ -14,7 +15,7 @@ from dataparallel.units.full_buffer import FullBuffer
 from dataparallel.units.tree import ForwardCall
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.parametrize("steps_on_others", [1, 3])
 @pytest.mark.parametrize("samples", [6, 1])
 def test_steps_on_other_streams_than_the_first(slots, root, steps_on_others, samples):
@@ -36,11 +37,11 @@ def test_steps_on_other_streams_than_the_first(slots, root, steps_on_others, sam
         with streams_joined({device: torch.Stream(device) for device in slots}):
             for _ in range(steps_on_others):
                 step()
-            torch.sim.check_clocks()
-    torch.sim.check_clocks()
+            check_clocks()
+    check_clocks()
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.parametrize("frees", [False, True])
 def test_a_step_may_follow_unshard(slots, root, frees):
     """The clocks raise if the optimizer writes to shards that other slots still read."""
@@ -55,10 +56,10 @@ def test_a_step_may_follow_unshard(slots, root, frees):
     else:
         model[0].unshard()
     optimizer.step()
-    torch.sim.check_clocks()
+    check_clocks()
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_gradients_that_wait_on_the_slots_belong_to_the_streams_of_the_step(slots, root):
     """Operators on sharded tensors run on the streams that operators with a graph have used, here other ones."""
     model = fully_shard(nn.Linear(64, 64).to(root), devices=slots)
@@ -71,7 +72,7 @@ def test_gradients_that_wait_on_the_slots_belong_to_the_streams_of_the_step(slot
         model(torch.randn(6, 64, device=root)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        torch.sim.check_clocks()
+        check_clocks()
 
 
 def step_in_hooks(model: nn.Module) -> None:
@@ -99,7 +100,7 @@ def gather_the_first_in_vain(model: nn.Module) -> None:
     model[1].set_modules_to_backward_prefetch([model[0]])
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.parametrize("width", [64, 256])
 def test_a_hook_on_one_gradient_may_write_all_parameters(slots, root, width):
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)]).to(root)
@@ -110,10 +111,10 @@ def test_a_hook_on_one_gradient_may_write_all_parameters(slots, root, width):
     model[1].weight.register_post_accumulate_grad_hook(lambda parameter: halve(model))
     for _ in range(2):
         model(torch.randn(6, width, device=root)).square().mean().backward()
-        torch.sim.check_clocks()
+        check_clocks()
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(2)
 def test_after_a_call_that_failed_parameters_are_written_when_they_have_been_cast(slots, root, monkeypatch):
     """A device has no room for what it would receive: no pull says when the casts have read the shards."""
@@ -127,10 +128,10 @@ def test_after_a_call_that_failed_parameters_are_written_when_they_have_been_cas
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         model(torch.randn(6, 256, device=root))
     halve(model)
-    torch.sim.check_clocks()
+    check_clocks()
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.not_isolated("distinct devices")
 def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots, root, monkeypatch):
     """The next delivery waits for these sums, and links serve copies in the order of their launches."""
@@ -160,7 +161,7 @@ def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots,
     assert any(made)
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 class TestBackwardOnOtherStreamsThanTheForward:
     """When it returns, the streams that were current where it was called are behind all that it has launched."""
 
@@ -191,7 +192,7 @@ class TestBackwardOnOtherStreamsThanTheForward:
                 if not in_hooks:
                     optimizer.step()
                     optimizer.zero_grad()
-            torch.sim.check_clocks()
+            check_clocks()
 
     @pytest.mark.parametrize("in_hooks", [False, True])
     def test_with_passes_before_the_last(self, model, others, in_hooks, root):
@@ -207,7 +208,7 @@ class TestBackwardOnOtherStreamsThanTheForward:
                     if is_last and not in_hooks:
                         optimizer.step()
                         optimizer.zero_grad()
-            torch.sim.check_clocks()
+            check_clocks()
 
     def test_parameters_may_be_written_after_a_pass_that_is_not_the_last(self, model, others, root):
         model.set_is_last_backward(False)
@@ -217,7 +218,7 @@ class TestBackwardOnOtherStreamsThanTheForward:
             with streams_joined(others):
                 loss.backward()
                 halve(model)
-            torch.sim.check_clocks()
+            check_clocks()
 
     def test_sums_that_wait_for_the_next_call(self, model, others, root):
         """The call is on other streams than the forward before it, and than its backward."""
@@ -229,7 +230,7 @@ class TestBackwardOnOtherStreamsThanTheForward:
             model(torch.randn(6, 64, device=root))
             for parameter in model.parameters():
                 parameter.grad.mul_(2)
-            torch.sim.check_clocks()
+            check_clocks()
 
     def test_gradients_of_inputs_alone(self, model, others, root):
         """Parameters are read as long as that lasts, and may be written afterwards."""
@@ -239,4 +240,4 @@ class TestBackwardOnOtherStreamsThanTheForward:
             with streams_joined(others):
                 torch.autograd.grad(loss, x)
                 halve(model)
-            torch.sim.check_clocks()
+            check_clocks()

@@ -20,7 +20,7 @@ def _gradients(devices, batch_size=16, passes=2):
     return [parameter.grad.full_tensor().cpu() for parameter in model.parameters()]
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3, 4, long=[8])
 @pytest.mark.parametrize("batch_size", [16, 2])  # of 2 rows, not all slots get one
 @pytest.mark.parametrize("whole", [0, 2**18], ids=["in pieces", "whole"])

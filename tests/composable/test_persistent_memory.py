@@ -9,6 +9,7 @@ from loops import adamw, assert_same_loop, mean_square, waits
 from persistent import Branched, numbers, settled, tensors_of, with_persistent_replicas
 from torch import Tensor, nn
 
+from clocked import counted
 from dataparallel import comm
 from dataparallel.testing.cases import seeded
 
@@ -231,16 +232,20 @@ def test_copies_that_are_in_several_pieces_are_filled_one_by_one(
     torch.testing.assert_close(wrapped(x), twin(x), rtol=0, atol=1e-9)
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
-def test_a_forward_sends_the_values_in_a_few_launches(slots: list, root: torch.device) -> None:
-    """At most three for each slot and bucket, whatever the number of tensors."""
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_forward_sends_the_values_in_a_few_launches(trained: bool, slots: list, root: torch.device) -> None:
+    """At most three for each slot and bucket, whatever the number of tensors, also where nothing was ever trained."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100))).to(root)
     wrapped = with_persistent_replicas(model, slots)
     tensors_of(wrapped)._first_bytes = tensors_of(wrapped)._cap_bytes = 2**20
     x = torch.ones(len(slots), 2, device=root)
     for _ in range(2):
-        wrapped(x).sum().backward()
-    with torch.sim.counted() as counts:
+        if trained:
+            wrapped(x).sum().backward()
+    with torch.set_grad_enabled(trained):
+        wrapped(x)
+    with torch.set_grad_enabled(trained), counted() as counts:
         wrapped._kept.replicas(model, [torch.device(slot) for slot in slots], 2**20)
     assert sum(counts.launches) <= 3 * len(slots)

@@ -329,12 +329,12 @@ def test_a_thread_writes_to_no_copies_of_another(net: Branched, slots: list, x: 
         return {tensor.data_ptr() for tensor in copies_of(wrapped)[-1] if tensor.numel()}
 
     wrapped = settled(net, slots, x)
-    graph = wrapped(x)  # holds the copies
-    mine = addresses()
+    graph, held, mine = wrapped(x), copies_of(wrapped), addresses()
     with ThreadPoolExecutor(1) as other:
         other.submit(wrapped, x).result()
     assert mine.isdisjoint(addresses())
     loss(graph).backward()
+    del held
     wrapped(x)
     mine = addresses()
     wrapped(x)

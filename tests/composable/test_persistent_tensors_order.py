@@ -70,13 +70,13 @@ def test_sums_are_launched_in_the_order_of_buckets(
         assert len(launched) >= len(order) - 1
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "cuda")
 @pytest.mark.not_isolated("one thread has all slots then")
 @pytest.mark.usefixtures("one_intra_op_thread")
 def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread takes ready buckets in any order. Here all are ready before it takes the second one."""
     layers = 12
-    root, other = torch.device("sim", 0), torch.device("sim", 1)
+    root, other = torch.device(0), torch.device(1)
     left = {root: 2 * layers, other: 2 * layers}
     done = {device: threading.Event() for device in left}
     backward, brought = OnSlot.backward, ToSlots.brought

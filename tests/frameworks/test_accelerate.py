@@ -44,21 +44,23 @@ def train(accelerator, model, batches):
     return model
 
 
-def accelerator_of(**settings):
-    return Accelerator(cpu=True, device_placement=False, **settings)
+@pytest.fixture
+def accelerator_of(root):
+    """A function that makes an accelerator, on the first GPU or on the CPU. It moves nothing."""
+    return lambda **settings: Accelerator(cpu=root.type != "cuda", device_placement=False, **settings)
 
 
 @both_forms
 @pytest.mark.slots(1, 2, 3)
 class TestPrepared:
-    def test_it_trains_as_one_device(self, form, plain, slots, batches):
+    def test_it_trains_as_one_device(self, accelerator_of, form, plain, slots, batches):
         accelerator = accelerator_of()
         trained = train(accelerator, in_form(form, plain, slots), batches)
         train(accelerator, plain, batches)
         found = accelerator.unwrap_model(trained)
         torch.testing.assert_close(found.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
 
-    def test_unwrapped_it_is_the_model(self, form, plain, slots):
+    def test_unwrapped_it_is_the_model(self, accelerator_of, form, plain, slots):
         accelerator = accelerator_of()
         model = in_form(form, plain, slots)
         prepared = accelerator.prepare(model)
@@ -66,7 +68,7 @@ class TestPrepared:
         assert unwrapped is (model.module if form == "DataParallel" else model)
         assert isinstance(unwrapped, type(plain))
 
-    def test_a_saved_state_is_loaded(self, form, plain, slots, batches, tmp_path):
+    def test_a_saved_state_is_loaded(self, accelerator_of, form, plain, slots, batches, tmp_path):
         accelerator = accelerator_of()
         model = train(accelerator, in_form(form, plain, slots), batches)
         expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -80,7 +82,7 @@ class TestPrepared:
 
 @both_forms
 @pytest.mark.slots(1, 2)
-@pytest.mark.devices("cpu")  # a type that accelerate does not know has no autocast of its own there
+@pytest.mark.devices("cpu", "cuda")  # a type that accelerate does not know has no autocast of its own there
 class TestMixedPrecision:
     """`prepare` puts functions of its own around the model's ``forward``; `unwrap_model` takes them off again."""
 
@@ -88,7 +90,7 @@ class TestMixedPrecision:
     def plain(self, root):
         return gpt2().float().to(root)
 
-    def test_it_trains_as_one_device(self, form, plain, slots, batches):
+    def test_it_trains_as_one_device(self, accelerator_of, form, plain, slots, batches):
         accelerator = accelerator_of(mixed_precision="bf16")
         model = train(accelerator, in_form(form, plain, slots), batches)
         seen = []
@@ -100,7 +102,7 @@ class TestMixedPrecision:
         found = accelerator.unwrap_model(model)
         torch.testing.assert_close(found.state_dict(), plain.state_dict(), rtol=0, atol=2e-2)
 
-    def test_unwrapped_it_computes_what_it_did(self, form, plain, slots, batches):
+    def test_unwrapped_it_computes_what_it_did(self, accelerator_of, form, plain, slots, batches):
         expected = plain(input_ids=batches[0]).logits
         model = in_form(form, plain, slots)
         accelerator = accelerator_of(mixed_precision="bf16")
@@ -109,7 +111,7 @@ class TestMixedPrecision:
         unwrapped = extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
         torch.testing.assert_close(unwrapped(input_ids=batches[0]).logits, expected, rtol=1e-5, atol=1e-6)
 
-    def test_unwrapped_a_replicated_model_is_still_split(self, form, plain, slots, batches):
+    def test_unwrapped_a_replicated_model_is_still_split(self, accelerator_of, form, plain, slots, batches):
         model = in_form(form, plain, slots)
         accelerator = accelerator_of(mixed_precision="bf16")
         sizes = []

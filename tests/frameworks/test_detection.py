@@ -5,15 +5,13 @@ import torch
 
 pytest.importorskip("torchvision")
 
+from detectors import CLASSES, SIZES, anchors, backbone, batch, same_sizes
 from either_form import both_forms, in_form
 from torch import nn
 from torchvision.models.detection import RetinaNet, retinanet
-from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import box_iou
 
 from dataparallel import samples
-
-CLASSES = 4
 
 
 class Detector(nn.Module):
@@ -21,30 +19,12 @@ class Detector(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
-        backbone.out_channels = 8
-        anchors = AnchorGenerator(sizes=((8, 16),), aspect_ratios=((0.5, 1.0, 2.0),))
-        sizes = {"min_size": 32, "max_size": 48}
         few = {"score_thresh": 0.0, "topk_candidates": 20, "detections_per_img": 5}
-        self.net = RetinaNet(backbone, CLASSES, anchor_generator=anchors, **sizes, **few)
+        self.net = RetinaNet(backbone(), CLASSES, anchor_generator=anchors(), **SIZES, **few)
 
     def forward(self, images, targets=None):
         found = self.net(images, targets)
         return found if self.training else samples(found)
-
-
-def batch(count, root):
-    """Images of several sizes, with one to three boxes."""
-    generator = torch.Generator().manual_seed(1)
-    images, targets = [], []
-    for i in range(count):
-        images.append(torch.rand(3, 32, 32 + 4 * (i % 3), dtype=torch.float64, generator=generator).to(root))
-        corners = 16 * torch.rand(1 + i % 3, 2, dtype=torch.float64, generator=generator)
-        sizes = 4 + 10 * torch.rand(1 + i % 3, 2, dtype=torch.float64, generator=generator)
-        labels = torch.randint(1, CLASSES, (len(corners),), generator=generator)
-        targets.append({"boxes": torch.cat([corners, corners + sizes], 1).to(root), "labels": labels.to(root)})
-    return images, targets
 
 
 def suppressed(boxes, scores, labels, threshold):
@@ -58,8 +38,9 @@ def suppressed(boxes, scores, labels, threshold):
 
 
 @pytest.fixture(autouse=True)
-def _in_float64(monkeypatch):
-    monkeypatch.setattr(retinanet.box_ops, "batched_nms", suppressed)
+def _in_float64(monkeypatch, root):
+    if root.type != "cuda":
+        monkeypatch.setattr(retinanet.box_ops, "batched_nms", suppressed)
     torch.set_default_dtype(torch.float64)  # anchors have it
     yield
     torch.set_default_dtype(torch.float32)
@@ -71,8 +52,7 @@ def test_losses_weighted_by_images_are_those_of_one_device(form, slots, root):
     """RetinaNet divides the loss of each image by what is in it, and takes the mean over images."""
     model = Detector().to(root)
     images, targets = batch(7, root)
-    # Images of a batch are padded to the largest one of it, which changes what is seen at the borders.
-    images = [nn.functional.pad(image, (0, 40 - image.shape[2])) for image in images]
+    images = same_sizes(images)
     expected = model(images, targets)
     sum(expected.values()).backward()
     wrapped = in_form(form, Detector().to(root), slots)

@@ -1,93 +1,39 @@
 """Lightning's `Trainer` around a module that holds one of the forms, or that is replicated itself."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 pytest.importorskip("lightning")
 
-from lightning import pytorch as lightning
-from torch.utils.data import DataLoader, TensorDataset
+from learner import EPOCHS, Learner, fit, loader, net, weights
 
 from dataparallel import DataParallel, prefetch
 from dataparallel.composable import replicate
 
-EPOCHS = 2
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def loader(batch_size=8):
-    x = torch.randn(23, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(x, x[:, :3].tanh()), batch_size=batch_size)
-
-
-class Learner(lightning.LightningModule):
-    """A loop with a loss, a validation and an optimizer."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x)
-
-    def loss(self, batch):
-        x, y = batch
-        output = self(x)
-        return nn.functional.mse_loss(output, y.to(output.device))
-
-    def training_step(self, batch, index):
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, index):
-        self.log("validation", self.loss(batch))
-
-    def predict_step(self, batch, index):
-        return self(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.05)
-
-
-def fit(learner, folder, checkpoint=None, batches=None, **settings):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(
-        **{"max_epochs": EPOCHS, "accelerator": "cpu", "default_root_dir": folder, **quiet, **settings}
-    )
-    trainer.fit(learner, batches or loader(), loader(), ckpt_path=checkpoint)
-    return trainer
-
 
 def with_a_wrapper(slots):
-    return Learner(DataParallel(net(), slots))
+    return Learner(DataParallel(net().to(slots[0]), slots))
 
 
 def with_a_replicated_model(slots):
-    return Learner(replicate(net(), devices=slots))
+    return Learner(replicate(net().to(slots[0]), devices=slots))
 
 
 def replicated_itself(slots):
-    return replicate(Learner(net()), devices=slots)
+    return replicate(Learner(net()).to(slots[0]), devices=slots)
 
 
 # Lightning's trainer moves the module to the CPU: it knows no device of the simulated type.
-pytestmark = pytest.mark.devices("cpu")
+pytestmark = pytest.mark.devices("cpu", "cuda")
 all_ways = pytest.mark.parametrize("make", [with_a_wrapper, with_a_replicated_model, replicated_itself])
-
-
-def weights(learner):
-    return {name.replace("model.module.", "model."): value for name, value in learner.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    """A learner trained on the whole batches, with its trainer."""
+    """A learner trained on the whole batches, on the CPU, with its trainer."""
     learner = Learner(net())
     return learner, fit(learner, tmp_path_factory.mktemp("one"))
 
@@ -97,12 +43,12 @@ def one_device(tmp_path_factory):
 class TestFit:
     def test_it_trains_as_one_device(self, make, slots, one_device, tmp_path):
         learner, (expected, of_one) = make(slots), one_device
-        before = {name: value.clone() for name, value in weights(learner).items()}
+        before = copy.deepcopy(weights(learner))
         trainer = fit(learner, tmp_path)
         torch.testing.assert_close(weights(learner), expected.state_dict(), rtol=1e-9, atol=1e-12)
         assert not any(torch.equal(value, before[name]) for name, value in weights(learner).items())
         for name in ("loss", "validation"):
-            torch.testing.assert_close(trainer.callback_metrics[name], of_one.callback_metrics[name])
+            torch.testing.assert_close(trainer.callback_metrics[name].cpu(), of_one.callback_metrics[name])
 
     def test_batches_are_split(self, make, slots, tmp_path):
         learner, sizes = make(slots), []
@@ -115,7 +61,8 @@ class TestFit:
         learner, (expected, of_one) = make(slots), one_device
         trainer = fit(learner, tmp_path)
         found = trainer.predict(learner, loader())
-        torch.testing.assert_close(found, of_one.predict(expected, loader()), rtol=1e-9, atol=1e-12)
+        expected = of_one.predict(expected, loader())
+        torch.testing.assert_close([output.cpu() for output in found], expected, rtol=1e-9, atol=1e-12)
 
 
 @all_ways
@@ -133,7 +80,7 @@ def test_the_state_of_a_replicated_learner_is_that_of_a_plain_one(slots, tmp_pat
     fit(learner, tmp_path).save_checkpoint(tmp_path / "checkpoint")
     plain = Learner(net())
     plain.load_state_dict(torch.load(tmp_path / "checkpoint")["state_dict"])
-    torch.testing.assert_close(plain.state_dict(), learner.state_dict())
+    torch.testing.assert_close(plain.state_dict(), weights(learner))
 
 
 def test_a_loader_may_send_ahead(slots, one_device, tmp_path):

@@ -33,8 +33,14 @@ class SlotsTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+def trainers_device(slots):
+    """A trainer is on the first GPU. It knows no simulated device: then it is on the CPU."""
+    return torch.device("cuda:0" if torch.device(slots[0]).type == "cuda" else "cpu")
+
+
 def trainer_for(model, folder, trainer=SlotsTrainer, **settings):
     arguments = Arguments(
+        use_cpu=next(model.parameters()).device.type != "cuda",
         output_dir=str(folder),
         max_steps=STEPS,
         per_device_train_batch_size=6,
@@ -48,6 +54,7 @@ def trainer_for(model, folder, trainer=SlotsTrainer, **settings):
         label_names=["labels"],  # the trainer looks for them at the wrapper's class
         **settings,
     )
+    arguments._n_gpu = 1  # with more it wraps the model in torch.nn.DataParallel
     made = trainer(model=model, args=arguments, train_dataset=examples(36), eval_dataset=examples(6))
     made.accelerator.device_placement = False  # it would move the model too
     return made
@@ -55,7 +62,7 @@ def trainer_for(model, folder, trainer=SlotsTrainer, **settings):
 
 def on_slots(form, slots):
     """The form, with its outputs where the trainer expects them."""
-    return in_form(form, gpt2().to(slots[0]), slots, output_device="cpu")
+    return in_form(form, gpt2().to(slots[0]), slots, output_device=trainers_device(slots))
 
 
 def module_of(model):
@@ -75,14 +82,15 @@ def assert_same_state(found, expected):
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    """A trainer that has trained one model on the CPU."""
-    trainer = trainer_for(gpt2(), tmp_path_factory.mktemp("one"), Trainer)
+def one_device(request, tmp_path_factory):
+    """A trainer that has trained one model on the device that is its own."""
+    device = "cuda:0" if request.config.getoption("--devices") == "cuda" else "cpu"
+    trainer = trainer_for(gpt2().to(device), tmp_path_factory.mktemp("one"), Trainer)
     trainer.train()
     return trainer
 
 
-@pytest.mark.slots(2, 3)
+@pytest.mark.slots(2, 3, long=[4])
 @both_forms
 class TestTraining:
     def test_losses_and_parameters(self, form, slots, one_device, tmp_path):
@@ -119,7 +127,7 @@ class WrappedByTheTrainer(SlotsTrainer):
     slots = ()
 
     def _wrap_model(self, model, training=True, dataloader=None):
-        return DataParallel(model, self.slots, output_device="cpu")
+        return DataParallel(model, self.slots, output_device=trainers_device(self.slots))
 
 
 def trainer_of_a_transformer(form, slots, folder, **settings):
@@ -163,7 +171,7 @@ class TestSaving:
 @both_forms
 def test_labels_are_shifted_where_they_are_smoothed(form, slots, tmp_path):
     # The trainer chooses by the name of the model's class.
-    plain = gpt2()
+    plain = gpt2().to(trainers_device(slots))
     trainer_for(plain, tmp_path / "one", Trainer, label_smoothing_factor=0.1).train()
     trainer = trainer_of_a_transformer(form, slots, tmp_path / "slots", label_smoothing_factor=0.1)
     trainer.train()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from dataparallel.machines.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from dataparallel.machines.group import Machines
@@ -44,14 +46,23 @@ def test_every_collective() -> None:
 
 
 def other_streams(rank: int, devices: list[torch.device]) -> None:
-    """One stream computes, another one takes the result and uses the memory again."""
+    """One stream computes, another one takes the result and uses the memory again. The host sends what is ready."""
     machines = Machines.of(None)
-    device = devices[1]
+    device, marks = devices[1], []
+    all_reduce_ = distributed.all_reduce
+
+    def sends(*args: Any, **kwargs: Any) -> Any:
+        with torch.Stream(device):  # what the host has waited for, any stream may read
+            marks[-1] * 1
+        return all_reduce_(*args, **kwargs)
+
+    distributed.all_reduce = sends
     for step in range(3):
         round = machines.line.begin("backward", str(step))
         side = torch.Stream(device)
         with side:
             flat = torch.ones(4, device=device) * (step + rank)
+            marks.append(torch.ones(4, device=device))
             staged = [stage(machines, flat), stage(machines, flat, 8)]
         launched = [
             round.launch("a sum", partial(all_reduce, machines, staged[0])),
@@ -63,8 +74,10 @@ def other_streams(rank: int, devices: list[torch.device]) -> None:
         assert total.tolist() == [2.0 * step + 1] * 4
         assert whole.tolist() == [float(step)] * 4 + [step + 1.0] * 4
         end.wait()
+    torch.accelerator.synchronize(device)
 
 
 @pytest.mark.devices("sim")
+@pytest.mark.on_streams
 def test_the_stream_that_takes_a_result_comes_after_the_one_that_has_computed() -> None:
     on_machines(other_streams)

@@ -173,6 +173,35 @@ def test_memory_of_what_is_sent_is_used_again_after_it_was_sent() -> None:
     on_machines(casts)
 
 
+class OnOneMachine(nn.Module):
+    """Uses its last layer on the machine of rank 1 only."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rank, self.first, self.last = rank, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x)) if self.rank == 1 else self.first(x)
+
+
+def leaves_out(rank: int, devices: list[torch.device]) -> None:
+    """Gradients that a machine lacks are zeros of a side stream. What comes for them is used on the computing one."""
+    net: Any = OnOneMachine(rank).to(devices[0])
+    with nccl_on_machines():
+        net = replicate(net, devices=devices, mesh=mesh_of(2), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+        for _ in range(STEPS):
+            net(torch.ones(4, 8, device=devices[0])).sum().backward()
+            for parameter in net.parameters():
+                parameter.grad.mul_(2)
+            net.zero_grad()
+            torch.sim.check_clocks()
+
+
+def test_sums_may_be_dropped_that_a_machine_had_no_gradients_for() -> None:
+    on_machines(leaves_out)
+
+
 def says(rank: int, devices: list[torch.device]) -> None:
     with nccl_on_machines() as nccl:
         machines = Machines.of(None)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
+from clocked import counted
 from dataparallel import DataParallel, peers
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.nn import BatchNorm, SyncBatchNorm
@@ -249,7 +250,7 @@ class TestRecomputation:
         same(found, results(lambda x: alone(x.sin()).exp(), alone, batch))
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.not_isolated("slots on one device send nothing to each other")
 def test_a_layer_sends_two_vectors_and_a_count_up_and_two_down_once_in_forward_and_once_in_backward(slots):
     """That is what it sends beyond BatchNorm of each chunk. In backward the count has no gradient but travels too."""
@@ -257,12 +258,12 @@ def test_a_layer_sends_two_vectors_and_a_count_up_and_two_down_once_in_forward_a
 
     def sent(module: nn.Module) -> list[dict[tuple[int, int], int]]:
         wrapped = DataParallel(module.to(slots[0]), slots)
-        with torch.sim.counted() as forward:
+        with counted() as forward:
             output = wrapped(batch)
-            torch.sim.synchronize()
-        with torch.sim.counted() as backward:
+            torch.accelerator.synchronize()
+        with counted() as backward:
             output.sum().backward()
-            torch.sim.synchronize()
+            torch.accelerator.synchronize()
         return [dict(forward.copied), dict(backward.copied)]
 
     plain, synchronised = sent(made(nn.BatchNorm2d)), sent(SyncBatchNorm.convert(made(nn.BatchNorm2d)))

@@ -1,9 +1,9 @@
-"""What orders the streams of replicas at a collective. The clocks of the simulated devices find a race."""
+"""What orders the streams of replicas at a collective. Clocks find a race."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from clocked import check_clocks
 from dataparallel import peers
+from dataparallel.peers import collectives
 from dataparallel.testing import isolated_slots
 from peer_calls import parallel, samples
 
@@ -28,11 +30,11 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_side_streams_in_replicas(name: str, isolated: bool, make_slots: Callable[[int], list]) -> None:
-    """The clocks of the simulated devices would find a race, in forward and in backward."""
+    """The clocks would find a race, in forward and in backward."""
 
     def function(x: Tensor) -> Tensor:
         side, outer = torch.Stream(x.device), torch.accelerator.current_stream(x.device)
@@ -55,7 +57,7 @@ def test_side_streams_in_replicas(name: str, isolated: bool, make_slots: Callabl
     torch.accelerator.synchronize()
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_an_input_may_be_changed_in_place_next(make_slots: Callable[[int], list]) -> None:
     """Slots on one device: the streams of the others read it, and its own stream waits for them."""
 
@@ -72,7 +74,7 @@ def test_an_input_may_be_changed_in_place_next(make_slots: Callable[[int], list]
     torch.testing.assert_close(result, (x.sum(0, keepdim=True) * 2).expand(3, 2))
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_a_result_may_be_freed_on_the_stream_of_its_replica(make_slots: Callable[[int], list]) -> None:
     """It is memory of the first replica's stream, which must not use it again before the other one has read it."""
     freed = threading.Event()
@@ -92,5 +94,24 @@ def test_a_result_may_be_freed_on_the_stream_of_its_replica(make_slots: Callable
     x = samples(2, 2).to(slots[0])
     with isolated_slots(), torch.no_grad():
         result = parallel(lambda chunk, _: function(chunk), slots, workers=2).eval()(x)
-    torch.sim.check_clocks()
+    check_clocks()
     torch.testing.assert_close(result[1], x.sum(0) * 500)
+
+
+@pytest.mark.devices("sim", "stand-in")
+def test_what_a_failed_exchange_reads_is_not_used_again_before(
+    make_slots: Callable[[int], list], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first replica's stream reads memory of the others', which do not wait for it then."""
+    total = collectives._total
+
+    def fails(devices: Sequence[torch.device], of_slots: list[list[Tensor]]) -> list[Tensor]:
+        total(devices, of_slots)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(collectives, "_total", fails)
+    slots = [make_slots(1)[0]] * 2
+    x = samples(2, 2).to(slots[0])
+    with isolated_slots(), torch.no_grad(), pytest.raises(ZeroDivisionError):
+        parallel(lambda chunk, _: peers.all_reduce(chunk.repeat(500, 1)), slots)(x)
+    check_clocks()

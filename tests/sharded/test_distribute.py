@@ -105,11 +105,11 @@ def test_views_of_conjugates_are_resolved(slots: list, root: torch.device) -> No
     assert torch.equal(sharded.full_tensor().cpu(), tensor.cpu().resolve_conj())
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "cuda")
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
 def test_accelerators_exchange_through_comm(placement: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows where copies between two accelerators are broken."""
-    slots = ["sim:0", "sim:1", "sim:2"]
+    slots = [str(torch.device(at)) for at in range(3)]
     bare, inside, calls = [], [], []
     copy_ = Tensor.copy_
 

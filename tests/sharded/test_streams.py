@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor, in_backward
 from dataparallel.streams.current import streams_joined
 from sharding import full
 
-pytestmark = pytest.mark.devices("sim")
+pytestmark = pytest.mark.devices("sim", "stand-in")
 
 SHAPES = [(8, 3), (5, 4), (1,), (), (4, 7), (6, 2)]
 PLACEMENTS = [Shard(0), Shard(0), Shard(0), Shard(0), Shard(1), Replicate()]
@@ -89,15 +89,16 @@ def operators(slots: Sequence[Any]) -> list[Tensor]:
     return [full(value) for value in found]
 
 
-def read_gradient(parameter: Tensor) -> None:
-    assert isinstance(parameter.grad, ShardedTensor)
-
-
 def hooks(slots: Sequence[Any]) -> list[Tensor]:
-    """Hooks of a backward that divide a plain gradient, because they read it."""
+    """Hooks of a backward that divide a plain gradient, because they read it, and use what their thread has made."""
     parameters = parameters_on(slots)
+
+    def scale_gradient(parameter: Tensor) -> None:
+        assert isinstance(parameter.grad, ShardedTensor)
+        parameter.grad.mul_(torch.full(parameter.shape, 2.0, device=slots[-1]))
+
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(read_gradient)
+        parameter.register_post_accumulate_grad_hook(scale_gradient)
     for _ in range(2):
         for parameter in parameters:
             torch.zeros_like(parameter).add_(1)
@@ -108,18 +109,37 @@ def hooks(slots: Sequence[Any]) -> list[Tensor]:
     return [full(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
 
 
+def two_forwards(slots: Sequence[Any]) -> list[Tensor]:
+    """One on the current streams, to which gradients belong, and one on others, which are used last."""
+    parameters = parameters_on(slots)
+    for step in range(3):
+        loss = sum((parameter * 3).sum() for parameter in parameters)
+        with streams_joined({device: torch.Stream(device) for device in slots}):
+            loss = loss + sum((parameter * 2).sum() for parameter in parameters)
+        with torch.no_grad():  # no graph, so these are not noted
+            for parameter in parameters if step > 0 else ():
+                parameter.grad.mul_(2)  # type: ignore[union-attr]
+        loss.backward()  # type: ignore[union-attr]
+    return [full(parameter.grad) for parameter in parameters]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "work",
     [
         operators,
         hooks,
+        two_forwards,
         lambda slots: optimizer_steps(slots, foreach=False),
         lambda slots: optimizer_steps(slots, foreach=True),
     ],
-    ids=["operators", "hooks", "loop", "foreach"],
+    ids=["operators", "hooks", "two forwards", "loop", "foreach"],
 )
-def test_they_are_ordered_on_any_current_streams(slots: list, work: Callable[[Sequence[Any]], list[Tensor]]) -> None:
+def test_they_are_ordered_on_any_current_streams(
+    slots: list, work: Callable[[Sequence[Any]], list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = work(slots)
+    for name in ("_used", "_last"):  # other streams that a forward has used would be waited for too
+        monkeypatch.setattr(in_backward, name, {})
     for _ in range(2):  # the second time on memory that the first has freed
         with streams_joined({device: torch.Stream(device) for device in slots}):
             got = work(slots)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from clocked import check_clocks
 from dataparallel import DataParallel
 from dataparallel.composable import replicate
-from dataparallel.testing.pytest import settle
 
 
 @pytest.fixture
@@ -24,8 +24,7 @@ def side_streams(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
     torch.accelerator.set_device_index(here)
     yield streams
     try:
-        if devices[0].type == "sim":
-            settle()  # before the waits below, which would hide memory that is freed too early
+        check_clocks()  # before the waits below, which would hide memory that is freed too early
     finally:
         for device, stream in before.items():
             torch.accelerator.synchronize(device)

@@ -1,7 +1,7 @@
 """Copies on side streams are ordered against the streams that use their memory.
 
-Simulated devices show a missing order in every run, CUDA devices only as wrong numbers now and then. The values of the
-chunks are tested in ``test_prefetch``.
+Clocks show a missing order in every run, GPUs only as wrong numbers now and then. The values of chunks are tested in
+``test_prefetch``.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from clocked import check_clocks
 from dataparallel import DataParallel, prefetch, scatter, whole
 from dataparallel.comm.buckets import is_dense
 from dataparallel.streams.ahead import HostReads, SentTensor, can_be_sent
@@ -31,8 +32,7 @@ def pinned(count: int = 4) -> list[Tensor]:
 def settled(slots: list) -> None:
     """Waits for all devices, and checks that no freed memory is used any more."""
     for slot in slots:
-        if slot.type == "sim":
-            torch.sim.check_clocks()
+        check_clocks()
         torch.accelerator.synchronize(slot)
 
 
@@ -78,14 +78,14 @@ def test_copies_run_on_streams_of_their_own(slots: list, used: list[torch.Stream
     assert not {*used} & {*before}
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_memory_of_chunks_is_used_again_after_the_work_that_used_it(slots: list) -> None:
     """It belongs to the side stream, which does not wait for that work."""
     for x in pinned(3):
         for chunk in scatter(x, slots):
             chunk.mul_(2)
         del chunk
-        torch.sim.check_clocks()
+        check_clocks()
     settled(slots)
 
 
@@ -100,8 +100,7 @@ def test_a_call_on_other_streams_than_the_loops(slots: list, elsewhere: dict) ->
         output = model(x)
         for stream in before.values():
             torch.accelerator.set_stream(stream)
-        if slots[0].type == "sim":
-            torch.sim.check_clocks()  # the chunks have been freed
+        check_clocks()  # the chunks have been freed
         with elsewhere[slots[0]]:
             assert torch.equal(output.cpu(), x * 2)
     for slot, stream in elsewhere.items():
@@ -124,7 +123,7 @@ def test_a_loop_on_the_callers_streams(slots: list, elsewhere: dict) -> None:
     settled(slots)
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_chunks_that_nobody_takes_are_freed_behind_their_copies(slots: list) -> None:
     for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
         settled(slots)
@@ -133,15 +132,14 @@ def test_chunks_that_nobody_takes_are_freed_behind_their_copies(slots: list) -> 
 def test_a_loop_that_stops_early_waits_for_the_copies(slots: list) -> None:
     for _ in prefetch(pinned(), DataParallel(Doubles(), slots), depth=2):
         break
-    if slots[0].type == "sim":
-        torch.sim.check_clocks()
+    check_clocks()
     assert left_behind() == 0
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_a_batch_is_the_loaders_again_when_the_next_is_asked_for(slots: list) -> None:
     """The loader fills a ring of pinned buffers from another device, whose streams are not ordered after the copies."""
-    camera = torch.device("sim", 7)
+    camera = torch.device(7)
     ring = [torch.empty(8, 3).pin_memory() for _ in range(2)]  # depth + 1: one is the loop's, the next is sent
 
     def loader() -> Iterator[Tensor]:

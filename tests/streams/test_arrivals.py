@@ -1,6 +1,6 @@
 """Parameters travel while replicas compute, and each module waits for its own bucket only.
 
-The simulated devices' clocks tell what a stream has waited for: to touch memory too early is a race.
+Clocks tell what a stream has waited for: to touch memory too early is a race.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clocked import check_clocks
 from dataparallel import DataParallel, comm
 from dataparallel.composable import replicate
 from dataparallel.streams.arrivals import Arrival, Arrivals, parameter_stream
 from dataparallel.streams.current import Event, streams_set
 from late_parameters import ARRANGEMENTS, Net, arranged, other_stream, samples, silently, steps
 
-pytestmark = [pytest.mark.devices("sim"), pytest.mark.usefixtures("no_compiler")]
+pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
 
 
 @pytest.fixture(params=[*ARRANGEMENTS])
@@ -129,7 +130,7 @@ def test_a_call_that_ends_without_waiting_is_a_race(
 
     def step_and_check() -> None:
         step()
-        torch.sim.check_clocks()
+        check_clocks()
 
     monkeypatch.setattr(Arrivals, "end", lambda self: self._held.clear())
     with pytest.raises(RuntimeError, match=r"race|freed too early"):

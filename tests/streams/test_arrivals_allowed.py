@@ -1,6 +1,6 @@
 """Copies of parameters are late only where nothing but lookups in replicas can meet them.
 
-The simulated devices' clocks tell a race: a write to the source that no event orders after the copy that reads it.
+Clocks tell a race: a write to the source that no event orders after the copy that reads it.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from dataparallel.streams import arrivals as room
 from dataparallel.streams.arrivals import Arrivals, arrivals_for
 from dataparallel.testing.pytest import settle
 
-pytestmark = pytest.mark.devices("sim")
+pytestmark = pytest.mark.devices("sim", "stand-in")
 
 WIDTH = 8
 
 
 def slots() -> list[torch.device]:
     """Three slots. A function, because there is no such device where this file is collected for CPU slots."""
-    return [torch.device("sim", index) for index in range(3)]
+    return [torch.device(index) for index in range(3)]
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Parameters travel while replicas compute, whichever calls meet: of several threads, before one backward, that fail.
 
-The simulated devices' clocks tell what a stream has waited for: to touch memory too early is a race.
+Clocks tell what a stream has waited for: to touch memory too early is a race.
 """
 
 import threading
@@ -16,7 +16,7 @@ from dataparallel.streams.arrivals import Arrivals
 from late_parameters import ARRANGEMENTS, WIDTH, Net, arranged, copy_of, samples, silently, steps, trained
 from steps import build, gradients, numbers
 
-pytestmark = [pytest.mark.devices("sim"), pytest.mark.usefixtures("no_compiler")]
+pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
 
 
 @pytest.fixture(params=[*ARRANGEMENTS])

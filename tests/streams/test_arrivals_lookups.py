@@ -1,6 +1,6 @@
 """Every way to a parameter of a replica waits for its copy; what is read past the registry is there before the start.
 
-The simulated devices' clocks tell what a stream has waited for: to touch memory too early is a race.
+Clocks tell what a stream has waited for: to touch memory too early is a race.
 """
 
 import copy
@@ -21,7 +21,7 @@ from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import streams_set
 from late_parameters import ARRANGEMENTS, WIDTH, Net, arranged, other_stream, samples, silently, steps
 
-pytestmark = [pytest.mark.devices("sim"), pytest.mark.usefixtures("no_compiler")]
+pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
 
 
 @pytest.fixture(params=[*ARRANGEMENTS])
@@ -151,7 +151,7 @@ def test_registries_copy_to_plain_dicts(root: torch.device) -> None:
         copies += [copy.deepcopy(registry), pickle.loads(pickle.dumps(registry))]
         found.extend(map(type, copies))
 
-    slots = [torch.device("sim", index) for index in (0, 1)]
+    slots = [torch.device(index) for index in (0, 1)]
     model = Net(note).double().to(slots[0])
     with torch.no_grad():
         DataParallel(model, slots)(torch.ones(4, WIDTH, dtype=torch.float64, device=slots[0]))
@@ -161,8 +161,8 @@ def test_registries_copy_to_plain_dicts(root: torch.device) -> None:
 @pytest.mark.parametrize("why", ["one slot's device", "serial", "the stage alone", "frozen", "the compiler"])
 def test_where_nothing_is_late_registries_are_plain_dicts(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: set[type] = set()
-    root = torch.device("sim", 0)
-    slots = [root, torch.device("sim", 0 if why == "one slot's device" else 1)]
+    root = torch.device(0)
+    slots = [root, torch.device(0 if why == "one slot's device" else 1)]
     model = Net(lambda net: found.add(type(net.last._parameters))).double().to(root)
     x = torch.ones(4, WIDTH, dtype=torch.float64, device=root)
     if why == "the compiler":

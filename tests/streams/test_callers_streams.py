@@ -1,6 +1,6 @@
 """A step on the caller's own streams gives the same results as on the default ones, without a race.
 
-Simulated devices show a missing order whatever the timing; CUDA devices only show wrong numbers, now and then.
+Clocks show a missing order whatever the timing; GPUs only show wrong numbers, now and then.
 """
 
 import pytest

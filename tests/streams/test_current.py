@@ -1,6 +1,6 @@
 """Each thread's current streams are its own again after every block, and replicas run on the caller's.
 
-Simulated devices show a missing order whatever the timing; CUDA devices only show wrong numbers, now and then.
+Clocks show a missing order whatever the timing; GPUs only show wrong numbers, now and then.
 """
 
 import ast
@@ -55,7 +55,7 @@ def test_on_the_cpu_there_are_no_streams_to_set(slots: list) -> None:
         assert streams_of(slots) == before
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_an_event_holds_a_stream_back_until_what_was_launched_before_it(root: torch.device) -> None:
     side = torch.Stream(root)
     x = torch.ones(2, device=root)
@@ -69,7 +69,7 @@ def test_an_event_holds_a_stream_back_until_what_was_launched_before_it(root: to
     assert x.tolist() == [2, 2]
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 class TestEventsOfTheBackend:
     """Those that the backend's own streams record, as CUDA's do."""
 
@@ -147,7 +147,7 @@ def test_a_worker_is_left_on_the_stream_that_it_was_on(slots: list, side_streams
     assert torch.accelerator.current_stream(devices[1]) == elsewhere
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_what_the_caller_has_waited_for_the_replicas_know_on_any_stream(slots: list, root: torch.device) -> None:
     """The caller also knows the streams that a replica has waited for."""
     devices = [torch.device(slot) for slot in slots]

@@ -11,6 +11,7 @@ import torch
 from dataparallel.streams import device_times
 from dataparallel.streams.current import TimedEvent, current_streams
 from dataparallel.streams.device_times import DeviceClock
+from spare_streams import spare_stream
 
 
 @pytest.mark.devices("sim", "cuda")
@@ -25,6 +26,16 @@ def test_the_seconds_between_marks_of_each_device(slots: list) -> None:
     found = clock.seconds(begin, end)
     assert found.keys() == {*streams}
     assert all(0 < seconds <= whole for seconds in found.values())
+
+
+@pytest.mark.devices("sim", "stand-in")
+def test_the_host_waits_for_marks(root: torch.device) -> None:
+    """What the host has waited for, any stream may read."""
+    clock, x, other = DeviceClock(), torch.ones(3, device=root), spare_stream(root)
+    clock.wait_for([clock.marks(current_streams([root]))])
+    with other:
+        x * 2
+    other.synchronize()
 
 
 @pytest.mark.devices("sim", "cuda")

@@ -1,4 +1,4 @@
-"""What waits for whom while backward computes, by the simulated devices' clocks, whatever the order on the host.
+"""What waits for whom while backward computes, by the clocks, whatever the order on the host.
 
 A stream of the test waits for one event and then reads memory that another slot's kernel has written. The clocks raise
 exactly if nothing orders the event after that kernel.
@@ -25,7 +25,7 @@ from dataparallel.testing import isolated_slots
 from spare_streams import spare_stream
 
 pytestmark = [
-    pytest.mark.devices("sim"),
+    pytest.mark.devices("sim", "stand-in"),
     pytest.mark.not_isolated("these tests have slots of their own"),
     pytest.mark.usefixtures("one_intra_op_thread", "together", "distinct_streams"),
 ]
@@ -48,7 +48,7 @@ ARRANGEMENTS = {
 def arrangement(request: pytest.FixtureRequest) -> Iterator[tuple[list[torch.device], bool]]:
     indices, are_isolated = ARRANGEMENTS[request.param]
     with isolated_slots() if are_isolated else nullcontext():
-        yield [torch.device("sim", index) for index in indices], are_isolated
+        yield [torch.device(index) for index in indices], are_isolated
 
 
 @pytest.fixture(params=["in a buffer", "one by one"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clocked import timeline
 from dataparallel import DataParallel, parallel_apply
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.streams.current import Event
@@ -118,7 +119,7 @@ def test_streams_are_marked_while_measuring_only(
     assert len(marked) == count
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 @pytest.mark.not_isolated("replicas on one device and the caller's stream")
 @pytest.mark.parametrize("wrap", [DataParallel, replicate, fully_shard])
 def test_no_step_after_the_third_makes_the_host_wait_whatever_the_sizes(
@@ -155,11 +156,11 @@ def test_no_step_after_the_third_makes_the_host_wait_whatever_the_sizes(
     monkeypatch.setattr(Event, "synchronize", lambda event: (waits.append(event), synchronize(event)))
     of_many_lengths = [(3 * (1 + k % 20), 1 + 7 * k % 33, 1 + 5 * k % 17, k % 4 != 3) for k in range(120)]
     for sizes in [*[(6, 1, 1, True)] * 30, *of_many_lengths]:
-        with torch.sim.timeline() as timeline:
+        with timeline() as recorded:
             step(*sizes)
             for slot in slots:
                 torch.ones(1, device=slot)  # what this thread has waited for before is noted at its next launch
-        waits += [launch for launch in timeline.recording.launches if launch.host_waits]
+        waits += [launch for launch in recorded.recording.launches if launch.host_waits]
     assert waits == []
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from dataparallel.threads import slot_times
 from dataparallel.threads.free_memory import free_bytes
 from dataparallel.threads.slot_times import SlotTimes, waiting
+from spare_streams import spare_stream
 
 
 @pytest.fixture
@@ -52,6 +53,19 @@ def test_a_replica_that_fails_has_no_time() -> None:
     with pytest.raises(ZeroDivisionError):
         times.run(0, lambda: 1 // 0)
     assert times.seconds == {}
+
+
+@pytest.mark.devices("sim", "stand-in")
+def test_work_from_before_is_waited_for_and_so_is_that_of_a_replica(root: torch.device) -> None:
+    """What the host has waited for, any stream may read."""
+    times, before, other = SlotTimes([root]), torch.ones(3, device=root), spare_stream(root)
+    times.begin([torch.accelerator.current_stream(root)], [])
+    with other:
+        before * 2
+    made = times.run(0, lambda: torch.ones(3, device=root))
+    with other:
+        made * 2
+    other.synchronize()
 
 
 @pytest.mark.devices("sim")

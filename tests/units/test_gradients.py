@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from clocked import check_clocks
 from dataparallel.streams.current import Event, current_streams, streams_joined, streams_set
 from dataparallel.units.deliveries import SumsOfPass
 from dataparallel.units.layout import Layout
@@ -282,7 +283,7 @@ class TestDtypes:
         assert_sums(unit, [111])
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 class TestOrders:
     """Nothing below compares values: the clocks raise if an event is missing."""
 
@@ -296,10 +297,10 @@ class TestOrders:
             for slot in deliver:
                 unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
             unit.gradients.end(sums)
-            torch.sim.check_clocks()  # before the computing streams wait for the sums
+            check_clocks()  # before the computing streams wait for the sums
             sums.end()
             del sums
-            torch.sim.check_clocks()
+            check_clocks()
 
     def test_the_optimizer_may_write_when_the_pass_has_ended(self, unit, slots):
         for _ in range(2):
@@ -319,7 +320,7 @@ class TestOrders:
         for _ in range(3):
             for slot in range(3):
                 unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
-            torch.sim.check_clocks()
+            check_clocks()
         unit.gradients.end(sums)
         sums.end()
         assert_sums(unit, [333, 666])
@@ -334,7 +335,7 @@ class TestOrders:
     @pytest.mark.not_isolated("distinct devices")
     def test_a_slot_that_brings_nothing_holds_the_sums_of_one_unit_at_a_time(self, slots):
         """They are made in memory of their own, and are added to gradients that are there already."""
-        units = [unit_of(values(rows=600), slots) for _ in range(5)]
+        units = [unit_of(values(rows=768), slots) for _ in range(5)]
         for unit in units:
             run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
         part = nbytes(parameter.grad.shards[0] for parameter in units[0].parameters)
@@ -354,7 +355,7 @@ class TestOrders:
             unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
         unit.gradients.end(None)
         sums.drop()
-        torch.sim.check_clocks()
+        check_clocks()
 
     @pytest.mark.parametrize("deliver", [[0], [0, 1, 2]], ids=str)
     def test_the_graphs_stream_may_be_older_than_the_pass(self, unit, slots, deliver):
@@ -373,11 +374,11 @@ class TestOrders:
                             unit.gradients.deliver(slot, before.pop(slot), sums)
                     unit.gradients.end(sums)
                     sums.end()
-                    torch.sim.check_clocks()
+                    check_clocks()
                     for parameter in unit.parameters:
                         parameter.grad.mul_(2)
                         parameter.grad = None
-                    torch.sim.check_clocks()
+                    check_clocks()
 
     def test_the_graphs_stream_has_made_the_gradients(self, unit, slots):
         """The pass takes them on its own streams, after they were made and before their memory is used again."""
@@ -386,7 +387,7 @@ class TestOrders:
             sums = begin(slots)
         for slot in range(3):
             unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
-        torch.sim.check_clocks()
+        check_clocks()
         unit.gradients.end(sums)
         sums.end()
         assert_sums(unit, [111, 222])

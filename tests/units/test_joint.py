@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from clocked import counted
 from dataparallel.composable import fully_shard
 from dataparallel.units import joint
 from dataparallel.units import room as rooms
 from dataparallel.units.owned import Source
 from made_units import recorded_gathers, without_joint_gathers
 
-pytestmark = pytest.mark.devices("sim")
+pytestmark = pytest.mark.devices("sim", "stand-in")
 
 WIDTH = 13
 
@@ -94,7 +95,7 @@ def test_a_step_sends_what_slots_receive_once(slots):
     model = make(slots)
     with torch.no_grad():
         model(rows(slots))
-        with torch.sim.counted() as counts:
+        with counted() as counts:
             model(rows(slots))
     copied = sum(number for (origin, target), number in counts.copied.items() if origin != target)
     parameters = sum(unit.full_bytes for unit in units(model))

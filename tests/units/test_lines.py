@@ -8,7 +8,7 @@ from dataparallel.streams.current import Event, current_streams, streams_set
 from dataparallel.units.lines import Lines, wait_for
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 class TestOnAccelerators:
     @pytest.fixture(autouse=True)
     def distinct_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from clocked import check_clocks
 from dataparallel import comm
 from dataparallel.streams.current import Event, current_streams, streams_set
 from dataparallel.units import full_buffer as module
@@ -291,7 +292,7 @@ class TestAFree:
         assert is_freed(on_slot)
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 class TestOrders:
     """The clocks raise if an event is missing."""
 
@@ -309,7 +310,7 @@ class TestOrders:
             for on_slot in unit.on_slots:
                 on_slot.make_full(ready(unit))
                 read(on_slot)
-                torch.sim.check_clocks()
+                check_clocks()
             unit.free()
             let_owners_write(unit)
             with torch.no_grad():
@@ -327,15 +328,15 @@ class TestOrders:
         on_slot = unit.on_slots[1]
         for _ in range(3):
             on_slot.make_full(ready(unit))
-            torch.sim.check_clocks()
+            check_clocks()
             on_slot.free()
-            torch.sim.check_clocks()
+            check_clocks()
 
     def test_a_gather_that_was_not_used_is_free_for_the_receiving_stream(self, unit):
         on_slot = unit.on_slots[1]
         on_slot.start(ready(unit))
         on_slot.free()
-        torch.sim.check_clocks()
+        check_clocks()
 
     @pytest.mark.parametrize("comes_back", [True, False])
     def test_another_computing_stream_follows_the_last_one(self, unit, comes_back):
@@ -348,4 +349,4 @@ class TestOrders:
         if comes_back:
             on_slot.make_full(ready(unit))
         on_slot.free()
-        torch.sim.check_clocks()
+        check_clocks()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from clocked import check_clocks
 from dataparallel.streams.current import Event, current_streams, streams_set
 from dataparallel.units.lines import Lines
 from dataparallel.units.owned import LastCopies, OwnedShards, Source
@@ -116,7 +117,7 @@ class TestSources:
         for piece, flat in zip(pieces, owned.flats, strict=True):
             assert torch.equal(piece.cpu(), flat)
 
-    @pytest.mark.devices("sim")
+    @pytest.mark.devices("sim", "stand-in")
     def test_casts_follow_the_values_and_readers_the_casts_and_their_memory_the_readers(self, owned):
         with torch.no_grad():
             owned.parameters[0].add_(1)
@@ -130,9 +131,9 @@ class TestSources:
                 piece.clone()  # the clocks see that it follows the cast
         made.done([Event(stream) for stream in readers.values()])
         del pieces
-        torch.sim.check_clocks()  # and that the memory is free after it
+        check_clocks()  # and that the memory is free after it
 
-    @pytest.mark.devices("sim")
+    @pytest.mark.devices("sim", "stand-in")
     def test_memory_waits_for_a_reader_that_another_slot_has_overtaken_by_a_second_pull(self, owned):
         made, lines = source(owned, torch.float32, pulls=2)
         slow, ready = pieces_of(made)
@@ -146,4 +147,4 @@ class TestSources:
                 piece.clone()
         made.done([Event(stream) for stream in readers.values()])
         del piece, slow
-        torch.sim.check_clocks()
+        check_clocks()

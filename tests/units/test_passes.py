@@ -118,7 +118,7 @@ class TestTheEnd:
         thread.join()
         assert ended.told == ["returned", *DONE]
 
-    @pytest.mark.devices("sim")
+    @pytest.mark.devices("sim", "stand-in")
     def test_orders_the_streams_of_all_that_joined(self, running, slots, root):
         """A ``backward()`` that has returned before the others gets its gradients when the pass ends."""
         has_joined, may_end = threading.Event(), threading.Event()
@@ -217,7 +217,7 @@ def begins(running: BackwardPass, order: list[list[Any]]) -> None:
         running.begins(slot, len(units) - 1, order)
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 class TestASlotThatIsAhead:
     @pytest.fixture(autouse=True)
     def patience(self, monkeypatch: pytest.MonkeyPatch) -> None:

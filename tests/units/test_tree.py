@@ -192,7 +192,7 @@ class TestSettling:
         self.backward(lambda: tree.join_pass(call))
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 class TestOrders:
     """The clocks raise if owners write to shards that are still pulled."""
 

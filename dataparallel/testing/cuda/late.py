@@ -67,8 +67,9 @@ def late_schedule() -> Iterator[LateSchedule]:
     then reads old memory, in every run. At the end of the block all is done that was launched in it.
 
     Some work cannot wait. It is done at once, after all that its stream was given before: operators whose shapes depend
-    on values, or are not known to torch's meta kernels; operators of sparse and quantised tensors, and of other libraries; attention that drops
-    weights; collectives; functions of the host; kernels that are compiled at run time. ``cudaFree`` waits for all work.
+    on values, or are not known to torch's meta kernels; operators of sparse and quantised tensors, and of other
+    libraries; attention that drops weights; collectives; functions of the host; kernels that are compiled at run time.
+    ``cudaFree`` waits for all work.
 
     The clocks look at launches, so they say what they say without it. Switch them off with `clocks` to see the values.
     What is wrong with the arguments of an operator is raised at its launch. What is wrong with values, such as an index

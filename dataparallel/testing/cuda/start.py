@@ -64,7 +64,7 @@ def finish() -> None:
             return
         import torch
 
-        from dataparallel.testing.cuda import extension, late, watching
+        from dataparallel.testing.cuda import extension, late, loading, watching
         from dataparallel.testing.host_threads import carry_knowledge, wait_at_exit
 
         try:
@@ -73,6 +73,7 @@ def finish() -> None:
             _failed = error
             raise
         compiled.register()
+        loading.watch(compiled)
         compiled.watch_host()
         torch.cuda._lazy_call(compiled.watch_allocators)  # they have a part for each device from then on
         watching.pass_over_tools()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from clocked import counted
 from dataparallel.comm.cupy import launch as launching
 from dataparallel.comm.cupy.launch import launch, why_not
 from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS, THREADS, pack
@@ -102,14 +103,16 @@ def test_where_nothing_has_an_element_nothing_is_launched(counts: list[int], mon
 
 
 class Event:
-    def __init__(self) -> None:
-        self.passed = False
+    """``of``: the index of the stream on which it was recorded."""
+
+    def __init__(self, of: int | None = None) -> None:
+        self.of, self.passed = of, False
 
     def query(self) -> bool:
         return self.passed
 
     def wait(self, stream: "Stream") -> None:
-        stream.log.append(("stream", stream.index, "waits for the event"))
+        stream.log.append(("stream", stream.index, "waits for the event of", self.of))
 
 
 def test_tables_are_held_until_their_event_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +136,7 @@ class Stream:
 
     def record_event(self) -> Event:
         self.log.append(("stream", self.index, "records"))
-        return Event()
+        return Event(self.index)
 
 
 class FakeModule:
@@ -192,7 +195,7 @@ def test_a_launch_comes_between_what_the_other_devices_did_and_do_next(machine: 
         ("stream", 0, "waits for stream", 2),
         (*LAUNCH, 1000),
         ("stream", 0, "records"),
-        ("stream", 2, "waits for the event"),
+        ("stream", 2, "waits for the event of", 0),
     ]
     _, (_, (pinned, table)) = launching._held
     assert torch.equal(pinned, PACKED.table)
@@ -232,9 +235,9 @@ def test_a_copy_that_fails_is_no_launch_and_is_made_again(machine: Machine, monk
 
 
 @pytest.mark.not_isolated("distinct devices")
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "stand-in")
 def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
-    with torch.sim.counted() as counts:
+    with counted() as counts:
         launching._copy(slots[0], slots[1])
     assert counts.copied == {(slots[0].index, slots[1].index): 1}
 

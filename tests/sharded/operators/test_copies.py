@@ -215,7 +215,7 @@ def test_several_elements_are_no_item(sharded: ShardedTensor) -> None:
         sharded.item()
 
 
-@pytest.mark.devices("sim")
+@pytest.mark.devices("sim", "cuda")
 def test_pinned_memory(sharded: ShardedTensor, whole: Tensor, slots: list) -> None:
     there = sharded.cpu()
     assert not there.is_pinned()

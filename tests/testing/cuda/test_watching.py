@@ -172,6 +172,29 @@ assert not errors, errors
 
 
 @needs_stand_in
+def test_a_thread_of_unknown_origin_knows_what_anybody_knows():
+    """Such as those of process groups. What nobody has waited for is a race there too."""
+    passes("""
+import _thread
+def sum_elsewhere():
+    done = threading.Lock()
+    done.acquire()
+    def run():
+        try: h.sum()
+        finally: done.release()
+    _thread.start_new_thread(run, ())
+    done.acquire()
+h.copy_(x, non_blocking=True)
+main.synchronize()
+sum_elsewhere()
+cuda.check_clocks()
+h.copy_(x, non_blocking=True)
+sum_elsewhere()
+assert "aten::sum on the host reads" in message(cuda.check_clocks)
+""")
+
+
+@needs_stand_in
 def test_a_timeline_is_recorded_and_scheduled():
     passes("""
 from dataparallel.testing.simulated.timeline.presets import A100

@@ -6,6 +6,7 @@
 #include "clocks.h"
 #include "counts.h"
 #include "host.h"
+#include "loaded.h"
 #include "operators.h"
 #include "recorded.h"
 #include "skipped.h"
@@ -23,6 +24,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     watch_runtime();
     register_operators();
   });
+  pybind11::class_<Operators>(m, "Operators");
+  m.def("operators_now", &operators_now);
+  m.def("compute_those_since", &compute_those_since);
   m.def("watch_allocators", &allocators::watch);
   m.def("watch_host", &watch_host);
   m.def("take_host_problem", &take_host_problem);

@@ -227,7 +227,9 @@ std::string host_touches(const std::string& op, c10::ArrayRef<Touch> touches) {
   }
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  return races::host_touches(s, here().clock, op, touches);
+  // Nobody tells who gave work to a thread of C++, such as those of process groups. It may know what anybody knows.
+  const auto& known = here();
+  return races::host_touches(s, known.is_followed ? known.clock : s.anybody, op, touches);
 }
 
 void taken(Tracked& block, Span span, c10::Stream home) {
@@ -438,6 +440,7 @@ void host_function_begins(c10::Stream stream) {
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   known->clock = s.clocks[number_of(s, stream)];
+  known->is_followed = true;
   known->before = of_stream;
   of_stream = std::move(known);
 }
@@ -495,7 +498,7 @@ void tell(Knowledge& to) {
 }
 
 void enter_thread(const Knowledge* parent) {
-  here();
+  here().is_followed = true;
   if (parent) {
     learn(*parent);
   }

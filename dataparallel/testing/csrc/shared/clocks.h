@@ -35,6 +35,7 @@ struct Event {
 struct Knowledge final : c10::DebugInfoBase, std::enable_shared_from_this<Knowledge> {
   Clock clock;
   Issued issued;
+  bool is_followed = false; // Python has told how the thread was started
   std::shared_ptr<Knowledge> before; // see `host_function_begins`
 };
 
