@@ -75,10 +75,15 @@ COARSE = [way for way in WAYS if sums_in(way) == HALF]
 class TestFiveSteps:
     @pytest.mark.parametrize("way", EXACT)
     def test_are_those_of_fsdp2(self, way, name, slots, theirs):
-        """On the same kernels to the last bit; 1e-6 leaves room for others."""
+        """On the same kernels to the last bit; 1e-6 leaves room for others.
+
+        FSDP2 runs on the CPU here. Attention has another kernel on CUDA, and AdamW makes whole steps of gradients that
+        are nothing but rounding: there only gradients and outputs are compared.
+        """
         found, expected = ours(name, way, slots), theirs[name, way]
         assert_near(found.gradients, expected.gradients, lambda tensor: 1e-6)
-        assert_near([found.parameters], [expected.parameters], lambda tensor: 1e-6)
+        if slots[0].type != "cuda":
+            assert_near([found.parameters], [expected.parameters], lambda tensor: 1e-6)
         for mine, of_first_half in zip(found.outputs, expected.outputs, strict=True):
             assert mine.dtype == of_first_half.dtype
             torch.testing.assert_close(mine[: len(of_first_half)], of_first_half)
