@@ -6,9 +6,9 @@
 #include <functional>
 #include <unordered_map>
 
+#include "below_autograd.h"
 #include "front.h"
 #include "layouts.h"
-#include "on_cpu.h"
 
 namespace simulated {
 namespace {

@@ -8,7 +8,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "operator_plan.h"
-#include "register.h"
+#include "quietly.h"
 
 namespace simulated {
 

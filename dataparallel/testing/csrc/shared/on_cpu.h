@@ -4,8 +4,8 @@
 
 #include <ATen/core/stack.h>
 #include <c10/core/TensorImpl.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "below_autograd.h"
 #include "clocks.h"
 #include "operator_plan.h"
 
@@ -16,12 +16,6 @@ namespace simulated {
 // c10::Error for tensors of two devices, and for a CPU tensor with dimensions beside a device tensor. Error messages
 // call the operator `name`.
 void run_on_cpu(const OperatorPlan& plan, torch::jit::Stack* stack, const c10::OperatorName& name);
-
-// Switches autograd and autocast off below an operator of a device. Both have run before it is called.
-struct BelowAutograd {
-  c10::impl::ExcludeDispatchKeyGuard guard{
-      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset};
-};
 
 // A CPU tensor over the memory of a device tensor. Keeps that memory alive.
 at::Tensor cpu_alias(const at::Tensor& tensor);

@@ -48,6 +48,4 @@ void register_what_the_cpu_has(c10::DispatchKey cpu, c10::DispatchKey key,
   }
 }
 
-Quietly::Quietly() : guard_(&silence_) {}
-
 } // namespace simulated

@@ -2,10 +2,11 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <string>
+
+#include "quietly.h"
 
 namespace simulated {
 
@@ -22,18 +23,5 @@ void register_what_the_cpu_has(c10::DispatchKey cpu, c10::DispatchKey key, bool 
 
 // Registers what is composed of other operators. Kernels that are there are replaced.
 void register_composed();
-
-// torch warns of kernels that are replaced. While this exists, it does not.
-class Quietly {
- public:
-  Quietly();
-
- private:
-  struct Silence final : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  };
-  Silence silence_;
-  c10::WarningUtils::WarningHandlerGuard guard_;
-};
 
 } // namespace simulated
