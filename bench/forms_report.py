@@ -20,8 +20,8 @@ nn.DataParallel/fully_shard it is fully_shard. ratio is the median of the quotie
 says "not decided" where the bar lies in the interval. "in a row" are the same chunks one after the other on one device.
 fully_shard has a unit for each block and one for the rest; with reshard_after_forward=False it keeps gathered weights
 until backward, which is data parallelism with a sharded optimizer. What replicate saves is the making of replicas: on
-CPU cores, where operators take most of the time, that is a smaller part than beside fast devices. Simulated devices are
-no accelerators: all of them compute on the CPU's cores. Their clocks were off."""
+CPU cores, where operators take most of the time, that is a smaller part than beside fast devices. Devices that are
+simulated, or those of a stand-in, compute on the CPU's cores. Their clocks were off."""
 
 BESIDE_TORCH = "nn.DataParallel/replicate"
 BESIDE_WRAPPER = "DataParallel/replicate"
