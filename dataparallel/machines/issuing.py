@@ -50,8 +50,9 @@ class Issuing:
         with self._lock:
             while not self._queue.empty():
                 self._queue.get_nowait()
-            self._queue.put(None)
             thread = self._thread
+            if thread is not None:
+                self._queue.put(None)
         if thread is not None:
             thread.join(max(0.0, until - time.monotonic()))
         return thread is None or not thread.is_alive()
@@ -73,13 +74,15 @@ class Issuing:
             del call, future, found  # nothing is held while there is nothing to do
 
     def _next(self) -> tuple[Callable[[], object], Future[None]] | None:
-        """The next call; ``None`` ends the thread."""
+        """The next call. ``None`` if there is none: the thread ends, and the next `put` starts another one."""
         try:
-            return self._queue.get(timeout=IDLE)
+            found = self._queue.get(timeout=IDLE)
         except queue.Empty:
-            pass
-        with self._lock:
-            if not self._queue.empty():  # put meanwhile
-                return self._queue.get_nowait()
-            self._thread = None
-            return None
+            found = None
+        if found is None:
+            with self._lock:
+                while found is None and not self._queue.empty():  # put meanwhile
+                    found = self._queue.get_nowait()
+                if found is None:
+                    self._thread = None
+        return found

@@ -71,6 +71,13 @@ class TestIssuing:
         issuing.close(time.monotonic() + 30)
         assert called == []
 
+    def test_calls_after_an_end_are_made(self) -> None:
+        """Also if nothing was ever asked of it before."""
+        issuing = Issuing()
+        for _ in range(2):
+            assert issuing.close(time.monotonic() + 5)
+            assert issuing.put(lambda: None).result(5) is None
+
 
 def agrees_while_a_launch_blocks(rank: int, devices: list[torch.device]) -> None:
     """As in a launch of NCCL to which another rank has not come."""
