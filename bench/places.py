@@ -19,7 +19,6 @@ import torch
 
 from dataparallel.devices import all_devices
 from dataparallel.testing import SimulationUnavailable, cuda, simulate
-from dataparallel.testing.cuda import is_stand_in
 from reporting import Report
 
 SIMULATED = 8
@@ -54,7 +53,7 @@ class Places:
     @property
     def simulator(self) -> Any:
         """What has clocks and timelines: ``torch.sim``, or the stand-in for CUDA; ``None`` where there are neither."""
-        if is_stand_in():
+        if cuda.is_stand_in():
             return cuda
         return torch.sim if self.simulated else None
 
@@ -108,7 +107,7 @@ def keep_freed_memory() -> None:
 
 def computing_devices(devices: list[torch.device]) -> int:
     """How many times as fast as one device these could be. Without accelerators all share the CPU."""
-    return 1 if is_simulated(devices[0]) or is_stand_in() else len(set(devices))
+    return 1 if is_simulated(devices[0]) or cuda.is_stand_in() else len(set(devices))
 
 
 def is_simulated(device: torch.device) -> bool:

@@ -17,6 +17,7 @@ cuda.stand_in(3)
 
 import torch  # noqa: E402
 
+from at_once import in_threads  # noqa: E402
 from random_programs import (  # noqa: E402
     DEVICES,
     STREAMS,
@@ -65,20 +66,7 @@ class Machine:
                 for lane in phase.lanes:
                     self.lane(lane)
                 continue
-            errors = []
-            threads = [threading.Thread(target=self.guarded, args=(lane, errors)) for lane in phase.lanes]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if errors:
-                raise errors[0]
-
-    def guarded(self, lane, errors):
-        try:
-            self.lane(lane)
-        except RuntimeError as error:
-            errors.append(error)
+            in_threads(len(phase.lanes), lambda index, _, lanes=phase.lanes: self.lane(lanes[index]))
 
     def lane(self, steps):
         for step in steps:

@@ -1,10 +1,16 @@
 """What detectors of torchvision are made of here, with random weights, and batches for them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 
-__all__ = ["CLASSES", "SIZES", "anchors", "backbone", "batch", "same_sizes"]
+from dataparallel import samples
+
+__all__ = ["CLASSES", "SIZES", "Marked", "anchors", "backbone", "batch", "in_float64", "same_sizes"]
 
 CLASSES = 4
 SIZES = {"min_size": 32, "max_size": 48}
@@ -21,6 +27,28 @@ def backbone() -> nn.Sequential:
 def anchors() -> AnchorGenerator:
     """Six for each place of the map."""
     return AnchorGenerator(sizes=((8, 16),), aspect_ratios=((0.5, 1.0, 2.0),))
+
+
+class Marked(nn.Module):
+    """A detector. In eval mode its forward marks what it returns as one entry a sample."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
+        found = self.net(images, targets)
+        return found if self.training else samples(found)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Inside, new tensors are float64, and so are anchors."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def batch(count: int, root: torch.device | str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:

@@ -5,26 +5,18 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from detectors import CLASSES, SIZES, anchors, backbone, batch, same_sizes
+from detectors import CLASSES, SIZES, Marked, anchors, backbone, batch, in_float64, same_sizes
 from either_form import both_forms, in_form
-from torch import nn
 from torchvision.models.detection import RetinaNet, retinanet
 from torchvision.ops import box_iou
 
 from dataparallel import samples
 
 
-class Detector(nn.Module):
-    """RetinaNet on one small map of features. In eval mode its forward marks what it returns as one entry a sample."""
-
-    def __init__(self):
-        super().__init__()
-        few = {"score_thresh": 0.0, "topk_candidates": 20, "detections_per_img": 5}
-        self.net = RetinaNet(backbone(), CLASSES, anchor_generator=anchors(), **SIZES, **few)
-
-    def forward(self, images, targets=None):
-        found = self.net(images, targets)
-        return found if self.training else samples(found)
+def detector():
+    """RetinaNet on one small map of features."""
+    few = {"score_thresh": 0.0, "topk_candidates": 20, "detections_per_img": 5}
+    return Marked(RetinaNet(backbone(), CLASSES, anchor_generator=anchors(), **SIZES, **few))
 
 
 def suppressed(boxes, scores, labels, threshold):
@@ -41,21 +33,20 @@ def suppressed(boxes, scores, labels, threshold):
 def _in_float64(monkeypatch, root):
     if root.type != "cuda":
         monkeypatch.setattr(retinanet.box_ops, "batched_nms", suppressed)
-    torch.set_default_dtype(torch.float64)  # anchors have it
-    yield
-    torch.set_default_dtype(torch.float32)
+    with in_float64():
+        yield
 
 
 @both_forms
 @pytest.mark.slots(1, 2, 3)
 def test_losses_weighted_by_images_are_those_of_one_device(form, slots, root):
     """RetinaNet divides the loss of each image by what is in it, and takes the mean over images."""
-    model = Detector().to(root)
+    model = detector().to(root)
     images, targets = batch(7, root)
     images = same_sizes(images)
     expected = model(images, targets)
     sum(expected.values()).backward()
-    wrapped = in_form(form, Detector().to(root), slots)
+    wrapped = in_form(form, detector().to(root), slots)
     losses = wrapped(samples(images), samples(targets))
     counts = torch.tensor([len(chunk) for chunk in torch.arange(7).chunk(len(slots))]).to(root)
     found = {name: (values * counts).sum() / 7 for name, values in losses.items()} if len(slots) > 1 else losses
@@ -69,7 +60,7 @@ def test_losses_weighted_by_images_are_those_of_one_device(form, slots, root):
 @both_forms
 @pytest.mark.slots(1, 2, 3)
 def test_detections_are_gathered_image_by_image(form, slots, root):
-    model, (images, _) = Detector().to(root).eval(), batch(7, root)
+    model, (images, _) = detector().to(root).eval(), batch(7, root)
     chunks = [images[at : at + size] for at, size in _places(len(images), len(slots))]
     wrapped = in_form(form, model, slots)
     with torch.no_grad():

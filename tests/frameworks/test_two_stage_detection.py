@@ -7,9 +7,8 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from detectors import CLASSES, SIZES, anchors, backbone, batch, same_sizes
+from detectors import CLASSES, SIZES, Marked, anchors, backbone, batch, in_float64, same_sizes
 from either_form import both_forms, in_form
-from torch import nn
 from torchvision.models.detection import FasterRCNN
 from torchvision.ops import MultiScaleRoIAlign
 
@@ -21,42 +20,34 @@ pytestmark = pytest.mark.devices("cpu", "cuda")
 EVERY_BOX = 10_000  # no box is drawn at random: all count
 
 
-class Detector(nn.Module):
-    """Faster R-CNN. In eval mode its forward marks what it returns as one entry a sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = FasterRCNN(
-            backbone(),
-            CLASSES,
-            **SIZES,
-            rpn_anchor_generator=anchors(),
-            rpn_pre_nms_top_n_train=50,
-            rpn_pre_nms_top_n_test=50,
-            rpn_batch_size_per_image=EVERY_BOX,
-            box_roi_pool=MultiScaleRoIAlign(featmap_names=["0"], output_size=2, sampling_ratio=2),
-            box_batch_size_per_image=EVERY_BOX,
-            box_score_thresh=0.0,
-            box_detections_per_img=5,
-        )
-
-    def forward(self, images, targets=None):
-        found = self.net(images, targets)
-        return found if self.training else samples(found)
+def detector():
+    net = FasterRCNN(
+        backbone(),
+        CLASSES,
+        **SIZES,
+        rpn_anchor_generator=anchors(),
+        rpn_pre_nms_top_n_train=50,
+        rpn_pre_nms_top_n_test=50,
+        rpn_batch_size_per_image=EVERY_BOX,
+        box_roi_pool=MultiScaleRoIAlign(featmap_names=["0"], output_size=2, sampling_ratio=2),
+        box_batch_size_per_image=EVERY_BOX,
+        box_score_thresh=0.0,
+        box_detections_per_img=5,
+    )
+    return Marked(net)
 
 
 @pytest.fixture(autouse=True)
 def _in_float64():
-    torch.set_default_dtype(torch.float64)  # anchors have it
-    yield
-    torch.set_default_dtype(torch.float32)
+    with in_float64():
+        yield
 
 
 @both_forms
 @pytest.mark.slots(1, 2, 3)
 def test_losses_and_gradients_are_those_of_each_chunk_on_the_cpu(form, slots, root):
     """The loss of a batch is divided by all boxes of it, so that of a chunk counts with its own boxes."""
-    model = Detector()
+    model = detector()
     wrapped = in_form(form, copy.deepcopy(model).to(root), slots)
     images, targets = batch(6, "cpu")
     images = same_sizes(images)
@@ -77,7 +68,7 @@ def test_losses_and_gradients_are_those_of_each_chunk_on_the_cpu(form, slots, ro
 @both_forms
 @pytest.mark.slots(1, 2, 3)
 def test_detections_are_those_of_each_image_on_the_cpu(form, slots, root):
-    model = Detector().eval()
+    model = detector().eval()
     wrapped = in_form(form, copy.deepcopy(model).to(root), slots)
     images = same_sizes(batch(7, "cpu")[0])
     with torch.no_grad():

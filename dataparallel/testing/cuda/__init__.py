@@ -56,10 +56,11 @@ def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -
     libraries of this package. Device memory is host memory, and operators are computed by torch's kernels for the CPU
     on it. A kernel that is not computed raises an error with its name.
 
-    Work is done when it is launched, so vector clocks watch every access and raise ``RuntimeError`` for what a GPU
-    could do wrong, as `dataparallel.testing.simulate` describes: ``race: ...`` and ``freed too early: ...``.
-    `check_clocks` at the end of a test raises what could not be raised at once, such as an operator of the CPU that
-    reads pinned memory before a copy into it is done. `late_queries` lets events answer as late as on a GPU.
+    Work is done when it is launched, except inside `late_schedule`, and vector clocks watch every access. They raise
+    ``RuntimeError`` for what a GPU could do wrong, as `dataparallel.testing.simulate` describes: ``race: ...`` and
+    ``freed too early: ...``. `check_clocks` at the end of a test raises what could not be raised at once, such as an
+    operator of the CPU that reads pinned memory before a copy into it is done. `late_queries` lets events answer as
+    late as on a GPU.
 
     What the clocks do not see: what the host does with pinned memory other than by an operator, ``tolist`` or ``numpy``
     (so not what is read later through the array), and what a captured graph would do. Waits that CUDA makes by itself

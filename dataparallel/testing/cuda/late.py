@@ -7,20 +7,18 @@ operators in them.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dataparallel.environment import says_no
 from dataparallel.testing.cuda import watching
+from dataparallel.testing.cuda.blocks import Blocks
 
 __all__ = ["VARIABLE", "LateCounts", "LateSchedule", "late_schedule", "start_if_told"]
 
 VARIABLE = "DATAPARALLEL_LATE_SCHEDULE"
 
-_lock = threading.Lock()
-_blocks = 0
 _has_shapes = False
 
 
@@ -81,27 +79,28 @@ def late_schedule() -> Iterator[LateSchedule]:
     Yields:
         a `LateSchedule`, whose ``counts`` say how many operators have waited, and which could not.
     """
-    _count_blocks(1)
+    _blocks.begin()
     try:
         yield LateSchedule()
     finally:
-        _count_blocks(-1)
+        _blocks.end()
 
 
 def start_if_told() -> None:
     """Makes the whole process late if the environment says so. ``start`` calls it."""
     if os.environ.get(VARIABLE) and not says_no(VARIABLE):
-        _count_blocks(1)
+        _blocks.begin()
 
 
-def _count_blocks(more: int) -> None:
-    global _blocks, _has_shapes
-    c = watching.compiled()
-    with _lock:
-        if not _has_shapes:
-            from dataparallel.testing.simulated import shapes  # takes a moment, which most processes can do without
+def _set_late(late: bool) -> None:
+    global _has_shapes
+    compiled = watching.compiled()
+    if not _has_shapes:
+        from dataparallel.testing.simulated import shapes  # takes a moment, which most processes can do without
 
-            shapes.answer_as_the_cpu(c.in_skipped_kernel)
-            _has_shapes = True
-        _blocks += more
-        c.set_late(_blocks > 0)
+        shapes.answer_as_the_cpu(compiled.in_skipped_kernel)
+        _has_shapes = True
+    compiled.set_late(late)
+
+
+_blocks = Blocks(_set_late)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from dataparallel.testing.clocks import Switches
 from dataparallel.testing.compiling import SimulationUnavailable
 from dataparallel.testing.cuda import extension, libraries
+from dataparallel.testing.cuda.blocks import Blocks
 from dataparallel.testing.indices import Device, index_among
 from dataparallel.testing.simulated.timeline.recording import Timeline, record
 
@@ -42,8 +42,7 @@ def compiled() -> Any:
 
 
 _switches = Switches(compiled)
-_lock = threading.Lock()
-_late_blocks = 0
+_late_queries = Blocks(lambda late: compiled().answer_queries_late(late))
 
 
 def clocks(enabled: bool = True, *, stacks: bool | None = None) -> AbstractContextManager[None]:
@@ -89,18 +88,11 @@ def late_queries() -> Iterator[None]:
     for something after it. The allocator then also gets memory back late that was freed with ``record_stream``. A loop
     that ends when a query says so never ends, unless another thread or call waits.
     """
-    _count_late_blocks(1)
+    _late_queries.begin()
     try:
         yield
     finally:
-        _count_late_blocks(-1)
-
-
-def _count_late_blocks(more: int) -> None:
-    global _late_blocks
-    with _lock:
-        compiled().answer_queries_late(_late_blocks + more > 0)
-        _late_blocks += more
+        _late_queries.end()
 
 
 def timeline(limit: int = 1_000_000, stacks: bool = False) -> AbstractContextManager[Timeline]:

@@ -14,7 +14,6 @@
 #include "waits.h"
 #include "watch.h"
 
-namespace py = pybind11;
 namespace simulated {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -33,7 +32,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("take_untold", &standin::take_untold);
   m.def("host_reads", &host_reads);
   m.def("answer_queries_late", &answer_queries_late);
-  m.def("set_late", &standin::set_late, py::call_guard<py::gil_scoped_release>());
+  m.def("set_late", &standin::set_late, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("late_counts", [] {
     auto now = standin::late_counts();
     return std::make_tuple(now.postponed, now.waiting, std::move(now.at_once));

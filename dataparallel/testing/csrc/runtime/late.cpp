@@ -78,8 +78,8 @@ void finish(std::vector<Place> goals) {
   }
 }
 
-// The stream that was given work last comes first (the last is done first): what nothing orders is done the other way
-// round.
+// The last of them is done first. It is the end of the stream that was given work last, so what nothing orders is done
+// in the opposite order.
 std::vector<Place> ends_of_queues(int device) { // of all devices for -1
   const std::lock_guard<std::mutex> guard(lock);
   std::vector<const Stream*> streams;
