@@ -103,12 +103,16 @@ def test_a_step_sends_what_slots_receive_once(slots):
     assert copied <= parameters * len(slots) + batch
 
 
+def may_run(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets so many slots run at a time, at most."""
+    room = sys.modules["dataparallel.parallel_apply"]
+    monkeypatch.setattr(room, "_who_may_run_together", lambda *args: (number, None))
+
+
 @pytest.fixture(params=[1, 4])
 def permits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many slots may run at a time, at most."""
-    number = request.param
-    room = sys.modules["dataparallel.parallel_apply"]
-    monkeypatch.setattr(room, "_who_may_run_together", lambda *args: (number, None))
+    may_run(request.param, monkeypatch)
 
 
 @pytest.fixture(params=[2**22, 0], ids=["collected", "exchanged"])
@@ -159,6 +163,7 @@ def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monke
 @pytest.mark.slots(4)
 def test_slots_that_nobody_lets_on_pull_by_themselves(slots, gathers, monkeypatch):
     """The others do not come: one replica runs after the other, each in the turn of the one before."""
+    may_run(1, monkeypatch)
     monkeypatch.setattr(rooms, "_MAY_HAVE_ARRIVED", 0)
     monkeypatch.setattr(rooms.Room, "wait", lambda self, *args: False)
     with torch.no_grad():
