@@ -17,6 +17,8 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -152,15 +154,22 @@ class KeptReplicas:
         with self._lock:
             self._clear()
 
-    def freeze(self) -> None:
-        """Opens a block, in which replicas stay as they are. Blocks may be nested."""
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """A block in which replicas stay as they are. Blocks may be nested."""
+        self._freeze()
+        try:
+            yield
+        finally:
+            self._thaw()
+
+    def _freeze(self) -> None:
         with self._lock:
             self._frozen += 1
             if self._frozen == 1:
                 self._clear()
 
-    def thaw(self) -> None:
-        """Ends a block. After the outermost one its replicas are dropped."""
+    def _thaw(self) -> None:
         with self._lock:
             self._frozen -= 1
             if self._frozen:
