@@ -142,7 +142,8 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
-        return CallEngine(self._options(), _FreshCopies(self)).run(Method(CALL, self.module), inputs, kwargs)
+        engine = CallEngine(self._options(), _FreshCopies(self))
+        return engine.run(Method(CALL, self.module), inputs, kwargs)
 
     def _options(self) -> CallOptions:
         """The options of a call that begins now: all of them may be assigned between calls."""
