@@ -36,12 +36,12 @@ from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.stages import Call
 from dataparallel.structures import arguments_of_one
 from dataparallel.threads.permits import PermitChooser
-from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.tree import Tree
 from dataparallel.units.unit import Precision, Unit
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall
+    from dataparallel.units.over_machines import MachinesOfTree
 
 __all__ = ["FullyShardState"]
 
