@@ -33,6 +33,7 @@ from dataparallel.units.unit import Precision, Unit
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall
+    from dataparallel.units.over_machines import MachinesOfTree
 
 __all__ = ["FullyShardState"]
 

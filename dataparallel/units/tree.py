@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,12 +27,14 @@ from dataparallel.units.calls import TensorHooks
 from dataparallel.units.deliveries import SumsOfPass
 from dataparallel.units.lines import wait_for
 from dataparallel.units.on_slot import UnitOnSlot
-from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.owned import LastCopies
 from dataparallel.units.passes import BackwardPass
 from dataparallel.units.room import Room
-from dataparallel.units.sums_over_machines import SumsOverMachines
 from dataparallel.units.unit import Unit
+
+if TYPE_CHECKING:
+    from dataparallel.units.over_machines import MachinesOfTree
+    from dataparallel.units.sums_over_machines import SumsOverMachines
 
 __all__ = ["ForwardCall", "Tree"]
 
@@ -189,6 +192,8 @@ class Tree:
             return None
         if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
             self._finish_sums()  # what waits for other machines is part of the next sums
+        from dataparallel.units.sums_over_machines import SumsOverMachines
+
         learn = None if self._is_order_known else self._learn_order
         return SumsOverMachines(machines, self.units, self.slots, self._order, computing, learn)
 

@@ -23,20 +23,20 @@ from dataparallel.sharded.owners import over_of
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams
-from dataparallel.units.gathers_over_machines import SourceOverMachines, SourcesOverMachines
 from dataparallel.units.gradients import UnitGradients
 from dataparallel.units.joint import JointGathers
 from dataparallel.units.lines import Lines, wait_for
 from dataparallel.units.no_room import named_if_no_room
 from dataparallel.units.node import make_outputs
 from dataparallel.units.on_slot import UnitOnSlot
-from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.owned import LastCopies, OwnedShards, Source, cut_of
 from dataparallel.units.pieces import Pieces
 from dataparallel.units.precision import Precision
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
+    from dataparallel.units.gathers_over_machines import SourceOverMachines, SourcesOverMachines
+    from dataparallel.units.over_machines import MachinesOfTree
 
 __all__ = ["Precision", "Unit"]
 
@@ -281,6 +281,8 @@ class Unit:
         """If the unit is sharded over machines, what this slot pulls from next, on its way from now on."""
         if self.machines is None or self.machines.gathers is None:
             return None
+        from dataparallel.units.gathers_over_machines import SourcesOverMachines
+
         with self._lock:
             if self._over_machines is None:
                 self._over_machines = SourcesOverMachines(
@@ -289,6 +291,8 @@ class Unit:
             return self._over_machines.next(slot, ready)
 
     def _sources_of(self, machines: Machines) -> list[SourceOverMachines]:
+        from dataparallel.units.gathers_over_machines import SourceOverMachines
+
         pulls, casting, copies = self._pulls, self.lines.casting, self.copies
         return [
             SourceOverMachines(owned, self.dtype_on_slots(owned.dtype), pulls, casting, copies, machines, self.name)

@@ -1,13 +1,4 @@
-"""`Board`: what the ranks of a group tell each other beside the collectives, through the group's store.
-
-Three things are on it. A rank that has waited for `LATE` seconds says what for, so that the error of another rank can
-name who waits too. A rank that has failed before a round says so, in case that it ends before the round. A rank whose
-group is broken gives the reason: the others then stop waiting, also those that the network has not told.
-
-All of this is best effort. A thread of its own talks to the store, because a store whose machine is gone may not
-answer. Nobody waits for that thread for more than `ANSWER` seconds. It is started when there is something to say.
-``launcher`` calls this file, for the waits in ``rounds`` too.
-"""
+"""`Notices`: what the ranks of a group tell each other beside the collectives, through the group's store."""
 
 from __future__ import annotations
 
@@ -16,13 +7,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
-from dataparallel.machines.backend import Group
+if TYPE_CHECKING:
+    from dataparallel.machines.group import Group
 
-__all__ = ["ANSWER", "LATE", "Board"]
+__all__ = ["LATE", "Notices"]
 
 LATE = 0.5
 """Seconds after which a wait is worth telling."""
@@ -36,8 +28,14 @@ POLL = 0.5
 BROKEN = "broken"
 
 
-class Board:
-    """The board of one group.
+class Notices:
+    """The notices of one group. They come as well as the store lets them.
+
+    A rank that waits for long says what for, so that the error of another one can name it. A rank that has failed
+    before a round says so, in case that it ends before the round. A rank whose group is broken gives the reason.
+
+    A thread of its own talks to the store, because a store whose machine is gone may not answer. It is started when
+    there is something to say. Nobody waits for it for more than `ANSWER` seconds.
 
     Attributes:
         broken: the reason that another rank has given why the group is broken.
@@ -46,7 +44,10 @@ class Board:
     def __init__(self, group: Group) -> None:
         self.broken: dict[str, Any] | None = None
         self._rank, self._size = group.rank, group.size
-        self._store = _store_of(group)
+        try:
+            self._store: Any = distributed.distributed_c10d.PrefixStore("dataparallel", group.group.get_group_store())
+        except RuntimeError:  # a group that has none: nothing is told then
+            self._store = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -72,20 +73,13 @@ class Board:
         """Tells the others that the group is broken, unless another rank has done so."""
         self._do(lambda: self._tell_broken(reason))
 
-    def wait_until_told(self, seconds: float) -> None:
-        """Waits until all that was told so far is on the board, but no longer than ``seconds``."""
-        if self._store is not None:
-            told = threading.Event()
-            self._do(told.set)
-            told.wait(seconds)
-
     def tell_failure(self, text: str) -> None:
         """Tells the others that this rank has failed; with an empty text, that this is over."""
         self._word["failed"] = text
         self._do(self._tell_word)
 
     def say(self, key: str, text: str) -> None:
-        """Puts a text on the board."""
+        """Tells the others a text, for which they `ask`."""
         self._do(lambda: self._store.set(key, json.dumps(text)))
 
     def ask(self, key: str) -> None:
@@ -96,6 +90,13 @@ class Board:
         """The text, if it was found."""
         return self._heard if self._asked == key else None
 
+    def wait_until_told(self, seconds: float) -> None:
+        """Waits until all that was told so far is there for others, but no longer than ``seconds``."""
+        if self._store is not None:
+            told = threading.Event()
+            self._do(told.set)
+            told.wait(seconds)
+
     def words_of_others(self) -> dict[int, dict[str, str]]:
         """What other ranks have said, by rank: what they wait for, how they have failed. `broken` is up to date then.
 
@@ -103,25 +104,14 @@ class Board:
         `ANSWER` seconds at most.
         """
         found: dict[int, dict[str, str]] = {}
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        if self._store is None:
-            return found
         until = time.monotonic() + ANSWER
-        while len(found) < len(others) and (left := until - time.monotonic()) > 0:
+        while self._store is not None and len(found) < self._size - 1 and (left := until - time.monotonic()) > 0:
             read = threading.Event()
-            self._do(lambda read=read: self._read_words(others, found, read))  # type: ignore[misc]
+            self._do(lambda read=read: self._read_words(found, read))  # type: ignore[misc]
             read.wait(left)
-            if len(found) < len(others):
+            if len(found) < self._size - 1:
                 time.sleep(0.1)
         return dict(found)
-
-    def _read_words(self, others: list[int], found: dict[int, dict[str, str]], read: threading.Event) -> None:
-        self._look()
-        for rank in others:
-            word = self._read(f"word/{rank}")
-            if word and any(word.values()):
-                found[rank] = word
-        read.set()
 
     def close(self, seconds: float) -> None:
         """Ends the thread after what it has to say; waits for that no longer than ``seconds``."""
@@ -136,7 +126,7 @@ class Board:
         self._jobs.put(job)
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._talk, name="machines: board", daemon=True)
+                self._thread = threading.Thread(target=self._talk, name="machines: notices", daemon=True)
                 self._thread.start()
 
     def _talk(self) -> None:
@@ -154,10 +144,7 @@ class Board:
                 time.sleep(0.01)  # the store is gone, which the collectives find out by themselves
 
     def _look(self) -> None:
-        if self.broken is None:
-            found = self._read(BROKEN)
-            if found:
-                self.broken = found
+        self.broken = self.broken or self._read(BROKEN)
         key = self._asked
         if key and self._heard is None:
             heard = self._read(key)
@@ -178,14 +165,14 @@ class Board:
         if not self._store.check([BROKEN]):
             self._store.set(BROKEN, json.dumps(reason))
 
+    def _read_words(self, found: dict[int, dict[str, str]], read: threading.Event) -> None:
+        self._look()
+        for rank in range(self._size):
+            word = None if rank == self._rank else self._read(f"word/{rank}")
+            if word and any(word.values()):
+                found[rank] = word
+        read.set()
+
     def _read(self, key: str) -> Any:
         """The value, or `None`: asked for first, because a store waits for a key that is not there."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-
-def _store_of(group: Group) -> Any:
-    """The group's store, with names of our own; `None` for a group that has none: nothing is told then."""
-    try:
-        return distributed.distributed_c10d.PrefixStore("dataparallel", group.group.get_group_store())
-    except RuntimeError:
-        return None

@@ -1,14 +1,8 @@
-"""`Line`: the rounds of one purpose of a group, which come one after the other, in the same order on every rank.
+"""`RoundQueue`: the rounds of one purpose of a group, which come one after the other, in the same order on every rank.
 
-The launcher's thread plays them. For each item of a round all ranks say that they have it (``agreement``), over
-connections of the line's own (``control``). What is sent to other machines then gets its place in the process's
-``order``, and is issued by the issuing thread (``issuing``). A round ends with an exchange. All of these waits are
-pauses, in which other lines go on.
-
-A round that the ranks disagree on, and one in which a rank has failed, ends for itself alone: later rounds work. Every
-other failure breaks the group (``health``).
-
-A line holds this group's data and the rounds, no module: what was issued is dropped.
+The launcher's thread plays them: before each item all ranks say that they have it. All waits are pauses, in which other
+queues go on. A round that ranks disagree on, or in which a rank has failed, ends for itself alone; every other failure
+breaks the group. A queue keeps nothing of what was issued.
 """
 
 from __future__ import annotations
@@ -19,54 +13,45 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from dataparallel.comm import nccl
-from dataparallel.machines.agreement import agree, exchange_used, in_words
-from dataparallel.machines.backend import Group
+from dataparallel.machines.agreement import Control, Steps, agree, exchange_used
 from dataparallel.machines.collectives import Transfer
-from dataparallel.machines.control import Control, Steps
-from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed, again
-from dataparallel.machines.health import Health, is_of_network
-from dataparallel.machines.rounds import Item, Round, Watch, check_process
+from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed, again, in_words
+from dataparallel.machines.health import Health, Watch, is_of_network
+from dataparallel.machines.rounds import Item, Round, make_call
 
-__all__ = ["Line"]
+if TYPE_CHECKING:
+    from dataparallel.machines.group import Group
+
+__all__ = ["RoundQueue"]
 
 _Pauses = Iterator[None]
 """Pauses where it yields. A generator's result is what it has waited for."""
 
 
-class Line:
-    """The rounds of one purpose. `Machines.line` makes it.
-
-    Args:
-        group: whose ranks they are.
-        health: of the group.
-        name: equal on all ranks, and given once.
+class RoundQueue:
+    """`Machines` makes it. ``name`` is equal on all ranks, and given once.
 
     Attributes:
-        waits: the line waits for something other than a caller of its own process.
+        waits: the queue waits for something other than a caller of its own process.
+        changed: guards the rounds.
+        calls: how many calls of hooks there have been.
     """
 
     def __init__(self, group: Group, health: Health, name: str) -> None:
         self.name, self.health, self.waits = name, health, False
         self.group, self._launcher = group, health.launcher
+        self.changed = self._launcher.changed
         self._rounds: deque[Round] = deque()
-        self._control: Control | None = None
+        self._control: Control | None = None  # once a round has begun on all ranks
         self._steps: Iterator[None] | None = None
+        self.calls = 0
         health.include(self)
         health.include_group(group)
-
-    @property
-    def changed(self) -> threading.Condition:
-        """Guards the rounds."""
-        return self._launcher.changed
-
-    @property
-    def control(self) -> Control:
-        """The line's connections, which exist once a round has begun on all ranks."""
-        assert self._control is not None
-        return self._control
 
     def wake(self) -> None:
         """A round has got something."""
@@ -74,7 +59,7 @@ class Line:
 
     # ---- what forms call
 
-    def begin(self, kind: str, contents: str) -> Round:
+    def begin_round(self, kind: str, contents: str) -> Round:
         """Begins a round, which all ranks have to do in the same order. It starts when the rounds before have ended.
 
         If the ranks differ in kind or contents, nothing of the round is issued on any rank, and every wait of it raises
@@ -86,6 +71,14 @@ class Line:
                 the round's items has to be in it.
         """
         return self._add(Round(self, kind, contents))
+
+    def all_say(self, kind: str, contents: str, value: Any) -> list[Any]:
+        """A round of its own: what each rank says, in their order; small, and can be pickled. This waits."""
+        round = self.begin_round(kind, contents)
+        said = round.say("what the ranks say", lambda: value)
+        round.close()
+        found: list[Any] = said.wait()
+        return found
 
     def signal_failure(self, error: BaseException, until_all: bool = False) -> None:
         """Tells the other ranks that this one has failed before a round that they begin.
@@ -99,11 +92,11 @@ class Line:
                 has failed because another one has.
         """
         text = f"before a round: {in_words(error)}"
-        self.health.board.tell_failure(text)
+        self.health.notices.tell_failure(text)
         self._add(Round(self, "a failure", "", failed=text, until_all=until_all))
 
     def _add(self, round: Round) -> Round:
-        check_process(self.health)
+        self.health.check_process()
         with self.changed:
             if self.health.broken is not None:
                 round.error = self.health.broken
@@ -148,19 +141,23 @@ class Line:
     def _play_all(self) -> _Pauses:
         while self._rounds:
             round = self._rounds[0]
+            error: BaseException | None = None
             try:
                 yield from self._play(round)
-                error: BaseException | None = None
-            except (PeerFailed, MachinesDiffer) as failure:
-                error = failure
-                _let_go(failure)
             except Exception as failure:
-                _let_go(failure)
-                what = f"the beginning of {round.kind!r}"
-                error = self.health.broken or self.health.break_because(failure, what)
+                # Ends a circle: the frames of the error hold what was to be sent, which holds the error.
+                traceback.clear_frames(failure.__traceback__)
+                error = failure
+                if not isinstance(failure, (PeerFailed, MachinesDiffer)):
+                    what = f"the beginning of {round.kind!r}"
+                    error = self.health.broken or self.health.break_because(failure, what)
             finally:
                 self._launcher.order.leave(self.name)
-            self._finish(round, error)
+            with self.changed:
+                if self._rounds and self._rounds[0] is round:
+                    self._rounds.popleft()
+            if error is not None:
+                self._drop(round, error)
             del round, error  # nothing is held while there is no round
 
     def _play(self, round: Round) -> _Pauses:
@@ -178,21 +175,21 @@ class Line:
         contents: str | None = round.contents  # until all have said them
         while True:
             while not (round.items and round.items[0].is_ready()):
-                if self.health.broken is not None:
-                    raise again(self.health.broken)
+                self._raise_if_broken()
                 yield
             item = round.items[0]
             if item.kind == "close":
                 return
             what = beginning if contents is not None else item.what
-            text = f"{contents}\n{item.kind}"
-            yield from self._driven(agree(self.group, self.control, round.kind, text, None), what)
+            yield from self._driven(
+                agree(self.group, self.connections, round.kind, f"{contents}\n{item.kind}", None), what
+            )
             with self.changed:
                 if not round.items:  # the round has been dropped
                     raise again(round.error or self.health.broken or MachinesError("the round has been dropped"))
                 round.items.popleft()
             try:
-                yield from self._do(item)
+                yield from self._do(round, item)
             except Exception as error:
                 self._fail(item, error)
                 raise
@@ -200,6 +197,12 @@ class Line:
                 return
             del item
             contents = None
+
+    @property
+    def connections(self) -> Control:
+        """What a round is played over."""
+        assert self._control is not None
+        return self._control
 
     def _connect(self, what: str) -> _Pauses:
         """Makes the connections, in a thread for this alone: the other ranks may be late."""
@@ -225,53 +228,73 @@ class Line:
         try:
             while True:
                 try:
-                    yield from self._driven(agree(self.group, self.control, round.kind, "", failed), what)
+                    yield from self._driven(agree(self.group, self.connections, round.kind, "", failed), what)
                 except PeerFailed as error:
                     if error.by_all or not round.until_all:
                         raise
         finally:
             if not (self.health.broken or self.health.is_closed):
-                self.health.board.tell_failure("")  # the others know
+                self.health.notices.tell_failure("")  # the others know
 
-    def _do(self, item: Item) -> _Pauses:
+    def _do(self, round: Round, item: Item) -> _Pauses:
         """Does what all ranks have agreed on."""
-        launched = item.launched[0]
+        launched, control, order = item.launched[0], self.connections, self._launcher.order
         if item.kind == "end":
-            steps = exchange_used(self.group, self.control, item.used, item.failed)
-            used = yield from self._driven(steps, item.what)
+            used = yield from self._driven(exchange_used(self.group, control, item.used, item.failed), item.what)
             with self.changed:
                 self._rounds.popleft()
             launched.succeed(used)
             return
         if item.kind == "say":
-            launched.succeed((yield from self._driven(self.control.all(item.calls[0]()), item.what)))
-            self._launcher.wake()
+            launched.succeed((yield from self._driven(control.all(item.calls[0]()), item.what)))
             return
-        order = self._launcher.order
-        proposed = self.control.number(order.propose(self.name))
-        order.settle(self.name, (yield from self._driven(proposed, item.what)))
+        proposed = control.maximum(torch.tensor([order.propose(self.name)]))
+        order.settle(self.name, int((yield from self._driven(proposed, item.what))))
         self._launcher.wake()
         yield from self._until(lambda: order.is_first(self.name), item.what)
-        issued = self._launcher.issuing.put(partial(self._issue, item))
+        issued = self._launcher.issuing.put(partial(self._issue, round, item))
         issued.add_done_callback(self._launcher.wake)
         order.leave(self.name)  # what has a larger number is put behind it
         self._launcher.wake()
         while not issued.done():
-            if self.health.broken is not None:
-                raise again(self.health.broken)  # the call may block: nobody waits for it any more
+            self._raise_if_broken()  # the call may block: nobody waits for it any more
             yield
         issued.result()
 
-    def _issue(self, item: Item) -> None:
-        """The collectives of an item, or its call. The issuing thread calls this."""
-        if self.health.broken is not None:
-            raise again(self.health.broken)  # since it was put behind others: no rank would come to it
-        if item.kind == "call":
-            watch = Watch(self.health, item.what)
+    def _driven(self, steps: Steps, what: str) -> Any:
+        """Waits for what the ranks say to each other."""
+        value = None
+        with Watch(self.health, what) as watch:
             try:
-                item.launched[0].succeed(item.calls[0](watch, self))
-            finally:
-                watch.end()
+                while True:
+                    future = steps.send(value)
+                    future.add_done_callback(self._launcher.wake)
+                    yield from self._until(future.done, what, watch)
+                    try:
+                        value = future.value()
+                    except Exception as error:
+                        raise again(self.health.break_because(error, what)) from error
+            except StopIteration as end:
+                return end.value
+
+    def _until(self, is_over: Callable[[], bool], what: str, watch: Watch | None = None) -> _Pauses:
+        """Pauses until it is over."""
+        with nullcontext(watch) if watch is not None else Watch(self.health, what) as check:
+            while not is_over():
+                check()
+                self.waits = True
+                yield
+
+    def _raise_if_broken(self) -> None:
+        if self.health.broken is not None:
+            raise again(self.health.broken)
+
+    # ---- the issuing thread
+
+    def _issue(self, round: Round, item: Item) -> None:
+        self._raise_if_broken()  # since it was put behind others: no rank would come to it
+        if item.kind == "call":
+            make_call(self, round, item)
             return
         # Held for all devices of the item, so that other launches on them come before it or after it on each.
         with nccl.launching() if self.group.has_nccl else nullcontext():
@@ -280,35 +303,6 @@ class Line:
                 if isinstance(result, Transfer):
                     result.when_done(self._launcher.wake)
                 launched.succeed(result)
-
-    def _driven(self, steps: Steps, what: str) -> Any:
-        """Waits for what the ranks say to each other."""
-        watch, value = Watch(self.health, what), None
-        try:
-            while True:
-                future = steps.send(value)
-                future.add_done_callback(self._launcher.wake)
-                yield from self._until(future.done, what, watch)
-                try:
-                    value = future.value()
-                except Exception as error:
-                    raise again(self.health.break_because(error, what)) from error
-        except StopIteration as end:
-            return end.value
-        finally:
-            watch.end()
-
-    def _until(self, is_over: Callable[[], bool], what: str, watch: Watch | None = None) -> _Pauses:
-        """Pauses until it is over."""
-        own = watch or Watch(self.health, what)
-        try:
-            while not is_over():
-                own()
-                self.waits = True
-                yield
-        finally:
-            if watch is None:
-                own.end()
 
     # ---- ends
 
@@ -322,13 +316,6 @@ class Line:
         for launched in left:
             launched.fail(error)
 
-    def _finish(self, round: Round, error: BaseException | None) -> None:
-        with self.changed:
-            if self._rounds and self._rounds[0] is round:
-                self._rounds.popleft()
-        if error is not None:
-            self._drop(round, error)
-
     def _drop(self, round: Round, error: BaseException) -> None:
         with self.changed:
             round.error = error
@@ -338,8 +325,3 @@ class Line:
             for launched in item.launched:
                 launched.fail(error)
         self._launcher.wake()
-
-
-def _let_go(error: BaseException) -> None:
-    """Ends a circle: the frames of the error hold what was to be sent, which holds the error."""
-    traceback.clear_frames(error.__traceback__)
