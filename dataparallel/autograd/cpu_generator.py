@@ -9,18 +9,12 @@ shuffles and seeds repeat. On one device each recomputation leaves the generator
 from __future__ import annotations
 
 import sys
-import threading
-from collections import deque
 
 import torch
 
-from dataparallel import _torch
+from dataparallel.autograd.pass_of_backward import running_pass
 
 __all__ = ["restore_after_backward"]
-
-# Engine numbers of running passes. Long enough for all that run at a time; a pass that fails leaves its number behind.
-_guarded: deque[int] = deque(maxlen=64)
-_lock = threading.Lock()
 
 
 def restore_after_backward() -> None:
@@ -30,11 +24,8 @@ def restore_after_backward() -> None:
     """
     if "torch.utils.checkpoint" not in sys.modules:
         return
-    number = _torch.current_graph_task_id()
-    with _lock:
-        # The first call in a pass sees the generator before any recomputation; later calls may not.
-        if number in _guarded:
-            return
-        _guarded.append(number)
-    state = torch.get_rng_state()
-    _torch.queue_callback(lambda: torch.set_rng_state(state))
+    running = running_pass()
+    # The first call in a pass sees the generator before any recomputation; later calls may not.
+    if running.is_first(restore_after_backward):
+        state = torch.get_rng_state()
+        running.on_end(lambda ok: torch.set_rng_state(state) if ok else None)

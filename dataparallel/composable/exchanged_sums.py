@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dataparallel import _torch
 from dataparallel.autograd.bucket_gradients import SlotGradients
-from dataparallel.composable.gradient_sums import EndOfPass, FormerGrad, GradientSums, Kept, WaitingBucket
+from dataparallel.autograd.pass_of_backward import PassOfBackward
+from dataparallel.composable.gradient_sums import FormerGrad, GradientSums, Kept, WaitingBucket
 
 __all__ = ["ExchangedBucket", "ExchangedSums", "Taken"]
 
@@ -128,15 +128,13 @@ class ExchangedBucket(WaitingBucket):
                     returned[source] = torch.zeros_like(self.sources[source])
             if (of_slot := by_slot[slot]) is not None:
                 self._add(slot, kept, of_slot.made)
-        end = EndOfPass(self, written)
-        self._under_way.add(end)
-        _torch.queue_callback(end)
+        self._note_pass(written)
         return returned
 
-    def end_pass(self, end: EndOfPass) -> None:
+    def end_pass(self, ended: PassOfBackward, written: set[int], ok: bool) -> None:
         """As that of `WaitingBucket`. A bucket that is not used any more hands over what it has."""
-        super().end_pass(end)
-        if not self.is_in_use:
+        super().end_pass(ended, written, ok)
+        if ok and not self.is_in_use:
             self.exchanged.carry_and_hand_over(self)
 
     def take(self, written: set[int]) -> Taken:

@@ -32,7 +32,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.bucket_gradients import SlotGradients, SourceGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
-from dataparallel.autograd.end_of_pass import at_end_of_pass
+from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
 from dataparallel.comm.buckets import unflatten
 from dataparallel.composable.after_slots import AfterSlots, Arriving, Backward, BucketSum
 from dataparallel.composable.chained_buckets import ChainedBucket
@@ -333,7 +333,7 @@ class Passes:
         self.after = after
         self.chains: weakref.WeakSet[Chain] = weakref.WeakSet()
         self._changed = threading.Condition()
-        self._begun: dict[int, dict[Chain, Exchange]] = {}  # by the engine's number of the pass
+        self._under_way: set[PassOfBackward] = set()  # those that go over a chain
 
     def notice(self, output: Any) -> None:
         """Notices each pass that begins with the output of a call."""
@@ -344,13 +344,12 @@ class Passes:
     @_torch.not_traced
     def begin(self, grad: Tensor | None = None) -> None:
         """Notices the running pass: a hook on the outputs of calls."""
-        number = _torch.current_graph_task_id()
+        running = running_pass()
         with self._changed:
-            if number in self._begun:
+            if self in running.contents:
                 return
             self._wait_for_leftovers()
-            if number not in self._begun:  # another thread of the same pass may have waited too
-                self._begin(number)
+            running.get(self, self._begin)  # another thread of the same pass may have waited too
 
     def this(self, chain: Chain) -> Exchange:
         """The running pass over a chain.
@@ -358,43 +357,38 @@ class Passes:
         Raises:
             RuntimeError: it is nested in another one.
         """
-        number = _torch.current_graph_task_id()
+        running = running_pass()
         with self._changed:
-            if number not in self._begun:  # it did not come by the outputs of a call
-                if self._is_busy():
-                    raise _nested()
-                self._begin(number)
-            return self._begun[number][chain]
+            if self not in running.contents and self._under_way:  # it did not come by the outputs of a call
+                raise _nested()
+            return running.get(self, self._begin)[chain]
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, running: PassOfBackward) -> dict[Chain, Exchange]:
         before: Exchange | None = None
         exchanges: dict[Chain, Exchange] = {}
         for chain in sorted(self.chains, key=lambda chain: chain.number):
             if chain.is_reached():
                 before = exchanges[chain] = Exchange(chain, before)
-        self._begun[number] = exchanges
-        at_end_of_pass(partial(self.finish, number))
-
-    def _is_busy(self) -> bool:
-        return any(self._begun.values())
+        if exchanges:
+            self._under_way.add(running)
+        running.on_end(partial(self._end, running, exchanges))
+        return exchanges
 
     def _wait_for_leftovers(self) -> None:
         """Waits until no other pass is under way. One that has failed may still be in a thread of the engine."""
         until = time.monotonic() + _LEFTOVER
-        while self._is_busy():
+        while self._under_way:
             if not self._changed.wait(max(0.0, until - time.monotonic())):
                 raise _nested()
 
-    def finish(self, number: int, error: BaseException | None) -> None:
-        """A pass has ended."""
-        with self._changed:
-            exchanges = self._begun.pop(number, {})
+    def _end(self, ended: PassOfBackward, exchanges: dict[Chain, Exchange], ok: bool) -> None:
         try:
-            if error is not None:
+            if not ok:
                 for exchange in exchanges.values():
-                    exchange.fail(error)
+                    exchange.fail(error_of_failed_pass())
         finally:
             with self._changed:
+                self._under_way.discard(ended)
                 self._changed.notify_all()
 
 

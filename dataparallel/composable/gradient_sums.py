@@ -20,8 +20,9 @@ brings the gradients of the slots.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence, Set
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -31,10 +32,11 @@ from torch import Tensor
 from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_gradients import SlotGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.autograd.gradient_streams import GradientStreams, Made
+from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.streams.current import streams_joined, streams_set
-from dataparallel.streams.gradients import GradientStreams, Made
 
-__all__ = ["EndOfPass", "FormerGrad", "GradientSums", "Kept", "PersistentToSlots", "WaitingBucket", "reached_sources"]
+__all__ = ["FormerGrad", "GradientSums", "Kept", "PersistentToSlots", "WaitingBucket", "reached_sources"]
 
 
 class PersistentToSlots(ToSlots):
@@ -102,8 +104,6 @@ class GradientSums:
         self.are_on = True
         # Weak references: a bucket belongs to its node, and refers to this object.
         self._buckets: list[weakref.ref[WaitingBucket]] = []
-        # Numbers of passes that end with `add_kept`. A pass that fails leaves its number behind.
-        self._ending: deque[int] = deque(maxlen=64)
 
     @property
     def buckets(self) -> list[WaitingBucket]:
@@ -120,10 +120,9 @@ class GradientSums:
 
     def add_when_the_pass_ends(self) -> None:
         """Calls `add_kept` at the end of the running pass, once for all buckets that ask for it."""
-        number = _torch.current_graph_task_id()
-        if number not in self._ending:
-            self._ending.append(number)
-            _torch.queue_callback(self.add_kept)
+        running = running_pass()
+        if running.is_first((self, "add_kept")):
+            running.on_end(lambda ok: self.add_kept() if ok else None)
 
     def add_kept(self) -> None:
         """Adds kept gradients to the source's ``.grad``, except void ones."""
@@ -163,17 +162,6 @@ class FormerGrad:
         return _torch.version_of(grad) != self._version and not bool(grad.any())
 
 
-class EndOfPass:
-    """A callback for the end of a pass that keeps gradients. Only the engine holds it, until the pass ends or fails."""
-
-    def __init__(self, bucket: WaitingBucket, written: set[int]) -> None:
-        self._bucket, self.written = bucket, written
-
-    def __call__(self) -> None:
-        """The pass has ended."""
-        self._bucket.end_pass(self)
-
-
 class WaitingBucket:
     """The kept gradients of one bucket.
 
@@ -190,8 +178,8 @@ class WaitingBucket:
         self._streams = streams
         self._kept: dict[tuple[int, int], Kept] = {}  # by slot and source
         self._former: dict[int, FormerGrad] = {}  # by source
-        # Several at a time if reentrant checkpoints nest passes, one for each slot.
-        self._under_way: weakref.WeakSet[EndOfPass] = weakref.WeakSet()
+        # Those that keep gradients here and have not ended: several, if reentrant checkpoints nest one on each slot.
+        self._under_way: set[PassOfBackward] = set()
 
     @property
     def may_keep(self) -> bool:
@@ -216,9 +204,7 @@ class WaitingBucket:
                     first[source] = torch.zeros_like(self.sources[source])
             if (of_slot := by_slot[slot]) is not None:
                 self._add(slot, kept, of_slot.made)
-        end = EndOfPass(self, written)
-        self._under_way.add(end)
-        _torch.queue_callback(end)
+        self._note_pass(written)
         return [grad if source in written else None for source, grad in enumerate(first)]
 
     def take_kept(self, written: set[int]) -> dict[tuple[int, int], Kept]:
@@ -275,10 +261,17 @@ class WaitingBucket:
                     grads = [kept.received() for kept in of_source]
                     parameter.grad.add_(comm.reduce_add(grads, parameter.device))
 
-    def end_pass(self, end: EndOfPass) -> None:
-        """From here on kept gradients belong to the ``.grad`` that the pass has written."""
-        self._under_way.discard(end)
-        for source in end.written & self._former.keys():
+    def _note_pass(self, written: set[int]) -> None:
+        running = running_pass()
+        self._under_way.add(running)
+        running.on_end(partial(self.end_pass, running, written))
+
+    def end_pass(self, ended: PassOfBackward, written: set[int], ok: bool) -> None:
+        """If the pass has succeeded, kept gradients belong from here on to the ``.grad`` that it has written."""
+        self._under_way.discard(ended)
+        if not ok:
+            return
+        for source in written & self._former.keys():
             grad = self.sources[source].grad
             if grad is not None:
                 self._former[source] = FormerGrad(grad)

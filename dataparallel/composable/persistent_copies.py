@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.gradient_streams import GradientStreams
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.transport import FlatBroadcast, Later
@@ -32,7 +33,6 @@ from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicate import copy_buffers, copy_constants, of_part
 from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import current_streams
-from dataparallel.streams.gradients import GradientStreams
 
 __all__ = ["PersistentCopies"]
 
