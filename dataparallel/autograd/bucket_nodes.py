@@ -45,8 +45,7 @@ from dataparallel.autograd.bucket_gradients import (
 )
 from dataparallel.autograd.functions import copies_for_slots, sums_over_slots
 from dataparallel.autograd.gradient_streams import GradientStreams, Made
-from dataparallel.autograd.node import Node
-from dataparallel.autograd.node_order import run_first, run_last
+from dataparallel.autograd.node import Node, run_first, run_last
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.transport import Later

@@ -18,8 +18,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.bucket_nodes import FromSource, ToSlots
 from dataparallel.autograd.gradient_streams import GradientStreams
-from dataparallel.autograd.node import Node
-from dataparallel.autograd.node_order import run_before_last, run_last
+from dataparallel.autograd.node import Node, run_before_last, run_last
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
 from dataparallel.composable.after_slots import AfterSlots
 from dataparallel.composable.exchanges import Chain, Exchange

@@ -19,8 +19,7 @@ from dataparallel import _torch
 from dataparallel.autograd.bucket_gradients import SlotGradients, SourceGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
 from dataparallel.comm.buckets import unflatten
-from dataparallel.composable.after_slots import Arriving, Backward, BucketSum
-from dataparallel.composable.chained_buckets import ChainedBucket
+from dataparallel.composable.after_slots import Arriving, Backward, BucketSum, ChainedBucket
 from dataparallel.composable.gradient_sums import Taken
 from dataparallel.streams.current import Event, streams_set
 

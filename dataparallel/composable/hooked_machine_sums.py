@@ -4,7 +4,7 @@ The issuing thread calls the hook for one bucket after the other, in the order t
 backward goes on meanwhile. What the hook sends may go over the machines' own group: nothing else is issued on it until
 the hook's future is done. Nothing is added over machines besides: what the hook leaves are the gradients.
 
-If the group cannot send the tensors of a device, the hook gets the bucket in host memory. ``composable.hooked_sums``
+If the group cannot send the tensors of a device, the hook gets the bucket in host memory. ``composable.comm_hooks``
 orders the streams otherwise. If the hook fails on a rank, no rank gets gradients (``machines.hook_calls``).
 """
 
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from dataparallel.comm import nccl
 from dataparallel.composable.after_slots import BucketSum
-from dataparallel.composable.comm_hooks import CommHook, GradBucket
-from dataparallel.composable.hooked_sums import Called
+from dataparallel.composable.comm_hooks import Called, CommHook, GradBucket
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 from dataparallel.machines.hook_calls import HookCall, HookCalls

@@ -19,8 +19,8 @@ from dataparallel.autograd.gradient_streams import GradientStreams
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.transport import FlatBroadcast, Later
+from dataparallel.composable.after_slots import ChainedBucket
 from dataparallel.composable.bucket_order import BucketOrder, recorded_in
-from dataparallel.composable.chained_buckets import ChainedBucket
 from dataparallel.composable.exchange_nodes import Passes, PersistentToSlots, make_sources, make_to_slots
 from dataparallel.composable.exchanges import Chain
 from dataparallel.composable.gradient_sums import GradientSums, WaitingBucket

@@ -20,8 +20,7 @@ from dataparallel.batch_split import BatchSplit
 from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.compiled.argument import CompileArgument
 from dataparallel.compiled.recognise import call_of, compiled_here
-from dataparallel.composable.comm_hooks import CommHook, GradBucket
-from dataparallel.composable.hooked_sums import HookedSums
+from dataparallel.composable.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.composable.managed import KEY
 from dataparallel.composable.on_slots import Method
 from dataparallel.composable.persistent_tensors import PersistentTensors

@@ -18,8 +18,7 @@ from dataparallel.composable.compiled_units import compile_by_unit
 from dataparallel.modules.plan import UNIT_ON_SLOT, ModulePlan, dotted
 from dataparallel.modules.references import Rebinding, reached
 from dataparallel.streams.arrivals import Arrivals
-from dataparallel.units.calls import ModuleOnSlot, UnitInReplica
-from dataparallel.units.tree import ForwardCall
+from dataparallel.units.calls import ForwardCall, ModuleOnSlot, UnitInReplica
 from dataparallel.units.unit import Unit
 
 __all__ = ["UnitTensors"]

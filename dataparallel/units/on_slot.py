@@ -27,10 +27,9 @@ from dataparallel import _torch
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.streams.current import Event, current_streams, streams_set
-from dataparallel.units.full_buffer import FullBuffer
-from dataparallel.units.lines import Lines, wait_for
-from dataparallel.units.no_room import no_room_for
+from dataparallel.units.memory import FullBuffer, no_room_for
 from dataparallel.units.owned import Source
+from dataparallel.units.streams import TreeStreams, wait_for
 
 if TYPE_CHECKING:
     from dataparallel.units.calls import ModuleOnSlot
@@ -45,16 +44,16 @@ class UnitOnSlot:
     Args:
         unit: the unit.
         slot, device: the number of the slot, and its device.
-        lines: the streams of the tree.
+        tree_streams: the streams of the tree.
 
     Attributes:
-        parameters: in the order of the unit's, without a graph. ``units.node`` makes those outputs that need gradients.
+        parameters: in the order of the unit's, without a graph; ``units.nodes`` makes one for those that need gradients.
         is_full: true while the parameters have their values.
     """
 
-    def __init__(self, unit: Unit, slot: int, device: torch.device, lines: Lines) -> None:
+    def __init__(self, unit: Unit, slot: int, device: torch.device, tree_streams: TreeStreams) -> None:
         self.unit, self.slot, self.device = unit, slot, device
-        self._lines = lines
+        self._tree_streams = tree_streams
         self._lock = threading.RLock()
         with torch.inference_mode(False), torch.no_grad():
             self._groups = [FullBuffer(group.layout, unit.dtype_on_slots(group.dtype), device) for group in unit.owned]
@@ -111,7 +110,7 @@ class UnitOnSlot:
 
     def _start(self, ready: Mapping[torch.device, Event], ahead: bool) -> None:
         """`start`, under the lock."""
-        own = self._lines.receiving[self.slot]
+        own = self._tree_streams.receiving[self.slot]
         with torch.no_grad(), _OutOfMemory(self):
             has_pulled = _torch.is_in_backward() and self._pull_from_group(own)
         if not has_pulled:
@@ -144,7 +143,7 @@ class UnitOnSlot:
     def _pull_from_owners(
         self, sources: Sequence[Source], own: torch.Stream | None, ready: Mapping[torch.device, Event]
     ) -> None:
-        streams = self._lines.pulling(self.slot)
+        streams = self._tree_streams.pulling(self.slot)
         if own is not None:  # copies to this stream begin after it, so the streams on which they leave need not wait
             wait_for({*ready.values()}, [own])
         for full, source in zip(self._groups, sources, strict=True):
@@ -163,11 +162,11 @@ class UnitOnSlot:
         if pieces is None:
             return False
         self._versions = self.unit.versions()
-        streams = self._lines.pulling(self.slot)
+        streams = self._tree_streams.pulling(self.slot)
         try:
             for member, piece in zip(pieces[0].group, pieces, strict=True):
                 if piece.made is not None:
-                    piece.made.make_wait(streams[self._lines.slots[member]])
+                    piece.made.make_wait(streams[self._tree_streams.slots[member]])
             with streams_set(streams):
                 for at, full in enumerate(self._groups):
                     flats = [piece.flats[at] for piece in pieces]
@@ -187,7 +186,7 @@ class UnitOnSlot:
 
     def _fill(self, ready: Mapping[torch.device, Event]) -> None:
         """`make_full` of what has been started, under the lock."""
-        computing, own = current_streams([self.device]), self._lines.receiving[self.slot]
+        computing, own = current_streams([self.device]), self._tree_streams.receiving[self.slot]
         with torch.no_grad(), _OutOfMemory(self):
             if self._sent is not None:
                 sent, self._sent = self._sent, None

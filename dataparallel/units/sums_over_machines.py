@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from dataparallel.streams.current import Event, streams_set
-from dataparallel.units.deliveries import added_in
+from dataparallel.units.deliveries import Summed, added_in
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.partial_sums import PartialSums
 from dataparallel.units.rounds_over_machines import RoundsOverMachines
-from dataparallel.units.summed import Summed
 
 if TYPE_CHECKING:
     from dataparallel.units.gradients import UnitGradients

@@ -26,14 +26,14 @@ from dataparallel.streams.current import Event, current_streams
 from dataparallel.units.gathers_over_machines import SourceOverMachines, SourcesOverMachines
 from dataparallel.units.gradients import UnitGradients
 from dataparallel.units.joint import JointGathers
-from dataparallel.units.lines import Lines, wait_for
-from dataparallel.units.no_room import named_if_no_room
-from dataparallel.units.node import make_outputs
+from dataparallel.units.memory import named_if_no_room
+from dataparallel.units.nodes import make_outputs
 from dataparallel.units.on_slot import UnitOnSlot
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.owned import LastCopies, OwnedShards, Source, cut_of
 from dataparallel.units.pieces import Pieces
 from dataparallel.units.precision import Precision
+from dataparallel.units.streams import TreeStreams, wait_for
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
@@ -119,11 +119,11 @@ class Unit:
         self.cuts = [cut_of(parameter) for parameter in self.parameters]
         self._flags = self._present_flags()
         self.recorded = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
-        self.lines = Lines(self.slots)
+        self.streams = TreeStreams(self.slots)
         self.pieces = Pieces(self, len(self.slots), self._pieces_dropped)
-        self.joint = JointGathers(self, self.lines)
+        self.joint = JointGathers(self, self.streams)
         self._shown_pieces: list[nn.Parameter] | None = None
-        self.gradients = UnitGradients(self, self.recorded, self.lines)
+        self.gradients = UnitGradients(self, self.recorded, self.streams)
         self.on_slots: list[UnitOnSlot] = []
         self._receivers: list[_Receiver] = []  # nodes refer to them weakly
         self._sources: list[Source] = []
@@ -203,7 +203,7 @@ class Unit:
             on_slots, receivers = [], []
             for slot, device in enumerate(self.slots):
                 with named_if_no_room("parameters", self.name, device, self.full_bytes):
-                    on_slot = UnitOnSlot(self, slot, device, self.lines)
+                    on_slot = UnitOnSlot(self, slot, device, self.streams)
                 if self.recorded:
                     recorded = [on_slot.parameters[i] for i in self.recorded]
                     receivers.append(_Receiver(self, on_slot))
@@ -272,7 +272,7 @@ class Unit:
         with self._lock:
             if not self._sources or self._sources[0].is_used_up:
                 self._sources = [
-                    Source(owned, self.dtype_on_slots(owned.dtype), self._pulls, self.lines.casting, self.copies)
+                    Source(owned, self.dtype_on_slots(owned.dtype), self._pulls, self.streams.casting, self.copies)
                     for owned in self.owned
                 ]
             return self._sources
@@ -289,7 +289,7 @@ class Unit:
             return self._over_machines.next(slot, ready)
 
     def _sources_of(self, machines: Machines) -> list[SourceOverMachines]:
-        pulls, casting, copies = self._pulls, self.lines.casting, self.copies
+        pulls, casting, copies = self._pulls, self.streams.casting, self.copies
         return [
             SourceOverMachines(owned, self.dtype_on_slots(owned.dtype), pulls, casting, copies, machines, self.name)
             for owned in self.owned
@@ -359,7 +359,7 @@ class Unit:
         The user's modules have the full parameters of the first slot once it has been waited for.
         """
         self.refresh()
-        ready = self.lines.now()
+        ready = self.streams.now()
         for on_slot in self.on_slots:
             on_slot.free_if_changed()
             on_slot.start(ready)
