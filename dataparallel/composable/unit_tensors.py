@@ -101,7 +101,11 @@ class UnitTensors:
         found = [[module() for module in modules] for modules in self._modules]
         self._tops = [[paths[id(module)] for module in modules if id(module) in paths] for modules in found]
         self._places = [
-            [(registries[id(registry)], name, i) for registry, name, i in unit.places if id(registry) in registries]
+            [
+                (registries[id(registry)], name, i)
+                for registry, name, i in unit.registered.places
+                if id(registry) in registries
+            ]
             for unit in self._units
         ]
 

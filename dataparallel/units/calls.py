@@ -244,8 +244,7 @@ class ForwardCall:
             unit.note_versions()
             unit.renew_sources(len(slots))
             unit.level(len(slots))
-            unit.joint.room, unit.joint.number = tree._room, number
-            unit.deliver, unit.settle, unit.copies = tree.deliver, tree.settle, tree._copies
+            unit.in_tree = tree.places[number]
         self.computing = current_streams(tree.slots)
         ready = tree.take_post_optim_event() or tree.units[0].streams.meet("calls", map(Event, self.computing.values()))
         self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
@@ -303,7 +302,7 @@ class ForwardCall:
     def backward_begins(self, on_slot: UnitOnSlot, position: int, running: BackwardPass) -> None:
         """The backward of a unit that ended at this position comes next. Starts those that come after it."""
         unit = self._unit_of(on_slot)
-        unit.deliver = self._tree.deliver
+        unit.in_tree = self._tree.place_of(unit)
         running.begins(on_slot.slot, position, self._ended)
         running.wait_for_others(on_slot.slot)
         if unit.unshard_in_backward:
@@ -336,7 +335,7 @@ class ForwardCall:
             if has_failed:
                 unit.pieces.drop()
             unit.renew_sources()  # slots that have not pulled will not: drops the copies
-            unit.register_on_source()
+            unit.registered.show_what_is_there()
 
     def _unit_of(self, on_slot: UnitOnSlot) -> Unit:
         return self._tree.unit_of[id(on_slot.unit)]

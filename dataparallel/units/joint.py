@@ -179,10 +179,6 @@ class JointGathers:
     Args:
         unit: the unit.
         tree_streams: the streams of the tree.
-
-    Attributes:
-        room: of the unit's tree, which sets it.
-        number: of the unit in its tree, which sets it: units are collected on distinct slots.
     """
 
     def __init__(self, unit: Unit, tree_streams: TreeStreams) -> None:
@@ -191,13 +187,21 @@ class JointGathers:
         # Over machines slots wait for gathers when they need them, so nothing is launched for others.
         self._are_joint = comm.are_apart(slots) and unit.sharded_over[0] == 1 and unit.full_bytes > 0
         self._streams = {device: s for device, s in zip(slots, tree_streams.receiving, strict=True) if s is not None}
-        self.room, self.number = Room(), 0
         self._lock = threading.Lock()
         self._slots = len(slots)
         self._waiting: dict[int, Arrived] = {}  # of the last gather, for slots that have not taken it
         self._are_together = True
         self._asked: set[int] = set()  # slots that have asked for a large unit in this backward
         self._last_pull: Event | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the unit in its tree."""
+        return self._unit.in_tree.number
+
+    @property
+    def _room(self) -> Room:
+        return self._unit.in_tree.room
 
     def renew(self, slots: int) -> None:
         """Drops what waits. The next gathers are for the first few slots."""
@@ -228,7 +232,7 @@ class JointGathers:
             arrived[:] = [self._take(slot, ready, ahead)]
             return arrived[0] is not None
 
-        if not self.room.wait(self, has_come):
+        if not self._room.wait(self, has_come):
             return False
         assert arrived[0] is not None
         return arrived[0]
@@ -249,7 +253,7 @@ class JointGathers:
                 # A slot that comes again before others have come at all, as for a module that is used twice, would
                 # have one gather launched for each slot.
                 self._are_together = slot in self._waiting
-            elif self.room.take(self, self._unit.full_bytes):
+            elif self._room.take(self, self._unit.full_bytes):
                 self._launch_in_room(ready)
                 is_new = True
             else:
@@ -257,11 +261,11 @@ class JointGathers:
             found = self._waiting.pop(slot, False)
             is_last = not self._waiting
         if is_new:
-            self.room.launched()
+            self._room.launched()
         if is_last:
-            self.room.give_back(self, self._unit.full_bytes)
+            self._room.give_back(self, self._unit.full_bytes)
         elif found:
-            self.room.took(slot, self)
+            self._room.took(slot, self)
         return found
 
     def _is_too_early(self, slot: int) -> bool:
@@ -270,17 +274,17 @@ class JointGathers:
         A slot that asks for a large unit, most often ahead, has freed the one before the unit that it computes. The
         first unit of a backward is needed by all, and there are no gradients yet.
         """
-        if not self.room.is_large(self._unit.full_bytes) or not _torch.is_in_backward():
+        if not self._room.is_large(self._unit.full_bytes) or not _torch.is_in_backward():
             return False
         self._asked.add(slot)
-        return len(self._asked) < self._slots and self.room.was_taken
+        return len(self._asked) < self._slots and self._room.was_taken
 
     def drop(self, slot: int) -> None:
         """What has arrived for the slot is not taken any more. Memory of the receiving streams, which alone use it."""
         with self._lock:
             is_last = self._waiting.pop(slot, None) is not None and not self._waiting
         if is_last:
-            self.room.give_back(self, self._unit.full_bytes)
+            self._room.give_back(self, self._unit.full_bytes)
 
     def waits_for(self, slot: int) -> bool:
         """True if something has arrived for the slot, which has not taken it."""
@@ -299,7 +303,7 @@ class JointGathers:
     def _drop(self) -> None:
         if self._waiting:
             self._waiting = {}  # memory of the receiving streams, which alone have used it
-            self.room.give_back(self, self._unit.full_bytes)
+            self._room.give_back(self, self._unit.full_bytes)
 
     def _launch_in_room(self, ready: Mapping[torch.device, Event]) -> None:
         """Launches a gather. If that fails, its room is free again."""
@@ -308,7 +312,7 @@ class JointGathers:
             with torch.no_grad(), streams_set(self._streams):
                 arrived = self._launch(ready)
         except BaseException:
-            self.room.give_back(self, self._unit.full_bytes)
+            self._room.give_back(self, self._unit.full_bytes)
             raise
         events = [Event(self._streams[device]) for device in self._tree_streams.slots[: self._slots]]
         for slot, event in enumerate(events):
@@ -322,7 +326,7 @@ class JointGathers:
         wait_for({*ready.values()}, self._streams.values())
         arrived: list[list[Tensor]] = []
         for owned in unit.owned:
-            source = Source(owned, unit.dtype_on_slots(owned.dtype), 1, self._tree_streams.casting, unit.copies)
+            source = Source(owned, unit.dtype_on_slots(owned.dtype), 1, self._tree_streams.casting, unit.in_tree.copies)
             pieces, made = source.pieces(ready)
             try:
                 for device, event in made.items():
@@ -352,7 +356,7 @@ class JointGathers:
     @property
     def _here(self) -> int:
         """The slot that collects the pieces. Units use distinct ones."""
-        return self.number % self._slots
+        return self._unit.in_tree.number % self._slots
 
     def _empty(self, owned: OwnedShards, dtype: torch.dtype, devices: list[torch.device]) -> list[Tensor]:
         shape = owned.layout.owners, owned.layout.numel

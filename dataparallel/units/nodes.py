@@ -18,7 +18,11 @@ from dataparallel.structures import children_of
 if TYPE_CHECKING:
     pass
 
-__all__ = ["TensorHooks", "make_outputs", "with_one_node"]
+if TYPE_CHECKING:
+    from dataparallel.units.on_slot import UnitOnSlot
+    from dataparallel.units.unit import Unit
+
+__all__ = ["Receiver", "TensorHooks", "make_outputs", "with_one_node"]
 
 
 def make_outputs(
@@ -176,3 +180,24 @@ class _Hook:
         hooks = self._hooks()
         if hooks is not None:
             hooks.run()
+
+
+class Receiver:
+    """Takes gradients from the node of one slot."""
+
+    def __init__(self, unit: Unit, on_slot: UnitOnSlot) -> None:
+        self._unit, self._on_slot = unit, on_slot
+
+    def receive(self, grads: Sequence[Tensor | None]) -> None:
+        """Called in the node's backward.
+
+        Raises:
+            RuntimeError: the backward is recorded.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True reaches sharded parameters: a graph of their gradients would need them full. Take "
+                "gradients of inputs only: torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
+        self._unit.in_tree.deliver(self._unit, self._on_slot.slot, grads)
+        self._on_slot.received()

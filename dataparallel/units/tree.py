@@ -26,6 +26,7 @@ from dataparallel.units.joint import Room
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.owned import LastCopies
 from dataparallel.units.passes import BackwardPass
+from dataparallel.units.settings import InTree
 from dataparallel.units.streams import wait_for
 from dataparallel.units.sums_over_machines import SumsOverMachines
 from dataparallel.units.unit import Unit
@@ -71,6 +72,7 @@ class Tree:
 
     Attributes:
         machines: those that the units are spread over, if there are several.
+        places: for each unit what it has of the tree while that uses it.
     """
 
     def __init__(self, units: Sequence[Unit], slots: Sequence[torch.device]) -> None:
@@ -84,6 +86,7 @@ class Tree:
         self._changed = threading.Condition()
         self._copies = LastCopies()
         self._room = Room()
+        self.places = [InTree(i, self.deliver, self.settle, self._copies, self._room) for i in range(len(self.units))]
         self._unfinished: list[SumsOfPass] = []  # of passes that were not the last of a step
         self.machines = self.units[0].machines
         # In which units are added up over machines: at first the reverse of that of their names.
@@ -115,6 +118,10 @@ class Tree:
             for on_slot in unit.on_slots:
                 on_slot.free_if_changed()
             unit.pieces.drop_if_changed()
+
+    def place_of(self, unit: Unit) -> InTree:
+        """What the unit has of this tree."""
+        return self.places[self.units.index(unit)]
 
     def settle(self) -> None:
         """Waits until the units are not in a backward. Inside a backward it does nothing.
@@ -200,7 +207,7 @@ class Tree:
             unit.level(len(call.slots))
             unit.gradients.drop_void()
             # Until the pass has ended, however that may be. Replicas have the full parameters.
-            unit.register_sharded()
+            unit.registered.show_sharded()
         returned = partial(before_next_step, self._before_step)
         over = None if self.machines is None else self._sums_over(self.machines, call.computing)
         return BackwardPass(
@@ -245,7 +252,7 @@ class Tree:
                     on_slot.pass_ended(has_failed, ended.is_recorded)
                 unit.pieces.drop()
                 unit.renew_sources()  # slots that have not pulled will not: drops the copies
-                unit.register_on_source()
+                unit.registered.show_what_is_there()
             self._make_owners_wait(ended.sums.computing)
             ended.sums.make_callers_wait()
         finally:

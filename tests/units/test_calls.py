@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel.units.calls import ModuleOnSlot
-from dataparallel.units.nodes import TensorHooks
+from dataparallel.units.calls import ModuleOnSlot, TensorHooks
 from dataparallel.units.unit import Precision
 
 
@@ -20,13 +19,13 @@ class Told:
     ready: dict[Any, Any] = {}  # noqa: RUF012
 
     def __init__(self) -> None:
-        self.streams: list[str] = []
+        self.lines: list[str] = []
         self._hooks: dict[int, tuple[Tensor, TensorHooks]] = {}
         self._positions = 0
 
     def take(self) -> list[str]:
-        tree_streams, self.streams = self.streams, []
-        return tree_streams
+        lines, self.lines = self.lines, []
+        return lines
 
     def hooks_of(self, slot: int, tensor: Tensor) -> TensorHooks:
         if id(tensor) not in self._hooks:
@@ -34,11 +33,11 @@ class Told:
         return self._hooks[id(tensor)][1]
 
     def began(self, on_slot: Any) -> Any:
-        self.streams.append(f"{on_slot.name} began")
+        self.lines.append(f"{on_slot.name} began")
         return on_slot.unit.versions()
 
     def ended(self, on_slot: Any) -> int:
-        self.streams.append(f"{on_slot.name} ended")
+        self.lines.append(f"{on_slot.name} ended")
         self._positions += 1
         return self._positions - 1
 
@@ -46,10 +45,10 @@ class Told:
         return True
 
     def join_pass(self) -> None:
-        self.streams.append("join")
+        self.lines.append("join")
 
     def backward_begins(self, on_slot: Any, position: int, running: Any) -> None:
-        self.streams.append(f"{on_slot.name} begins at {position}")
+        self.lines.append(f"{on_slot.name} begins at {position}")
         on_slot.is_full = True
 
 
@@ -73,25 +72,25 @@ class OnSlot:
         self._open: list[object] = []  # keeps them
 
     def use(self, ready: Any, registers: Any) -> None:
-        self._tree.streams.append(f"{self.name} used")
+        self._tree.lines.append(f"{self.name} used")
 
     def end_use(self) -> None:
-        self._tree.streams.append(f"{self.name} not used")
+        self._tree.lines.append(f"{self.name} not used")
 
     def module_ended(self, number: int, has_backward: bool, is_announced: bool) -> None:
-        self._tree.streams.append(f"{self.name} ran module {number}, {has_backward}")
+        self._tree.lines.append(f"{self.name} ran module {number}, {has_backward}")
 
     def show_in(self, registers: Any) -> None:
-        self._tree.streams.append(f"{self.name} shown")
+        self._tree.lines.append(f"{self.name} shown")
 
     def backward_began(self, call: object | None) -> None:
         self.is_in_backward = True
         self._open.append(call)
-        self._tree.streams.append(f"{self.name} opens, {call is not None}")
+        self._tree.lines.append(f"{self.name} opens, {call is not None}")
 
     def backward_ended(self, call: object) -> None:
         self.is_full = False
-        self._tree.streams.append(f"{self.name} closes")
+        self._tree.lines.append(f"{self.name} closes")
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ BEGINS = ["join", "a begins at 0", "a shown"]
 
 class TestForward:
     def test_uses_the_parameters_while_the_function_runs(self, make, told):
-        make(number=1).run(lambda x: told.streams.append("runs") or x * 2, leaf())
+        make(number=1).run(lambda x: told.lines.append("runs") or x * 2, leaf())
         assert told.take() == ["a used", "a began", "runs", "a not used", "a ended", "a ran module 1, True"]
 
     def test_without_a_graph_has_no_backward(self, make, told):
@@ -163,12 +162,12 @@ class TestBackward:
     def test_waits_for_all_inputs(self, make, told):
         x, y = leaf(), leaf()
         for name, tensor in (("x", x), ("y", y)):
-            tensor.register_hook(lambda grad, name=name: told.streams.append(name))
+            tensor.register_hook(lambda grad, name=name: told.lines.append(name))
         output = make().run(lambda x, *, more: x * more[0], x, more=[y])
         told.take()
         output.sum().backward()
         assert told.take()[-1] == "a closes"
-        assert told.streams == []
+        assert told.lines == []
 
     def test_opens_once_for_several_outputs(self, make, told):
         outputs = make().run(lambda x: {"one": x * 2, "more": (x * 3,)}, leaf())
@@ -188,8 +187,8 @@ class TestBackward:
         output = make("b").run(lambda x: x * 2, make("a").run(lambda x: x * 2, leaf()))
         told.take()
         output.sum().backward()
-        tree_streams = [line for line in told.take() if line != "join"]
-        assert tree_streams == [
+        lines = [line for line in told.take() if line != "join"]
+        assert lines == [
             *["b opens, True", "b begins at 1", "b shown", "b closes"],
             *["a opens, True", "a begins at 0", "a shown", "a closes"],
         ]

@@ -53,7 +53,7 @@ def units(model: Any) -> list[Any]:
 
 def room_of(model: Any) -> int:
     """The bytes that wait at slots."""
-    (room,) = {unit.joint.room for unit in units(model)}
+    (room,) = {unit.in_tree.room for unit in units(model)}
     return room._used
 
 
@@ -182,7 +182,7 @@ def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
         with torch.no_grad():
             model(rows(slots))
         assert room_of(model) == 0
-        assert not units(model)[0].joint.room._has_given_up
+        assert not units(model)[0].in_tree.room._has_given_up
     model.skips = {}
     assert all(map(torch.equal, steps(model, slots, 1), expected))
 
@@ -206,7 +206,7 @@ def test_a_slot_that_waits_drops_what_arrives_for_a_unit_that_it_has_passed_by(s
         with torch.no_grad():
             model(rows(slots))
         assert room_of(model) == 0
-        assert not units(model)[0].joint.room._has_given_up
+        assert not units(model)[0].in_tree.room._has_given_up
 
 
 @pytest.mark.slots(4)
