@@ -2,7 +2,7 @@
 
 ``forward`` does so with ``set_``, with ``.data =``, or as ``flatten_parameters`` of torch's RNNs does on CUDA. New
 values are written to the memory that the copy was made with, so the copy has to have that memory again. This file does
-not write values. ``composable.persistent_tensors`` and ``units.full_buffer`` use it.
+not write values. ``composable.persistent_tensors`` and ``units.memory`` use it.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.gradient_streams import GradientStreams
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.copies import alias
 from dataparallel.comm.transport import FlatBroadcast, Later
@@ -27,7 +28,6 @@ from dataparallel.modules.plan import ModulePlan
 from dataparallel.modules.scripts import refuse_constants
 from dataparallel.streams.arrivals import Arrivals, Expected, arrivals_for
 from dataparallel.streams.current import current_streams
-from dataparallel.streams.gradients import GradientStreams
 
 __all__ = [
     "BUCKET_CAP_MB",

@@ -13,7 +13,7 @@ These rules order the streams:
 - `OnSlot` and `FromSource` belong to the streams of the caller, which compute, but `OnSlot` of an isolated slot to that
   slot's stream. The parameters' ``AccumulateGrad`` nodes belong to the caller's streams too, so a loss that uses a
   parameter directly adds its gradient on the same stream.
-- Sums are made on side streams (``streams.gradients``), and `ToSlots` belongs to the root's side stream. So only this
+- Sums are made on side streams (``gradient_streams``), and `ToSlots` belongs to the root's side stream. So only this
   stream waits for the slots: the engine makes a node's stream wait for all that the node receives.
 - The caller's stream has to wait for a sum before anything uses it, but not while it still computes. The engine makes
   it wait for the side stream before it runs `FromSource`. It does so when the root's thread has nothing else to do,
@@ -44,14 +44,13 @@ from dataparallel.autograd.bucket_gradients import (
     enveloped,
 )
 from dataparallel.autograd.functions import copies_for_slots, sums_over_slots
-from dataparallel.autograd.node import Node
-from dataparallel.autograd.node_order import run_first, run_last
+from dataparallel.autograd.gradient_streams import GradientStreams, Made
+from dataparallel.autograd.node import Node, run_first, run_last
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.transport import Later
 from dataparallel.profiling import note_gradients, stage
 from dataparallel.streams.current import streams_set
-from dataparallel.streams.gradients import GradientStreams, Made
 from dataparallel.streams.isolated import isolated_streams
 from dataparallel.streams.nodes import memory_of, note_forward_streams
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dataparallel.comm import nccl
 from dataparallel.composable.after_slots import BucketSum
-from dataparallel.composable.comm_hooks import CommHook, GradBucket
-from dataparallel.composable.hooked_sums import Called
+from dataparallel.composable.comm_hooks import Called, CommHook, GradBucket
 from dataparallel.machines.collectives import stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.gradient_streams import GradientStreams
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.transport import FlatBroadcast, Later
+from dataparallel.composable.after_slots import ChainedBucket
 from dataparallel.composable.bucket_order import BucketOrder, recorded_in
-from dataparallel.composable.chained_buckets import ChainedBucket
-from dataparallel.composable.exchange_nodes import make_sources, make_to_slots
-from dataparallel.composable.exchanged_sums import ExchangedBucket, ExchangedSums
-from dataparallel.composable.exchanges import Chain, Passes
-from dataparallel.composable.gradient_sums import GradientSums, PersistentToSlots, WaitingBucket
+from dataparallel.composable.exchange_nodes import Passes, PersistentToSlots, make_sources, make_to_slots
+from dataparallel.composable.exchanges import Chain
+from dataparallel.composable.gradient_sums import GradientSums, WaitingBucket
 from dataparallel.composable.persistent_values import CurrentValues
 from dataparallel.modules.build import make_parameters
 from dataparallel.modules.plan import ModulePlan, names_of
@@ -32,7 +32,6 @@ from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicate import copy_buffers, copy_constants, of_part
 from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import current_streams
-from dataparallel.streams.gradients import GradientStreams
 
 __all__ = ["PersistentCopies"]
 
@@ -141,15 +140,10 @@ class PersistentCopies:
         handles: Sequence[Tensor | None] = [None] * len(self.buckets)
         token = first_token = torch.empty(0, requires_grad=True)
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
-        if isinstance(sums, ExchangedSums) and passes is not None:
-            waiting: Sequence[WaitingBucket] = [
-                ExchangedBucket(sums, of_bucket, self._streams) for of_bucket in sources
-            ]
-            if waiting:
-                chain = self._chain(passes, waiting, order)
-                handles, token = make_sources(chain)
-        else:
-            waiting = [WaitingBucket(sums, of_bucket, self._streams) for of_bucket in sources]
+        waiting = [WaitingBucket(sums, of_bucket, self._streams) for of_bucket in sources]
+        if passes is not None and waiting:
+            chain = self._chain(passes, waiting, order)
+            handles, token = make_sources(chain)
         for position, group in reversed([*enumerate(self.buckets)]):
             # Arrival is noted on the slots: if the root's thread is late, it has a choice of many buckets.
             note = None if order.known is not None else partial(order.arrived.append, group[0])

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from dataparallel.composable.after_slots import AfterSlots
 from dataparallel.composable.bucket_order import BucketOrder
-from dataparallel.composable.exchanged_sums import ExchangedSums
-from dataparallel.composable.exchanges import Passes
+from dataparallel.composable.exchange_nodes import Passes
 from dataparallel.composable.gradient_sums import GradientSums
 from dataparallel.composable.persistent_copies import PersistentCopies
 from dataparallel.modules.plan import ModulePlan, names_of
@@ -98,8 +97,7 @@ class PersistentTensors:
     forget_last_call = end_call
 
     def clear(self) -> None:
-        """Releases all tensors; gradients that wait on slots are added to the source's ``.grad``."""
-        self.sums.add_kept()
+        """Releases all tensors, except gradients that wait on slots."""
         self.sums.use([])
         self.copies = None
 
@@ -112,8 +110,7 @@ class PersistentTensors:
             self.passes.after = after
             return
         self.clear()
-        are_on, self.sums, self.passes = self.sums.are_on, ExchangedSums(), Passes(after)
-        self.sums.are_on = are_on
+        self.sums.go_on, self.passes = True, Passes(after)
 
     def agree_by(self, agreement: Agreement, after: AfterSlots) -> None:
         """From now on there are several machines: recorded forwards begin with ``agreement``. As `take_further`."""

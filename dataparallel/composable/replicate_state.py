@@ -18,8 +18,7 @@ from dataparallel import _torch
 from dataparallel.call.engine import CallOptions, Method
 from dataparallel.compiled.argument import CompileArgument
 from dataparallel.compiled.recognise import call_of, compiled_here
-from dataparallel.composable.comm_hooks import CommHook, GradBucket
-from dataparallel.composable.hooked_sums import HookedSums
+from dataparallel.composable.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.composable.managed import KEY
 from dataparallel.composable.on_slots import StateOnSlots
 from dataparallel.composable.persistent_tensors import PersistentTensors

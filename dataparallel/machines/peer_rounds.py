@@ -7,7 +7,6 @@ open in the form's other queue.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dataparallel import _torch
-from dataparallel.autograd.end_of_pass import at_end_of_pass
 from dataparallel.autograd.node import Node
+from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
 from dataparallel.machines.collectives import all_to_all, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
@@ -45,8 +44,6 @@ class PeerRounds:
     def __init__(self, machines: Machines) -> None:
         self.machines = machines
         self._has_collectives: dict[Hashable, bool] = {}  # the last call in each mode
-        self._passes: dict[int, _Pass] = {}  # by the engine's number
-        self._lock = threading.Lock()
 
     @contextmanager
     def calling(self, mode: Hashable) -> Iterator[PeerCall]:
@@ -87,25 +84,23 @@ class PeerRounds:
 
     def pass_now(self, first: Any = None) -> _Pass:
         """The running pass of backward. ``first``: the first collective of a forward that the pass may lead to."""
-        number = _torch.current_graph_task_id()
-        with self._lock:
-            found = self._passes.get(number)
-            if found is None:
-                found = self._passes[number] = _Pass()
-                at_end_of_pass(partial(self._finish, number))
+        found = running_pass().get(self, self._begin_pass)
         if first is None or _torch.will_engine_execute_node(first):
             found.has_collectives = True
         return found
 
-    def _finish(self, number: int, error: BaseException | None) -> None:
-        with self._lock:
-            ended = self._passes.pop(number)
-        if not ended.has_collectives or ended.is_over:
+    def _begin_pass(self, running: PassOfBackward) -> _Pass:
+        found = _Pass()
+        running.on_end(partial(self._end_pass, found))
+        return found
+
+    def _end_pass(self, this: _Pass, ok: bool) -> None:
+        if not this.has_collectives or this.is_over:
             return
-        if error is None:
+        if ok:
             self._end("backward")
         else:
-            self.machines.queue.signal_failure(error)
+            self.machines.queue.signal_failure(error_of_failed_pass())
 
     def _end(self, what: str) -> None:
         """The machines learn if one has failed."""

@@ -25,7 +25,7 @@ from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.units.layout import Layout
-from dataparallel.units.lines import wait_for
+from dataparallel.units.streams import wait_for
 
 __all__ = ["LastCopies", "OwnedShards", "Source", "cut_of"]
 

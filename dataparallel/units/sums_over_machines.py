@@ -20,10 +20,9 @@ from dataparallel.machines.collectives import Transfer, all_reduce, reduce_scatt
 from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Launched, Round
 from dataparallel.streams.current import Event, streams_set
-from dataparallel.units.deliveries import added_in
+from dataparallel.units.deliveries import Summed, added_in
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.partial_sums import PartialSums
-from dataparallel.units.summed import Summed
 
 if TYPE_CHECKING:
     from dataparallel.units.gradients import UnitGradients

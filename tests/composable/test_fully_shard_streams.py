@@ -11,8 +11,8 @@ from clocked import check_clocks
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.streams.current import Event, streams_joined
 from dataparallel.units import passes
-from dataparallel.units.full_buffer import FullBuffer
-from dataparallel.units.tree import ForwardCall
+from dataparallel.units.calls import ForwardCall
+from dataparallel.units.memory import FullBuffer
 
 
 @pytest.mark.devices("sim", "stand-in")

@@ -19,8 +19,8 @@ from backends_events import BackendsEvent, BackendsStream, as_of_backend
 from dataparallel import DataParallel
 from dataparallel.autograd import bucket_nodes
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.gradient_streams import GradientStreams, side_stream
 from dataparallel.streams.current import Event, GivenEvents, current_streams, streams_set
-from dataparallel.streams.gradients import GradientStreams, side_stream
 from dataparallel.streams.isolated import isolated_streams
 from dataparallel.testing import isolated_slots
 from dataparallel.threads.settings import TRANSLATED

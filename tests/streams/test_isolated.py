@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, parallel_apply
 from dataparallel.autograd import bucket_gradients
+from dataparallel.autograd.gradient_streams import GradientStreams, Made, side_stream
 from dataparallel.batch_types import register_batch
 from dataparallel.comm import using
 from dataparallel.comm.settings import Settings, held
-from dataparallel.streams.gradients import GradientStreams, Made, side_stream
 from dataparallel.streams.isolated import IsolatedStream, isolated_streams
 from dataparallel.testing import isolated_slots
 from dataparallel.testing.pytest import settle

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, _torch
-from dataparallel.autograd.one_node import OneNode, sharing
+from dataparallel.autograd.node import OneNode, sharing
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.testing.cases import seeded
 from sharded_steps import on_device

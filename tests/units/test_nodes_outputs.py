@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import grad, gradgradcheck
 
-from dataparallel.units.outputs import with_one_node
+from dataparallel.units.nodes import with_one_node
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.units.node import make_outputs
+from dataparallel.units.nodes import make_outputs
 
 
 class Receiver:

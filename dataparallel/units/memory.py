@@ -1,12 +1,12 @@
-"""The memory of one slot for a unit's parameters of one dtype: it comes when they are gathered, and goes when freed.
+"""The memory of one slot for a unit's parameters: it comes when they are gathered, and goes when they are freed.
 
-The parameters share one storage, which has no bytes while the unit is sharded. ``units.on_slot`` says when that is, and
-orders the streams. Only it uses this file.
+``units.on_slot`` says when that is, and orders the streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,7 +15,26 @@ from dataparallel import _torch, comm
 from dataparallel.replica_memory import MemoryOfCopies
 from dataparallel.units.layout import Layout
 
-__all__ = ["FullBuffer"]
+__all__ = ["FullBuffer", "named_if_no_room", "no_room_for"]
+
+
+def no_room_for(
+    what: str, unit: str, device: torch.device, number_of_bytes: int, error: torch.OutOfMemoryError
+) -> torch.OutOfMemoryError:
+    """The error to raise from ``error``: ``device`` has no room for ``what`` of a unit, which takes so many bytes."""
+    return torch.OutOfMemoryError(
+        f"{device} has no room for the {number_of_bytes:,} bytes of {what} of the unit {unit!r}: shard smaller units, "
+        f"prefetch less, or use more devices. {error}"
+    )
+
+
+@contextmanager
+def named_if_no_room(what: str, unit: str, device: torch.device, number_of_bytes: int) -> Iterator[None]:
+    """Around allocations for a unit on a device. Arguments are those of `no_room_for`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise no_room_for(what, unit, device, number_of_bytes, error) from error
 
 
 class FullBuffer:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from dataparallel.autograd.collect import Collect
+from dataparallel.autograd.functions import Collect
 
 
 def tensors(slots: list) -> list[Tensor]:

@@ -19,9 +19,9 @@ from clocked import check_clocks
 from dataparallel import DataParallel
 from dataparallel.autograd.bucket_gradients import SourceGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.autograd.gradient_streams import GradientStreams, Made, side_stream
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.composable import replicate
-from dataparallel.streams.gradients import GradientStreams, Made, side_stream
 from dataparallel.testing.pytest import settle
 from graphs import nodes_of
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from dataparallel import DataParallel
 from dataparallel.autograd.bucket_gradients import Packing
 from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.autograd.gradient_streams import side_stream
 from dataparallel.composable import replicate
 from dataparallel.streams import current, isolated
 from dataparallel.streams.current import Event, streams_set
-from dataparallel.streams.gradients import side_stream
 from dataparallel.testing import isolated_slots
 from spare_streams import spare_stream
 

@@ -36,7 +36,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dataparallel import _torch
+from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.streams.current import Event, kept_stream, make_current
 from dataparallel.streams.isolated import run_apart
 from dataparallel.streams.nodes import memory_of
@@ -89,8 +89,7 @@ class GradientStreams:
     def __init__(self, computing: dict[torch.device, torch.Stream]) -> None:
         self.computing = computing
         self.sides = {device: side_stream(device) for device in computing}
-        # By the engine's number of the pass: each pass ends by itself, also one that a reentrant checkpoint nests.
-        self._passes: dict[int, _Pass] = {}
+        self._key = object()  # of the buffers that a pass holds
 
     @classmethod
     def for_forward(
@@ -101,7 +100,7 @@ class GradientStreams:
 
     def of_bucket(self, number: int) -> GradientStreams:
         """The same streams, with the side streams of this bucket."""
-        found = copy.copy(self)  # passes are shared
+        found = copy.copy(self)  # the buffers that passes hold are shared
         found.sides = {device: side_stream(device, number) for device in self.computing}
         return found
 
@@ -118,7 +117,7 @@ class GradientStreams:
         """
         *flats, total = buffers
         root = total.device
-        this = self._this_pass()
+        held = running_pass().get(self._key, self._held_by)
         for of_flat in made:
             of_flat.make_wait(self.sides[of_flat.stream.device])
         if total is not flats[0]:
@@ -132,7 +131,7 @@ class GradientStreams:
         finally:
             make_current(self.computing.values())
             self._record(flats, total, made)
-            this.hold([flat for flat in flats if flat is not total], root, self.sides)
+            held.hold([flat for flat in flats if flat is not total], root, self.sides)
 
     def _record(self, flats: Sequence[Tensor], total: Tensor, made: Sequence[Made]) -> None:
         """Calls ``record_stream`` on buffers whose stream does not wait before they are freed."""
@@ -147,30 +146,14 @@ class GradientStreams:
         """Makes the root's computing stream wait for its side stream, so that memory that is written there is free."""
         Event(self.sides[root]).make_wait(self.computing[root])
 
-    def _this_pass(self) -> _Pass:
-        number = _torch.current_graph_task_id()
-        if number not in self._passes:
-            self._passes[number] = _Pass(self.computing)
-            _torch.queue_callback(_End(self._passes, number))
-        return self._passes[number]
+    def _held_by(self, running: PassOfBackward) -> _HeldBuffers:
+        held = _HeldBuffers(self.computing)
+        running.on_end(held.release)
+        return held
 
 
-class _End:
-    """Ends a pass: the engine calls it when the pass ends, or drops it if the pass fails."""
-
-    def __init__(self, passes: dict[int, _Pass], number: int) -> None:
-        self._passes, self._number = passes, number
-
-    def __call__(self) -> None:
-        this = self._passes.pop(self._number, None)
-        if this is not None:
-            this.end()
-
-    __del__ = __call__
-
-
-class _Pass:
-    """The buffers that one backward holds. Its buckets are launched one after the other, in the root's thread."""
+class _HeldBuffers:
+    """The buffers that one pass holds. Its buckets are launched one after the other, in the root's thread."""
 
     def __init__(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         self._computing = computing
@@ -184,7 +167,7 @@ class _Pass:
         if len(self._held) > _BUCKETS_HELD:
             self._release_oldest()
 
-    def end(self) -> None:
+    def release(self, ok: bool) -> None:
         """Makes the computing streams wait for the side streams, except on the root, and releases all buffers."""
         while self._held:
             self._release_oldest()

@@ -1,16 +1,7 @@
-"""The streams on which shards and gradients travel, for one tree of units.
-
-Each slot computes on the stream that is current when it is called. The rest are kept for the whole process
-(``streams.current`` says which of them are one):
-
-- ``receiving[i]``, on slot i's device: pulls of slot i end there. Memory that it receives into belongs to it.
-- ``pulling(i)``, on each owner's device: pulls of slot i begin there, on one of a few streams that slots take in turn.
-- ``adding``, for each device: gradients arrive, are added, and leave there.
-- ``meeting``, on the first slot's device, for each purpose: events of all devices become one event there (`meet`).
+"""The streams on which shards and gradients travel, for one tree of units. Slots compute on streams of the caller.
 
 A copy between devices orders the two streams that are current on its ends: the source's stream waits for the target's
 before it, and the target's for the source's after it. So an event on the receiving stream follows every pull before it.
-On the CPU there are no streams, and nothing here does anything.
 """
 
 from __future__ import annotations
@@ -23,21 +14,27 @@ import torch
 from dataparallel.devices import CPU
 from dataparallel.streams.current import Event, current_streams, kept_stream
 
-__all__ = ["Lines", "wait_for"]
+__all__ = ["TreeStreams", "wait_for"]
 
 Purpose: TypeAlias = Literal["calls", "pulls", "deliveries", "sums"]
 """Who waits for events that meet: a call for the caller, owners for pulls, sums for deliveries, others for sums."""
 
 
-class Lines:
-    """The streams of a tree on these slots, which are the owners too."""
+class TreeStreams:
+    """The streams of a tree on these slots, which are the owners too. On the CPU there are none.
+
+    Attributes:
+        receiving: for each slot, on its device: its pulls end there, and what it receives into is memory of it.
+        adding: for each device: gradients arrive, are added, and leave there.
+        casting: for each device: shards are cast or sent there before they are pulled.
+    """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self.slots = list(slots)
         self.receiving = [_kept(device, "gathers", i) for i, device in enumerate(slots)]
         self.adding = {d: s for d in {*slots} if (s := _kept(d, "sums")) is not None}
         self.casting = {d: s for d in {*slots} if (s := _kept(d, "shards are cast")) is not None}
-        self.meeting = {purpose: _kept(slots[0], f"{purpose} meet") for purpose in get_args(Purpose)}
+        self._meeting = {purpose: _kept(slots[0], f"{purpose} meet") for purpose in get_args(Purpose)}
         self._pulling = self._from_all("shards leave", self.receiving)
 
     def pulling(self, slot: int) -> Mapping[torch.device, torch.Stream]:
@@ -49,7 +46,7 @@ class Lines:
 
         ``None`` on the CPU.
         """
-        stream = self.meeting[purpose]
+        stream = self._meeting[purpose]
         if stream is None:
             return None
         wait_for(events, [stream])

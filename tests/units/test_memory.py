@@ -5,8 +5,8 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.sharded.placements import Shard
-from dataparallel.units.full_buffer import FullBuffer
 from dataparallel.units.layout import Layout
+from dataparallel.units.memory import FullBuffer
 
 SHAPES = [torch.Size([5, 3]), torch.Size([]), torch.Size([2])]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dataparallel.units.before_step import before_next_step
+from dataparallel.units.tree import before_next_step
 
 
 class Works:
