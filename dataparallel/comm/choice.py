@@ -14,7 +14,7 @@ says why:
   supports broadcasts and sums. All else uses plain copies.
 - Both work between CUDA devices. A call with the CPU or with another type of accelerator, or with fewer than two
   accelerators, falls back.
-- *nccl* takes each device once. A sum with two terms on one device falls back, and so do isolated slots on one device.
+- *nccl* takes each device once. A sum with two terms on one device falls back.
 - Within a call that it serves, a transport leaves to plain copies: tensors that do not travel flat, dtypes that it
   cannot add, and *nccl*'s sums on a device that brings no term.
 
@@ -85,7 +85,7 @@ def choose(
         ValueError: the transport that was asked for can do nothing between these devices; the message says why.
     """
     distinct = [*dict.fromkeys(devices)]
-    if len(distinct) < 2 and not (settings.isolated and len(devices) > 1):
+    if len(distinct) < 2:
         return Choice("copy", "star", "fewer than two devices, so nothing has to travel")
     broken = next((pair for pair in permutations(distinct, 2) if pair in untrusted), None)
     asked = settings.transport
@@ -130,8 +130,8 @@ def _route(
             return "star", "a tree was asked for, but would not add in slot order"
         return settings.route, "it was asked for"
     number = len(distinct)
-    if number <= 2:
-        return "star", "two devices" if number == 2 else "isolated slots on one device"
+    if number == 2:
+        return "star", "two devices"
     if any(device.type == "cpu" for device in distinct):
         # Copies from and to the CPU block, so a chain would wait at each chunk.
         return "star", "the cpu is one of the devices"
@@ -151,15 +151,15 @@ def _why_not_supported(
     if transport == "nccl" and adds and settings.deterministic:
         return "nccl adds in an order of its own; pass deterministic=False if the last bits may differ"
     accelerators = [device for device in devices if device.type != "cpu"]
-    if len({*accelerators}) < 2 and not (settings.isolated and len(accelerators) > 1):
+    if len({*accelerators}) < 2:
         return f"{transport} works between accelerators, and there are fewer than two"
     if all(device.type != "cuda" for device in accelerators):
         return None  # `_why_unavailable` says so, and the call raises
     other = next((device for device in devices if device.type != "cuda"), None)
     if other is not None:
         return f"{transport} works between CUDA devices, and {other} is none"
-    twice = next((device for device in devices if devices.count(device) > 1), None) if transport == "nccl" else None
-    if twice is not None and (adds or settings.isolated):
+    twice = next((device for device in devices if devices.count(device) > 1), None)
+    if transport == "nccl" and adds and twice is not None:
         return f"nccl takes each device once, and {twice} is listed more than once"
     return None
 

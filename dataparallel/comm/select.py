@@ -2,7 +2,7 @@
 
 It collects the facts, lets ``choice`` decide, and compares a transport with plain copies before its first use. That
 comparison is the only data that it moves. ``comm`` calls `transport_for` before every call between devices, and the
-report calls `choose_transport`. Within one device plain copies do, unless slots are isolated: these count as devices.
+report calls `choose_transport`. Within one device plain copies do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.links import links_between
 from dataparallel.comm.routes import STAR, TorchCopies
-from dataparallel.comm.settings import Settings, are_slots_isolated
+from dataparallel.comm.settings import Settings
 from dataparallel.comm.sum_check import wrong_sums
 from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.forks import in_forked_child
@@ -65,7 +65,7 @@ def transport_for(
         ValueError: a transport that was asked for can do nothing between these devices, or an environment variable
             names an unknown transport or route.
     """
-    if len({*devices}) < 2 and not (are_slots_isolated() and len(devices) > 1):
+    if len({*devices}) < 2:
         return STAR
     sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
     nbytes = max(min(sum(sizes), cap_bytes), *sizes, 0)  # a larger tensor is a bucket of its own

@@ -41,7 +41,6 @@ from dataparallel.comm.buckets import PLAIN_TYPES, is_dense
 from dataparallel.comm.copies import alias
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.sent import note
-from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
 from dataparallel.streams.current import Event, current_streams, kept_stream, streams_set
 
@@ -76,8 +75,8 @@ def take_sent_chunks(
 ) -> Sequence[Tensor] | None:
     """The chunks of ``tensor`` that were sent ahead, ready for the current streams; ``None`` if no sent chunks fit.
 
-    Chunks fit if nobody has written to the tensor since it was sent, and if slots, sizes, dimension and isolation are
-    those with which it was sent; a whole tensor fits fewer slots too. Chunks made in inference mode fit only inside of
+    Chunks fit if nobody has written to the tensor since it was sent, and if slots, sizes and dimension are those
+    with which it was sent; a whole tensor fits fewer slots too. Chunks made in inference mode fit only inside of
     it. All are handed out once: a second call needs its own, because a module may write to its input.
 
     Args:
@@ -143,11 +142,10 @@ class SentTensor:
     def __init__(self, tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> None:
         self.tensor, self.sizes, self.dim = tensor, sizes, dim
         self.slots = list(slots if sizes is None else slots[: len(sizes)])
-        self.isolated = are_slots_isolated()
         self.version = _version(tensor)
         detached = tensor.detach()
         if sizes is None:
-            devices = self.slots if self.isolated else list(dict.fromkeys(self.slots))
+            devices = list(dict.fromkeys(self.slots))
             parts = [detached]
         else:
             devices = self.slots
@@ -174,7 +172,6 @@ class SentTensor:
         return (
             same_cut
             and self.slots[: len(slots)] == list(slots)
-            and self.isolated == are_slots_isolated()
             and self.version == _version(self.tensor)
             # Chunks that were made in inference mode cannot be saved for backward outside of it.
             and (torch.is_inference_mode_enabled() or not self.chunks[0].is_inference())
@@ -190,7 +187,7 @@ class SentTensor:
                 for chunk in chunks:
                     if chunk.device == device:
                         chunk.record_stream(here)
-        if self.sizes is None and not self.isolated:
+        if self.sizes is None:
             on_device = {chunk.device: chunk for chunk in chunks}
             first = {device: self.slots.index(device) for device in on_device}
             whole = [on_device[device] for device in slots]

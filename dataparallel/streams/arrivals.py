@@ -3,8 +3,8 @@
 A forward needs the first layer's parameters first. So buckets are sent in the order of use, on one side stream for each
 device, and a lookup of a parameter makes the current stream wait for the parameter's bucket only
 (``modules.registry``). `arrivals_for` says if a call's copies may be late: only if they are launched inside
-`LateCopies.may_begin`, which is the stage ``replicate`` of a ``stages.Call``, and only on two or more accelerators or
-isolated slots. Copies of a model below 16 MiB (`LATE_FROM_BYTES`) are never late. `LateCopies.end`, at the end of the
+`LateCopies.may_begin`, which is the stage ``replicate`` of a ``stages.Call``, and only on two or more accelerators.
+Copies of a model below 16 MiB (`LATE_FROM_BYTES`) are never late. `LateCopies.end`, at the end of the
 call, waits for them. Those who make replicas' tensors (``replicate``, ``kept.tensors``,
 ``composable.persistent_tensors``) bring the copies.
 
@@ -42,11 +42,9 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.comm.duplex import PieceStreams, piece_streams_kept
-from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.environment import says_no
-from dataparallel.streams.current import Event, current_streams, kept_stream, streams_set
-from dataparallel.streams.isolated import run_apart
+from dataparallel.streams.current import Event, current_streams, kept_stream, run_apart, streams_set
 
 __all__ = ["Arrival", "Arrivals", "Expected", "LateCopies", "arrivals_for", "parameter_stream"]
 
@@ -109,7 +107,6 @@ class Arrivals:
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self._slots = list(slots)
         self._computing = current_streams(slots)
-        self._isolated = are_slots_isolated()
         self._read: dict[int, Arrival] = {}
         self._arrived: dict[torch.device, dict[int, Arrival]] = {device: {} for device in self._computing}
         self._held: list[object] = []  # memory that side streams may still use
@@ -174,8 +171,7 @@ class Arrivals:
         positions count from the end.
         """
         device = self._slots[slot]
-        shares_source = device == self._slots[0] and (slot == 0 or not self._isolated)
-        arrivals = self._read if shares_source else self._arrived[device]
+        arrivals = self._read if device == self._slots[0] else self._arrived[device]
         expected.index = device.index
         expected.by_position = [*map(arrivals.get, range(positions))]
 

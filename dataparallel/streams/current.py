@@ -17,7 +17,7 @@ The other rooms decide which stream does what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "current_streams",
     "kept_stream",
     "make_current",
+    "run_apart",
     "streams_joined",
     "streams_set",
 ]
@@ -93,6 +94,11 @@ def kept_stream(device: torch.device, purpose: str, number: int = 0) -> torch.St
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:
     """The calling thread's current stream on each accelerator among ``devices``."""
     return {device: current_stream_at(device.index) for device in {*devices} if device != CPU}
+
+
+def run_apart(slots: Sequence[torch.device]) -> bool:
+    """True if slots compute on several streams: on two or more accelerators."""
+    return len({*slots} - {CPU}) > 1
 
 
 @contextmanager

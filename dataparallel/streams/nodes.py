@@ -5,8 +5,8 @@ threads see default streams. So a node's forward notes the streams that are curr
 (`note_forward_streams`), and its backward runs on them (`forward_streams_set`). A backward that is recorded makes new
 nodes in a thread of the engine. They note the caller's streams too, not those of that thread.
 
-``autograd.functions``, ``autograd.bucket_nodes`` and ``composable.gradient_sums`` have such nodes. ``bucket_nodes`` and
-``streams.isolated`` use `memory_of`. This room does not decide which streams are current in a replica.
+``autograd.functions``, ``autograd.bucket_nodes`` and ``composable.gradient_sums`` have such nodes. ``bucket_nodes``
+uses `memory_of`. This room does not decide which streams are current in a replica.
 """
 
 from __future__ import annotations

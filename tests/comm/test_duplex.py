@@ -17,7 +17,7 @@ from dataparallel.comm.routes import TorchCopies
 from dataparallel.streams.current import streams_set
 from orders import race
 
-pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.not_isolated("distinct devices")]
+pytestmark = [pytest.mark.devices("sim", "stand-in")]
 
 SIZE = 128 * 240  # divisible into 2 to 6 and 8 pieces
 

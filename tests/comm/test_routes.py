@@ -163,7 +163,6 @@ BYTES = MANY * 17 * 4
 MARGIN = 8 * 128 * 4  # pieces begin at multiples of 128 elements, so they differ in size
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("route", ROUTES)
@@ -176,7 +175,6 @@ def test_traffic_of_a_broadcast(route: str, slots: list, bucket: list[list[Tenso
     assert all(counts.received(slot.index) == BYTES for slot in slots[1:])
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("route", ["star", "chain", "shards"])
@@ -188,7 +186,6 @@ def test_traffic_of_a_sum(route: str, slots: list, bucket: list[list[Tensor]]) -
     assert abs(most - {"star": 7, "chain": 1, "shards": 1.75}[route] * BYTES) <= MARGIN
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

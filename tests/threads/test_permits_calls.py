@@ -93,7 +93,6 @@ def test_a_call_without_a_wrapper_runs_all_replicas_at_once(slots: list) -> None
         parallel_apply(modules, [(torch.zeros(1),)] * 3, devices=slots)
 
 
-@pytest.mark.not_isolated("replicas on one device and the caller's stream")
 @pytest.mark.devices("sim", "cuda")
 def test_streams_are_marked_while_measuring_only(
     slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +119,6 @@ def test_streams_are_marked_while_measuring_only(
 
 
 @pytest.mark.devices("sim", "stand-in")
-@pytest.mark.not_isolated("replicas on one device and the caller's stream")
 @pytest.mark.parametrize("wrap", [DataParallel, replicate, fully_shard])
 def test_no_step_after_the_third_makes_the_host_wait_whatever_the_sizes(
     slots: list, root: torch.device, wrap: Any, monkeypatch: pytest.MonkeyPatch

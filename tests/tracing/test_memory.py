@@ -14,7 +14,6 @@ MIB = 2**20
 
 
 @pytest.mark.devices("sim", "cuda")
-@pytest.mark.not_isolated("its slots are on distinct devices")
 def test_bytes_of_each_device(slots: list) -> None:
     devices = [torch.device(slot) for slot in slots]
     kept = torch.empty(MIB, dtype=torch.uint8, device=devices[1])

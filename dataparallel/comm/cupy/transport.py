@@ -44,12 +44,7 @@ class Kernels(Transport):
         return self.reduce_add_coalesced([[flat] for flat in flats], destination)[0]
 
     def add_flat(
-        self,
-        flats: Iterable[Tensor],
-        destination: torch.device,
-        *,
-        travelling: Travelling | None = None,
-        isolated: bool = False,
+        self, flats: Iterable[Tensor], destination: torch.device, *, travelling: Travelling | None = None
     ) -> Tensor:
         """As `add_up`, outside of ``travelling``: the launch orders the streams of all devices itself."""
         return self.add_up(flats, destination)
@@ -61,12 +56,10 @@ class Kernels(Transport):
         buffer_size: int = sys.maxsize,
         *,
         own: bool,
-        isolated: bool = False,
         planned: Planned | None = None,
         later: Later | None = None,
     ) -> list[list[Tensor]]:
         """One launch for each bucket, whose copies lie in one buffer."""
-        own = own or isolated
         results = [list(tensors) for _ in devices]
         buckets, left = plan_buckets(tensors, buffer_size, keep_repeats=False)
         for bucket in buckets:
@@ -94,8 +87,6 @@ class Kernels(Transport):
         inputs: Sequence[Sequence[Tensor]],
         destination: torch.device,
         buffer_size: int = sys.maxsize,
-        *,
-        isolated: bool = False,
     ) -> list[Tensor]:
         """One launch for each dtype, whatever the ``buffer_size``."""
         first = inputs[0]

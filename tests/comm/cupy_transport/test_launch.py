@@ -234,7 +234,6 @@ def test_a_copy_that_fails_is_no_launch_and_is_made_again(machine: Machine, monk
     assert copies(machine.launch(0, 1)) == [(0, 1), (1, 0)]
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "stand-in")
 def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
     with counted() as counts:
