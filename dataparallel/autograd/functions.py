@@ -28,8 +28,7 @@ from dataparallel.autograd.cpu_generator import restore_after_backward
 from dataparallel.autograd.node import Node
 from dataparallel.autograd.node_order import run_first
 from dataparallel.comm import settings
-from dataparallel.comm.buckets import Planned
-from dataparallel.comm.copies import alias
+from dataparallel.comm.buckets import Planned, alias
 from dataparallel.comm.transport import Later
 from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.profiling import stage

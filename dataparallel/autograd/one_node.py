@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 
 from dataparallel import _torch
 from dataparallel.autograd.node import Node
-from dataparallel.comm.copies import alias
+from dataparallel.comm.buckets import alias
 
 __all__ = ["OneNode", "sharing"]
 

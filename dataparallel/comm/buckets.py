@@ -1,9 +1,6 @@
-"""Grouping tensors by device and dtype, flattening and unflattening them.
+"""Buckets: groups of tensors of one device and dtype that travel as one flat buffer.
 
-A bucket is a group of tensors that travels as one flat buffer. This room decides which tensors a bucket can hold,
-keeps what is needed to restore shapes and strides, and makes the two copies. It moves nothing between devices. ``comm``
-calls it, and so do the rooms that move many tensors at once: ``autograd``, ``kept``, ``composable``, ``replicate``.
-``modules.plan`` and ``streams.ahead`` ask which tensors are plain.
+It says which tensors can, and how they lie. It moves nothing between devices.
 """
 
 from __future__ import annotations
@@ -273,3 +270,22 @@ def unflatten(bucket: Bucket, flat: Tensor) -> list[Tensor]:
             parts.extend(run if size == layout.shape else (part.expand(layout.shape) for part in run))
             offset += count * layout.numel
     return parts
+
+
+def same_kind(new: Tensor, original: Tensor) -> Tensor:
+    """``new``, which holds a copy of the data of ``original``, with the class and the Python attributes of that."""
+    if type(new) is Tensor and type(original) not in PLAIN_TYPES:
+        new = new.as_subclass(type(original))
+    if original.__dict__:
+        new.__dict__.update(original.__dict__)
+    return new
+
+
+def alias(tensor: Tensor, slot: int) -> Tensor:
+    """A new tensor object on the same memory, without a graph, with the same class and Python attributes.
+
+    On slot 0 it shares the version counter of ``tensor``, so that autograd notices if the source changes before
+    backward. On other slots it has a version counter of its own: otherwise autograd would take an in-place change by
+    one replica for a change of all of them.
+    """
+    return same_kind(tensor.data if slot else tensor.detach(), tensor)

@@ -31,11 +31,11 @@ from dataparallel.comm.buckets import (
     dense_stride,
     flatten,
     plan_buckets,
+    same_kind,
     travels_flat,
     unflatten,
 )
-from dataparallel.comm.copies import same_kind
-from dataparallel.comm.sent import note
+from dataparallel.profiling import note_copy
 
 __all__ = ["FlatBroadcast", "Later", "Transport", "Travelling", "summed_in", "travel_flat_on_every_slot"]
 
@@ -80,12 +80,12 @@ class Transport(ABC):
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy of the tensor's data on ``device``. By default torch copies it."""
-        note("direct", tensor, device)
+        note_copy("direct", tensor, device)
         return tensor.to(device, copy=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies the data into ``target``, of the same shape, on any device. By default torch copies it."""
-        note("direct", source, target.device)
+        note_copy("direct", source, target.device)
         target.copy_(source)
 
     @abstractmethod
@@ -286,7 +286,7 @@ class Transport(ABC):
         with travelling([*flats, total]):
             added = self.add_up(flats, destination)
             if added.data_ptr() != total.data_ptr():
-                note("direct", added, destination)
+                note_copy("direct", added, destination)
                 total.copy_(added)
         return total
 

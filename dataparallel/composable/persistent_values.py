@@ -19,9 +19,9 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.comm.buckets import Bucket, flatten, plan_buckets, unflatten
-from dataparallel.comm.sent import note
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.modules.plan import ModulePlan
+from dataparallel.profiling import note_copy
 from dataparallel.streams.arrivals import Arrivals
 
 __all__ = ["CurrentValues"]
@@ -93,7 +93,7 @@ class CurrentValues:
             self.launch(late, arrivals)
         for i, copies in self._singles:
             for copy in copies:
-                note("direct", tensors[i], copy.device)
+                note_copy("direct", tensors[i], copy.device)
                 copy.copy_(tensors[i])
         for i, own in self._sparse:
             self._replace_sparse(i, own)

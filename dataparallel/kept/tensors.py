@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch, comm, ownership
 from dataparallel.comm import broadcast_into
-from dataparallel.comm.buckets import Bucket, flatten, plan_buckets, unflatten
-from dataparallel.comm.copies import alias
+from dataparallel.comm.buckets import Bucket, alias, flatten, plan_buckets, unflatten
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import current_streams

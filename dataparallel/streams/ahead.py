@@ -36,12 +36,10 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from dataparallel import _torch
-from dataparallel.comm import copies
-from dataparallel.comm.buckets import PLAIN_TYPES, is_dense
-from dataparallel.comm.copies import alias
+from dataparallel.comm.buckets import PLAIN_TYPES, alias, is_dense, same_kind
 from dataparallel.comm.host import can_pin
-from dataparallel.comm.sent import note
 from dataparallel.devices import CPU
+from dataparallel.profiling import note_copy
 from dataparallel.streams.current import Event, current_streams, kept_stream, streams_set
 
 __all__ = ["HostReads", "Sender", "SentBatch", "SentTensor", "can_be_sent", "copied_at_once", "take_sent_chunks"]
@@ -160,7 +158,7 @@ class SentTensor:
         """Copies the chunks of one device, on its current stream."""
         for chunk, part in zip(self.chunks, self.pinned, strict=True):
             if chunk.device == device:
-                note("direct", part, device)
+                note_copy("direct", part, device)
                 chunk.copy_(part, non_blocking=True)
 
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:
@@ -192,7 +190,7 @@ class SentTensor:
             first = {device: self.slots.index(device) for device in on_device}
             whole = [on_device[device] for device in slots]
             chunks = [copy if first[copy.device] == slot else alias(copy, slot) for slot, copy in enumerate(whole)]
-        return [copies.same_kind(chunk, self.tensor) for chunk in chunks[: len(slots)]]
+        return [same_kind(chunk, self.tensor) for chunk in chunks[: len(slots)]]
 
 
 class SentBatch:

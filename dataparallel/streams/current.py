@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,8 +27,10 @@ from dataparallel._torch import current_stream_at, exchange_device, go_back_to_d
 from dataparallel.devices import CPU, current_device_set
 
 __all__ = [
+    "DeviceClock",
     "Event",
     "GivenEvents",
+    "Marks",
     "TimedEvent",
     "current_streams",
     "kept_stream",
@@ -231,3 +234,44 @@ class TimedEvent(Event):
     def seconds_until(self, later: TimedEvent) -> float:
         """The seconds between two events of one device. Both must have passed."""
         return 1e-3 * float(self._event.elapsed_time(later._event))
+
+
+Marks: TypeAlias = "dict[Any, TimedEvent]"
+"""An event for each device, or for each stream."""
+
+
+class DeviceClock:
+    """Marks streams, and says later how long devices took between two marks. Any thread may use it.
+
+    A time includes what a stream waits for: other streams, and a host that has launched nothing yet. It has not run on
+    GPUs.
+    """
+
+    def __init__(self) -> None:
+        self._has_times = True
+
+    def marks(self, streams: Mapping[Any, torch.Stream]) -> Marks:
+        """An event on each stream; none if the backend has no events with times."""
+        if not self._has_times:
+            return {}
+        try:
+            return {key: TimedEvent(stream) for key, stream in streams.items()}
+        except (RuntimeError, NotImplementedError):
+            self._has_times = False
+            return {}
+
+    def seconds(self, begin: Marks, end: Marks) -> dict[Any, float]:
+        """For each key of both the seconds between its marks, to which the devices have come."""
+        return {key: begin[key].seconds_until(end[key]) for key in begin.keys() & end.keys()}
+
+    @staticmethod
+    def have_passed(marks: Marks) -> bool:
+        """True if the devices have come to all of these marks. The host does not wait."""
+        return all(event.has_passed() for event in marks.values())
+
+    @staticmethod
+    def wait_for(marks: Iterable[Marks]) -> None:
+        """Makes the host wait for marks."""
+        for each in marks:
+            for event in each.values():
+                event.synchronize()

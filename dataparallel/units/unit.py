@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.comm.host import can_pin
-from dataparallel.comm.sent import note
 from dataparallel.devices import CPU
+from dataparallel.profiling import note_copy
 from dataparallel.sharded import host_reads
 from dataparallel.sharded.owners import over_of
 from dataparallel.sharded.placements import Shard
@@ -159,7 +159,7 @@ class Unit:
             return part
         pinned = self._pin and can_pin(part.device.type)
         host = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
-        note("direct", part, CPU)
+        note_copy("direct", part, CPU)
         return host.copy_(part, non_blocking=pinned)
 
     def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:

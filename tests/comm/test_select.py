@@ -14,7 +14,7 @@ import dataparallel
 from dataparallel import DataParallel, comm
 from dataparallel.comm import peer_check, select
 from dataparallel.comm.cupy import launch
-from dataparallel.comm.cupy.tables import SUM_KERNELS
+from dataparallel.comm.cupy.launch import SUM_KERNELS
 from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.routes import STAR, TorchCopies

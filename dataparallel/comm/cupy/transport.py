@@ -22,10 +22,10 @@ from torch.autograd.graph import increment_version
 
 from dataparallel.comm.buckets import Bucket, Layout, Planned, is_dense, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.cupy import launch
-from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS
+from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.sent import note, note_bytes
 from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling, travel_flat_on_every_slot
+from dataparallel.profiling import note_copied_bytes, note_copy
 
 __all__ = ["Kernels"]
 
@@ -76,7 +76,7 @@ class Kernels(Transport):
             STAR.broadcast_into(out, tensor)
             return
         for target in out:
-            note("cupy", tensor, target.device)
+            note_copy("cupy", tensor, target.device)
         rows = [[each.data_ptr()] for each in (tensor, *out)]
         launch.launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in out])
         # Autograd does not see what kernels write, so it is told that these tensors have changed.
@@ -135,7 +135,7 @@ def _copy_bucket(
 
     def read_and_write() -> Tensor:
         for buffer in buffers:
-            note_bytes("cupy", sum(nbytes), first.device, buffer.device)
+            note_copied_bytes("cupy", sum(nbytes), first.device, buffer.device)
         launch.launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
         return buffers[0]
 
@@ -179,7 +179,7 @@ def _sum_bucket(
     rows = [_addresses(buffer, [numel * dtype.itemsize for numel in numels]), *addresses]
     counts = [numel * (dtype.itemsize // kernel.itemsize) for numel in numels]
     for tensor in of_slots:
-        note_bytes("cupy", sum(numels) * dtype.itemsize, tensor.device, destination)
+        note_copied_bytes("cupy", sum(numels) * dtype.itemsize, tensor.device, destination)
     launch.launch(kernel, rows, counts, destination, [tensor.device for tensor in of_slots])
     return left
 

@@ -15,8 +15,7 @@ import torch
 
 from clocked import counted
 from dataparallel.comm.cupy import launch as launching
-from dataparallel.comm.cupy.launch import launch, why_not
-from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS, THREADS, pack
+from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS, THREADS, launch, pack, why_not
 from processes import run_script
 
 needs_cuda = pytest.mark.skipif(why_not() is not None, reason=f"needs CUDA and CuPy: {why_not()}")
