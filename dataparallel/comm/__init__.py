@@ -1,10 +1,7 @@
-"""Moving tensors between the devices of one process: plain functions.
+"""Moving tensors between the devices of one process: plain functions, which know no modules and record no graph.
 
-Every function here checks its arguments, asks ``comm.select`` for a transport, and calls the method of that transport
-(``comm.transport``) with the function's name. The room knows no modules and records no graph:
-``dataparallel.autograd.functions`` does. Names and arguments are those of ``torch.nn.parallel.comm``; devices are
-anything that ``dataparallel.devices`` accepts, the CPU included. Within one device nothing is copied unless the caller
-needs its own storage. `using` overrides the library's choice of transport and route.
+Names and arguments are those of ``torch.nn.parallel.comm``; devices are anything that ``dataparallel.devices`` accepts.
+Within one device nothing is copied unless the caller needs its own storage.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""The host transport: from one accelerator to another through host memory.
+"""The host transport: from one accelerator to another through host memory. It works on every device, but slowly.
 
-It serves pairs of devices whose direct copies are not trusted. It is slower than any other transport, and works on
-every device that can talk to the host. It checks nothing and chooses nothing: only ``comm.select`` hands it out.
-
-Both copies block. The first is complete before the second reads the staging buffer, and the second is complete before
-the buffer is freed, whatever streams they run on. So no memory has to be held, on any backend. As with every transport,
-a copy begins after what the current streams of both ends have been given, and what they are given next comes after it.
+Both copies block: the staging buffer is read when it is complete, and freed when it has been read, whatever streams
+they run on. So no memory has to be held. As ever, the current streams of both ends are ordered around a copy.
 """
 
 from __future__ import annotations

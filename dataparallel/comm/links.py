@@ -1,10 +1,7 @@
 """The links between accelerators: which of them can send at the same time, and roughly how fast.
 
-``comm.choice`` chooses routes by them, and ``comm.select`` asks `links_between` for every new kind of call. The answer
-is rough on purpose. It tells two kinds of machine apart, and nothing is measured.
-
-A device module may say that its devices are linked all-to-all, by ``links_are_all_to_all = True``. For CUDA devices
-NVML is asked, which makes no context on any device. Whoever knows better names a route (`comm.using`).
+Rough on purpose: it tells two kinds of machine apart, and nothing is measured. A device module may say
+``links_are_all_to_all = True``; for CUDA devices NVML is asked. Whoever knows better names a route (`comm.using`).
 """
 
 from __future__ import annotations

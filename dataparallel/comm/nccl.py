@@ -1,9 +1,7 @@
 """The NCCL transport: flat buffers between distinct CUDA devices by torch's in-process NCCL.
 
-Broadcasts move bytes, whatever the dtype. NCCL adds in an order of its own, so it makes sums only if the caller allows
-any order (``deterministic=False``) and only of dtypes that it can add. torch copies all that is not a flat buffer. Only
-``comm.select`` uses the transport. ``machines`` launches NCCL's collectives between processes inside `launching`. This
-file has not run on GPUs: its tests look at what it asks ``torch.cuda.nccl`` for.
+Broadcasts move bytes. NCCL adds in an order of its own, so it makes sums only if the caller allows any order. This file
+has not run on GPUs: its tests look at what it asks ``torch.cuda.nccl`` for.
 """
 
 from __future__ import annotations

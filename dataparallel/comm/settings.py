@@ -1,7 +1,6 @@
 """The user's settings for how tensors travel: the transport, the route, and whether sums keep their order.
 
-`using` sets them for a block of code, two environment variables for the process; the library chooses what is not set.
-This room only keeps the names: ``choice`` knows what they mean. Any room may call it.
+`using` sets them for a block of code, two environment variables for the process; ``choice`` knows what they mean.
 """
 
 from __future__ import annotations

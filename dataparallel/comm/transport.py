@@ -1,14 +1,8 @@
 """What every transport does: tensors are copied to slots, and summed over slots, in flat buckets.
 
-A transport is a subclass of `Transport`. It says how flat buffers go to several devices and how they are added up; the
-operations of ``comm`` follow from that, and a transport overrides those that it can do better. This room flattens,
-restores shapes, and decides which tensors travel singly. It chooses no transport and checks no arguments: only ``comm``
-calls it, with checked arguments and with gradient recording off.
-
-It works on every backend that torch knows, on several slots of one device, and on CPU slots. Sums run in slot order.
-Copies from and to the host block: the caller may reuse a pinned batch, and read a result on the CPU, as soon as a call
-returns. A copy between devices begins after what the current streams of both have been given, and what they are given
-next comes after it. So whoever makes one of the two streams wait has ordered the copy.
+A transport says how flat buffers go to several devices and how they are added; the operations of ``comm`` follow from
+that. A copy begins after what the current streams of both ends have been given, and what they are given next comes
+after it: who makes one of the two wait has ordered it. Copies from and to the host block. Sums run in slot order.
 """
 
 from __future__ import annotations

@@ -1,26 +1,7 @@
 """Copies from the host to the slots on side streams, before the chunks are used.
 
-``prefetch`` sends the tensors of a batch before the call that uses them. ``scatter_gather`` sends those of a call that
-can be sent and are not sent yet. It takes the chunks where it would otherwise copy one after the other, behind all work
-that the current streams have. Those two give the tensors and their chunk sizes, and say when a batch ends. Copies start
-in pinned host memory and run on one side stream for each device, at the same time as each other and as the current
-streams' work. These events order the streams:
-
-- A side stream waits for no other stream, so a copy starts while the step before still runs. A chunk's memory is
-  allocated on the side stream, where nothing but earlier copies has used it.
-- The stream that is current in the call waits for the copies before chunks are handed out. ``record_stream`` names it
-  for each chunk: when the last reference goes, the allocator records an event there, and a later copy can have the
-  memory after that event. This room cannot hold chunks until an event instead. Their last use is in a backward, in an
-  engine's thread, or where the user drops them, and it sees none of these. ``torch.nn.DataParallel`` records too.
-- Pageable memory is first copied into pinned memory, by the host, and is the caller's at once. A copy straight from it
-  would stop the host until the device has done all work that was launched before. Nobody waits for the copies from that
-  pinned memory: torch's host allocator notes the streams that read it, and uses it again when they have done so.
-- Pinned memory of the caller is read where it is. `HostReads` waits for these copies: before the call returns, or
-  before a loop gets its next batch. They depend on nothing but earlier copies.
-
-The host waits for nothing that is computed. This costs memory on CUDA: a chunk's memory is free when the host sees that
-the event has passed. A host that is some steps ahead of the devices takes chunks of that many steps, and as many
-batches of pinned memory. Both stay with the allocators. Memory of a side stream serves copies only.
+``prefetch`` sends the tensors of a batch before the call that uses them, ``scatter_gather`` those of a call, at once.
+The host waits for nothing that is computed. `Sender`, `SentTensor` and `HostReads` say what orders the streams.
 """
 
 from __future__ import annotations
@@ -106,7 +87,11 @@ def _withdraw(sent: SentTensor) -> bool:
 
 
 class HostReads:
-    """Copies that still read pinned memory of the caller. As a context, it waits for them at the end of the block."""
+    """Copies that still read pinned memory of the caller. As a context, it waits for them at the end of the block.
+
+    They depend on nothing but earlier copies. Copies from the library's own pinned memory need no wait: torch's host
+    allocator notes the streams that read it.
+    """
 
     def __init__(self) -> None:
         # The memory is held too: it may have been pinned by somebody whose allocator knows of no copies.
@@ -135,7 +120,11 @@ class HostReads:
 
 
 class SentTensor:
-    """One host tensor and its chunks on the slots. Chunks are allocated on the streams that are current."""
+    """One host tensor and its chunks on the slots. Chunks are allocated on the streams that are current.
+
+    Pageable memory is first copied into pinned memory, by the host, and is the caller's at once: a copy straight from
+    it would stop the host until the device has done all that was launched before.
+    """
 
     def __init__(self, tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> None:
         self.tensor, self.sizes, self.dim = tensor, sizes, dim
@@ -162,7 +151,7 @@ class SentTensor:
                 chunk.copy_(part, non_blocking=True)
 
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:
-        """True if a scatter would cut the tensor into the same chunks now."""
+        """True if a scatter would cut the tensor into the same chunks now. A whole tensor fits fewer slots too."""
         if sizes is None or self.sizes is None:
             same_cut = sizes is None and self.sizes is None
         else:
@@ -176,7 +165,11 @@ class SentTensor:
         )
 
     def hand_out(self, slots: Sequence[torch.device]) -> list[Tensor]:
-        """The chunks of the first ``slots``. Makes the current streams wait for the copies."""
+        """The chunks of the first ``slots``. Makes the current streams wait for the copies.
+
+        The last use of a chunk is in a backward or where the user drops it, which nothing here sees. So
+        ``record_stream`` is called on it, as in ``torch.nn.DataParallel``.
+        """
         chunks, self.chunks = self.chunks, []
         for device, here in current_streams(chunk.device for chunk in chunks).items():
             self.copy_events[device].make_wait(here)
@@ -216,7 +209,12 @@ class SentBatch:
 
 
 class Sender:
-    """Sends batches on the side streams of the devices in ``slots``, all of which are accelerators."""
+    """Sends batches on the side streams of the devices in ``slots``, all of which are accelerators.
+
+    A side stream waits for no other stream, so a copy starts while the step before still runs. Its memory serves copies
+    only. A host that is some steps ahead takes chunks, and pinned memory, of that many steps: both stay with torch's
+    allocators.
+    """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self.slots = list(slots)

@@ -1,18 +1,7 @@
 """Current streams, kept streams and events, safe for several threads and for devices that nobody uses.
 
-torch has current streams and events too, but three of their effects hurt a library that runs in one process:
-
-- ``with stream:`` stores the former stream on the stream object. If two threads enter one stream at the same time, each
-  can end on the other's stream. `streams_set` stores the former streams in the call.
-- Making a device current creates a context on it. A context takes hundreds of megabytes, and cannot be created where
-  another process has the device for itself. ``torch.accelerator.set_device_index`` creates one when it goes back to a
-  device that was current but not used. So does a ``torch.Event`` of another device when it is freed and, before
-  torch 2.15, when it is recorded or waited for. Here the stream's device is current meanwhile, and torch goes back to
-  the former device only when that is used again.
-- ``torch.Stream.wait_event`` reads what a ``torch.Event`` holds. A ``torch.cuda.Event`` holds its event elsewhere: the
-  stream does not wait for it, without an error. ``event.wait(stream)`` is right for every class of events.
-
-The other rooms decide which stream does what.
+torch has these too, but some of their effects hurt a library that runs in one process: see `streams_set`, `Event` and
+`GivenEvents`. The other rooms decide which stream does what.
 """
 
 from __future__ import annotations
@@ -108,7 +97,8 @@ def run_apart(slots: Sequence[torch.device]) -> bool:
 def streams_set(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
     """Makes each of ``streams`` its device's current stream inside the block. The current device does not change.
 
-    Without accelerators ``streams`` is empty, and nothing is done.
+    ``with stream:`` stores the former stream on the stream object: of two threads that enter one stream at the same
+    time, each could end on the other's. This stores it in the call. Without accelerators nothing is done.
     """
     before = [current_stream_at(device.index) for device in streams]
     try:
@@ -145,7 +135,12 @@ def make_current(streams: Collection[torch.Stream]) -> None:
 
 
 class Event:
-    """The work that ``stream`` has been given until the event is made. Any thread may use the event."""
+    """The work that ``stream`` has been given until the event is made. Any thread may use the event.
+
+    A ``torch.Event`` creates a context, which takes hundreds of megabytes, on the device that is current but not used,
+    when it is freed and, before torch 2.15, when it is recorded or waited for. So the stream's device is current
+    meanwhile, and torch goes back to the former one only when that is used again.
+    """
 
     def __init__(self, stream: torch.Stream) -> None:
         self._index = stream.device_index
@@ -184,7 +179,10 @@ class Event:
 
 
 class GivenEvents(Event):
-    """Events that a user has recorded, of torch's class or of the backend's. All of them have to pass."""
+    """Events that a user has recorded, of torch's class or of the backend's. All of them have to pass.
+
+    ``stream.wait_event`` does not wait for a backend's event, without an error; ``event.wait(stream)`` is always right.
+    """
 
     def __init__(self, events: Iterable[torch.Event]) -> None:
         self._events = [*events]

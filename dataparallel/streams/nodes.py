@@ -1,12 +1,7 @@
 """Runs the backward of a graph node that spans several devices on the streams of its forward.
 
-The engine knows one stream of each node: that of its first output on an accelerator. On all other devices the engine's
-threads see default streams. So a node's forward notes the streams that are current on all of its devices
-(`note_forward_streams`), and its backward runs on them (`forward_streams_set`). A backward that is recorded makes new
-nodes in a thread of the engine. They note the caller's streams too, not those of that thread.
-
-``autograd.functions``, ``autograd.bucket_nodes`` and ``composable.gradient_sums`` have such nodes. ``bucket_nodes``
-uses `memory_of`. This room does not decide which streams are current in a replica.
+The engine knows one stream of each node: that of its first output on an accelerator. On all other devices its threads
+see default streams. So a node's forward notes the streams of all its devices, and its backward runs on them.
 """
 
 from __future__ import annotations

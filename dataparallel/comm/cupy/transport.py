@@ -1,11 +1,7 @@
 """The cupy transport: one launch copies many tensors, or sums them over the slots, without flattening them first.
 
-``comm.cupy.launch`` launches. This room makes the memory for results, computes addresses, and leaves to plain copies
-what the kernels cannot read. It has not run on a GPU, and is used only if a user asks for it (``transport="cupy"``).
-Only ``comm`` calls it, with checked arguments and with gradient recording off.
-
-A bucket says how its tensors lie in a flat buffer. If a tensor of the caller lies that way already, a kernel needs only
-its address. Results are parts of flat buffers, so their addresses follow from those of the buffers.
+If a tensor lies as it would in a flat buffer, a kernel needs only its address; the rest is left to plain copies. It has
+not run on a GPU, and is used only if a user asks for it (``transport="cupy"``).
 """
 
 from __future__ import annotations
