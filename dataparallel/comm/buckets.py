@@ -23,14 +23,9 @@ PLAIN_TYPES: frozenset[type] = frozenset({Tensor, torch.nn.Parameter, ReplicaPar
 
 
 class Layout(NamedTuple):
-    """How one tensor lies in a flat buffer.
+    """How one tensor lies in a flat buffer. Repeated dimensions are stored once: they have size 1 in ``core_shape``.
 
-    Attributes:
-        shape: the shape of the tensor.
-        core_shape: the same with size 1 for repeated dimensions, which are stored once.
-        core_stride: the strides of the stored elements.
-        numel: the number of stored elements.
-        row_major: True if elements lie in the order of a contiguous tensor.
+    ``numel`` counts the stored elements; they are ``row_major`` if they lie in the order of a contiguous tensor.
     """
 
     shape: tuple[int, ...]
@@ -104,14 +99,9 @@ def dense_stride(shape: Sequence[int], like_stride: Sequence[int]) -> tuple[int,
 
 
 def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> Layout:
-    """The layout that keeps the tensor's strides.
+    """The layout that keeps the tensor's strides. Memory with holes becomes dense, as with ``Tensor.clone``.
 
-    Memory with holes (a strided slice) becomes dense, as with ``Tensor.clone``.
-
-    Args:
-        tensor: a strided tensor.
-        keep_repeats: if True, repeated dimensions (stride 0, from ``expand``) are stored once and come back repeated.
-            If False, every element is stored.
+    ``keep_repeats``: dimensions of stride 0, from ``expand``, are stored once and come back repeated.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     if tensor.is_contiguous():
@@ -153,14 +143,8 @@ def plan_buckets(
 ) -> Planned:
     """Groups tensors into buckets of at most ``cap_bytes`` (or one tensor), in order, by device and dtype.
 
-    Args:
-        tensors: any tensors.
-        cap_bytes: above 0.
-        candidates: the positions of the tensors to group; default all.
-        keep_repeats: see `layout_of`. Pass False if other tensors of the same shapes will be flattened too.
-
-    Returns:
-        The buckets, and the positions of tensors that have to travel singly.
+    Returns the buckets, and the positions of tensors that have to travel singly. ``candidates``: the positions of the
+    tensors to group. ``keep_repeats``: see `layout_of`; False if others of the same shapes will be flattened too.
     """
     if cap_bytes <= 0:
         raise ValueError(f"a bucket holds more than 0 bytes; got {cap_bytes}")

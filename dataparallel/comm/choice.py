@@ -69,14 +69,13 @@ def choose(
         devices: in slot order, the source's or the destination's included. One may be listed several times.
         nbytes: the bytes that each device receives in a broadcast, or brings to a sum.
         settings: what the user asks for. A route without a transport asks for plain copies: only they have routes.
-        unavailable: why the transport that is asked for is not available between these devices; ``None`` if it is.
-        untrusted: ordered pairs of devices that have failed `peer_check`. A call with both devices of such a pair goes
-            through the host, even if plain copies were asked for.
+        unavailable: why the transport that is asked for is not available between these devices.
+        untrusted: ordered pairs that have failed `peer_check`: a call with both goes through the host.
         links: between the accelerators.
         widened: True for 16-bit floats, which are summed in 32 bits.
 
     Raises:
-        ValueError: the transport that was asked for can do nothing between these devices; the message says why.
+        ValueError: the transport that was asked for can do nothing between these devices.
     """
     distinct = [*dict.fromkeys(devices)]
     if len(distinct) < 2:
@@ -231,12 +230,7 @@ class _Cost(NamedTuple):
 def fastest(work: Routed, number: int, nbytes: int, links: Links, widened: bool = False) -> str:
     """The route that takes the least time; of two that take the same, the simpler one.
 
-    Args:
-        work: the operation.
-        number: of distinct devices, two or more.
-        nbytes: of a bucket, that each device receives in a broadcast, or brings to a sum.
-        links: between the devices.
-        widened: True for a sum of 16-bit floats.
+    ``number``: of distinct devices. ``nbytes``: of a bucket. ``widened``: True for a sum of 16-bit floats.
     """
     if number <= 2:
         return "star"

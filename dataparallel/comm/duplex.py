@@ -26,12 +26,9 @@ def _further_stream(device: torch.device, number: int) -> torch.Stream:
 
 
 class PieceStreams:
-    """The caller's current stream and further ones, for each device of a call.
+    """The caller's current stream and further ones, for each device of a call. ``turn``: which gets the next piece.
 
     Nothing orders the streams of a device against each other, except copies that share a stream of another device.
-
-    Attributes:
-        turn: which of them gets the next piece. It goes on from one buffer to the next.
     """
 
     def __init__(self, streams: Mapping[torch.device, Sequence[torch.Stream]]) -> None:

@@ -21,13 +21,10 @@ __all__ = ["ALL_TO_ALL", "SHARED", "Links", "forget", "links_between"]
 
 
 class Links(NamedTuple):
-    """What copies between accelerators share.
+    """What copies between accelerators share: ``latency`` in seconds, ``bandwidth`` in bytes per second and direction.
 
-    Attributes:
-        is_all_to_all: every pair of devices has a way of its own, so that all devices can send at the same time, each
-            to another one. If False, copies may share links: a PCIe tree, the host, or an unknown machine.
-        latency: seconds from the launch of a copy until data moves.
-        bandwidth: bytes per second, in each direction, between two devices.
+    ``is_all_to_all``: every pair of devices has a way of its own, so that all can send at the same time, each to
+    another one. If False, copies may share links: a PCIe tree, the host, or an unknown machine.
     """
 
     is_all_to_all: bool
@@ -58,13 +55,9 @@ def _are_all_to_all(device_type: str) -> bool:
 
 
 def nvlink_joins_all(nvml: Any) -> bool:
-    """True if every GPU of the machine reaches every other one over NVLink.
+    """True if every GPU of the machine reaches every other one over NVLink; False if NVML does not tell.
 
-    All GPUs are asked about, not only those of a call, because NVML's numbers may differ from CUDA's. If NVML does not
-    work, the links are unknown, and the answer is False.
-
-    Args:
-        nvml: a module with pynvml's functions.
+    All GPUs are asked about, not only those of a call, because NVML's numbers may differ from CUDA's.
     """
     try:
         nvml.nvmlInit()

@@ -103,14 +103,7 @@ def reduce_scatter(
 
     Partial sums pass from each device to the next, and the last one sends each device its row: two launches for each
     device and piece. A large matrix on few devices takes no more launches if each device gets its row from each other
-    one, and less time. For a very large one the launches do not count.
-
-    Args:
-        copy: of the transport.
-        matrices: one on each device. A device may have none, or several.
-        out: of one dtype, in which the terms are added; there are as many as rows.
-        empty: makes memory for what travels.
-        overwrite: the matrices may be written to.
+    one, and less time. For a very large one the launches do not count. See `comm.reduce_scatter`.
     """
     devices = [matrix.device for matrix in matrices]
     if len(matrices) > 2 and are_apart(devices):

@@ -54,9 +54,8 @@ def is_on() -> bool:
 
 
 def trusted(source: torch.device, target: torch.device) -> bool:
-    """True if copies between these two accelerators, in this direction, can be trusted.
+    """True if copies between these two accelerators, in this direction, bring random bytes of the host as they were.
 
-    Random bytes go from the host to the first device, from there to the second, and back to the host.
     The first call for a pair checks it. A failure warns once (``RuntimeWarning``).
     """
     pair = source, target

@@ -73,9 +73,7 @@ STAR = TorchCopies("star")
 def hops(route: str, places: Sequence[P]) -> list[tuple[P, P]]:
     """Pairs of sender and receiver, in order, by which a buffer gets from the first of ``places`` to all others.
 
-    The places are distinct, and the route is a star or a tree. A place sends only after an earlier hop has reached it.
-    In a tree, the number of places that have the buffer doubles in each step: place k gets it from the place whose
-    number is k without its highest bit.
+    In a tree, place k gets it from the place whose number is k without its highest bit.
     """
     senders = {"star": lambda k: 0, "tree": lambda k: k - (1 << (k.bit_length() - 1))}[route]
     return [(places[senders(k)], places[k]) for k in range(1, len(places))]
@@ -113,9 +111,8 @@ def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int
 def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: int) -> Tensor:
     """The sum of ``flats`` in the order given, on ``destination``, in ``count`` pieces. It overwrites the buffers.
 
-    Partial sums travel from slot to slot, and each slot adds its own term. The sum goes into the first buffer that lies
-    on the destination: its own term has been added by the time a piece of the sum arrives. Each device that receives
-    needs memory for one buffer of partial sums.
+    The sum goes into the first buffer that lies on the destination: its own term has been added by the time a piece of
+    the sum arrives. Each device that receives needs memory for one buffer of partial sums.
     """
     dtype, wide = flats[0].dtype, summed_in(flats[0].dtype)
     stations = list(_stations(flats))
@@ -162,12 +159,7 @@ def _stations(flats: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _wavefront(hops: int, pieces: int) -> list[tuple[int, int]]:
-    """Pairs of hop and piece in the order of their launches.
-
-    Piece after piece, or hop after hop, a fast device would wait for the host: the last device gets its first piece
-    only after all launches for the devices before it, or the second piece begins only when the first is launched on
-    its whole way.
-    """
+    """Pairs of hop and piece in the order of their launches, in which no fast device waits for the host."""
     steps = range(hops + pieces - 1)
     return [(step - piece, piece) for step in steps for piece in range(pieces) if 0 <= step - piece < hops]
 
@@ -181,9 +173,8 @@ def _wavefront(hops: int, pieces: int) -> list[tuple[int, int]]:
 def _sum_by_shards(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
     """The sum of ``flats`` in the order given, on ``destination``. It overwrites the buffers.
 
-    Slot j adds shard j of all slots. The sum goes into the first buffer that lies on the destination: its shards have
-    been sent and added by the time their sums arrive. Each slot needs memory for the shards that it receives, less than
-    one buffer.
+    The sum goes into the first buffer that lies on the destination: its shards have been sent and added by the time
+    their sums arrive. Each slot needs memory for the shards that it receives, less than one buffer.
     """
     devices = [flat.device for flat in flats]
     shards = [_split(flat, len(flats)) for flat in flats]

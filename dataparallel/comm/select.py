@@ -51,13 +51,7 @@ _comparisons: dict[tuple[str, tuple[torch.device, ...]], str | None] = {}
 def transport_for(
     work: Collective, devices: Sequence[torch.device], tensors: Sequence[Tensor], cap_bytes: int = sys.maxsize
 ) -> Transport:
-    """The transport for a call.
-
-    Args:
-        work: the operation.
-        devices: where the tensors are and where they go.
-        tensors: what each device receives in a broadcast, or brings to a sum.
-        cap_bytes: size of the buckets in which they travel.
+    """The transport for a call between ``devices``; ``tensors``: what each receives in a broadcast, or brings to a sum.
 
     Raises:
         ValueError: a transport that was asked for can do nothing between these devices, or an environment variable
@@ -107,10 +101,6 @@ def choose_transport(devices: Sequence[torch.device], work: Collective = "broadc
     """The transport and the route that a bucket of parameters would take between ``devices``, and the reason.
 
     Nothing is copied for it, CuPy is not imported, and CUDA is not asked which devices are peers.
-
-    Args:
-        devices: accelerators, or the CPU several times.
-        work: the operation.
 
     Raises:
         ValueError: a transport that was asked for can do nothing between these devices, or is unknown. Only a call

@@ -54,15 +54,8 @@ def take_sent_chunks(
 ) -> Sequence[Tensor] | None:
     """The chunks of ``tensor`` that were sent ahead, ready for the current streams; ``None`` if no sent chunks fit.
 
-    Chunks fit if nobody has written to the tensor since it was sent, and if slots, sizes and dimension are those
-    with which it was sent; a whole tensor fits fewer slots too. Chunks made in inference mode fit only inside of
-    it. All are handed out once: a second call needs its own, because a module may write to its input.
-
-    Args:
-        tensor: the host tensor itself, not a view or a copy of it.
-        slots: the slots that get a chunk.
-        sizes: the chunks' sizes along ``dim``; ``None`` for the whole tensor on every slot.
-        dim: the dimension along which the tensor is cut.
+    ``tensor`` is the host tensor itself; ``sizes`` is ``None`` for the whole tensor on every slot. Chunks are handed
+    out once: a second call needs its own, because a module may write to its input.
     """
     if not _waiting:
         return None
@@ -261,13 +254,8 @@ def copied_at_once(
     """Sends tensors to all slots at once; inside the block, `take_sent_chunks` finds their chunks.
 
     Tensors for which `can_be_sent` is false are left out, and so are tensors with fitting chunks that were sent before:
-    those that ``prefetch`` sent may be read until its next batch. On CPU slots nothing is sent.
-
-    Args:
-        tensors: each with its chunk sizes, or ``None``, as for `Sender.send`.
-        slots: the slots that get a chunk.
-        dim: the dimension along which tensors are cut.
-        reads: gets the copies that may read the caller's memory when the block ends.
+    those that ``prefetch`` sent may be read until its next batch. ``reads`` gets the copies that may read the caller's
+    memory when the block ends. On CPU slots nothing is sent.
     """
     new = []
     if slots and slots[0] != CPU and _has_side_streams(slots[0].type):

@@ -61,12 +61,7 @@ class Arrival:
 
 
 class Expected:
-    """What one replica waits for.
-
-    Attributes:
-        index: the index of the replica's device.
-        by_position: for each position in the plan its bucket's `Arrival`; ``None`` if nobody has to wait.
-    """
+    """What one replica waits for: the index of its device, and for each position in the plan its bucket's `Arrival`."""
 
     __slots__ = ("by_position", "index")
 
@@ -101,10 +96,8 @@ class Arrivals:
     def launch(self, broadcasts: Iterable[FlatBroadcast], at_once: Set[int]) -> None:
         """Sends buckets from the root, in this order, and returns when all are launched.
 
-        Args:
-            broadcasts: the buckets; ``indices`` are positions in the plan.
-            at_once: positions of tensors that are read without a lookup. Their buckets go first, and the computing
-                streams wait for them.
+        ``at_once``: positions of tensors that are read without a lookup. Their buckets go first, and the computing
+        streams wait for them.
         """
         root = self._slots[0]
         sides = {device: parameter_stream(device) for device in self._computing}
@@ -151,11 +144,7 @@ class Arrivals:
         return flat, Event(sides[root])
 
     def expect(self, expected: Expected, slot: int, positions: int) -> None:
-        """Fills ``expected`` for a replica.
-
-        ``positions``: the number of positions in the plan: its tensors, what is shared, and ``None``. Negative
-        positions count from the end.
-        """
+        """Fills ``expected`` for a replica. Negative positions count from the end of the plan."""
         device = self._slots[slot]
         arrivals = self._read if device == self._slots[0] else self._arrived[device]
         expected.index = device.index
@@ -177,11 +166,7 @@ _open = threading.local()
 
 
 class LateCopies:
-    """The sets of late copies that one call makes. Only those launched inside `may_begin` may be late.
-
-    Args:
-        allowed: false if all copies have to be ordered on the computing streams.
-    """
+    """The sets of late copies that one call makes. Inside `may_begin` they may be late, if ``allowed``."""
 
     def __init__(self, allowed: bool) -> None:
         self._allowed = allowed

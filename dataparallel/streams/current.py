@@ -214,11 +214,7 @@ def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
 
 
 class TimedEvent(Event):
-    """An event that knows when it has passed.
-
-    Raises:
-        RuntimeError, NotImplementedError: the backend has no events with times.
-    """
+    """An event that knows when it has passed. A backend without such events raises as torch does."""
 
     def __init__(self, stream: torch.Stream) -> None:
         self._index = stream.device_index

@@ -33,12 +33,10 @@ def note_forward_streams(node: Any, inputs: Sequence[torch.device], outputs: Seq
 def forward_streams_set(node: Any, grads: Sequence[Tensor | None]) -> Iterator[None]:
     """Makes the streams of the node's forward current again inside its backward, in order with other nodes.
 
-    The engine makes the stream of the node's first output on an accelerator current, makes it wait for all gradients,
-    and makes users of a result wait for it. On other devices its threads see default streams, which nothing orders
-    against the caller's. So the streams of gradients on other devices wait for the engine's stream first, and at the
-    end it waits for the streams of results. A gradient of another device may have been made on any stream there, so
-    ``record_stream`` is called on its memory. A node whose outputs are all on the CPU has no such stream. Then the
-    engine orders each device's current stream.
+    The engine orders the stream of the node's first output on an accelerator. So the streams of gradients on other
+    devices wait for the engine's stream first, and at the end it waits for the streams of results. A gradient of
+    another device may have been made on any stream there, so ``record_stream`` is called on its memory. For a node
+    whose outputs are all on the CPU the engine orders each device's current stream.
     """
     current = current_streams(node.streams)
     engine_streams = {device: current[node.engine_device or device] for device in node.streams}

@@ -41,19 +41,11 @@ class Thread:
 
 @dataclass
 class Span:
-    """A range that has ended.
+    """A range that has ended: when, for how long its thread ran, and what it belongs to.
 
-    Attributes:
-        name: of the stage; "replica" for a replica's forward.
-        detail: what it belongs to: a form, or the class of a replica or of an optimizer.
-        slot: the slot that it works for, if it is one slot's.
-        call: the number of the call whose replica it is, or of the optimizer; else -1.
-        thread: the thread that it ran in.
-        start, end: when.
-        ran: for how long its thread ran.
-        core: for how long its thread had no core; ``None`` if the system does not tell, or if it was not asked. Ranges
-            of one slot inside of others are many and short, and asking would take longer than anything else here.
-        marks: marks on a device's stream at both ends, if it is timed there.
+    ``call`` is the number of the call whose replica it is, or of the optimizer; else -1. ``core`` is for how long its
+    thread had no core, if that is known. It is not asked for ranges of one slot inside of others: these are many and
+    short. ``marks`` are on a device's stream at both ends, if it is timed there.
     """
 
     name: str
@@ -151,12 +143,7 @@ class _OfThread(threading.local):
 
 
 class Recorder:
-    """What is recorded.
-
-    Attributes:
-        spans, waits, copies, marks: see the classes; in the order in which they ended.
-        devices: of the slots that have run, in order.
-    """
+    """What is recorded: see the classes. ``devices`` are those of the slots that have run."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

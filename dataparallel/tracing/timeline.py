@@ -75,8 +75,7 @@ def _name(span: Span) -> str:
 def _backward_of_slots(recorder: Recorder, at: Callable[[int], float]) -> list[tuple[int, Bar]]:
     """In a backward pass from where the gradients of outputs are sent to the slots to the last gradients of each slot.
 
-    Only if slots have threads of their own. On the CPU one thread runs the whole pass, in the caller's row. What comes
-    before is the backward of the loss.
+    Only if slots have threads of their own: on the CPU one thread runs the whole pass, in the caller's row.
     """
     marks = [*recorder.marks]
     # The units of `fully_shard` deliver in ranges of their own.

@@ -168,14 +168,7 @@ def launch(
     """Launches a kernel on the current stream of ``device``, unless no tensor has an element.
 
     Earlier work on the current streams of ``others`` runs before it, later work there runs after it. The caller holds
-    the memory until this returns.
-
-    Args:
-        kernel: see `pack`.
-        pointers: see `pack`. They are not checked. All memory is on ``device`` or on ``others``.
-        counts: see `pack`.
-        device: a CUDA device.
-        others: CUDA devices, in any order; repeated ones and ``device`` itself count once.
+    the memory, which is on these devices, until this returns. Kernels, pointers and counts: see `pack`.
 
     Raises:
         ValueError: a device that is not on CUDA, rows of different lengths.

@@ -183,15 +183,9 @@ def _sum_bucket(
 def _readable(
     bucket: Bucket, inputs: Sequence[Sequence[Tensor]], alignment: int
 ) -> tuple[Bucket, list[list[int]], list[int]]:
-    """The part of a bucket that kernels can read where it lies, on every slot.
+    """The part of a bucket that kernels can read where it lies, on every slot; its addresses there; the other indices.
 
-    Args:
-        bucket: planned for the first of ``inputs``, with ``keep_repeats=False``.
-        inputs: the tensors of each slot, with the same shapes; all travel flat.
-        alignment: every address has to be a multiple of this number of bytes.
-
-    Returns:
-        That part of the bucket, the addresses of its tensors for each slot, and the indices of the other tensors.
+    The bucket was planned with ``keep_repeats=False``. Addresses have to be multiples of ``alignment`` bytes.
     """
     odd: set[int] = set()
     addresses = []
