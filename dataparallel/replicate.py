@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.autograd.gradient_streams import GradientStreams
-from dataparallel.comm.buckets import fill_buckets
-from dataparallel.comm.copies import alias
+from dataparallel.comm.buckets import alias, fill_buckets
 from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.compiled.recognise import Compiled
 from dataparallel.devices import DeviceLike, resolve_slots

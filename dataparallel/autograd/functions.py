@@ -19,8 +19,7 @@ from dataparallel import comm
 from dataparallel.autograd.node import Node, run_first
 from dataparallel.autograd.recompute import note_whether_to_recompute, recompute_here
 from dataparallel.comm import settings
-from dataparallel.comm.buckets import Planned
-from dataparallel.comm.copies import alias
+from dataparallel.comm.buckets import Planned, alias
 from dataparallel.comm.transport import Later
 from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.profiling import stage
@@ -36,8 +35,8 @@ _ONE_BUFFER = sys.maxsize
 class Broadcast(Node):
     """``Broadcast.apply(devices, *tensors)``: the tensors on every slot, as one flat tuple, slot by slot.
 
-    A result on the tensor's own device shares its memory, except on isolated slots other than the first. Backward sums
-    over the slots as soon as the last gradient has arrived.
+    A result on the tensor's own device shares its memory. Backward sums over the slots as soon as the last gradient has
+    arrived.
     """
 
     @staticmethod

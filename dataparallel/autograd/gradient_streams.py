@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
-from dataparallel.streams.current import Event, kept_stream, make_current
-from dataparallel.streams.isolated import run_apart
+from dataparallel.streams.current import Event, kept_stream, make_current, run_apart
 from dataparallel.streams.nodes import memory_of
 
 __all__ = ["GradientStreams", "Made", "side_stream"]

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
 from dataparallel import _torch
-from dataparallel.comm.copies import alias
+from dataparallel.comm.buckets import alias
 
 __all__ = ["Node", "OneNode", "run_before_last", "run_first", "run_last", "sharing"]
 

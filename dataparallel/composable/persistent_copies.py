@@ -62,7 +62,7 @@ class PersistentCopies:
         self._streams = current_streams(slots)
         self._settings = settings.current()
         self._parameters = set(plan.parameters)
-        self.values = CurrentValues(plan, slots, self.by_slot, self._settings.isolated)
+        self.values = CurrentValues(plan, slots, self.by_slot)
 
     def are_of(self, plan: ModulePlan) -> bool:
         """True if ``plan`` has the same tensors and the same of them need gradients."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.streams.current import current_streams
 
 __all__ = ["FrozenSet"]
@@ -31,7 +30,6 @@ class FrozenSet:
         self._network, self._slots = network, slots
         # Nothing orders other streams after these copies were made, nor before their memory is used again.
         self._streams = current_streams(slots)
-        self._isolated = are_slots_isolated()
         self._leased: weakref.ref[_Lease] | None = None
 
     def serves(self, network: nn.Module, slots: list[torch.device]) -> bool:
@@ -39,7 +37,6 @@ class FrozenSet:
         return (
             network is self._network
             and self._slots[: len(slots)] == slots
-            and self._isolated == are_slots_isolated()
             and current_streams(slots).items() <= self._streams.items()
         )
 
@@ -48,7 +45,6 @@ class FrozenSet:
         return (
             self._network is other._network
             and other._slots[: len(self._slots)] == self._slots
-            and self._isolated == other._isolated
             and self._streams.items() <= other._streams.items()
         )
 

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch, comm, ownership
 from dataparallel.comm import broadcast_into
-from dataparallel.comm.buckets import Bucket, flatten, plan_buckets, unflatten
-from dataparallel.comm.copies import alias
-from dataparallel.comm.settings import are_slots_isolated
+from dataparallel.comm.buckets import Bucket, alias, flatten, plan_buckets, unflatten
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import current_streams
@@ -29,10 +27,7 @@ __all__ = ["KeptCopies"]
 
 
 class KeptCopies:
-    """At most one copy for each slot on another device than the first. For one thread at a time.
-
-    Isolated slots count as slots on other devices. Calls with isolated slots and calls without never share a copy.
-    """
+    """At most one copy for each slot on another device than the first. For one thread at a time."""
 
     def __init__(self) -> None:
         self._kinds: list[Any] = []
@@ -45,9 +40,8 @@ class KeptCopies:
     ) -> list[list[Tensor]]:
         """The plan's tensors for each slot, with their values now. Parameters are ``nn.Parameter``.
 
-        Slots on one device share the memory of parameters; on the first slot's device it is the source's. Isolated
-        slots, except the first, have their own. Each slot has its own buffers; slot 0 has the source's. ``arrivals``:
-        parameters may still be on their way.
+        Slots on one device share the memory of parameters; on the first slot's device it is the source's. Each
+        slot has its own buffers; slot 0 has the source's. ``arrivals``: parameters may still be on their way.
         """
         # Tensors made in inference mode could not be refreshed outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -58,9 +52,8 @@ class KeptCopies:
     ) -> list[list[Tensor]]:
         self._plan_buckets(plan, cap_bytes)
         copies = [list(plan.tensors) for _ in slots]
-        isolated = are_slots_isolated()
         # For each slot the slot whose memory its parameters share.
-        homes = [slot if isolated else slots.index(device) for slot, device in enumerate(slots)]
+        homes = [slots.index(device) for device in slots]
         away = [slot for slot, home in enumerate(homes) if slot == home and slot > 0]
         if away:
             self._send(plan, slots, away, copies, arrivals)
@@ -80,7 +73,7 @@ class KeptCopies:
 
     def _plan_buckets(self, plan: ModulePlan, cap_bytes: int) -> None:
         """Plans new buckets if the kind of a tensor has changed: ``.data =`` may change everything but its class."""
-        kinds: list[Any] = [cap_bytes, are_slots_isolated(), plan.parameters, *map(_kind, plan.tensors)]
+        kinds: list[Any] = [cap_bytes, plan.parameters, *map(_kind, plan.tensors)]
         if kinds != self._kinds:
             self._copies = {}
             # Buffers have buckets of their own, because their copies may not be late. These come first.

@@ -7,8 +7,7 @@ lookup, or let it wait for this one after the lookup. Every other way to the val
 module. Copies and pickles of a registry are plain dicts.
 
 Only dict's own methods, called as ``dict.values(registry)``, do not wait. ``modules.build`` and ``kept.shell`` make
-registries, ``streams.isolated`` reads them without waiting. Tensors that a module reaches past its registry are in
-``ModulePlan.read_directly``.
+registries. Tensors that a module reaches past its registry are in ``ModulePlan.read_directly``.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.comm.host import can_pin
-from dataparallel.comm.sent import note
 from dataparallel.devices import CPU
+from dataparallel.profiling import note_copy
 from dataparallel.sharded import host_reads
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams
@@ -153,7 +153,7 @@ class Unit:
             return part
         pinned = self._pin and can_pin(part.device.type)
         host = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
-        note("direct", part, CPU)
+        note_copy("direct", part, CPU)
         return host.copy_(part, non_blocking=pinned)
 
     def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:

@@ -5,8 +5,7 @@ exactly if nothing orders the event after that kernel.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
@@ -19,14 +18,12 @@ from dataparallel.autograd.bucket_gradients import Packing
 from dataparallel.autograd.bucket_nodes import ToSlots
 from dataparallel.autograd.gradient_streams import side_stream
 from dataparallel.composable import replicate
-from dataparallel.streams import current, isolated
+from dataparallel.streams import current
 from dataparallel.streams.current import Event, streams_set
-from dataparallel.testing import isolated_slots
 from spare_streams import spare_stream
 
 pytestmark = [
     pytest.mark.devices("sim", "stand-in"),
-    pytest.mark.not_isolated("these tests have slots of their own"),
     pytest.mark.usefixtures("one_intra_op_thread", "together", "distinct_streams"),
 ]
 
@@ -36,19 +33,15 @@ LAYERS = 6
 FORMS = ["DataParallel", "replicate", "replicate after no_sync"]
 
 ARRANGEMENTS = {
-    "distinct": ([0, 1, 2], False),
-    "duplicates": ([0, 0, 1, 1], False),
-    "the root twice": ([0, 1, 0], False),
-    "isolated": ([0, 0, 0], True),
-    "isolated on two devices": ([0, 1, 0, 1], True),
+    "distinct": [0, 1, 2],
+    "duplicates": [0, 0, 1, 1],
+    "the root twice": [0, 1, 0],
 }
 
 
 @pytest.fixture(params=[*ARRANGEMENTS])
-def arrangement(request: pytest.FixtureRequest) -> Iterator[tuple[list[torch.device], bool]]:
-    indices, are_isolated = ARRANGEMENTS[request.param]
-    with isolated_slots() if are_isolated else nullcontext():
-        yield [torch.device(index) for index in indices], are_isolated
+def slots(request: pytest.FixtureRequest) -> list[torch.device]:
+    return [torch.device(index) for index in ARRANGEMENTS[request.param]]
 
 
 @pytest.fixture(params=["in a buffer", "one by one"])
@@ -62,7 +55,6 @@ def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def distinct_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's streams are new. torch gives out the same few again and again, so older ones may be one stream."""
     monkeypatch.setattr(current, "_kept", {})
-    monkeypatch.setattr(isolated, "_made", {})
 
 
 class Watched(nn.Module):
@@ -161,9 +153,8 @@ class Onlooker:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_root_computes_its_whole_backward_without_waiting_for_another_slot(
-    form: str, arrangement: tuple, monkeypatch: pytest.MonkeyPatch
+    form: str, slots: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots, are_isolated = arrangement
     step = Step(form, slots, late=LAYERS)
     ordered, controls, sums = [], [], []
     summed = ToSlots.summed
@@ -183,15 +174,14 @@ def test_the_root_computes_its_whole_backward_without_waiting_for_another_slot(
 
     step.at = look
     step.run()
-    assert len(ordered) == (len(slots) - 1 if are_isolated else len([slot for slot in slots if slot != slots[0]]))
+    assert len(ordered) == len([slot for slot in slots if slot != slots[0]])
     assert not any(ordered)
     assert all(controls)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_sum_waits_for_its_gradients_only(form: str, arrangement: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_waits_for_its_gradients_only(form: str, slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """The root's thread is late: the other slots have launched all of their backward before the first sum."""
-    slots, are_isolated = arrangement
     step = Step(form, slots, late=0)
     after: list[Event] = []
     summed = ToSlots.summed
@@ -222,7 +212,7 @@ def test_a_sum_waits_for_its_gradients_only(form: str, arrangement: tuple, monke
 
     step.at = look
     step.run()
-    assert len(ordered) == (len(slots) if are_isolated else len({*slots})) - 1
+    assert len(ordered) == len({*slots}) - 1
     assert not any(ordered)
     assert all(own), "the gradients of the bucket itself"
     assert all(controls)

@@ -26,7 +26,6 @@ from sharded_steps import no_sync, sharded
 
 pytestmark = [
     pytest.mark.devices("sim"),
-    pytest.mark.not_isolated("the slots' devices have memories of their own"),
     pytest.mark.usefixtures("one_intra_op_thread"),
 ]
 

@@ -71,7 +71,6 @@ def test_sums_are_launched_in_the_order_of_buckets(
 
 
 @pytest.mark.devices("sim", "cuda")
-@pytest.mark.not_isolated("one thread has all slots then")
 @pytest.mark.usefixtures("one_intra_op_thread")
 def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread takes ready buckets in any order. Here all are ready before it takes the second one."""

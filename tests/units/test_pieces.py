@@ -112,7 +112,6 @@ class TestEqualsOneDevice:
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.not_isolated("the slots' devices have memories of their own")
 class TestMemory:
     @pytest.mark.slots(4, long=[8])
     def test_a_slot_keeps_one_part_of_as_many_as_its_group_has_slots(self, slots):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dataparallel.tracing.clocks import ThreadClocks
+from dataparallel.tracing.recorder import ThreadClocks
 
 pytestmark = pytest.mark.devices("cpu")  # no device takes part
 

@@ -4,25 +4,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataparallel.comm import times
+from dataparallel.comm import choice
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
+from dataparallel.comm.choice import MOST_PIECES, fastest, pieces, time_of
 from dataparallel.comm.links import ALL_TO_ALL, SHARED, Links
-from dataparallel.comm.times import MOST_PIECES, fastest, pieces, time_of
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
 BUCKET = DEFAULT_CAP_BYTES
 WORK = ["broadcast", "reduce_add"]
-ROUTES = {"broadcast": ["star", "tree", "chain", "shards"], "reduce_add": ["star", "chain", "shards"]}
+ROUTES = {"broadcast": ["star", "tree", "chain"], "reduce_add": ["star", "chain", "shards"]}
 
 
 @pytest.fixture
 def only_bytes(monkeypatch: pytest.MonkeyPatch) -> Links:
     """Links of one byte per second, where nothing else takes time."""
-    monkeypatch.setattr(times, "_HOST", dict.fromkeys(WORK, 0.0))
-    monkeypatch.setattr(times, "_KERNEL", 0.0)
-    monkeypatch.setattr(times, "_MEMORY", float("inf"))
-    monkeypatch.setattr(times, "_LARGE", 0)  # the time of a sum itself counts
+    monkeypatch.setattr(choice, "_HOST", dict.fromkeys(WORK, 0.0))
+    monkeypatch.setattr(choice, "_KERNEL", 0.0)
+    monkeypatch.setattr(choice, "_MEMORY", float("inf"))
+    monkeypatch.setattr(choice, "_LARGE", 0)  # the time of a sum itself counts
     return Links(True, 0.0, 1.0)
 
 
@@ -36,9 +36,8 @@ BROADCASTS = {
     "star": [1, 2, 3, 7],
     "tree": [1, 2, 2, 3],
     "chain": [1, 1 + 1 / 16, 1 + 2 / 16, 1 + 6 / 16],
-    "shards": [1, 4 / 3, 1.5, 1.75],
 }
-FOLLOWING = {"star": [1, 2, 3, 7], "tree": [1, 2, 2, 3], "chain": [1] * 4, "shards": [1, 4 / 3, 1.5, 1.75]}
+FOLLOWING = {"star": [1, 2, 3, 7], "tree": [1, 2, 2, 3], "chain": [1] * 4}
 
 
 @pytest.mark.parametrize(("place", "number"), [(0, 2), (1, 3), (2, 4), (3, 8)])
@@ -47,7 +46,7 @@ def test_with_many_bytes_the_table_of_the_manual(place: int, number: int, only_b
         assert time_of("reduce_add", route, number, 960, only_bytes, count=16) == pytest.approx(960 * seconds[place])
     for route, seconds in BROADCASTS.items():
         found = time_of("broadcast", route, number, 960, only_bytes, count=16)
-        assert found == pytest.approx(960 * (seconds[place] + times._FOLLOWING * FOLLOWING[route][place]))
+        assert found == pytest.approx(960 * (seconds[place] + choice._FOLLOWING * FOLLOWING[route][place]))
 
 
 @given(st.sampled_from(WORK), st.integers(3, 64), st.integers(0, 2**30), st.booleans(), st.booleans())
@@ -68,13 +67,6 @@ def test_no_other_number_of_pieces_is_better(work: str, number: int, nbytes: int
     assert 1 <= count <= MOST_PIECES
     best = time_of(work, "chain", number, nbytes, links, count=count)
     assert all(best <= time_of(work, "chain", number, nbytes, links, count=k) for k in range(1, MOST_PIECES + 1))
-
-
-@given(st.integers(3, 64), st.integers(0, 2**30), st.sampled_from([SHARED, ALL_TO_ALL]))
-def test_a_broadcast_never_needs_shards(number: int, nbytes: int, links: Links) -> None:
-    """A chain of as many pieces as there are devices takes no longer."""
-    shards = time_of("broadcast", "shards", number, nbytes, links)
-    assert time_of("broadcast", "chain", number, nbytes, links, count=number) <= shards * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("links", [SHARED, ALL_TO_ALL])

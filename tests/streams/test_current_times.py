@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.streams import device_times
-from dataparallel.streams.current import TimedEvent, current_streams
-from dataparallel.streams.device_times import DeviceClock
+from dataparallel.streams import current
+from dataparallel.streams.current import DeviceClock, TimedEvent, current_streams
 from spare_streams import spare_stream
 
 
@@ -61,7 +60,7 @@ def test_a_backend_without_such_events_is_asked_once(error: type[Exception], mon
         asked.append(stream)
         raise error("no timing events")
 
-    monkeypatch.setattr(device_times, "TimedEvent", fails)
+    monkeypatch.setattr(current, "TimedEvent", fails)
     clock, streams = DeviceClock(), {torch.device("meta"): object()}
     assert clock.marks(streams) == {}  # type: ignore[arg-type]
     assert clock.marks(streams) == {}  # type: ignore[arg-type]

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.tracing import memory
-from dataparallel.tracing.memory import MemoryBefore
+from dataparallel.tracing import block
+from dataparallel.tracing.block import MemoryBefore
 
 MIB = 2**20
 
 
 @pytest.mark.devices("sim", "cuda")
-@pytest.mark.not_isolated("its slots are on distinct devices")
 def test_bytes_of_each_device(slots: list) -> None:
     devices = [torch.device(slot) for slot in slots]
     kept = torch.empty(MIB, dtype=torch.uint8, device=devices[1])
@@ -44,6 +43,6 @@ def test_a_backend_that_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no allocator that counts")
 
     device = torch.device("meta", 0)
-    monkeypatch.setattr(memory, "all_devices", lambda: [device])
+    monkeypatch.setattr(block, "all_devices", lambda: [device])
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", fails)
     assert MemoryBefore().until_now([device]) == []

@@ -9,7 +9,7 @@ from tensor_kinds import devices_of
 from torch import Tensor
 
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.sum_check import AddUp, wrong_sums
+from dataparallel.comm.select import AddUp, wrong_sums
 
 CPUS = [torch.device("cpu")] * 3
 

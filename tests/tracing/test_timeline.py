@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from dataparallel.tracing.perfetto import microseconds, span
-from dataparallel.tracing.picture import draw
 from dataparallel.tracing.recorder import Copy, Gradients
-from dataparallel.tracing.rows import NO_PERMIT, OF_SLOT, rows_of
-from dataparallel.tracing.saved import save
+from dataparallel.tracing.timeline import NO_PERMIT, OF_SLOT, draw, rows_of, save
 
 pytestmark = pytest.mark.devices("cpu")  # no device takes part
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dataparallel.tracing.advice import advice
 from dataparallel.tracing.results import REST, STAGES, Results, Sent, Slot, Stage
+from dataparallel.tracing.table import advice
 
 pytestmark = pytest.mark.devices("cpu")  # no device takes part
 
