@@ -17,7 +17,7 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.batch_split import BatchSplit
 from dataparallel.chunk_sizes import ChunkSizes
-from dataparallel.compiled.argument import CompileArgument
+from dataparallel.compiled.calls import CompileArgument
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.losses import CallLoss, Criterion, Part, ReplicaLoss

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from dataparallel.chunk_sizes import ChunkSizes
-from dataparallel.compiled.argument import CompileArgument
+from dataparallel.compiled.calls import CompileArgument
 from dataparallel.composable import replaced_parameters
 from dataparallel.composable.contract import Form
 from dataparallel.composable.full_state import full_state_dict, load_full_state_dict
@@ -33,7 +33,6 @@ from dataparallel.composable.fully_shard_state import FullyShardState
 from dataparallel.composable.fully_sharded_module import FullyShardedModule
 from dataparallel.composable.managed import own_parameters
 from dataparallel.composable.policies import MixedPrecisionPolicy, OffloadPolicy
-from dataparallel.composable.rebound_attributes import rebind
 from dataparallel.devices import CPU, DeviceLike, resolve_output, resolve_slots
 from dataparallel.nn.sync_batch_norm import prepare
 
@@ -188,7 +187,7 @@ def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
     replaced = [(name, parameter, now[name]) for name, parameter in before if now[name] is not parameter]
     owner = type(modules[0]).__name__ if len(modules) == 1 else f"list of {len(modules)} modules"
     replaced_parameters.remember(replaced, owner, "fully_shard")
-    rebind({id(module): module for top in modules for module in top.modules()}.values())
+    replaced_parameters.rebind({id(module): module for top in modules for module in top.modules()}.values())
 
 
 class _FullyShard(Form[_P, FullyShardState]):

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.batch_split import BatchSplit
 from dataparallel.chunk_sizes import ChunkSizes
-from dataparallel.compiled.argument import CompileArgument
-from dataparallel.composable.managed import KEY, ManagedModule
+from dataparallel.compiled.calls import CompileArgument
+from dataparallel.composable.managed import KEY, ManagedModule, Twin
 from dataparallel.composable.on_slots import Method
 from dataparallel.composable.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from dataparallel.composable.twins import Twin
 from dataparallel.composable.unit_tensors import UnitTensors
 from dataparallel.devices import DeviceLike, resolve, resolve_output
 from dataparallel.kept.replicas import KeptReplicas

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.compiled.recognise import CALL
+from dataparallel.compiled.calls import CALL
 from dataparallel.composable.contract import are_in_one_tree
 from dataparallel.composable.fully_shard_arguments import check_reshard
 from dataparallel.composable.managed import ManagedModule

@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.batch_split import BatchSplit
 from dataparallel.chunk_sizes import ChunkSizes
-from dataparallel.compiled.argument import CompileArgument
-from dataparallel.compiled.recognise import call_of, compiled_here
+from dataparallel.compiled.calls import CompileArgument, call_of, compiled_here
 from dataparallel.composable.comm_hooks import CommHook, GradBucket
 from dataparallel.composable.hooked_sums import HookedSums
-from dataparallel.composable.managed import KEY
+from dataparallel.composable.managed import KEY, Twin
 from dataparallel.composable.on_slots import Method
 from dataparallel.composable.persistent_tensors import PersistentTensors
-from dataparallel.composable.twins import Twin
 from dataparallel.devices import DeviceLike, resolve, resolve_output
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.losses import CallLoss, ReplicaLoss

@@ -1,7 +1,6 @@
 """Builds one replica of a module tree, from a plan and the replica's tensors.
 
-``modules.plan`` says which modules there are and what each of them has. ``replicate`` and ``kept.replicas`` bring the
-tensors. ``kept.shell``, ``composable.replicate_state`` and ``composable.persistent_tensors`` use single steps.
+``modules.plan`` says which modules there are and what each of them has. ``replicate`` and ``kept`` bring the tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
 from dataparallel.compiled.calls import CompiledCall
-from dataparallel.modules.graphs import forward_on
+from dataparallel.modules.placement import forward_on
 from dataparallel.modules.plan import (
     HAS_COMPILED,
     MADE_FOR_ATTRIBUTES,
@@ -34,11 +33,11 @@ from dataparallel.modules.plan import (
     original_class,
 )
 from dataparallel.modules.references import Rebinding
-from dataparallel.modules.registry import ParameterRegistry
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.streams.arrivals import Expected
 
 __all__ = [
+    "ParameterRegistry",
     "bare_module",
     "build_replica",
     "call_compiled",
@@ -279,3 +278,74 @@ def _fill_script(entry: ModuleEntry, replica: nn.Module, modules: list[Any], ten
             setattr(replica, key, tensors[i])
     for key, i in entry.children.items():
         replica._modules[key] = modules[i]
+
+
+# ---- registries whose lookups wait -----------------------------------------------------------------------------------
+
+
+_get = dict.__getitem__
+_current_stream = _torch.current_stream_at
+
+
+class ParameterRegistry(dict[str, Any]):
+    """The parameters of one module of a replica, by name.
+
+    ``Module.__getattr__`` looks a parameter up as ``_parameters[name]``, and that makes the current stream of the
+    replica's device wait for the parameter's bucket, once for each stream and call. To use it on another stream, make
+    that stream current before the lookup, or let it wait for this one after the lookup. Every other way to the values
+    waits for all parameters of the module; only dict's own methods, called as ``dict.values(registry)``, do not wait.
+    Copies and pickles are plain dicts.
+
+    Args:
+        positions: for each name the position in the plan.
+        expected: what the replica waits for; all of its registries share it.
+    """
+
+    __slots__ = ("_expected", "_positions")
+
+    def __init__(self, positions: Mapping[str, int], expected: Expected) -> None:
+        super().__init__()
+        self._positions, self._expected = positions, expected
+
+    def __getitem__(self, name: str) -> Any:
+        position = self._positions.get(name)
+        if position is not None:
+            expected = self._expected
+            arrival = expected.by_position[position]
+            if arrival is not None and (stream := _current_stream(expected.index)) not in arrival.waited:
+                arrival.make_wait(stream)
+        return _get(self, name)
+
+    def wait(self) -> None:
+        """Makes the current stream wait for all parameters of the module."""
+        expected = self._expected
+        for position in self._positions.values():
+            arrival = expected.by_position[position]
+            if arrival is not None and (stream := _current_stream(expected.index)) not in arrival.waited:
+                arrival.make_wait(stream)
+
+    def __iter__(self) -> Iterator[str]:
+        # Also what makes ``dict(registry)`` and ``**registry`` look every value up: see `PyDict_Merge`.
+        self.wait()
+        return super().__iter__()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (self.copy(),)
+
+
+def _after_the_wait(name: str) -> Any:
+    method = getattr(dict, name)
+
+    def waiting(self: ParameterRegistry, *args: Any, **kwargs: Any) -> Any:
+        self.wait()
+        return method(self, *args, **kwargs)
+
+    waiting.__name__, waiting.__doc__ = name, method.__doc__
+    return waiting
+
+
+for _name in (
+    *("get", "items", "values", "copy", "pop", "popitem", "setdefault"),
+    *("__eq__", "__ne__", "__or__", "__ror__", "__repr__"),
+):
+    setattr(ParameterRegistry, _name, _after_the_wait(_name))

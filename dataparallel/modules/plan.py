@@ -2,7 +2,6 @@
 
 A plan is made from the tree as it is at the start of a call, and read once for each replica, so that building a replica
 does not look at the source again. It also says which trees cannot be replicated, and why. It copies nothing.
-``replicate``, ``kept``, the composable forms and the other rooms of ``modules`` use it.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.comm.buckets import PLAIN_TYPES
-from dataparallel.compiled.recognise import Compiled, compiled_here
+from dataparallel.compiled.calls import Compiled, compiled_here
 from dataparallel.devices import CPU
-from dataparallel.modules.graphs import constants_of, devices_of, is_graph
+from dataparallel.modules.placement import constants_of, devices_of, is_graph
 from dataparallel.modules.references import ATOMIC, behind_proxy, compiled_over, reached
 
 __all__ = [
@@ -95,7 +94,7 @@ class ModuleEntry:
     from the end of ``[*plan.shared, None]``. ``attributes`` is a copy of the module's ``__dict__``, registries
     included; ``proxied`` names the children that are weak proxies of a module. ``compiled``: how replicas call it, if
     it is compiled. ``constants`` names plain attributes whose tensors are buffers in replicas, and ``fixed_to`` is the
-    device that its graph names; see ``modules.graphs``.
+    device that its graph names; see ``modules.placement``.
     """
 
     module: nn.Module
@@ -166,7 +165,12 @@ class ModulePlan:
         entries = [ModuleEntry(module, name) for name, module in network.named_modules(memo={*ignored})]
         _check_replicatable(entries, twin.allowed)
         if root_call is not None:
-            _compile_root(entries[0], root_call)
+            if entries[0].compiled is not None:
+                raise RuntimeError(
+                    f"this {entries[0].cls.__name__} was compiled, and its wrapper has compile= as well. Compile the "
+                    "module, or pass compile= to the wrapper, not both"
+                )
+            entries[0].compiled = root_call
         position = {id(entry.module): i for i, entry in enumerate(entries)}
         plan = cls(entries, [], [], twin.source_id, twin.ignored_parameters)
         position.update((id(module), plan._share(module)) for module in ignored)
@@ -271,7 +275,11 @@ class ModulePlan:
                     continue
                 items = reached(value)
                 if compiled_over(items, known):
-                    raise _compiled(dotted(entry.name, key))
+                    raise RuntimeError(
+                        f"cannot replicate {dotted(entry.name, key)!r}: it was compiled with torch.compile, and the "
+                        "compiled code computes with the weights of the source. Compile modules of the tree instead: "
+                        "by torch.compile(module) or module.compile()"
+                    )
                 ids = {id(item) for item in items}
                 if not ids.isdisjoint(known):
                     entry.references.append(key)
@@ -285,10 +293,9 @@ class ModulePlan:
         first: dict[int, int] = {}
         parameters = set(self.parameters)
         for i, tensor in enumerate(self.tensors):
+            # Those with "__tensor_flatten__" stand for other tensors, and have no memory of their own.
             if tensor.layout is not torch.strided or tensor.is_nested or hasattr(tensor, "__tensor_flatten__"):
                 continue
-            if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "__tensor_flatten__"):
-                continue  # it stands for other tensors, and has no memory of its own
             address = tensor.untyped_storage().data_ptr()
             if address and (other := first.setdefault(address, i)) != i:
                 self.read_directly |= parameters & {i, other}
@@ -352,19 +359,3 @@ def _check_replicatable(entries: list[ModuleEntry], allowed: type | None) -> Non
                 "how, so its replicas cannot be compiled likewise. Wrap the module that is not compiled, and pass "
                 "compile=... to the wrapper"
             ) from None
-
-
-def _compile_root(root: ModuleEntry, call: Compiled) -> None:
-    if root.compiled is not None:
-        raise RuntimeError(
-            f"this {root.cls.__name__} was compiled, and its wrapper has compile= as well. Compile the module, or pass "
-            "compile= to the wrapper, not both"
-        )
-    root.compiled = call
-
-
-def _compiled(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"cannot replicate {name!r}: it was compiled with torch.compile, and the compiled code computes with the "
-        "weights of the source. Compile modules of the tree instead: by torch.compile(module) or module.compile()"
-    )
