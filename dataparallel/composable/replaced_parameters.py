@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.modules.references import ATOMIC, Rebinding, reached
 
-__all__ = ["check_optimizer", "rebind", "remember", "where"]
+__all__ = ["check_optimizer", "rebind", "remember", "replacement_of", "where"]
 
 _lock = threading.Lock()
 _replaced: Any = WeakIdKeyDictionary()
@@ -69,7 +69,7 @@ def rebind(modules: Iterable[nn.Module]) -> None:
             replaced = [
                 (id(item), new)
                 for item in reached(value)
-                if issubclass(type(item), Tensor) and (new := _replacement_of(item)) is not None
+                if issubclass(type(item), Tensor) and (new := replacement_of(item)) is not None
             ]
             if replaced:
                 table.update(replaced)
@@ -82,7 +82,7 @@ def rebind(modules: Iterable[nn.Module]) -> None:
             attributes[key] = rebinding.rebound(attributes[key])
 
 
-def _replacement_of(parameter: Tensor) -> Tensor | None:
+def replacement_of(parameter: Tensor) -> Tensor | None:
     """The parameter that has replaced this one. ``None``: it was not replaced, or the new one is gone."""
     found = _replaced.get(parameter) if _replaced else None
     new: Tensor | None = None if found is None else found[2]()
