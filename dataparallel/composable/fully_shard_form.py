@@ -1,10 +1,4 @@
-"""``fully_shard(module)``: each device owns a part of the module's parameters, and the module runs on all slots.
-
-One call makes one unit: the parameters that are gathered and freed together. Call it for children and then for their
-parents. This file has the function. ``composable.fully_sharded_module`` has the class that modules get,
-``composable.fully_shard_arguments`` has the checks, ``composable.fully_shard_state`` has the call of a unit,
-``composable.contract`` has the rules of all forms.
-"""
+"""``fully_shard(module)``: each device owns a part of the module's parameters, and the module runs on all slots."""
 
 from __future__ import annotations
 

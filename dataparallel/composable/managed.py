@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from dataparallel._torch import HOOK_TABLES
-from dataparallel.modules.build import bare_module
+from dataparallel.modules.build import bare_module, give_attributes
 from dataparallel.modules.plan import TWIN_INFO, TwinInfo, dotted, instance_slots
 
 __all__ = ["KEY", "ManagedModule", "Twin", "held_by", "name_of_form", "original_class", "own_modules", "own_parameters"]
@@ -95,12 +95,8 @@ class Twin:
         call the replica itself, and then they run in the replica.
         """
         hooks = self._no_hooks if method == "forward" else {}
-        # Past `Module.__setattr__`, which would look for parameters in it.
-        object.__setattr__(self.module, "__dict__", {**vars(source), **hooks, TWIN_INFO: self._info})
-        for name in instance_slots(type(self.module)):
-            if hasattr(source, name):
-                setattr(self.module, name, getattr(source, name))
-        return self.module
+        own = {**vars(source), **hooks, TWIN_INFO: self._info}
+        return give_attributes(self.module, own, source, instance_slots(type(self.module)))
 
 
 def original_class(cls: type) -> type[Any]:

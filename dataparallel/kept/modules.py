@@ -6,7 +6,6 @@ somebody else holds one of them. Only plain trees have them (``ModulePlan.is_pla
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -194,59 +193,46 @@ class TreeSnapshot:
         self._root = plan.entries[0].module
         self._known = {id(entry.module) for entry in plan.entries} | {id(tensor) for tensor in plan.tensors}
         self._known.add(plan.source_id)
-        self._modules = [_ModuleSnapshot.of(entry) for entry in plan.entries]
+        self._modules = [_ModuleSnapshot(entry) for entry in plan.entries]
 
     def still_holds(self, network: nn.Module) -> bool:
         """True if the plan of ``network`` would be the same."""
         return network is self._root and all(module.still_holds(self._known) for module in self._modules)
 
 
-@dataclass
 class _ModuleSnapshot:
-    """One module. ``looked_into`` names the attributes that can change in place and then lead into the tree."""
+    """One module, without hooks."""
 
-    module: nn.Module
-    cls: type[nn.Module]
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-    registered: list[tuple[str, tuple[str, ...], tuple[Any, ...]]]
-    non_persistent: frozenset[str]
-    looked_into: list[str]
-
-    @classmethod
-    def of(cls, entry: ModuleEntry) -> _ModuleSnapshot:
+    def __init__(self, entry: ModuleEntry) -> None:
         attributes = entry.attributes
         not_looked_into = {*REGISTRIES, *HOOK_TABLES, "_non_persistent_buffers_set", *entry.left_out}
-        return cls(
-            module=entry.module,
-            cls=entry.cls,
-            names=tuple(attributes),
-            values=tuple(attributes.values()),
-            registered=[(name, tuple(attributes[name]), tuple(attributes[name].values())) for name in REGISTRIES],
-            non_persistent=frozenset(attributes["_non_persistent_buffers_set"]),
-            looked_into=[
-                name for name, value in attributes.items() if name not in not_looked_into and not _is_immutable(value)
-            ],
-        )
+        self._module, self._cls = entry.module, entry.cls
+        self._names, self._values = tuple(attributes), tuple(attributes.values())
+        self._registered = [(name, tuple(attributes[name]), tuple(attributes[name].values())) for name in REGISTRIES]
+        self._non_persistent = frozenset(attributes["_non_persistent_buffers_set"])
+        # Attributes that can change in place and then lead into the tree.
+        self._looked_into = [
+            name for name, value in attributes.items() if name not in not_looked_into and not _is_immutable(value)
+        ]
 
     def still_holds(self, known: set[int]) -> bool:
-        now = vars(self.module)
+        now = vars(self._module)
         if (
-            type(self.module) is not self.cls
-            or tuple(now) != self.names
-            or not all(map(is_, now.values(), self.values))
+            type(self._module) is not self._cls
+            or tuple(now) != self._names
+            or not all(map(is_, now.values(), self._values))
         ):
             return False
-        if any(map(now.__getitem__, HOOK_TABLES)) or now["_non_persistent_buffers_set"] != self.non_persistent:
+        if any(map(now.__getitem__, HOOK_TABLES)) or now["_non_persistent_buffers_set"] != self._non_persistent:
             return False
-        for name, keys, values in self.registered:
+        for name, keys, values in self._registered:
             registry = now[name]
             if keys:
                 if tuple(registry) != keys or not all(map(is_, registry.values(), values)):
                     return False
             elif registry:
                 return False
-        for name in self.looked_into:
+        for name in self._looked_into:
             value = now[name]
             if type(value) not in TABLES or value:
                 items = reached(value)

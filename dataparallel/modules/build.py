@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -44,6 +44,7 @@ __all__ = [
     "collector_paused",
     "device_of",
     "empty_hook_flags",
+    "give_attributes",
     "make_parameters",
     "own_attributes",
     "parameter_registry",
@@ -86,11 +87,7 @@ def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool, expecte
         else:
             own = own_attributes(entry, vars(module) if entry.has_own_rule else entry.attributes.copy(), flags)
             _fill_registries(entry, own, module_table, tensor_table, expected)
-            # Past `Module.__setattr__`, which would look for parameters in it.
-            object.__setattr__(module, "__dict__", own)
-            for name in entry.slots:
-                if hasattr(entry.module, name):
-                    setattr(module, name, getattr(entry.module, name))
+            give_attributes(module, own, entry.module, entry.slots)
     if plan.has_references:
         _rebind_attributes(plan, modules, tensors, device)
     for call in call_compiled(plan, modules):
@@ -123,12 +120,7 @@ def _as_written(module: Any) -> nn.Module:
     The compiler traces this one. A form's class is about what happens around a call, and that is not to be compiled.
     """
     cls = original_class(type(module))
-    seen = bare_module(cls)
-    object.__setattr__(seen, "__dict__", vars(module))
-    for name in instance_slots(cls):
-        if hasattr(module, name):
-            setattr(seen, name, getattr(module, name))
-    return seen
+    return give_attributes(bare_module(cls), vars(module), module, instance_slots(cls))
 
 
 def device_of(tensors: list[Tensor]) -> torch.device | None:
@@ -187,6 +179,16 @@ def bare_module(cls: type[nn.Module]) -> nn.Module:
         return original_class(cls).__new__(cls)  # `__new__` of a form's class makes instances of the original class
 
 
+def give_attributes(module: nn.Module, own: dict[str, Any], source: nn.Module, slots: Sequence[str]) -> nn.Module:
+    """Makes ``own`` the ``__dict__`` of ``module``, and copies the attributes that ``source`` has in ``slots``."""
+    # Past `Module.__setattr__`, which would look for parameters in it.
+    object.__setattr__(module, "__dict__", own)
+    for name in slots:
+        if hasattr(source, name):
+            setattr(module, name, getattr(source, name))
+    return module
+
+
 def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     """The copy that the class's ``_replicate_for_data_parallel`` makes of the source."""
     replica: nn.Module = _without_form(entry)._replicate_for_data_parallel()
@@ -207,12 +209,7 @@ def _without_form(entry: ModuleEntry) -> nn.Module:
     original = original_class(entry.cls)
     if original is entry.cls:
         return entry.module
-    twin = bare_module(original)
-    object.__setattr__(twin, "__dict__", entry.attributes.copy())
-    for name in entry.slots:
-        if hasattr(entry.module, name):
-            setattr(twin, name, getattr(entry.module, name))
-    return twin
+    return give_attributes(bare_module(original), entry.attributes.copy(), entry.module, entry.slots)
 
 
 def empty_hook_flags() -> dict[str, Any]:
