@@ -92,7 +92,7 @@ def are_in_one_list_only(tensors: list[Tensor]) -> bool:
 
 
 def are_weakly_held(objects: Iterable[Any]) -> bool:
-    """True if there is a weak reference or a proxy to one of ``objects``. This does not depend on trusted counts."""
+    """True if there is a weak reference or a proxy to one of ``objects``."""
     return any(weak_references(objects))
 
 

@@ -29,13 +29,10 @@ class Gate:
     - A thread that waits at the gate is outside. So is one that waits, inside compiled code, for other threads of the
       library: `run_aside` says so. So no thread waits for one that waits for it.
 
-    A thread that fails or is interrupted leaves the gate behind it open: the steps that let others pass are single
-    operations of a dict, in a ``finally``. Waiting threads look again and again, so nobody has to wake them. Looking is
-    cheap beside compiling, which takes seconds.
-
-    The tables are keyed by thread. Each thread writes its own entries only, and each write is one atomic operation. A
-    thread that enters writes its entry first, and looks for one that compiles afterwards. A thread that is to compile
-    does it the other way round. So at least one of the two sees the other.
+    The tables are keyed by thread. Each thread writes its own entries only, each by one atomic operation; those that
+    let others pass are in a ``finally``, so an interrupt leaves the gate open. A thread that enters writes its entry
+    first, and looks for one that compiles afterwards. A thread that is to compile does it the other way round. So at
+    least one of the two sees the other. Nobody is woken: threads look again and again, which is cheap beside compiling.
     """
 
     def __init__(self) -> None:

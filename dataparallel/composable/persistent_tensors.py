@@ -81,11 +81,10 @@ class PersistentTensors(TensorStore):
         record: bool,
         arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        """The plan's tensors for each of the first slots, with current values; parameters are `ReplicaParameter`.
+        """See `TensorStore.for_call`. Parameters are `ReplicaParameter`, also if no graph is recorded.
 
-        Slot 0's tensors, and parameters of other slots on its device, share the source's memory. The tensors are the
-        same if no graph is recorded. ``cap_bytes`` is ignored: the sizes of buckets were given before. ``arrivals``:
-        parameters may still be on their way.
+        Slot 0's tensors, and parameters of other slots on its device, share the source's memory. ``cap_bytes`` is
+        ignored: the sizes of buckets were given before.
         """
         with torch.inference_mode(False):
             if record and self._agreement is not None:
@@ -126,19 +125,17 @@ class PersistentTensors(TensorStore):
             return False
         if self._agreement is None:
             # First: calls of several threads take turns in making copies, and would never learn the order.
-            return (
-                not self._order.learn(copies.order) and copies.still_fit(plan, self._slots) and copies.memory.restore()
-            )
-        # A forward without grad mode may run on one machine alone, so it decides nothing.
-        is_agreed = copies.order is self._order.known or not record
-        return is_agreed and copies.still_fit(plan, self._slots) and copies.memory.restore()
+            has_order = not self._order.learn(copies.order)
+        else:  # a forward without grad mode may run on one machine alone, so it decides nothing
+            has_order = copies.order is self._order.known or not record
+        return has_order and copies.still_fit(plan, self._slots) and copies.memory.restore()
 
     def _agree(self, agreement: Agreement, plan: ModulePlan) -> None:
         """What a recorded forward does together with the other machines."""
         if self._broadcast_buffers:
-            names = names_of(plan)
-            buffers = [i for i in range(len(plan.tensors)) if i not in {*plan.parameters}]
-            agreement.send_buffers({names[i]: plan.tensors[i] for i in buffers if not plan.tensors[i].requires_grad})
+            names, parameters = names_of(plan), {*plan.parameters}
+            buffers = {names[i]: tensor for i, tensor in enumerate(plan.tensors) if i not in parameters}
+            agreement.send_buffers({name: tensor for name, tensor in buffers.items() if not tensor.requires_grad})
         if not self._order.is_of(plan):
             self._order = BucketOrder(plan)
         elif self._order.is_due and self._order.known is None:

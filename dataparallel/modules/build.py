@@ -56,9 +56,8 @@ __all__ = [
 def collector_paused() -> Iterator[None]:
     """Pauses the garbage collector while replicas are made.
 
-    Replicas are thousands of objects that are all in use, and the collector would walk through them again and again in
-    vain. The switch is for the whole process: garbage of other threads waits for these milliseconds too. If the
-    collector is off it stays off.
+    They are thousands of objects that are all in use, and it would walk through them again and again in vain. The
+    switch is for the whole process: garbage of other threads waits for these milliseconds too.
     """
     if not gc.isenabled():
         yield
