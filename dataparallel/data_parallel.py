@@ -16,9 +16,9 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.call.batch_split import BatchSplit
 from dataparallel.call.context import call_of_this_thread
-from dataparallel.call.engine import CallEngine, CallOptions, Method, TensorStore
+from dataparallel.call.engine import CallEngine, CallOptions, Method, ReplicaMaker
 from dataparallel.chunk_sizes import ChunkSizes
-from dataparallel.compiled.argument import CompileArgument
+from dataparallel.compiled.calls import CompileArgument
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.losses import Criterion
@@ -257,7 +257,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             raise
 
 
-class _FreshCopies(TensorStore):
+class _FreshCopies(ReplicaMaker):
     """The replicas of a wrapper: they get new tensors at each call that records a graph."""
 
     form = "DataParallel"

@@ -1,18 +1,8 @@
 """Does anybody else hold an object? This is the only room that counts references.
 
-The library uses replicas, copies and modules of the last call again if nobody else holds them. A user's ``forward`` may
-return them, store them or put them into a graph, and no lease tells that it did. So this room compares reference
-counts. It compares a count only with a count that this process has read in the same way before, never with a constant.
-Some interpreters (3.14) borrow references instead of counting them. They borrow from another holder, which is counted.
-
-When the room is imported it tries whether counts can be trusted: it adds holders of every kind to objects of every
-kind, and each time the counts have to differ. If they miss one holder, or if ``DATAPARALLEL_REUSE=0`` is in the
-environment, counts are not trusted. Then every question here is answered as if somebody else held the object: each call
-makes its own replicas and copies, and reference cycles are left to the garbage collector. Results are the same.
-`why_not_trusted` returns the reason.
-
-Callers: ``kept.replicas``, ``kept.shell``, ``kept.tensors``, ``modules.cycles`` and ``report``. The room knows nothing
-about replicas.
+A user's ``forward`` may return replicas and copies, store them or put them into a graph, and no lease tells that.
+At import the room tries whether counts can be trusted. If not, every question is answered as if somebody else held the
+object: each call makes its own replicas and copies, and cycles are left to the collector. Results are the same.
 """
 
 from __future__ import annotations
@@ -102,7 +92,7 @@ def are_in_one_list_only(tensors: list[Tensor]) -> bool:
 
 
 def are_weakly_held(objects: Iterable[Any]) -> bool:
-    """True if there is a weak reference or a proxy to one of ``objects``. This does not depend on trusted counts."""
+    """True if there is a weak reference or a proxy to one of ``objects``."""
     return any(weak_references(objects))
 
 
@@ -150,7 +140,9 @@ def _tensor() -> Tensor:
     return torch.empty(2, device="cpu")  # not the default device
 
 
-# The trial: functions that add a holder, and the questions whose answers the holder has to change.
+# The trial: functions that add a holder, and the questions whose answers the holder has to change. A count is compared
+# only with one that this process has read in the same way before: Python 3.14 borrows references from other holders
+# instead of counting them.
 
 _Hold: TypeAlias = Callable[[Any], Any]
 """Takes an object and returns one more holder of it."""

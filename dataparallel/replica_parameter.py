@@ -1,8 +1,4 @@
-"""The class of a replica's parameters while a graph is recorded.
-
-Files that make replicas use it. ``comm.buckets`` lists it among the plain tensors, so a wrapper inside a wrapped module
-sends such parameters like any others.
-"""
+"""The class of a replica's parameters while a graph is recorded. ``comm.buckets`` lists it among the plain tensors."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """`replicate`: copies one module to each slot. ``modules.plan`` says which modules can be replicated.
 
-Each call makes new replicas from the source as it is then. Their parameters are outputs of a differentiable broadcast,
-whose backward sums the gradients into the source. Replica 0 shares the storage of the source's parameters and buffers;
-other replicas on its device share the parameters and have their own buffers. Replicas that later calls use again are in
-``kept.replicas``, which sends tensors with `copy_tensors`; ``parallel_apply`` runs replicas.
+Each call makes new replicas from the source as it is then. ``kept.replicas`` has those that later calls use again.
 """
 
 from __future__ import annotations
@@ -20,11 +17,11 @@ from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.autograd.gradient_streams import GradientStreams
 from dataparallel.comm.buckets import alias, fill_buckets
 from dataparallel.comm.transport import FlatBroadcast, Later
-from dataparallel.compiled.recognise import Compiled
+from dataparallel.compiled.calls import Compiled
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.modules.build import build_replica, collector_paused
+from dataparallel.modules.placement import refuse_constants
 from dataparallel.modules.plan import ModulePlan
-from dataparallel.modules.scripts import refuse_constants
 from dataparallel.streams.arrivals import Arrivals, Expected, arrivals_for
 from dataparallel.streams.current import current_streams
 
@@ -37,6 +34,7 @@ __all__ = [
     "copy_tensors",
     "make_replicas",
     "of_part",
+    "put",
     "replicate",
 ]
 
@@ -62,8 +60,10 @@ def replicate(
         bucket_cap_mb: size in MiB of the buckets in which parameters are sent and gradients are sent back; above 0.
 
     Returns:
-        The replicas, in slot order. Parameters that require gradients are outputs of one autograd node per bucket. If
-        no graph is recorded they are leaves that require gradients, for a ``forward`` that enables recording.
+        The replicas, in slot order. Parameters that require gradients are outputs of one autograd node per bucket,
+        whose backward sums gradients into the source. If no graph is recorded they are leaves that require gradients,
+        for a ``forward`` that enables recording. Replica 0 shares the storage of the source's parameters and buffers.
+        Other replicas on its device share the parameters and have their own buffers.
 
     Raises:
         RuntimeError: the tree cannot be replicated; the message names the module.
@@ -119,10 +119,7 @@ def copy_tensors(
     later = None if arrivals is None else late.append
 
     if recorded:
-        sent = _broadcast_in_buckets([plan.tensors[i] for i in recorded], slots, cap_bytes, of_part(recorded, later))
-        for on_slot, outputs in zip(copies, sent, strict=True):
-            for i, output in zip(recorded, outputs, strict=True):
-                on_slot[i] = output
+        _broadcast_in_buckets(copies, plan.tensors, recorded, slots, cap_bytes, later)
     copy_constants(copies, plan, constant, slots, cap_bytes, later)
     copy_buffers(copies, plan, buffers, slots, cap_bytes)
     cloned = [i for i in recorded if i not in parameters]
@@ -148,10 +145,8 @@ def copy_constants(
     ``later``: see `comm.broadcast_coalesced`. Its positions are those in the plan.
     """
     sent = comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, cap_bytes, later=of_part(indices, later))
-    for slot, tensors in enumerate(sent):
-        for i, tensor in zip(indices, tensors, strict=True):
-            # Each replica has its own tensor for a parameter, even if no graph records it.
-            copies[slot][i] = alias(tensor, slot)
+    # Each replica has its own tensor for a parameter, even if no graph records it.
+    put(copies, indices, [[alias(tensor, slot) for tensor in tensors] for slot, tensors in enumerate(sent)])
 
 
 def copy_buffers(
@@ -165,10 +160,11 @@ def copy_buffers(
 
     Slot 0 has the source's memory, every other slot its own.
     """
-    sent = comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, cap_bytes, own_storage=True)
-    for on_slot, tensors in zip(copies, sent, strict=True):
-        for i, tensor in zip(indices, tensors, strict=True):
-            on_slot[i] = tensor
+    put(
+        copies,
+        indices,
+        comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, cap_bytes, own_storage=True),
+    )
 
 
 def cap_in_bytes(bucket_cap_mb: float) -> int:
@@ -178,31 +174,35 @@ def cap_in_bytes(bucket_cap_mb: float) -> int:
     return max(1, int(min(bucket_cap_mb * 2**20, sys.maxsize)))
 
 
+def put(copies: Sequence[list[Tensor]], indices: Sequence[int], by_slot: Sequence[Sequence[Any]]) -> None:
+    """Puts the tensors of each slot at ``indices`` of the slot's list in ``copies``."""
+    for on_slot, tensors in zip(copies, by_slot, strict=True):
+        for i, tensor in zip(indices, tensors, strict=True):
+            on_slot[i] = tensor
+
+
 def _broadcast_in_buckets(
-    tensors: list[Tensor], slots: list[torch.device], cap_bytes: int, later: Later | None
-) -> list[list[Any]]:
-    """The tensors on every slot, as outputs of one autograd node per bucket.
+    copies: Sequence[list[Tensor]],
+    tensors: list[Tensor],
+    recorded: Sequence[int],
+    slots: list[torch.device],
+    cap_bytes: int,
+    later: Later | None,
+) -> None:
+    """Puts the tensors at the positions ``recorded`` on every slot, as outputs of one autograd node per bucket.
 
     Buckets are filled from the last tensor to the first, because gradients of the last layers come first. The first
     bucket is small, so that sums start early. DistributedDataParallel does the same (Li et al., "PyTorch Distributed:
     Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step and shrink again at
     the end, because no computation is left to overlap with the sum of the last one, and a forward waits for the
     parameters in it.
-
-    ``later``: see `comm.broadcast_coalesced`.
     """
-    results: list[list[Any]] = [[None] * len(tensors) for _ in slots]
-    is_at_root = all(tensor.device == slots[0] for tensor in tensors)
+    is_at_root = all(tensors[i].device == slots[0] for i in recorded)
     gradient_streams = GradientStreams.for_forward(slots, current_streams(slots)) if is_at_root else None
-    last_to_first = range(len(tensors) - 1, -1, -1)
-    for number, indices in enumerate(fill_buckets(tensors, last_to_first, FIRST_BUCKET_BYTES, cap_bytes)):
-        bucket = [tensors[i] for i in indices]
+    for number, indices in enumerate(fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, cap_bytes)):
         streams = None if gradient_streams is None else gradient_streams.of_bucket(number)
-        on_slots = broadcast_bucket(slots, bucket, streams, later=of_part(indices, later))
-        for result, of_slot in zip(results, on_slots, strict=True):
-            for i, output in zip(indices, of_slot, strict=True):
-                result[i] = output
-    return results
+        bucket = [tensors[i] for i in indices]
+        put(copies, indices, broadcast_bucket(slots, bucket, streams, later=of_part(indices, later)))
 
 
 def of_part(members: Sequence[int], later: Later | None) -> Later | None:

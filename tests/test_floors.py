@@ -50,7 +50,6 @@ FLOORS = """
     batch_types        which types are containers, which are batches
     per_replica        one value for each replica
     replica_parameter  the class of a replica's parameters
-    replica_memory     the memory that tensors of replicas get back after forward
     ownership          who else holds an object
     profiling          named ranges, and who records them
     devices            which devices a caller may pass

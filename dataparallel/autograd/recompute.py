@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.pass_of_backward import running_pass
-from dataparallel.devices import CPU
+from dataparallel.streams.current import run_apart
 
 __all__ = ["note_whether_to_recompute", "recompute_here", "restore_after_backward"]
 
@@ -37,10 +37,7 @@ def restore_after_backward() -> None:
 
 def note_whether_to_recompute(ctx: Any, slots: Sequence[torch.device], output: Tensor) -> None:
     """In the forward of a node that joins the outputs of ``slots``, for `recompute_here`."""
-    # True if slots compute at the same time, on distinct accelerators or on isolated streams of one.
-    isolated = ctx.settings.isolated and slots[0] != CPU and len(slots) > 1
-    concurrent = isolated or _on_distinct_accelerators(slots)
-    ctx.is_unpacked_here = concurrent and _torch.top_saved_tensors_hooks(True) is not None
+    ctx.is_unpacked_here = run_apart(slots) and _torch.top_saved_tensors_hooks(True) is not None
     if ctx.is_unpacked_here:
         ctx.save_for_backward(output.new_empty(0))
 
@@ -49,15 +46,9 @@ def recompute_here(ctx: Any, slots: Sequence[torch.device]) -> None:
     """In the backward of such a node, before the replicas' nodes run.
 
     A checkpoint around the wrapper then recomputes here, once. Otherwise the replicas' nodes would make the engine's
-    threads of all devices recompute the same region, and with isolated slots the stream of the first of these nodes
-    would pass for the caller's.
+    threads of all devices recompute the same region.
     """
     if ctx.is_unpacked_here:
         _ = ctx.saved_tensors
-    if _on_distinct_accelerators(slots):
+    if run_apart(slots):
         restore_after_backward()
-
-
-def _on_distinct_accelerators(slots: Sequence[torch.device]) -> bool:
-    """True if a backward over these slots runs in several threads of the engine."""
-    return len({slot for slot in slots if slot != CPU}) > 1

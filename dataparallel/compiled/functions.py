@@ -1,13 +1,7 @@
 """The compiled functions that replicas call: one for each device, shared by all replicas of modules that are alike.
 
-A function here takes a replica and calls it. The compiler keeps graphs with the code object of a function, and looks
-through all of them at each call. So each function has a code object of its own. Modules of one tree that have the same
-structure and were compiled alike share their functions, as the blocks of a model do that are compiled one by one. So do
-the replicas of all wrappers of a module. Functions live as long as the source or a replica that calls them.
-
-Several threads may call a function, and miss the same graph. The first one compiles it, alone (see ``gate``). The
-others were outside meanwhile. They look again, because they may find it now. That is possible only where the frame has
-not begun: in the function itself. A frame further inside is compiled again, once for each thread that has missed it.
+A function here takes a replica and calls it. The compiler keeps graphs with the code object of a function and looks
+through all of them at each call, so each function has a code object of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +11,9 @@ import math
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any, cast
 
@@ -25,10 +21,9 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.compiled.counts import note
 from dataparallel.compiled.gate import gate
 
-__all__ = ["CompiledFunctions", "by_call", "by_call_impl", "functions_for"]
+__all__ = ["CompiledFunctions", "Counts", "by_call", "by_call_impl", "counts", "functions_for"]
 
 
 def by_call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,6 +47,10 @@ _RETURN_SECONDS = 1.0
 
 class CompiledFunctions:
     """The functions of modules that are alike and were compiled alike, one for each device.
+
+    Modules of one tree that have the same structure and were compiled alike share them, as the blocks of a model do
+    that are compiled one by one. So do the replicas of all wrappers of a module. They live as long as the source or a
+    replica that calls them.
 
     Args:
         structure: that of the modules; see `_structure`.
@@ -99,7 +98,12 @@ class CompiledFunctions:
 
 
 class _CompiledFunction:
-    """The compiled function of one device."""
+    """The compiled function of one device.
+
+    Several threads may call it, and miss the same graph. The first one compiles it, alone (see ``gate``). The others
+    were outside meanwhile. They look again, because they may find it now. That is possible only where the frame has not
+    begun: in the function itself. A frame further inside is compiled again, once for each thread that has missed it.
+    """
 
     def __init__(
         self,
@@ -144,7 +148,7 @@ class _CompiledFunction:
             is_compiled = _torch.has_graph(result)
             return result
         finally:
-            note(self._device, int(is_compiled), _torch.frames_that_failed() - failed)
+            _note(self._device, int(is_compiled), _torch.frames_that_failed() - failed)
             if code is self._code and is_compiled:
                 self._graphs = _torch.number_of_graphs(code) + 1
                 self._made_by, self._made_at = threading.get_ident(), time.monotonic()
@@ -203,3 +207,47 @@ def _hooks(module: nn.Module) -> tuple[tuple[int, int], ...]:
     """The hooks of a module, which all have numbers of their own, and copies of a module the same ones."""
     tables = [vars(module).get(name) or {} for name in _torch.OWN_HOOK_TABLES]
     return tuple((number, id(hook)) for table in tables for number, hook in table.items())
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often frames of Python were compiled, and how often that failed, so that a frame runs as it is.
+
+    A call without graph breaks is one frame. Each further part between two graph breaks is one more.
+
+    Attributes:
+        compilations: how many frames were compiled, for each device. ``None`` stands for replicas without tensors.
+        eager: how many frames could not be compiled, for each device.
+    """
+
+    compilations: Counter[torch.device | None] = field(default_factory=Counter)
+    eager: Counter[torch.device | None] = field(default_factory=Counter)
+
+    def __sub__(self, earlier: Counts) -> Counts:
+        """What has happened since ``earlier``."""
+        return Counts(self.compilations - earlier.compilations, self.eager - earlier.eager)
+
+    @property
+    def total(self) -> int:
+        """Compilations on all devices."""
+        return self.compilations.total() if hasattr(self.compilations, "total") else sum(self.compilations.values())
+
+
+_counts_lock = threading.Lock()
+_now = Counts()
+
+
+def counts() -> Counts:
+    """The counts of this process until now."""
+    with _counts_lock:
+        return Counts(_now.compilations.copy(), _now.eager.copy())
+
+
+def _note(device: torch.device | None, compilations: int, eager: int) -> None:
+    """Adds to the counts of a device."""
+    with _counts_lock:
+        _now.compilations[device] += compilations
+        _now.eager[device] += eager

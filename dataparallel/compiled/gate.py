@@ -1,19 +1,7 @@
 """The gate: while one thread compiles, no other thread of the library is in compiled code.
 
-``torch.compile`` is not made for threads. While it traces it sets flags of the whole process, and compiled code that
-another thread enters meanwhile raises or runs without its compiled graphs. So every call of compiled code goes through
-`run_inside`, and whatever compiles goes through `run_alone`. Who waits for whom:
-
-- A thread that enters compiled code waits until nobody compiles.
-- A thread that has to compile is inside compiled code, where it looked for a graph. It counts as outside from then on,
-  waits for its turn, and then until every other thread is outside. At the end it goes inside again.
-- A thread that waits at the gate is outside. So is one that waits, inside compiled code, for other threads of the
-  library: `run_aside` says so. So no thread waits for one that waits for it.
-
-A thread that fails or is interrupted leaves the gate behind it open: the steps that let others pass are single
-operations of a dict, in a ``finally``. Waiting threads look again and again, so nobody has to wake them. Looking is
-cheap beside compiling, which takes seconds. ``compiled.functions`` calls `run_inside` and `run_alone`, ``threads.gang``
-and ``threads.in_turn`` call `run_aside`. This file knows nothing of the compiler.
+While ``torch.compile`` traces it sets flags of the whole process, and compiled code that another thread enters then
+raises or runs without its graphs. The gate is a lock that many share (`run_inside`) and one has alone (`run_alone`).
 """
 
 from __future__ import annotations
@@ -33,11 +21,18 @@ _POLL_SECONDS = 0.002
 
 
 class Gate:
-    """See the top of the file. There is one for the process, `gate`; tests make others.
+    """A lock of compiled code. There is one for the process, `gate`; tests make others. Who waits for whom:
 
-    The tables are keyed by thread. Each thread writes its own entries only, and each write is one atomic operation. A
-    thread that enters writes its entry first, and looks for one that compiles afterwards. A thread that is to compile
-    does it the other way round. So at least one of the two sees the other.
+    - A thread that enters compiled code waits until nobody compiles.
+    - A thread that has to compile is inside compiled code, where it looked for a graph. It counts as outside from then
+      on, waits for its turn, and then until every other thread is outside. At the end it goes inside again.
+    - A thread that waits at the gate is outside. So is one that waits, inside compiled code, for other threads of the
+      library: `run_aside` says so. So no thread waits for one that waits for it.
+
+    The tables are keyed by thread. Each thread writes its own entries only, each by one atomic operation; those that
+    let others pass are in a ``finally``, so an interrupt leaves the gate open. A thread that enters writes its entry
+    first, and looks for one that compiles afterwards. A thread that is to compile does it the other way round. So at
+    least one of the two sees the other. Nobody is woken: threads look again and again, which is cheap beside compiling.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,8 @@
 """The contract of composable forms, which are functions that change in place how a module runs.
 
-A form (``replicate``) is applied to a module once, and to no child or parent of a module that has any form: both forms
-would run it. A form that nests (``fully_shard``) is applied to children and then to their parents; it may be applied to
-a list of modules, which then have one state. One tree has one form. Two states share no parameter. The module stays the
-same object with the same parameter names, and its class becomes a subclass. A form's state is in the module's
-``__dict__``, so it is no parameter and not in the state dict. How the module runs then is up to the form; this file
-knows no devices. ``composable.managed`` has what is known of a module that has a form.
+A module, its children and its parents have one form. A form that nests is applied to children before their parents, and
+to lists of modules. The module stays the same object with the same parameter names, and its class becomes a subclass.
+Its state is in its ``__dict__``, so it is no parameter and not in the state dict.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
@@ -24,24 +21,14 @@ from dataparallel.composable import replaced_parameters
 from dataparallel.composable.managed import KEY, ManagedModule, name_of_form
 from dataparallel.modules.plan import ORIGINAL_CLASS
 
-__all__ = ["Form", "FormState", "are_in_one_tree"]
+__all__ = ["Form", "are_in_one_tree"]
 
 P = ParamSpec("P")
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
-S = TypeVar("S", bound="FormState")
+S = TypeVar("S")
 
 _lock = threading.RLock()
 _managed: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-
-
-class FormState(Protocol):
-    """The state that a form keeps for one module, or for a list. It may refer to the modules only weakly."""
-
-    def manages(self, parameter: Tensor) -> bool:
-        """True if the form handles this parameter of the module's tree.
-
-        The state of a form that nests answers ``False`` for parameters of other states.
-        """
 
 
 def are_in_one_tree(first: nn.Module | ManagedModule, second: nn.Module | ManagedModule) -> bool:
@@ -54,7 +41,9 @@ class Form(Generic[P, S]):
 
     Args:
         prepare: takes the module and the arguments of the form, checks them, and returns the state for the module. It
-            changes nothing. If the form nests it takes a list of modules, and calls `check_unshared`.
+            changes nothing. If the form nests it takes a list of modules, and calls `check_unshared`. The state refers
+            to the modules weakly. It has ``manages(parameter)``: true if the form handles this parameter of the tree,
+            and false for parameters of other states.
         base: the first base of the class that modules get.
         nests: if true, the form can be applied to children and then to their parents, and to a list of modules.
         begin: takes the list of modules and their state when the modules have their class, and does what may change
@@ -94,7 +83,7 @@ class Form(Generic[P, S]):
         with _lock:
             for each in modules:
                 self._check_tree(each)
-            state = self._prepare(modules if self._nests else module, *args, **kwargs)
+            state: Any = self._prepare(modules if self._nests else module, *args, **kwargs)
             if not self._nests:
                 self.check_unshared([item for item in modules[0].named_parameters() if state.manages(item[1])])
             before = [type(each) for each in modules]

@@ -1,10 +1,7 @@
 """What one device would save of a sharded model and its optimizer, and back.
 
-`full_state_dict` and `load_full_state_dict` are attributes of the form: ``fully_shard.full_state_dict(model)``. The
-full state has plain tensors on the CPU only, so it can be loaded with another number of devices, or with none, by code
-that does not know this library. Tensors are joined and divided one at a time, between host memory and their owners. How
-a value of an optimizer's state is divided is in ``sharded.optimizer_state``, and what ranks tell each other where there
-are several machines in ``composable.full_state_machines``.
+It has plain tensors on the CPU only, so it can be loaded with another number of devices, or with none, by code that
+does not know this library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The checks of what ``fully_shard`` is given, before anything is changed.
 
-Each raises an error that says what was passed, what was expected and what to do. ``composable.fully_shard_form`` calls
-them, and ``composable.fully_sharded_module`` one of them.
+Each raises an error that says what was passed, what was expected and what to do.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""``fully_shard(module)``: each device owns a part of the module's parameters, and the module runs on all slots.
-
-One call makes one unit: the parameters that are gathered and freed together. Call it for children and then for their
-parents. This file has the function. ``composable.fully_sharded_module`` has the class that modules get,
-``composable.fully_shard_arguments`` has the checks, ``composable.fully_shard_state`` has the call of a unit,
-``composable.contract`` has the rules of all forms.
-"""
+"""``fully_shard(module)``: each device owns a part of the module's parameters, and the module runs on all slots."""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 from dataparallel.call.engine import CallOptions
 from dataparallel.chunk_sizes import ChunkSizes
-from dataparallel.compiled.argument import CompileArgument
+from dataparallel.compiled.calls import CompileArgument
 from dataparallel.composable import replaced_parameters
 from dataparallel.composable.contract import Form
 from dataparallel.composable.full_state import full_state_dict, load_full_state_dict
@@ -34,7 +28,6 @@ from dataparallel.composable.fully_shard_state import FullyShardState
 from dataparallel.composable.fully_sharded_module import FullyShardedModule
 from dataparallel.composable.managed import own_parameters
 from dataparallel.composable.policies import MixedPrecisionPolicy, OffloadPolicy
-from dataparallel.composable.rebound_attributes import rebind
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.losses import Criterion
 from dataparallel.nn.sync_batch_norm import check_sync_batch_norm, prepare
@@ -210,7 +203,7 @@ def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
     replaced = [(name, parameter, now[name]) for name, parameter in before if now[name] is not parameter]
     owner = type(modules[0]).__name__ if len(modules) == 1 else f"list of {len(modules)} modules"
     replaced_parameters.remember(replaced, owner, "fully_shard")
-    rebind({id(module): module for top in modules for module in top.modules()}.values())
+    replaced_parameters.rebind({id(module): module for top in modules for module in top.modules()}.values())
 
 
 class _FullyShard(Form[_P, FullyShardState]):

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.call.engine import CallOptions, Method
-from dataparallel.compiled.argument import CompileArgument
-from dataparallel.composable.managed import KEY, ManagedModule
+from dataparallel.compiled.calls import CompileArgument
+from dataparallel.composable.managed import KEY, ManagedModule, Twin
 from dataparallel.composable.on_slots import StateOnSlots
 from dataparallel.composable.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from dataparallel.composable.twins import Twin
 from dataparallel.composable.unit_tensors import UnitTensors
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.plan import TwinInfo

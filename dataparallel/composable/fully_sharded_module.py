@@ -1,21 +1,17 @@
-"""The class that ``fully_shard`` gives to modules: how they are called, saved and converted, and what users can set.
-
-It hands everything to the module's state (``composable.fully_shard_state``) and its unit (``units.unit``).
-``composable.fully_shard_form`` makes modules of this class.
-"""
+"""The class that ``fully_shard`` gives to modules: how they are called, saved and converted, and what users can set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.call.engine import Method
-from dataparallel.compiled.recognise import CALL
+from dataparallel.compiled.calls import CALL
 from dataparallel.composable.contract import are_in_one_tree
 from dataparallel.composable.fully_shard_arguments import check_reshard
 from dataparallel.composable.managed import ManagedModule
@@ -25,18 +21,11 @@ from dataparallel.modules.plan import UNIT_ON_SLOT
 __all__ = ["FullyShardedModule", "UnshardHandle"]
 
 
-class UnshardHandle(Protocol):
-    """What `FullyShardedModule.unshard` returns."""
+class UnshardHandle:
+    """What `FullyShardedModule.unshard` returns. This one is of a module without devices: nothing is gathered."""
 
     def wait(self) -> None:
         """Makes the current stream wait for the full parameters, which the module has from then on."""
-
-
-class _NothingToWaitFor:
-    """The handle of a module without devices, whose parameters are always full."""
-
-    def wait(self) -> None:
-        """Does nothing."""
 
 
 class FullyShardedModule(ManagedModule):
@@ -141,7 +130,7 @@ class FullyShardedModule(ManagedModule):
         Returns:
             The handle, or ``None`` without ``async_op``.
         """
-        handle: UnshardHandle = _NothingToWaitFor()
+        handle = UnshardHandle()
         for unit in _units(self, recurse=False):
             handle = unit.unshard(async_op)
         if async_op:
@@ -155,8 +144,7 @@ class FullyShardedModule(ManagedModule):
         With ``False`` a backward does not wait for its last sums, and it keeps what it knows about the order of units.
         Use this for micro-batches. It holds for the whole tree.
         """
-        for unit in _units(self):
-            unit.is_last_backward = is_last_backward
+        _set(self, True, is_last_backward=is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
         """With ``True`` each later ``backward()`` sums gradients into the sharded parameters, as at the beginning.
@@ -168,8 +156,7 @@ class FullyShardedModule(ManagedModule):
             requires_gradient_sync: sum them or not.
             recurse: if true, this also holds for the units of all children.
         """
-        for unit in _units(self, recurse):
-            unit.requires_gradient_sync = requires_gradient_sync
+        _set(self, recurse, requires_gradient_sync=requires_gradient_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -194,8 +181,7 @@ class FullyShardedModule(ManagedModule):
             requires_all_reduce: sum them there or not.
             recurse: if true, this also holds for the units of all children.
         """
-        for unit in _units(self, recurse):
-            unit.requires_all_reduce = requires_all_reduce
+        _set(self, recurse, requires_all_reduce=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Changes what `fully_shard` was given: whether units free their full parameters after forward.
@@ -212,9 +198,7 @@ class FullyShardedModule(ManagedModule):
         """
         state = state_of(self)
         check_reshard(reshard_after_forward, len(state.slots), 1 if state.machines is None else state.machines.parts)
-        for state in _states(self, recurse):
-            state.unit.is_reshard_automatic = False
-            state.unit.reshard_after_forward = reshard_after_forward
+        _set(self, recurse, is_reshard_automatic=False, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """With ``False`` units keep their full parameters after backward, so that the next forward gathers nothing.
@@ -225,8 +209,7 @@ class FullyShardedModule(ManagedModule):
             reshard_after_backward: free them or not.
             recurse: if true, this also holds for the units of all children.
         """
-        for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+        _set(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Sets which units are gathered ahead in forward: those of ``modules``, after this module's own.
@@ -237,9 +220,7 @@ class FullyShardedModule(ManagedModule):
         Raises:
             ValueError: one is not fully sharded, or is in no tree with this module; the message names it.
         """
-        ahead = self._units_to_prefetch(modules)
-        for unit in _units(self, recurse=False):
-            unit.forward_prefetch = ahead
+        _set(self, False, forward_prefetch=self._units_to_prefetch(modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Sets which units are gathered ahead in backward: those of ``modules``, after this module's own.
@@ -250,9 +231,7 @@ class FullyShardedModule(ManagedModule):
         Raises:
             ValueError: one is not fully sharded, or is in no tree with this module; the message names it.
         """
-        ahead = self._units_to_prefetch(modules)
-        for unit in _units(self, recurse=False):
-            unit.backward_prefetch = ahead
+        _set(self, False, backward_prefetch=self._units_to_prefetch(modules))
 
     def set_post_optim_event(self, event: torch.Event | Sequence[torch.Event]) -> None:
         """Gives an event that was recorded after the optimizer's step. The next gathers wait for it, and only for it.
@@ -264,8 +243,7 @@ class FullyShardedModule(ManagedModule):
             event: after it all shards have their values. An optimizer steps on each device: pass a list of events, one
                 for each, or one event of a stream that has waited for all of them.
         """
-        for unit in _units(self, recurse=False):
-            unit.post_optim_event = event
+        _set(self, False, post_optim_event=event)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the gradients of this unit by ``factor`` when they are summed. At the beginning it is 1: a plain sum.
@@ -277,16 +255,14 @@ class FullyShardedModule(ManagedModule):
         """
         if not factor > 0:
             raise ValueError(f"factor={factor}: gradients are divided by a number above 0")
-        for unit in _units(self, recurse=False):
-            unit.gradient_divide_factor = float(factor)
+        _set(self, False, gradient_divide_factor=float(factor))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """With ``False`` backward does not gather this unit: for one whose parameters backward does not read.
 
         An embedding is an example. The sums of its gradients are made all the same.
         """
-        for unit in _units(self, recurse=False):
-            unit.unshard_in_backward = unshard_in_backward
+        _set(self, False, unshard_in_backward=unshard_in_backward)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
         """Has a function called for each owner's part of this unit's summed gradients, before it goes to ``.grad``.
@@ -302,8 +278,7 @@ class FullyShardedModule(ManagedModule):
         """
         if not callable(hook):
             raise TypeError(f"hook={hook!r}: expected a function that takes a tensor")
-        for unit in _units(self, recurse=False):
-            unit.all_reduce_hook = hook
+        _set(self, False, all_reduce_hook=hook)
 
     def _units_to_prefetch(self, modules: Sequence[nn.Module]) -> list[Any]:
         if isinstance(modules, nn.Module):
@@ -338,3 +313,10 @@ def _states(module: Any, recurse: bool = True) -> list[Any]:
 
 def _units(module: Any, recurse: bool = True) -> list[Any]:
     return [state.unit for state in _states(module, recurse)]
+
+
+def _set(module: Any, recurse: bool, **settings: Any) -> None:
+    """Sets attributes of the module's unit and, with ``recurse``, of the units of its children."""
+    for unit in _units(module, recurse):
+        for name, value in settings.items():
+            setattr(unit, name, value)

@@ -1,19 +1,21 @@
-"""What a managed module is: the first base of its class, and where its form and state are kept.
+"""What a managed module is: the first base of its class, where its form and state are kept, what replicas are made of.
 
-A form (``composable.contract``) makes modules managed. This file has what the files of all forms ask of such a module:
-its original class and methods, and which modules of a tree belong to it. It knows no form.
+A form (``composable.contract``) makes modules managed. This file knows no form.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
 
-from dataparallel.modules.plan import dotted
+from dataparallel._torch import HOOK_TABLES
+from dataparallel.modules.build import bare_module, give_attributes
+from dataparallel.modules.plan import TWIN_INFO, TwinInfo, dotted, instance_slots
 
-__all__ = ["KEY", "ManagedModule", "held_by", "name_of_form", "original_class", "own_modules", "own_parameters"]
+__all__ = ["KEY", "ManagedModule", "Twin", "held_by", "name_of_form", "original_class", "own_modules", "own_parameters"]
 
 KEY = "_dataparallel_form"
 """The attribute of a managed module that holds its form and the form's state."""
@@ -66,6 +68,35 @@ class ManagedModule:
             f"cannot {what} a module that is managed by `{name_of_form(self)}`: {self._why_no_copy}. "
             f"{self._instead_of_a_copy}"
         )
+
+
+class Twin:
+    """The twin of one module: the object that replicas are made from in its place, the same one at each call.
+
+    It has all attributes of the module, so the same children and tensors. Only its class and its hooks may differ.
+
+    Args:
+        cls: its class, that of the replicas.
+        info: what plans are told about it.
+
+    Attributes:
+        module: the twin itself. It has no attributes until `update` is called.
+    """
+
+    def __init__(self, cls: type[nn.Module], info: TwinInfo) -> None:
+        self.module = bare_module(cls)
+        self._info = info
+        self._no_hooks: dict[str, Any] = {name: OrderedDict() for name in HOOK_TABLES}
+
+    def update(self, source: nn.Module, method: str) -> nn.Module:
+        """The twin with the current attributes of ``source``, for a call of ``method``.
+
+        For ``forward`` it has no hooks: the module's hooks run around the call on the whole batch. Another method may
+        call the replica itself, and then they run in the replica.
+        """
+        hooks = self._no_hooks if method == "forward" else {}
+        own = {**vars(source), **hooks, TWIN_INFO: self._info}
+        return give_attributes(self.module, own, source, instance_slots(type(self.module)))
 
 
 def original_class(cls: type) -> type[Any]:

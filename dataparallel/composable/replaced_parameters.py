@@ -1,9 +1,8 @@
-"""Remembers parameters that a form has replaced by others, as long as somebody else holds them.
+"""Parameters that a form has replaced by others, remembered as long as somebody else holds them.
 
-`fully_shard` replaces a module's parameters by sharded ones. An optimizer that was made before holds the old ones and
-would change nothing that the module uses: its first step raises. A module outside that was tied to an old parameter is
-not tied any more: ``composable.contract`` refuses to apply a form to it. Only weak references are kept, so this keeps
-no memory alive.
+`fully_shard` replaces a module's parameters by sharded ones. Attributes of its modules that refer to the old ones are
+rebound. An optimizer that was made before would change nothing that the module uses: its first step raises. A module
+outside that was tied to an old parameter is not tied any more. Only weak references are kept.
 """
 
 from __future__ import annotations
@@ -13,12 +12,15 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["check_optimizer", "remember", "replacement_of", "where"]
+from dataparallel._torch import HOOK_TABLES, REGISTRIES
+from dataparallel.modules.references import ATOMIC, Rebinding, reached
+
+__all__ = ["check_optimizer", "rebind", "remember", "replacement_of", "where"]
 
 _lock = threading.Lock()
 _replaced: Any = WeakIdKeyDictionary()
@@ -50,6 +52,34 @@ def where(parameter: Tensor) -> tuple[str, str] | None:
     """
     found = _replaced.get(parameter) if _replaced else None
     return None if found is None else found[:2]
+
+
+def rebind(modules: Iterable[nn.Module]) -> None:
+    """Has attributes of these modules that refer to replaced parameters refer to the new ones.
+
+    Examples are lists of weights (torch's RNNs have one), partials, and closures of hooks. They would keep the memory
+    of the old parameters, and compute with their values. Variables outside of the modules keep the old ones.
+    """
+    table: dict[int, Tensor] = {}
+    places = []
+    for module in modules:
+        for key, value in vars(module).items():
+            if key in REGISTRIES or type(value) in ATOMIC:
+                continue
+            replaced = [
+                (id(item), new)
+                for item in reached(value)
+                if issubclass(type(item), Tensor) and (new := replacement_of(item)) is not None
+            ]
+            if replaced:
+                table.update(replaced)
+                places.append((vars(module), key))
+    rebinding = Rebinding(table)
+    for attributes, key in places:
+        if key in HOOK_TABLES:  # the table stays: the handles of hooks refer to it
+            attributes[key].update({number: rebinding.rebound(hook) for number, hook in attributes[key].items()})
+        else:
+            attributes[key] = rebinding.rebound(attributes[key])
 
 
 def replacement_of(parameter: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.call.engine import CallOptions
 from dataparallel.chunk_sizes import ChunkSizes
-from dataparallel.compiled.argument import CompileArgument
+from dataparallel.compiled.calls import CompileArgument
 from dataparallel.composable.contract import Form
 from dataparallel.composable.managed import ManagedModule
 from dataparallel.composable.on_slots import OnSlots, state_of

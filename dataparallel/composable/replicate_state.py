@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.call.engine import CallOptions, Method
-from dataparallel.compiled.argument import CompileArgument
-from dataparallel.compiled.recognise import call_of, compiled_here
+from dataparallel.compiled.calls import CompileArgument, call_of, compiled_here
 from dataparallel.composable.comm_hooks import CommHook, GradBucket, HookedSums
-from dataparallel.composable.managed import KEY
+from dataparallel.composable.managed import KEY, Twin
 from dataparallel.composable.on_slots import StateOnSlots
 from dataparallel.composable.persistent_tensors import PersistentTensors
-from dataparallel.composable.twins import Twin
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.placement import check_placement
 from dataparallel.modules.plan import TwinInfo

@@ -1,22 +1,24 @@
-"""The tensors of the replicas of a tree with units, and where the units find their modules in it.
+"""The tensors of the replicas of a tree with units, where the units find their modules in it, and what is compiled.
 
 Parameters of units are the units' own tensors on each slot (``units.on_slot``), which are empty now. Buffers are sent
-to the slots at each call; those of the first slot are the module's. Only ``composable.fully_shard_state`` uses it.
+to the slots at each call; those of the first slot are the module's.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import comm
-from dataparallel.compiled.argument import CompileArgument
-from dataparallel.composable.compiled_units import compile_by_unit
-from dataparallel.modules.plan import UNIT_ON_SLOT, ModulePlan, dotted
+from dataparallel.compiled.calls import CALL, NOT_COMPILED, CompileArgument, Compiled, compiled_in_place
+from dataparallel.kept.tensors import TensorStore
+from dataparallel.modules.plan import UNIT_ON_SLOT, ModuleEntry, ModulePlan, dotted
 from dataparallel.modules.references import Rebinding, reached
+from dataparallel.replicate import put
 from dataparallel.streams.arrivals import Arrivals
 from dataparallel.units.calls import ForwardCall, ModuleOnSlot, UnitInReplica
 from dataparallel.units.unit import Unit
@@ -24,8 +26,8 @@ from dataparallel.units.unit import Unit
 __all__ = ["UnitTensors"]
 
 
-class UnitTensors:
-    """The tensors of one tree, for `KeptReplicas`.
+class UnitTensors(TensorStore):
+    """The tensors of one tree.
 
     Args:
         units: of the tree.
@@ -76,9 +78,7 @@ class UnitTensors:
             for slot, tensors in enumerate(by_slot):
                 tensors[i] = unit.on_slots[slot].parameters[position]
         copies = comm.broadcast_coalesced([plan.tensors[i] for i in sent], slots, cap_bytes, own_storage=True)
-        for tensors, of_slot in zip(by_slot, copies, strict=True):
-            for i, tensor in zip(sent, of_slot, strict=True):
-                tensors[i] = tensor
+        put(by_slot, sent, copies)
         return by_slot
 
     def bind(self, replicas: Sequence[nn.Module], call: ForwardCall) -> None:
@@ -121,7 +121,8 @@ class UnitTensors:
         arguments = {
             numbers[path]: argument for argument, tops in zip(self._compile, self._tops, strict=True) for path in tops
         }
-        compile_by_unit(plan, arguments)
+        if plan.has_compiled or any(argument is not None for argument in arguments.values()):
+            _Division(plan, arguments).divide()
 
     def _references_from_outside(self, plan: ModulePlan) -> list[tuple[str, str, list[Unit]]]:
         """Attributes that lead to parameters of a unit, of modules outside of it: path, name, units.
@@ -138,11 +139,6 @@ class UnitTensors:
                 if outside:
                     found.append((entry.name, key, outside))
         return found
-
-    def end_call(self) -> None:
-        """Does nothing: the units free their parameters, and the next call sends buffers again."""
-
-    forget_last_call = clear = end_call
 
 
 def _not_sharded(plan: ModulePlan, position: int) -> RuntimeError:
@@ -166,3 +162,81 @@ def _sharded_for_full(units: Sequence[Unit], slot: int) -> dict[int, Tensor]:
         for unit in units
         for full, parameter in zip(unit.on_slots[slot].parameters, unit.parameters, strict=True)
     }
+
+
+# ---- compiled code of units ------------------------------------------------------------------------------------------
+
+
+class _Division:
+    """Has replicas of the plan call compiled code so that no graph has parameters of two units.
+
+    A unit is gathered before its code runs and freed after it, so compiled code begins and ends inside a unit. Where a
+    user compiles a module that has units below, the module's own ``forward`` runs as it is. Instead the largest parts
+    below that lie in one unit are compiled, in the same way: units without others below, and modules that hold no unit.
+    A module that is compiled by itself stays compiled in its own way.
+
+    Args:
+        plan: says which modules are compiled, and is changed.
+        tops: positions of the units' modules, with the argument ``compile`` of their units.
+    """
+
+    def __init__(self, plan: ModulePlan, tops: Mapping[int, CompileArgument | None]) -> None:
+        self._entries, self._tops = plan.entries, tops
+        self._below = [self._children(at) for at in range(len(plan.entries))]
+
+    def divide(self) -> None:
+        """Changes the plan's entries."""
+        for at in sorted(self._tops, reverse=True):  # parents come after their children
+            argument = self._tops[at]
+            if argument is not None:
+                self._give(at, argument.of)
+        for at, entry in enumerate(self._entries):
+            if entry.compiled is None:
+                continue
+            called = at if entry.compiled.child is None else entry.children[entry.compiled.child]
+            if self._holds_units(called) or (called != at and called in self._tops):
+                compile = partial(compiled_in_place, call=entry.attributes[CALL] if called == at else entry.module)
+                self._run_as_it_is(entry)
+                self._give(called, compile)
+
+    def _run_as_it_is(self, entry: ModuleEntry) -> None:
+        """The module's own code is not compiled."""
+        assert entry.compiled is not None
+        if entry.compiled.child is None:
+            entry.compiled = None
+            del entry.attributes[CALL]
+        else:
+            entry.compiled = entry.compiled._replace(functions=NOT_COMPILED)
+
+    def _give(self, at: int, compile: Callable[..., Compiled | None]) -> None:
+        """Compiles this module, or else what is below."""
+        entry = self._entries[at]
+        if entry.compiled is not None:  # in a way of its own
+            return
+        if self._holds_units(at) or not _has_forward(entry.module):
+            for child in self._below[at]:
+                self._give(child, compile)
+        else:
+            entry.compiled = compile(entry.module, others=[e.compiled.functions for e in self._entries if e.compiled])
+
+    def _holds_units(self, at: int) -> bool:
+        """True if there is a module of a unit below this one."""
+        seen: set[int] = set()
+        waiting = [*self._below[at]]
+        while waiting:
+            below = waiting.pop()
+            if below in self._tops:
+                return True
+            if below not in seen:
+                seen.add(below)
+                waiting += self._below[below]
+        return False
+
+    def _children(self, at: int) -> list[int]:
+        """Positions of the children that are in the plan, without those that only lead back to a parent."""
+        entry = self._entries[at]
+        return [child for key, child in entry.children.items() if child >= 0 and key not in entry.proxied]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)

@@ -1,1 +1,1 @@
-"""Replicas and tensors that later calls use again. Others import only ``replicas``, which decides."""
+"""Replicas and tensors that later calls use again. ``replicas`` decides; forms bring stores, made of ``tensors``."""

@@ -1,15 +1,7 @@
 """Makes the replicas of one call after another, and keeps what the next call can use again.
 
-It keeps the module objects of plain trees (``kept.shell``) and, while no graph is recorded, copies of the tensors
-(``kept.tensors``). Each call sees the source as it is then, and nothing that ``forward`` did to the replicas of the
-last call. Values are sent at every call, because a write through ``.data`` leaves no trace. Only inside ``frozen``
-replicas stay as they are and nothing is sent (``kept.frozen``). An object that is replaced in the source, a parameter
-for example, is held here until the next call.
-
-An object that somebody else still holds (a call in another thread, a parameter that ``forward`` returned, a replica
-that a hook stored) is left to its holder and a new one is made. ``ownership`` tells; if reference counts are not
-trusted, each call outside of ``frozen`` has its own replicas and copies. Each wrapper, and each module that the
-composable forms replicate, has a `KeptReplicas`. ``replicate`` is the stage that keeps nothing.
+Replicas have the module objects of the last call (``kept.modules``) and the tensors that a form's store lends
+(``kept.tensors``). Each call sees the source as it is then, and nothing that ``forward`` did to the last replicas.
 """
 
 from __future__ import annotations
@@ -19,27 +11,25 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dataparallel import ownership
-from dataparallel.compiled.argument import CompileArgument
+from dataparallel.compiled.calls import CompileArgument
 from dataparallel.forks import in_forked_child
-from dataparallel.kept.frozen import FrozenSet
-from dataparallel.kept.shell import Shell
-from dataparallel.kept.tensors import KeptCopies
-from dataparallel.modules.build import build_replica, collector_paused, make_parameters
+from dataparallel.kept.modules import ReplicaModules, TreeSnapshot
+from dataparallel.kept.tensors import KeptCopies, TensorStore
+from dataparallel.modules.build import build_replica, collector_paused
 from dataparallel.modules.cycles import CycleBreaker
+from dataparallel.modules.placement import refuse_constants
 from dataparallel.modules.plan import ModulePlan
-from dataparallel.modules.scripts import refuse_constants
-from dataparallel.modules.snapshot import TreeSnapshot
-from dataparallel.replica_parameter import ReplicaParameter
-from dataparallel.replicate import build_replicas, copy_tensors
-from dataparallel.streams.arrivals import Arrivals, arrivals_for
+from dataparallel.replicate import build_replicas
+from dataparallel.streams.arrivals import arrivals_for
+from dataparallel.streams.current import current_streams
 
-__all__ = ["MOST_FROZEN", "CallTensors", "KeptReplicas"]
+__all__ = ["MOST_FROZEN", "KeptReplicas"]
 
 MOST_FROZEN = 4
 """The number of sets of replicas that one ``frozen`` block keeps: one for each call that runs at the same time.
@@ -50,87 +40,31 @@ Further calls make replicas that are not kept.
 _all: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
 
 
-class CallTensors(Protocol):
-    """Makes the tensors of a call's replicas, for one call at a time. A copy of it holds no tensors."""
-
-    def for_call(
-        self,
-        plan: ModulePlan,
-        slots: list[torch.device],
-        cap_bytes: int,
-        record: bool,
-        arrivals: Arrivals | None = None,
-    ) -> list[list[Tensor]]:
-        """The plan's tensors for each slot, with their values now.
-
-        ``record``: a graph is recorded. ``arrivals``: parameters may still be on their way, and this launches them.
-        """
-
-    def end_call(self) -> None:
-        """Removes everything that the last call left on kept tensors."""
-
-    def forget_last_call(self) -> None:
-        """Drops the tensors of the last call, which has failed."""
-
-    def clear(self) -> None:
-        """Drops everything."""
-
-
-class _NewOrKeptTensors:
-    """New tensors for a call that records a graph, kept copies for other calls."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def __reduce__(self) -> tuple[type[_NewOrKeptTensors], tuple[()]]:
-        return _NewOrKeptTensors, ()
-
-    def clear(self) -> None:
-        self._copies = KeptCopies()
-
-    def for_call(
-        self,
-        plan: ModulePlan,
-        slots: list[torch.device],
-        cap_bytes: int,
-        record: bool,
-        arrivals: Arrivals | None = None,
-    ) -> list[list[Tensor]]:
-        if not record:
-            return self._copies.refreshed(plan, slots, cap_bytes, arrivals)
-        self.clear()  # training needs the memory
-        copies = copy_tensors(plan, slots, True, cap_bytes, arrivals)
-        for tensors in copies:
-            make_parameters(plan, tensors, ReplicaParameter)
-        return copies
-
-    def end_call(self) -> None:
-        self._copies.end_call()
-
-    def forget_last_call(self) -> None:
-        self.clear()
-
-
 class KeptReplicas:
-    """The replicas that one wrapper keeps: at most one for each slot, inside ``frozen`` `MOST_FROZEN` for each slot.
+    """The replicas that one wrapper or module keeps: at most one for each slot, inside ``frozen`` `MOST_FROZEN`.
+
+    Values are sent at every call, because a write through ``.data`` leaves no trace. Only inside ``frozen`` replicas
+    stay as they are and nothing is sent. An object that is replaced in the source is held here until the next call. An
+    object that somebody else still holds (a call in another thread, a parameter that ``forward`` returned, a replica
+    that a hook stored) is left to its holder and a new one is made. ``ownership`` tells; if reference counts are not
+    trusted, each call outside of ``frozen`` has its own module objects.
 
     Any thread may use it. A copy of it, and an unpickled one, is empty.
 
     Args:
-        tensors: makes the replicas' tensors outside of ``frozen``. Default: new ones for each call that records a
-            graph, kept copies for others.
+        tensors: lends the replicas' tensors outside of ``frozen``.
         compile: how replicas are compiled, if their module is not compiled itself.
     """
 
-    def __init__(self, tensors: CallTensors | None = None, compile: CompileArgument | None = None) -> None:
-        self._tensors = _NewOrKeptTensors() if tensors is None else tensors
+    def __init__(self, tensors: TensorStore | None = None, compile: CompileArgument | None = None) -> None:
+        self._tensors = KeptCopies() if tensors is None else tensors
         self._compile = compile
         self._lock = threading.Lock()
         self._frozen = 0  # open blocks
         self._clear()
         _all.add(self)
 
-    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[CallTensors, CompileArgument | None]]:
+    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[TensorStore, CompileArgument | None]]:
         return KeptReplicas, (copy.copy(self._tensors), self._compile)
 
     def _plan_of(self, network: nn.Module) -> ModulePlan:
@@ -139,8 +73,8 @@ class KeptReplicas:
     def _clear(self) -> None:
         self._plan: ModulePlan | None = None
         self._snapshot: TreeSnapshot | None = None
-        self._shells: list[Shell] = []
-        self._frozen_sets: list[FrozenSet] = []
+        self._modules: list[ReplicaModules] = []
+        self._frozen_sets: list[_FrozenSet] = []
         self._is_from_before_fork = False  # everything kept was made by the parent process
         self._tensors.clear()
 
@@ -212,7 +146,7 @@ class KeptReplicas:
     def forget_last_call(self) -> None:
         """Drops the replicas of the last call, which has failed."""
         with self._lock:
-            self._shells = []
+            self._modules = []
             self._tensors.forget_last_call()
 
     def _frozen_replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
@@ -222,7 +156,7 @@ class KeptReplicas:
         plan = self._plan_of(network)
         refuse_constants(plan, slots)
         copies = KeptCopies().refreshed(plan, slots, cap_bytes)
-        made = FrozenSet(network, slots, [build_replica(plan, tensors, record=False) for tensors in copies])
+        made = _FrozenSet(network, slots, [build_replica(plan, tensors, record=False) for tensors in copies])
         # A set of fewer slots was made for a smaller batch. It is dropped if the new set serves its calls too.
         self._frozen_sets = [kept for kept in self._frozen_sets if not (kept.is_free() and kept.is_part_of(made))]
         if len(self._frozen_sets) < MOST_FROZEN:
@@ -234,7 +168,7 @@ class KeptReplicas:
     ) -> list[Any]:
         self._reset()
         if self._plan is None or self._snapshot is None or not self._snapshot.still_holds(network):
-            self._shells = []
+            self._modules = []
             self._plan = self._plan_of(network)
             self._snapshot = TreeSnapshot(self._plan) if self._plan.is_plain else None
         plan = self._plan
@@ -246,18 +180,61 @@ class KeptReplicas:
         if self._snapshot is None or not ownership.are_counts_trusted():
             return build_replicas(plan, copies, record, arrivals)
         may_be_late = arrivals is not None
-        if any(shell.may_be_late != may_be_late for shell in self._shells):
-            self._shells = []
-        while len(self._shells) < len(slots):
-            self._shells.append(Shell(plan, may_be_late))
+        if any(modules.may_be_late != may_be_late for modules in self._modules):
+            self._modules = []
+        while len(self._modules) < len(slots):
+            self._modules.append(ReplicaModules(plan, may_be_late))
         return [
-            shell.filled(tensors, arrivals, slot)
-            for slot, (shell, tensors) in enumerate(zip(self._shells, copies, strict=False))
+            modules.filled(tensors, arrivals, slot)
+            for slot, (modules, tensors) in enumerate(zip(self._modules, copies, strict=False))
         ]
 
     def _reset(self) -> None:
-        if not all([shell.reset() for shell in self._shells]):
-            self._shells = []
+        if not all([modules.reset() for modules in self._modules]):
+            self._modules = []
+
+
+class _Lease(list[Any]):
+    """Replicas of one call: other calls use them only after this list is deleted."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _FrozenSet:
+    """Replicas that stay as they are, leased to one call at a time.
+
+    The lease ends with the call, even if somebody holds one of the replicas longer.
+    """
+
+    def __init__(self, network: nn.Module, slots: list[torch.device], replicas: list[Any]) -> None:
+        self.replicas = replicas
+        self._network, self._slots = network, slots
+        # Nothing orders other streams after these copies were made, nor before their memory is used again.
+        self._streams = current_streams(slots)
+        self._leased: weakref.ref[_Lease] | None = None
+
+    def serves(self, network: nn.Module, slots: list[torch.device]) -> bool:
+        """True if a call of ``network`` on ``slots`` and on the current streams may use the set."""
+        return self._fits(network, slots, current_streams(slots))
+
+    def is_part_of(self, other: _FrozenSet) -> bool:
+        """True if ``other`` serves every call that this set serves."""
+        return other._fits(self._network, self._slots, self._streams)
+
+    def _fits(self, network: nn.Module, slots: list[torch.device], streams: dict[torch.device, torch.Stream]) -> bool:
+        return (
+            network is self._network and self._slots[: len(slots)] == slots and streams.items() <= self._streams.items()
+        )
+
+    def is_free(self) -> bool:
+        """True if no call has leased it."""
+        return self._leased is None or self._leased() is None
+
+    def lease(self, count: int) -> _Lease:
+        """The first ``count`` replicas. The set is leased until the returned list is deleted."""
+        lease = _Lease(self.replicas[:count])
+        self._leased = weakref.ref(lease)
+        return lease
 
 
 @in_forked_child

@@ -1,9 +1,7 @@
-"""Copies of a module's parameters and buffers whose memory and tensors later calls use again.
+"""Where the tensors of a call's replicas come from: the store of each form, and that of the wrapper.
 
-Each call sends the values again, by one transfer for each bucket and device. A copy is used again if nobody else holds
-a part of it and only its values have changed. But ``forward`` may have returned a parameter, stored a view of it, put
-it into a graph, given it other memory (``.data =``) or a gradient. Then the copy is left to its holder and a new one is
-made. ``ownership`` tells who holds what. Only ``kept.replicas`` uses this room, for calls that record no graph.
+A form says by its `TensorStore` what it lends to a call and what it has back after it. ``composable`` has the stores of
+`replicate` and `fully_shard`.
 """
 
 from __future__ import annotations
@@ -17,17 +15,53 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch, comm, ownership
-from dataparallel.comm import broadcast_into
 from dataparallel.comm.buckets import Bucket, alias, flatten, plan_buckets, unflatten
+from dataparallel.modules.build import make_parameters
 from dataparallel.modules.plan import ModulePlan
+from dataparallel.replica_parameter import ReplicaParameter
+from dataparallel.replicate import copy_tensors, put
 from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import current_streams
 
-__all__ = ["KeptCopies"]
+__all__ = ["KeptCopies", "TensorStore"]
 
 
-class KeptCopies:
-    """At most one copy for each slot on another device than the first. For one thread at a time."""
+class TensorStore:
+    """Lends tensors to replicas, for one call at a time. A copy of it holds no tensors."""
+
+    def for_call(
+        self,
+        plan: ModulePlan,
+        slots: list[torch.device],
+        cap_bytes: int,
+        record: bool,
+        arrivals: Arrivals | None = None,
+    ) -> list[list[Tensor]]:
+        """The plan's tensors for each slot, with their values now.
+
+        ``record``: a graph is recorded. ``arrivals``: parameters may still be on their way, and this launches them.
+        """
+        raise NotImplementedError
+
+    def end_call(self) -> None:
+        """Removes everything that the last call left on kept tensors."""
+
+    def forget_last_call(self) -> None:
+        """Drops the tensors of the last call, which has failed."""
+
+    def clear(self) -> None:
+        """Drops everything."""
+
+
+class KeptCopies(TensorStore):
+    """New tensors for a call that records a graph; for other calls copies that are used again.
+
+    It keeps at most one copy for each slot on another device than the first. Each call sends the values again, by one
+    transfer for each bucket and device. A copy is used again if nobody else holds a part of it and only its values have
+    changed. But ``forward`` may have returned a parameter, stored a view of it, put it into a graph, given it other
+    memory (``.data =``) or a gradient. Then the copy is left to its holder and a new one is made. ``ownership`` tells
+    who holds what.
+    """
 
     def __init__(self) -> None:
         self._kinds: list[Any] = []
@@ -35,55 +69,25 @@ class KeptCopies:
         self._singles: list[int] = []
         self._copies: dict[int, _Copy] = {}
 
-    def refreshed(
-        self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, arrivals: Arrivals | None = None
-    ) -> list[list[Tensor]]:
-        """The plan's tensors for each slot, with their values now. Parameters are ``nn.Parameter``.
+    def __reduce__(self) -> tuple[type[KeptCopies], tuple[()]]:
+        return KeptCopies, ()
 
-        Slots on one device share the memory of parameters; on the first slot's device it is the source's. Each
-        slot has its own buffers; slot 0 has the source's. ``arrivals``: parameters may still be on their way.
-        """
-        # Tensors made in inference mode could not be refreshed outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            return self._refreshed(plan, slots, cap_bytes, arrivals)
-
-    def _refreshed(
-        self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, arrivals: Arrivals | None
+    def for_call(
+        self,
+        plan: ModulePlan,
+        slots: list[torch.device],
+        cap_bytes: int,
+        record: bool,
+        arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        self._plan_buckets(plan, cap_bytes)
-        copies = [list(plan.tensors) for _ in slots]
-        # For each slot the slot whose memory its parameters share.
-        homes = [slots.index(device) for device in slots]
-        away = [slot for slot, home in enumerate(homes) if slot == home and slot > 0]
-        if away:
-            self._send(plan, slots, away, copies, arrivals)
-        parameters = set(plan.parameters)
-        buffers = [i for i in range(len(plan.tensors)) if i not in parameters]
-        for slot, home in enumerate(homes):
-            if slot in away:
-                continue
-            for i in plan.parameters:
-                copies[slot][i] = _as_parameter(alias(copies[home][i], slot), plan.tensors[i])
-            if slot != home:
-                here = [slots[slot]] * 2
-                own = comm.broadcast_coalesced([copies[home][i] for i in buffers], here, own_storage=True)[1]
-                for i, buffer in zip(buffers, own, strict=True):
-                    copies[slot][i] = buffer
+        """See `TensorStore.for_call`."""
+        if not record:
+            return self.refreshed(plan, slots, cap_bytes, arrivals)
+        self.clear()  # training needs the memory
+        copies = copy_tensors(plan, slots, True, cap_bytes, arrivals)
+        for tensors in copies:
+            make_parameters(plan, tensors, ReplicaParameter)
         return copies
-
-    def _plan_buckets(self, plan: ModulePlan, cap_bytes: int) -> None:
-        """Plans new buckets if the kind of a tensor has changed: ``.data =`` may change everything but its class."""
-        kinds: list[Any] = [cap_bytes, plan.parameters, *map(_kind, plan.tensors)]
-        if kinds != self._kinds:
-            self._copies = {}
-            # Buffers have buckets of their own, because their copies may not be late. These come first.
-            parameters = set(plan.parameters)
-            buffers = [i for i in range(len(plan.tensors)) if i not in parameters]
-            of_buffers, of_parameters = (
-                plan_buckets(plan.tensors, cap_bytes, candidates=group) for group in (buffers, sorted(parameters))
-            )
-            self._buckets, self._singles = of_buffers[0] + of_parameters[0], of_buffers[1] + of_parameters[1]
-            self._kinds = kinds
 
     def end_call(self) -> None:
         """Drops copies on which the last call left something: an attribute, a gradient, other memory.
@@ -92,6 +96,55 @@ class KeptCopies:
         """
         trusted = ownership.are_counts_trusted()
         self._copies = {slot: copy for slot, copy in self._copies.items() if copy.end_call() and trusted}
+
+    def clear(self) -> None:
+        """Drops all copies."""
+        self._copies = {}
+
+    forget_last_call = clear
+
+    # Tensors made in inference mode could not be refreshed outside of it.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def refreshed(
+        self, plan: ModulePlan, slots: list[torch.device], cap_bytes: int, arrivals: Arrivals | None = None
+    ) -> list[list[Tensor]]:
+        """The plan's tensors for each slot, with their values now. Parameters are ``nn.Parameter``.
+
+        Slots on one device share the memory of parameters; on the first slot's device it is the source's. Each
+        slot has its own buffers; slot 0 has the source's. ``arrivals``: parameters may still be on their way.
+        """
+        parameters = set(plan.parameters)
+        buffers = [i for i in range(len(plan.tensors)) if i not in parameters]
+        self._plan_buckets(plan, buffers, cap_bytes)
+        copies = [list(plan.tensors) for _ in slots]
+        # For each slot the slot whose memory its parameters share.
+        homes = [slots.index(device) for device in slots]
+        away = [slot for slot, home in enumerate(homes) if slot == home and slot > 0]
+        if away:
+            self._send(plan, slots, away, copies, arrivals)
+        for slot, home in enumerate(homes):
+            if slot in away:
+                continue
+            for i in plan.parameters:
+                copies[slot][i] = _as_parameter(alias(copies[home][i], slot), plan.tensors[i])
+            if slot != home:
+                here = [slots[slot]] * 2
+                own = comm.broadcast_coalesced([copies[home][i] for i in buffers], here, own_storage=True)[1]
+                put([copies[slot]], buffers, [own])
+        return copies
+
+    def _plan_buckets(self, plan: ModulePlan, buffers: list[int], cap_bytes: int) -> None:
+        """Plans new buckets if the kind of a tensor has changed: ``.data =`` may change everything but its class."""
+        kinds: list[Any] = [cap_bytes, plan.parameters, *map(_kind, plan.tensors)]
+        if kinds != self._kinds:
+            self._copies = {}
+            # Buffers have buckets of their own, because their copies may not be late. These come first.
+            of_buffers, of_parameters = (
+                plan_buckets(plan.tensors, cap_bytes, candidates=group) for group in (buffers, sorted(plan.parameters))
+            )
+            self._buckets, self._singles = of_buffers[0] + of_parameters[0], of_buffers[1] + of_parameters[1]
+            self._kinds = kinds
 
     def _send(
         self,
@@ -114,16 +167,14 @@ class KeptCopies:
                 kept = self._copies[slot] = _Copy(plan, self._buckets, device, stream)
             for of_bucket, flat in zip(targets, kept.to_refresh(), strict=True):
                 of_bucket.append(flat)
-            copy = copies[slot]
-            for i, part in zip(positions, kept.parts, strict=True):
-                copy[i] = part
+            put([copies[slot]], positions, [kept.parts])
         parameters = set(plan.parameters)
         late = []
         for bucket, flats in zip(self._buckets, targets, strict=True):
             if arrivals is None or bucket.indices[0] not in parameters:
                 comm.broadcast(flatten(bucket, plan.tensors), out=flats)
             else:
-                late.append(broadcast_into(flats, bucket, plan.tensors))
+                late.append(comm.broadcast_into(flats, bucket, plan.tensors))
         if arrivals is not None:
             arrivals.launch(late, plan.read_directly)
         for i in self._singles:
@@ -146,11 +197,7 @@ class _Copy:
     """The copy on one device: a flat buffer for each bucket, and the tensors in the buffers."""
 
     def __init__(
-        self,
-        plan: ModulePlan,
-        buckets: list[Bucket],
-        device: torch.device,
-        stream: torch.Stream | None,
+        self, plan: ModulePlan, buckets: list[Bucket], device: torch.device, stream: torch.Stream | None
     ) -> None:
         # The memory belongs to this stream. Nothing orders another stream before the memory is freed.
         self._stream = stream

@@ -1,7 +1,6 @@
 """Builds one replica of a module tree, from a plan and the replica's tensors.
 
-``modules.plan`` says which modules there are and what each of them has. ``replicate`` and ``kept.replicas`` bring the
-tensors. ``kept.shell``, ``composable.replicate_state`` and ``composable.persistent_tensors`` use single steps.
+``modules.plan`` says which modules there are and what each of them has. ``replicate`` and ``kept`` bring the tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
 from dataparallel.compiled.calls import CompiledCall
-from dataparallel.modules.graphs import forward_on
+from dataparallel.modules.placement import forward_on
 from dataparallel.modules.plan import (
     HAS_COMPILED,
     MADE_FOR_ATTRIBUTES,
@@ -34,17 +33,18 @@ from dataparallel.modules.plan import (
     original_class,
 )
 from dataparallel.modules.references import Rebinding
-from dataparallel.modules.registry import ParameterRegistry
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.streams.arrivals import Expected
 
 __all__ = [
+    "ParameterRegistry",
     "bare_module",
     "build_replica",
     "call_compiled",
     "collector_paused",
     "device_of",
     "empty_hook_flags",
+    "give_attributes",
     "make_parameters",
     "own_attributes",
     "parameter_registry",
@@ -56,9 +56,8 @@ __all__ = [
 def collector_paused() -> Iterator[None]:
     """Pauses the garbage collector while replicas are made.
 
-    Replicas are thousands of objects that are all in use, and the collector would walk through them again and again in
-    vain. The switch is for the whole process: garbage of other threads waits for these milliseconds too. If the
-    collector is off it stays off.
+    They are thousands of objects that are all in use, and it would walk through them again and again in vain. The
+    switch is for the whole process: garbage of other threads waits for these milliseconds too.
     """
     if not gc.isenabled():
         yield
@@ -87,11 +86,7 @@ def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool, expecte
         else:
             own = own_attributes(entry, vars(module) if entry.has_own_rule else entry.attributes.copy(), flags)
             _fill_registries(entry, own, module_table, tensor_table, expected)
-            # Past `Module.__setattr__`, which would look for parameters in it.
-            object.__setattr__(module, "__dict__", own)
-            for name in entry.slots:
-                if hasattr(entry.module, name):
-                    setattr(module, name, getattr(entry.module, name))
+            give_attributes(module, own, entry.module, entry.slots)
     if plan.has_references:
         _rebind_attributes(plan, modules, tensors, device)
     for call in call_compiled(plan, modules):
@@ -124,12 +119,7 @@ def _as_written(module: Any) -> nn.Module:
     The compiler traces this one. A form's class is about what happens around a call, and that is not to be compiled.
     """
     cls = original_class(type(module))
-    seen = bare_module(cls)
-    object.__setattr__(seen, "__dict__", vars(module))
-    for name in instance_slots(cls):
-        if hasattr(module, name):
-            setattr(seen, name, getattr(module, name))
-    return seen
+    return give_attributes(bare_module(cls), vars(module), module, instance_slots(cls))
 
 
 def device_of(tensors: list[Tensor]) -> torch.device | None:
@@ -188,6 +178,16 @@ def bare_module(cls: type[nn.Module]) -> nn.Module:
         return original_class(cls).__new__(cls)  # `__new__` of a form's class makes instances of the original class
 
 
+def give_attributes(module: nn.Module, own: dict[str, Any], source: nn.Module, slots: Sequence[str]) -> nn.Module:
+    """Makes ``own`` the ``__dict__`` of ``module``, and copies the attributes that ``source`` has in ``slots``."""
+    # Past `Module.__setattr__`, which would look for parameters in it.
+    object.__setattr__(module, "__dict__", own)
+    for name in slots:
+        if hasattr(source, name):
+            setattr(module, name, getattr(source, name))
+    return module
+
+
 def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
     """The copy that the class's ``_replicate_for_data_parallel`` makes of the source."""
     replica: nn.Module = _without_form(entry)._replicate_for_data_parallel()
@@ -208,12 +208,7 @@ def _without_form(entry: ModuleEntry) -> nn.Module:
     original = original_class(entry.cls)
     if original is entry.cls:
         return entry.module
-    twin = bare_module(original)
-    object.__setattr__(twin, "__dict__", entry.attributes.copy())
-    for name in entry.slots:
-        if hasattr(entry.module, name):
-            setattr(twin, name, getattr(entry.module, name))
-    return twin
+    return give_attributes(bare_module(original), entry.attributes.copy(), entry.module, entry.slots)
 
 
 def empty_hook_flags() -> dict[str, Any]:
@@ -279,3 +274,74 @@ def _fill_script(entry: ModuleEntry, replica: nn.Module, modules: list[Any], ten
             setattr(replica, key, tensors[i])
     for key, i in entry.children.items():
         replica._modules[key] = modules[i]
+
+
+# ---- registries whose lookups wait -----------------------------------------------------------------------------------
+
+
+_get = dict.__getitem__
+_current_stream = _torch.current_stream_at
+
+
+class ParameterRegistry(dict[str, Any]):
+    """The parameters of one module of a replica, by name.
+
+    ``Module.__getattr__`` looks a parameter up as ``_parameters[name]``, and that makes the current stream of the
+    replica's device wait for the parameter's bucket, once for each stream and call. To use it on another stream, make
+    that stream current before the lookup, or let it wait for this one after the lookup. Every other way to the values
+    waits for all parameters of the module; only dict's own methods, called as ``dict.values(registry)``, do not wait.
+    Copies and pickles are plain dicts.
+
+    Args:
+        positions: for each name the position in the plan.
+        expected: what the replica waits for; all of its registries share it.
+    """
+
+    __slots__ = ("_expected", "_positions")
+
+    def __init__(self, positions: Mapping[str, int], expected: Expected) -> None:
+        super().__init__()
+        self._positions, self._expected = positions, expected
+
+    def __getitem__(self, name: str) -> Any:
+        position = self._positions.get(name)
+        if position is not None:
+            expected = self._expected
+            arrival = expected.by_position[position]
+            if arrival is not None and (stream := _current_stream(expected.index)) not in arrival.waited:
+                arrival.make_wait(stream)
+        return _get(self, name)
+
+    def wait(self) -> None:
+        """Makes the current stream wait for all parameters of the module."""
+        expected = self._expected
+        for position in self._positions.values():
+            arrival = expected.by_position[position]
+            if arrival is not None and (stream := _current_stream(expected.index)) not in arrival.waited:
+                arrival.make_wait(stream)
+
+    def __iter__(self) -> Iterator[str]:
+        # Also what makes ``dict(registry)`` and ``**registry`` look every value up: see `PyDict_Merge`.
+        self.wait()
+        return super().__iter__()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (self.copy(),)
+
+
+def _after_the_wait(name: str) -> Any:
+    method = getattr(dict, name)
+
+    def waiting(self: ParameterRegistry, *args: Any, **kwargs: Any) -> Any:
+        self.wait()
+        return method(self, *args, **kwargs)
+
+    waiting.__name__, waiting.__doc__ = name, method.__doc__
+    return waiting
+
+
+for _name in (
+    *("get", "items", "values", "copy", "pop", "popitem", "setdefault"),
+    *("__eq__", "__ne__", "__or__", "__ror__", "__repr__"),
+):
+    setattr(ParameterRegistry, _name, _after_the_wait(_name))

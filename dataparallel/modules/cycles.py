@@ -1,13 +1,7 @@
 """Takes replicas apart that hold reference cycles, so that their memory is free when the call ends.
 
 A bound method or a reference to the parent makes a cycle in the source, which lives long, and in each replica, which
-lives for one forward. Reference counting does not free cycles: copies of all weights would wait for the garbage
-collector. So at the end of a call a replica is taken apart if nothing outside of it refers to it. If something does, a
-checkpoint that runs the replica's methods again in backward for example, the replica is tried again at the end of the
-next call; the collector frees it if no call follows. Where reference counts are not trusted (``ownership``), all such
-replicas are left to the collector.
-
-``modules.build`` notes the objects that it makes; ``stages`` and ``kept.replicas`` say when replicas are done with.
+lives for one forward. Reference counting does not free cycles: copies of all weights would wait for the collector.
 """
 
 from __future__ import annotations
@@ -29,9 +23,12 @@ __all__ = ["CycleBreaker"]
 class CycleBreaker:
     """Takes replicas apart if they may hold cycles and nothing else holds a part of them.
 
-    `stages.Call` holds it, and calls `take_apart` when the call succeeds. If the call fails, that object lives as long
-    as a traceback of the failure. The breaker is deleted with it and takes the replicas apart then. It keeps nothing
-    alive itself.
+    If something does, a checkpoint that runs the replica's methods again in backward for example, the replica is tried
+    again at the end of the next call; the collector frees it if no call follows. Where reference counts are not
+    trusted, all such replicas are left to the collector.
+
+    A call holds it, and calls `take_apart` when it succeeds. If the call fails, the breaker lives as long as a
+    traceback of the failure, and takes the replicas apart when it is deleted. It keeps nothing alive itself.
     """
 
     def __init__(self, replicas: Sequence[nn.Module]) -> None:

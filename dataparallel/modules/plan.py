@@ -1,8 +1,7 @@
 """The plan of a module tree: its modules, tensors, ties, attributes that refer to the tree, classes with own rules.
 
-A plan is made from the tree as it is at the start of a call, and read once for each replica, so that building a replica
-does not look at the source again. It also says which trees cannot be replicated, and why. It copies nothing.
-``replicate``, ``kept``, the composable forms and the other rooms of ``modules`` use it.
+It is made from the tree as it is at the start of a call, and read once for each replica: building a replica does not
+look at the source again. It also says which trees cannot be replicated, and why.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.comm.buckets import PLAIN_TYPES
-from dataparallel.compiled.recognise import Compiled, compiled_here
+from dataparallel.compiled.calls import Compiled, compiled_here
 from dataparallel.devices import CPU
-from dataparallel.modules.graphs import constants_of, devices_of, is_graph
+from dataparallel.modules.placement import constants_of, devices_of, is_graph
 from dataparallel.modules.references import ATOMIC, behind_proxy, compiled_over, reached
 
 __all__ = [
@@ -63,11 +62,7 @@ ORIGINAL_CLASS = "_dataparallel_original_class"
 """Attribute of a class that a composable form made: the class that the module had before."""
 
 UNIT_ON_SLOT = "_dataparallel_unit_on_slot"
-"""Attribute of a replica's module: the object that gathers the parameters of its unit on the slot of the replica.
-
-In a plan it is what makes that object: ``for_replica()``. Once the replica's modules have their registries, the object
-is told where these are: ``made(modules)``, in the order of the plan.
-"""
+"""Attribute of a replica's module: what gathers the parameters of its unit on the slot, a `UnitInReplica`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +88,8 @@ class ModuleEntry:
 
     A name that is registered for ``None`` has the position `NONE_POSITION`, which is -1. That and lower positions count
     from the end of ``[*plan.shared, None]``. ``attributes`` is a copy of the module's ``__dict__``, registries
-    included; ``proxied`` names the children that are weak proxies of a module. ``compiled``: how replicas call it, if
-    it is compiled. ``constants`` names plain attributes whose tensors are buffers in replicas, and ``fixed_to`` is the
-    device that its graph names; see ``modules.graphs``.
+    included; ``proxied`` names the children that are weak proxies of a module. ``constants`` names plain attributes
+    whose tensors are buffers in replicas, and ``fixed_to`` is the device that its graph names.
     """
 
     module: nn.Module
@@ -137,9 +131,8 @@ class ModulePlan:
         source_id: the id of the root or, if the root is a twin, of the module that it replaces.
         shared: modules and parameters that all replicas share with the source.
         read_directly: positions of parameters that a replica may read, or slot 0 may write to, without a lookup of
-            their own: those that attributes refer to as `references.reached` sees it (directly, or in one level of
-            containers), those of ScriptModules and of classes with their own ``_replicate_for_data_parallel``, and
-            those whose storage belongs to another tensor of the plan too.
+            their own: by attributes, in ScriptModules, by a ``_replicate_for_data_parallel`` of the class, or by
+            another tensor of the plan on the same storage.
     """
 
     entries: list[ModuleEntry]
@@ -166,7 +159,12 @@ class ModulePlan:
         entries = [ModuleEntry(module, name) for name, module in network.named_modules(memo={*ignored})]
         _check_replicatable(entries, twin.allowed)
         if root_call is not None:
-            _compile_root(entries[0], root_call)
+            if entries[0].compiled is not None:
+                raise RuntimeError(
+                    f"this {entries[0].cls.__name__} was compiled, and its wrapper has compile= as well. Compile the "
+                    "module, or pass compile= to the wrapper, not both"
+                )
+            entries[0].compiled = root_call
         position = {id(entry.module): i for i, entry in enumerate(entries)}
         plan = cls(entries, [], [], twin.source_id, twin.ignored_parameters)
         position.update((id(module), plan._share(module)) for module in ignored)
@@ -229,12 +227,9 @@ class ModulePlan:
         return NONE_POSITION - len(self.shared)
 
     def _find_graphs(self, position: Mapping[int, int], found: dict[int, int]) -> None:
-        """Makes tensors of graphs in plain attributes buffers of the replicas, and notes graphs that name the root.
-
-        On the CPU all slots share them.
-        """
+        """Makes tensors in plain attributes of graphs buffers of replicas, and notes graphs that name the root."""
         root = self.tensors[0].device if self.tensors else CPU
-        for entry in self.entries if root != CPU else ():
+        for entry in self.entries if root != CPU else ():  # on the CPU all slots share them
             if not is_graph(entry.module):
                 continue
             for holder, key, tensor in constants_of(entry.module, root):
@@ -260,7 +255,7 @@ class ModulePlan:
             entry.slots, entry.has_own_rule = rules[cls]
             if entry.has_own_rule or entry.is_script:
                 self.read_directly.update(entry.parameters.values())
-            # Most attributes are atomic or empty tables; these lines run for every attribute of every module.
+            # Most attributes are atomic or empty tables.
             held = [
                 (key, value)
                 for key, value in entry.attributes.items()
@@ -271,7 +266,11 @@ class ModulePlan:
                     continue
                 items = reached(value)
                 if compiled_over(items, known):
-                    raise _compiled(dotted(entry.name, key))
+                    raise RuntimeError(
+                        f"cannot replicate {dotted(entry.name, key)!r}: it was compiled with torch.compile, and the "
+                        "compiled code computes with the weights of the source. Compile modules of the tree instead: "
+                        "by torch.compile(module) or module.compile()"
+                    )
                 ids = {id(item) for item in items}
                 if not ids.isdisjoint(known):
                     entry.references.append(key)
@@ -285,10 +284,9 @@ class ModulePlan:
         first: dict[int, int] = {}
         parameters = set(self.parameters)
         for i, tensor in enumerate(self.tensors):
+            # Those with "__tensor_flatten__" stand for other tensors, and have no memory of their own.
             if tensor.layout is not torch.strided or tensor.is_nested or hasattr(tensor, "__tensor_flatten__"):
                 continue
-            if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "__tensor_flatten__"):
-                continue  # it stands for other tensors, and has no memory of its own
             address = tensor.untyped_storage().data_ptr()
             if address and (other := first.setdefault(address, i)) != i:
                 self.read_directly |= parameters & {i, other}
@@ -327,10 +325,7 @@ def dotted(module_name: str, key: str) -> str:
 
 
 def _check_replicatable(entries: list[ModuleEntry], allowed: type | None) -> None:
-    """Raises ``RuntimeError`` if replicas of the tree would not be copies. ``allowed``: see `TwinInfo`.
-
-    TorchScript keeps the code of a Python module inside a ScriptModule. Also says of each entry how it is compiled.
-    """
+    """Raises ``RuntimeError`` if replicas of the tree would not be copies. Notes how each entry is compiled."""
     for entry in entries:
         module = entry.module
         refusal = getattr(entry.cls, REFUSAL, None)
@@ -352,19 +347,3 @@ def _check_replicatable(entries: list[ModuleEntry], allowed: type | None) -> Non
                 "how, so its replicas cannot be compiled likewise. Wrap the module that is not compiled, and pass "
                 "compile=... to the wrapper"
             ) from None
-
-
-def _compile_root(root: ModuleEntry, call: Compiled) -> None:
-    if root.compiled is not None:
-        raise RuntimeError(
-            f"this {root.cls.__name__} was compiled, and its wrapper has compile= as well. Compile the module, or pass "
-            "compile= to the wrapper, not both"
-        )
-    root.compiled = call
-
-
-def _compiled(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"cannot replicate {name!r}: it was compiled with torch.compile, and the compiled code computes with the "
-        "weights of the source. Compile modules of the tree instead: by torch.compile(module) or module.compile()"
-    )

@@ -1,13 +1,8 @@
 """Finds references to a module tree in plain attributes of its modules, and rebinds them to a replica.
 
-A module's parameters, buffers and children are in its registries. This room is about the rest of its ``__dict__``:
-bound methods (``m.forward = MethodType(f, m)``), partials, functions with closures or defaults, caches, weak references
-and proxies that lead to modules of the tree, and those modules and tensors themselves, directly or within one level of
-list, tuple, set, deque or dict (hooks, RNN weight lists, a list that holds the parent). A replica that kept them would
-compute with the source's weights. Weak references to tensors stay: torch's RNNs use them to see that their weights have
-changed. ``modules.plan``, ``modules.snapshot`` and ``modules.build`` use this room.
-
-Types are read with ``type``, never ``isinstance``: an attribute may pretend to be of another class, or be dead.
+References are bound methods, partials, closures, caches, weak references and proxies that lead to the tree, and modules
+and tensors themselves, directly or within one level of a container. A replica that kept them would compute with the
+source's weights. Weak references to tensors stay: torch's RNNs see by them that their weights have changed.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ from dataparallel import _torch
 
 __all__ = ["ATOMIC", "Rebinding", "behind_proxy", "compiled_over", "reached"]
 
+# Types are read with `type`, never `isinstance`: an attribute may pretend to be of another class, or be dead.
 ATOMIC = frozenset({type(None), bool, int, float, complex, str, bytes, type, types.ModuleType})
 """Types of values that refer to nothing."""
 

@@ -1,9 +1,7 @@
 """Stand-ins: functions that are called in place of a module's methods and show their signature.
 
 transformers, accelerate and Lightning read ``inspect.signature(model.forward)``, compare bound methods and look for
-their ``__func__``. So the stand-in for a module's ``forward`` is a function on the class and a bound method on the
-instance, and two accesses compare equal. ``data_parallel`` and ``composable.replicate`` use this room and say what a
-stand-in does.
+their ``__func__``. So a stand-in is a function on the class and a bound method on the instance.
 """
 
 from __future__ import annotations

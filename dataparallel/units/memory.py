@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.replica_memory import MemoryOfCopies
+from dataparallel.kept.values import MemoryOfCopies
 from dataparallel.units.layout import Layout
 
 __all__ = ["FullBuffer", "named_if_no_room", "no_room_for"]

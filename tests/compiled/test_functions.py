@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.compiled.calls import CompiledCall
-from dataparallel.compiled.recognise import compiled_here
+from dataparallel.compiled.calls import CompiledCall, compiled_here
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from affine import Affine
 from dataparallel.composable import replicate
+from dataparallel.kept import modules as kept_modules
 from dataparallel.kept import replicas as kept_replicas
-from dataparallel.kept import shell
 from dataparallel.testing.cases import seeded
 from nets import DOES, forget
 
@@ -111,7 +111,7 @@ def test_nothing_is_built_anew_at_the_next_call(build, batch, which, record, mon
     monkeypatch.setattr(
         kept_replicas.ModulePlan, "of", lambda network, *call: built.append("a plan") or of(network, *call)
     )
-    for room, name in ((kept_replicas, "build_replica"), (shell, "bare_module")):
+    for room, name in ((kept_replicas, "build_replica"), (kept_modules, "bare_module")):
         make = getattr(room, name)
         monkeypatch.setattr(room, name, lambda *args, name=name, make=make: built.append(name) or make(*args))
     state: Any = replicate.state(net)

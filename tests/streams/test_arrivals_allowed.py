@@ -16,7 +16,7 @@ from dataparallel.call.context import Call
 from dataparallel.comm import broadcast_into
 from dataparallel.comm.buckets import plan_buckets
 from dataparallel.composable import replicate
-from dataparallel.modules.registry import ParameterRegistry
+from dataparallel.modules.build import ParameterRegistry
 from dataparallel.streams import arrivals as room
 from dataparallel.streams.arrivals import Arrivals, arrivals_for
 from dataparallel.testing.pytest import settle

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel import DataParallel
-from dataparallel.modules.registry import ParameterRegistry
+from dataparallel.modules.build import ParameterRegistry
 from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import streams_set
 from late_parameters import ARRANGEMENTS, WIDTH, Net, arranged, other_stream, samples, silently, steps

@@ -2,7 +2,7 @@
 
 import torch
 
-from dataparallel.replica_memory import MemoryOfCopies
+from dataparallel.kept.values import MemoryOfCopies
 
 
 def test_memory_is_restored_only_for_what_has_moved() -> None:

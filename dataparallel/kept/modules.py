@@ -1,7 +1,7 @@
-"""The module objects of one replica, which calls use one after another.
+"""The module objects of replicas, which calls use one after another, and the tree as it was when they were made.
 
 Before a call its tensors are put into the modules. After the call everything that it left on them is removed, unless
-somebody else holds one of them. Only ``kept.replicas`` uses this room.
+somebody else holds one of them. Only plain trees have them (``ModulePlan.is_plain``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from dataparallel import ownership
-from dataparallel._torch import HOOK_TABLES
+from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.compiled.calls import CompiledCall
 from dataparallel.modules.build import (
     bare_module,
@@ -24,10 +24,11 @@ from dataparallel.modules.build import (
     parameter_registry,
     tell_units,
 )
-from dataparallel.modules.plan import ModulePlan
+from dataparallel.modules.plan import TABLES, ModuleEntry, ModulePlan
+from dataparallel.modules.references import ATOMIC, compiled_over, reached
 from dataparallel.streams.arrivals import Arrivals, Expected
 
-__all__ = ["Shell"]
+__all__ = ["ReplicaModules", "TreeSnapshot"]
 
 _Registration: TypeAlias = "list[tuple[str, int]]"
 """Names in a registry, with the position of the tensor in the plan."""
@@ -36,10 +37,10 @@ _Part: TypeAlias = "tuple[dict[str, Any], _Registration, _Registration, dict[str
 """One module at the start of a call: its attributes, parameters, buffers and children."""
 
 
-class Shell:
+class ReplicaModules:
     """The module objects of one replica: filled with tensors for a call, reset after it.
 
-    ``may_be_late``: lookups of parameters wait for what the call expects; see ``modules.registry``.
+    ``may_be_late``: lookups of parameters wait for what the call expects; see `ParameterRegistry`.
     """
 
     def __init__(self, plan: ModulePlan, may_be_late: bool = False) -> None:
@@ -178,3 +179,69 @@ class _AttributeSnapshot:
             and [*chain.from_iterable(self._children)] == self._names_of_children
             and self._sets == self._former_sets
         )
+
+
+class TreeSnapshot:
+    """The tree from which a plan was made, compared with a later one so that the plan can be used again.
+
+    It compares the modules, and the names and the identity of their attributes. It looks into objects that change in
+    place: registries, hooks, containers, functions. It does not compare shape, dtype, device or values of tensors:
+    `KeptCopies` does. It does not look into modules that replicas share with the source, which are in no plan.
+    """
+
+    def __init__(self, plan: ModulePlan) -> None:
+        self._root = plan.entries[0].module
+        self._known = {id(entry.module) for entry in plan.entries} | {id(tensor) for tensor in plan.tensors}
+        self._known.add(plan.source_id)
+        self._modules = [_ModuleSnapshot(entry) for entry in plan.entries]
+
+    def still_holds(self, network: nn.Module) -> bool:
+        """True if the plan of ``network`` would be the same."""
+        return network is self._root and all(module.still_holds(self._known) for module in self._modules)
+
+
+class _ModuleSnapshot:
+    """One module, without hooks."""
+
+    def __init__(self, entry: ModuleEntry) -> None:
+        attributes = entry.attributes
+        not_looked_into = {*REGISTRIES, *HOOK_TABLES, "_non_persistent_buffers_set", *entry.left_out}
+        self._module, self._cls = entry.module, entry.cls
+        self._names, self._values = tuple(attributes), tuple(attributes.values())
+        self._registered = [(name, tuple(attributes[name]), tuple(attributes[name].values())) for name in REGISTRIES]
+        self._non_persistent = frozenset(attributes["_non_persistent_buffers_set"])
+        # Attributes that can change in place and then lead into the tree.
+        self._looked_into = [
+            name for name, value in attributes.items() if name not in not_looked_into and not _is_immutable(value)
+        ]
+
+    def still_holds(self, known: set[int]) -> bool:
+        now = vars(self._module)
+        if (
+            type(self._module) is not self._cls
+            or tuple(now) != self._names
+            or not all(map(is_, now.values(), self._values))
+        ):
+            return False
+        if any(map(now.__getitem__, HOOK_TABLES)) or now["_non_persistent_buffers_set"] != self._non_persistent:
+            return False
+        for name, keys, values in self._registered:
+            registry = now[name]
+            if keys:
+                if tuple(registry) != keys or not all(map(is_, registry.values(), values)):
+                    return False
+            elif registry:
+                return False
+        for name in self._looked_into:
+            value = now[name]
+            if type(value) not in TABLES or value:
+                items = reached(value)
+                if any(id(item) in known for item in items) or compiled_over(items, known):
+                    return False
+        return True
+
+
+def _is_immutable(value: Any) -> bool:
+    if type(value) in (tuple, frozenset):
+        return all(type(item) in ATOMIC for item in value)
+    return type(value) in ATOMIC

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dataparallel.composable.twins import Twin
+from dataparallel.composable.managed import Twin
 from dataparallel.modules.plan import TWIN_INFO, TwinInfo
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from dataparallel.kept.modules import TreeSnapshot
 from dataparallel.modules.plan import TWIN_INFO, ModulePlan, TwinInfo
-from dataparallel.modules.snapshot import TreeSnapshot
 
 
 class Tree(nn.Module):

@@ -1,17 +1,14 @@
-"""What each forward sends to persistent copies: the source's current values, into the memory that the copies have.
+"""Copies whose memory stays: each call writes the source's current values to it, and undoes what ``forward`` did to it.
 
-Autograd does not notice that values are written. If the source has not changed, the values are the same, and a graph
-that still waits for its backward stays valid. If the version of a source's tensor has changed since the last forward,
-graphs that used its former value are no longer valid: the versions of its copies are changed too, and the backward of
-such a graph raises the error that torch raises on one device. Writes through ``.data`` change no version.
-
-This file makes no copies. Only ``composable.persistent_tensors`` uses it.
+`MemoryOfCopies` gives copies back the memory that they were made with. `CurrentValues` sends values there. Neither
+makes copies, nor asks who holds them.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,11 +21,57 @@ from dataparallel.modules.plan import ModulePlan
 from dataparallel.profiling import note_copy
 from dataparallel.streams.arrivals import Arrivals
 
-__all__ = ["CurrentValues"]
+__all__ = ["CurrentValues", "MemoryOfCopies", "has_strides"]
+
+# Functions in C: they are called for thousands of tensors at each call.
+_READS: tuple[Callable[[Tensor], Any], ...] = (
+    Tensor.data_ptr,
+    Tensor.stride,
+    attrgetter("shape"),
+    attrgetter("dtype"),
+)
+
+
+class MemoryOfCopies:
+    """The memory that ``copies``, which are strided tensors, have now.
+
+    ``forward`` gives a copy other memory by ``set_`` or ``.data =``, or as ``flatten_parameters`` of torch's RNNs does
+    on CUDA.
+    """
+
+    def __init__(self, copies: Sequence[Tensor]) -> None:
+        self._copies = copies
+        self._memory = [copy.data for copy in copies]
+        self._reads = (*_READS, Tensor.is_conj) if any(copy.is_complex() for copy in copies) else _READS
+        self._places = self._read(copies)
+
+    def restore(self) -> bool:
+        """Gives each copy its memory back and leaves its version as it is.
+
+        Returns ``False`` if that memory is somewhere else now, because its storage has been resized.
+        """
+        found = self._read(self._copies)
+        if found == self._places:
+            return True
+        places = self._read(self._memory)
+        for copy, memory, now, own in zip(
+            self._copies, self._memory, zip(*found, strict=True), zip(*places, strict=True), strict=True
+        ):
+            if now != own:
+                copy.data = memory
+        return places == self._places
+
+    def _read(self, tensors: Sequence[Tensor]) -> list[list[Any]]:
+        return [list(map(read, tensors)) for read in self._reads]
 
 
 class CurrentValues:
-    """Gives copies of a plan's tensors their values.
+    """Sends the source's values to copies at each forward.
+
+    Autograd does not notice the writes. If the source has not changed, the values are the same, and a graph that waits
+    for its backward stays valid. If the version of a source's tensor has changed since the last forward, such a graph
+    has used another value: the versions of the copies are changed too, so that its backward raises the error that torch
+    raises on one device. Writes through ``.data`` change no version.
 
     Args:
         plan, slots: the source, and where its copies are.
@@ -40,14 +83,18 @@ class CurrentValues:
         self._parameters = set(plan.parameters)
         recorded = (i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad)
         self._at_once = plan.read_directly.union(i for i in recorded if i not in self._parameters)
-        # What each forward sends: flat buckets, single tensors, sparse tensors; with the memory that receives it.
+        # What each forward sends: flat buckets and single tensors, each with the memory that receives it, and sparse
+        # tensors, each with whether every slot has its own copy.
         self._flat: list[tuple[Bucket, list[Tensor]]] = []
         self._singles: list[tuple[int, list[Tensor]]] = []
-        self._sparse: list[tuple[int, bool]] = []  # true: each slot has its own copy
+        self._sparse: list[tuple[int, bool]] = []
         self._versions: list[int] = []
 
     def send_at_each_forward(self, indices: list[int], cap_bytes: int, own: bool) -> None:
-        """Has `refresh` fill the memory of copies that were just made, as one buffer if it is in one piece."""
+        """Has `refresh` fill the memory of copies that were just made, as one buffer if it is in one piece.
+
+        ``own``: slots on one device have their own copies.
+        """
         sparse = [i for i in indices if self._tensors[i].layout not in (torch.strided, torch.jagged)]
         self._sparse += [(i, own) for i in sparse]
         indices = [i for i in indices if i not in sparse]
@@ -64,8 +111,7 @@ class CurrentValues:
                 self._flat.append((bucket, flat))
             else:  # made by a transport with another order
                 alone += members
-        for i in alone:
-            self._singles.append((i, [self._by_slot[slot][i].data for slot in slots]))
+        self._singles += [(i, [self._by_slot[slot][i].data for slot in slots]) for i in alone]
 
     def note_versions(self) -> None:
         """The copies were just made from the versions that the source's tensors have now."""
@@ -85,7 +131,9 @@ class CurrentValues:
         tensors = self._tensors
         late = []
         for bucket, copies in self._flat:
-            if arrivals is None or self._are_buffers(bucket.indices):
+            first = bucket.indices[0]
+            is_of_parameters = first in self._parameters or tensors[first].requires_grad
+            if arrivals is None or not is_of_parameters:
                 comm.broadcast(flatten(bucket, tensors), out=copies)
             else:
                 late.append(comm.broadcast_into(copies, bucket, tensors))
@@ -95,18 +143,17 @@ class CurrentValues:
             for copy in copies:
                 note_copy("direct", tensors[i], copy.device)
                 copy.copy_(tensors[i])
-        for i, own in self._sparse:
-            self._replace_sparse(i, own)
+        for i, own in self._sparse:  # in new memory: a write may replace its indices
+            sent = comm.broadcast_coalesced([tensors[i]], self._slots, own_storage=own)
+            for on_slot, (values,) in zip(self._by_slot, sent, strict=True):
+                if on_slot[i] is not tensors[i]:
+                    on_slot[i].data = values
         versions = _versions(tensors)
         if versions != self._versions:
             changed = [i for i, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new]
             # Slot 0's copies share the source's versions.
             torch.autograd.graph.increment_version([on_slot[i] for on_slot in self._by_slot[1:] for i in changed])
             self._versions = versions
-
-    def _are_buffers(self, indices: Sequence[int]) -> bool:
-        """True for a bucket of buffers that need no gradient."""
-        return indices[0] not in self._parameters and not self._tensors[indices[0]].requires_grad
 
     def launch(self, late: Sequence[FlatBroadcast], arrivals: Arrivals) -> None:
         """Launches the broadcasts of parameters in the order of use."""
@@ -117,13 +164,10 @@ class CurrentValues:
         merged = heapq.merge(recorded, constant, key=lambda broadcast: min(broadcast.indices))
         arrivals.launch(merged, self._at_once)
 
-    def _replace_sparse(self, i: int, own: bool) -> None:
-        """Gives copies of a sparse tensor its current values, in new memory: a write may replace its indices."""
-        source = self._tensors[i]
-        sent = comm.broadcast_coalesced([source], self._slots, own_storage=own)
-        for on_slot, (values,) in zip(self._by_slot, sent, strict=True):
-            if on_slot[i] is not source:
-                on_slot[i].data = values
+
+def has_strides(tensor: Tensor) -> bool:
+    """True unless it is sparse, nested or of another layout without strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

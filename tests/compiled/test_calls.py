@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
-from dataparallel.compiled.argument import CompileArgument
+from dataparallel.compiled.calls import CompileArgument
 
 pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
 
