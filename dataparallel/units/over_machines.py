@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dataparallel.sharded.owners import Owners
+from dataparallel.sharded.placements import Owners
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines

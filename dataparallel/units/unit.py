@@ -19,8 +19,7 @@ from dataparallel.comm.host import can_pin
 from dataparallel.comm.sent import note
 from dataparallel.devices import CPU
 from dataparallel.sharded import host_reads
-from dataparallel.sharded.owners import over_of
-from dataparallel.sharded.placements import Shard
+from dataparallel.sharded.placements import Shard, over_of
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams
 from dataparallel.units.gathers_over_machines import SourceOverMachines, SourcesOverMachines
