@@ -25,10 +25,11 @@ from dataparallel.profiling import Replicas, replicas
 from dataparallel.structures import tensors_in
 from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.caller_state import CallerState
-from dataparallel.threads.gang import Gang, Outcome, Skipped
+from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.meetings import Meeting, is_wake_up
 from dataparallel.threads.permits import CallPermits, PermitChooser, kind_of_call, size_of
+from dataparallel.threads.waits import Outcome, Skipped
 
 __all__ = ["SERIAL_VARIABLE", "is_serial", "parallel_apply", "run_replicas"]
 
@@ -94,7 +95,8 @@ def run_replicas(
     ``chooser`` chooses how many replicas run at the same time, unless ``workers`` says so or only one replica can run
     at a time. ``method`` names the method that is called instead of the module itself. ``balanced`` is the call whose
     replicas may have to be timed, with ``chunk_sizes="balanced"``. ``then`` has a function for each replica, which is
-    called with the output in the replica's thread, and returns what counts as its output. ``machines`` is of `Meeting`.
+    called with the output in the replica's thread, and returns what counts as its output. ``machines`` is the
+    ``machines.peer_rounds.PeerCall`` by which replicas meet those of other machines, if the form spans several.
     """
     if not modules:
         raise ValueError("parallel_apply needs at least one module; got none")

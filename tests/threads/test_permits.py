@@ -219,7 +219,9 @@ def test_what_is_remembered_is_bounded() -> None:
         for _ in range(20):
             chooser.end(chooser.begin(kind, 0, 2), 1.0)
     chosen = [chooser.begin(kind, 0, 2).permits for kind in reversed(kinds)]
-    assert chosen == [1] * situations.SITUATIONS + [2], "the first kind is forgotten, and begins with all replicas at once"
+    assert chosen == [1] * situations.SITUATIONS + [2], (
+        "the first kind is forgotten, and begins with all replicas at once"
+    )
 
 
 @pytest.mark.parametrize(
