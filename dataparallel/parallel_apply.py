@@ -25,10 +25,11 @@ from dataparallel.profiling import Replicas, replicas
 from dataparallel.structures import tensors_in
 from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.caller_state import CallerState
-from dataparallel.threads.gang import Gang, Outcome, Skipped
+from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.meetings import Meeting, is_wake_up
 from dataparallel.threads.permits import CallPermits, PermitChooser, kind_of_call, size_of
+from dataparallel.threads.waits import Outcome, Skipped
 
 __all__ = ["CALL", "SERIAL_VARIABLE", "is_serial", "parallel_apply", "run_replicas"]
 
@@ -99,7 +100,8 @@ def run_replicas(
         balanced: the call whose replicas may have to be timed, with ``chunk_sizes="balanced"``.
         then: a function for each replica, which gets the output in the replica's thread, and returns what counts as
             its output.
-        machines: what spans machines in this call, for collectives in ``forward``.
+        machines: the ``machines.peer_rounds.PeerCall`` by which replicas meet those of other machines, if the form
+            spans several.
     """
     if not modules:
         raise ValueError("parallel_apply needs at least one module; got none")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dataparallel.nn import chunks
+from dataparallel.nn import batch_norm
 
 
 class Kernels:
@@ -26,7 +26,7 @@ class Kernels:
         monkeypatch.setattr(torch, "batch_norm_elemt", self.elemt)
         monkeypatch.setattr(torch, "batch_norm_backward_reduce", self.reduce)
         monkeypatch.setattr(torch, "batch_norm_backward_elemt", self.backward_elemt)
-        monkeypatch.setattr(chunks, "_has_kernels", lambda chunk: chunk.numel() > 0)
+        monkeypatch.setattr(batch_norm, "_has_kernels", lambda chunk: chunk.numel() > 0)
         return self
 
     def stats(self, input: Tensor, eps: float) -> tuple[Tensor, Tensor]:

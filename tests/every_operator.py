@@ -17,7 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dataparallel.sharded import Replicate, Shard
-from dataparallel.sharded.owners import over_of
+from dataparallel.sharded.placements import over_of
 from fake_machines import FakeOver
 from sharding import full, sharded
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dataparallel.sharded.owners import Owners
+from dataparallel.sharded.placements import Owners
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class FakeMachines:
 
 
 class FakeOver:
-    """One of the machines, as ``sharded.owners.Over``."""
+    """One of the machines, as ``sharded.placements.Over``."""
 
     def __init__(self, machines: FakeMachines, rank: int) -> None:
         self.machines, self.rank, self.size = machines, rank, machines.size

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor
-from dataparallel.sharded.owners import Owners, over_of
-from dataparallel.sharded.placements import check_placement, part_shapes
+from dataparallel.sharded.placements import Owners, check_placement, over_of, part_shapes
 from fake_machines import FakeOver
 
 FIRST = Shard(0)

@@ -98,7 +98,7 @@ class Group:
 
 
 class Machines(Group):
-    """The machines of a process group. Tensors may be sharded over them: it is an ``Over`` of ``sharded.owners``.
+    """The machines of a process group. Tensors may be sharded over them: it is an ``Over`` of ``sharded.placements``.
 
     Args:
         group: whose ranks they are, and which sends.

@@ -1,7 +1,4 @@
-"""`SyncBatchNorm`: BatchNorm over the whole batch, in replicas that have a chunk each. Its conversion from others.
-
-Users put it into models, or convert models. The wrappers call `prepare`.
-"""
+"""`SyncBatchNorm`: BatchNorm over the whole batch, in replicas that have a chunk each. Its conversion from others."""
 
 from __future__ import annotations
 
@@ -15,10 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from dataparallel import _torch
 from dataparallel.nn.batch_norm import Normalised, Statistics, merged
-from dataparallel.peers.joint import joint
-from dataparallel.peers.requests import Request, described
+from dataparallel.peers.checkpoint import replayed_place
+from dataparallel.peers.joint import Request, described, joint
 from dataparallel.peers.span import Span, span_of_caller
-from dataparallel.peers.tape import replayed_place
 
 __all__ = ["BatchNorm", "SyncBatchNorm", "check_sync_batch_norm", "prepare"]
 

@@ -1,19 +1,33 @@
-"""`checkpoint`: recomputation in backward for functions that call collectives."""
+"""`checkpoint`: recomputation in backward for functions that call collectives.
+
+A recomputation often runs on a thread of the engine, where no replica runs and nobody can be met. So what collectives
+return is recorded on a `Tape`, and the recomputation reads it there. Checkpoints may be nested, so there may be several
+tapes. In a parallel call inside of a checkpoint replicas meet again in the recomputation, without its tape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from dataparallel import _torch
-from dataparallel.peers.tape import Tape
+from dataparallel.threads.meetings import Place, here
 
-__all__ = ["checkpoint"]
+if TYPE_CHECKING:
+    from dataparallel.peers.joint import Request
+
+__all__ = ["check_checkpoints", "checkpoint", "read_or_none", "replayed_place", "write"]
 
 T = TypeVar("T")
+
+_TORCHS = "torch.utils.checkpoint"
 
 
 @_torch.not_traced
@@ -69,3 +83,135 @@ class _Replayed:
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
+
+
+_tapes: ContextVar[tuple[Tape, ...]] = ContextVar("dataparallel_tapes", default=())
+
+
+class Tape:
+    """The results of collectives in one checkpoint, in order, and the place of the replica that ran it."""
+
+    def __init__(self) -> None:
+        self.place: Place | None = replayed_place() or here()
+        self._around: Place | None = None  # the place of the thread that has entered it
+        self._results: list[tuple[Request, list[Tensor]]] = []
+        self._next: int | None = None  # the position of the recomputation; None while recording
+
+    @property
+    def is_replayed(self) -> bool:
+        """True inside of the recomputation."""
+        return self._next is not None
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Around the forward."""
+        with self._active():
+            yield
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Around a recomputation. There may be several, each from the beginning."""
+        before, self._next = self._next, 0
+        try:
+            with self._active():
+                yield
+        finally:
+            self._next = before
+
+    @property
+    def is_active(self) -> bool:
+        """True in the replica that has entered it, and not in those of a parallel call inside."""
+        return here() is self._around
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        self._around = here()
+        token = _tapes.set((*_tapes.get(), self))
+        try:
+            yield
+        finally:
+            _tapes.reset(token)
+
+    def write(self, request: Request, results: Sequence[Tensor]) -> None:
+        """Notes the results of a collective, without their graphs."""
+        self._results.append((request, _leaves(results)))
+
+    def read(self, request: Request) -> list[Tensor]:
+        """The results that the forward had at this point.
+
+        Raises:
+            RuntimeError: the forward called another collective here.
+        """
+        assert self._next is not None
+        recorded = self._results[self._next] if self._next < len(self._results) else (None, [])
+        if recorded[0] != request:
+            raise RuntimeError(
+                f"a recomputation calls {request}, where its forward has called {recorded[0] or 'no collective'}: a "
+                "checkpointed function has to do the same in both"
+            )
+        self._next += 1
+        return _leaves(recorded[1])
+
+
+def _leaves(results: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory as leaves of a graph. A recomputation saves the same tensors if the same ones need gradients."""
+    return [result.detach().requires_grad_(result.requires_grad) for result in results]
+
+
+def _active_tapes() -> list[Tape]:
+    """The tapes of this thread, the innermost last."""
+    return [tape for tape in _tapes.get() if tape.is_active]
+
+
+def write(request: Request, results: Sequence[Tensor]) -> None:
+    """Notes the results of a collective on the tapes that record."""
+    for tape in _active_tapes():
+        if not tape.is_replayed:
+            tape.write(request, results)
+
+
+def read_or_none(request: Request) -> list[Tensor] | None:
+    """What the collective returned in the forward; ``None`` if this is no recomputation."""
+    for tape in reversed(_active_tapes()):
+        if tape.is_replayed:
+            results = tape.read(request)
+            write(request, results)  # a checkpoint inside of this one records anew
+            return results
+    return None
+
+
+def replayed_place() -> Place | None:
+    """The place of the replica whose forward is recomputed here; ``None`` if this is no recomputation."""
+    return next((tape.place for tape in reversed(_active_tapes()) if tape.is_replayed), None)
+
+
+def check_checkpoints(place: Place) -> None:
+    """Called before a meeting: a checkpoint around it has to be able to recompute.
+
+    A checkpoint around the whole parallel call recomputes the call, with its meetings. So only what has begun since
+    ``forward`` did counts: other saved-tensor hooks, or gradients that are off.
+
+    Raises:
+        RuntimeError: it is one of torch's, which cannot.
+    """
+    if _active_tapes():
+        return
+    hooks = _torch.top_saved_tensors_hooks(True)
+    others = hooks is not None and hooks != place.meeting.hooks and hooks[0].__module__ == _TORCHS
+    reentrant = place.meeting.records and not torch.is_grad_enabled() and _is_called_by(_TORCHS)
+    if others or reentrant:
+        raise RuntimeError(
+            "a collective inside of torch.utils.checkpoint.checkpoint cannot be computed again: that happens in "
+            "backward, where no replica can be met; use dataparallel.peers.checkpoint, which keeps what collectives "
+            "returned"
+        )
+
+
+def _is_called_by(module: str) -> bool:
+    """True if a function of ``module`` is among the callers. Only a reentrant checkpoint leaves no other trace."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,14 +1,10 @@
 """The collectives: what replicas say to each other inside ``forward``.
 
-Each takes a tensor, or a nested structure of tensors, and returns the like. The results are in memory of their own. The
-sums run in slot order, so the same bits come out in every run. All are differentiable, as often as you like: gradients
-that come to the results of all replicas lead back to the tensors of all replicas. All replicas of a call have to call
-the same collectives in the same order.
-
-Outside of a parallel forward there is one replica, and a collective returns what one replica gets. ``joint`` brings the
-tensors together; ``autograd.functions`` has the nodes that do the work. With ``across_machines=True`` a collective
-spans the replicas of all machines of the form's process group: ``across_machines`` has what is done between machines.
-Replicas are then numbered machine by machine, in the order of ranks.
+Each takes a tensor, or a nested structure of tensors, and returns the like, in memory of its own. Sums run in slot
+order, so every run gives the same bits. All are differentiable, as often as you like. All replicas of a call have to
+call the same collectives in the same order. Outside of a parallel forward there is one replica.
+With ``across_machines=True`` a collective spans the replicas of all machines of the form's process group. They are then
+numbered machine by machine, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +20,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
 from dataparallel.peers import across_machines as between
-from dataparallel.peers.joint import joint
-from dataparallel.peers.requests import Request, described
+from dataparallel.peers.joint import Request, described, joint
 from dataparallel.peers.span import Span, span_of_caller
 
 __all__ = ["Operation", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter"]

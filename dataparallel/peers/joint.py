@@ -1,21 +1,20 @@
 """One collective of all replicas: `joint` brings their tensors together, and hands out the results.
 
-The last replica that comes computes for all of them, with nodes of the graph that span all devices
-(``autograd.functions``), so that a backward reaches every device at once. What is current in its thread must not
-matter:
+All replicas bring an equal `Request`. The last replica that comes computes for all of them, with nodes of the graph
+that span all devices (``autograd.functions``), so that a backward reaches every device at once. What is current in its
+thread must not matter:
 
 - Gradients are on if any replica has them on. A replica that has them off brings tensors without a graph, and gets
   results without one.
 - Saved-tensor hooks are those of a replica. The nodes save nothing that matters, and it passes by the hooks.
 - Each device's work is launched on the stream that is current in the device's first replica: see `_in_order`.
-
-``collectives`` calls `joint`. It knows no collective itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -23,17 +22,62 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from dataparallel import _torch
-from dataparallel.peers.identity import check_checkpoints
-from dataparallel.peers.requests import Request
-from dataparallel.peers.tape import read_or_none, write
+from dataparallel.peers.checkpoint import check_checkpoints, read_or_none, write
 from dataparallel.streams.current import Event, current_streams, streams_set
 from dataparallel.streams.nodes import memory_of
 from dataparallel.threads.meetings import Place
 
-__all__ = ["Together", "joint"]
+__all__ = ["Request", "Together", "described", "joint"]
 
 Together: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]], list[Any]], list[list[Tensor]]]
 """``function(devices, tensors of each replica, its notes)`` returns each replica's results, in memory of their own."""
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What has to agree of a tensor. A size is ``None`` where it may differ between replicas."""
+
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        sizes = ", ".join("any" if size is None else str(size) for size in self.shape)
+        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One collective, as error messages name it.
+
+    Attributes:
+        name: the function's name.
+        detail: its other arguments, as they are written.
+        tensors: what has to agree of each tensor.
+        across_machines: true if the replicas of other machines take part.
+        inference: true if it is called in inference mode, which all replicas have to be in, or none.
+    """
+
+    name: str
+    detail: str = ""
+    tensors: tuple[_Described, ...] = ()
+    inference: bool = False
+    across_machines: bool = False
+
+    def __str__(self) -> str:
+        of = f" of {', '.join(map(str, self.tensors))}" if self.tensors else ""
+        where = " across machines" if self.across_machines else ""
+        return f"{self.name}({self.detail}){of}{where}{' in inference mode' if self.inference else ''}"
+
+
+def described(tensors: Sequence[Tensor], free_dim: int | None = None) -> tuple[_Described, ...]:
+    """What has to agree of each of ``tensors``; sizes along ``free_dim`` may differ."""
+    found = []
+    for tensor in tensors:
+        shape: list[int | None] = [*tensor.shape]
+        if free_dim is not None:
+            shape[free_dim] = None
+        found.append(_Described(tensor.dtype, tuple(shape)))
+    return tuple(found)
 
 
 class _Brought:

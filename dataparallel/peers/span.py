@@ -1,8 +1,4 @@
-"""What a collective spans: the replicas of one machine, or those of all machines.
-
-`span_of_caller` says which replica runs, and how many there are. ``collectives`` asks it before each collective, and
-users by ``index`` and ``count``.
-"""
+"""Which replica runs here, and what its collectives span: the replicas of one machine, or those of all machines."""
 
 from __future__ import annotations
 
@@ -10,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataparallel import _torch
-from dataparallel.peers.identity import place_of_caller
-from dataparallel.peers.tape import replayed_place
+from dataparallel.peers.checkpoint import replayed_place
 from dataparallel.threads.meetings import Place, here
 
 __all__ = ["Span", "count", "index", "span_of_caller"]
@@ -46,12 +41,12 @@ def span_of_caller(across_machines: bool = False) -> Span | None:
 
     The first time that a forward asks across machines, all of its replicas on all machines have to ask.
     """
-    place = place_of_caller()
-    if across_machines:
-        around = replayed_place() or here()
-        if around is not None and around.meeting.machines is not None and around.meeting.machines.size > 1:
-            return _across(around, around.meeting.machines)
-    return None if place is None else Span(place, place.index, (place.count,))
+    place = replayed_place() or here()
+    if place is None:
+        return None
+    if across_machines and place.meeting.machines is not None and place.meeting.machines.size > 1:
+        return _across(place, place.meeting.machines)
+    return None if place.count == 1 else Span(place, place.index, (place.count,))
 
 
 def _across(place: Place, machines: Any) -> Span:

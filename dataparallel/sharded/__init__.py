@@ -1,18 +1,15 @@
 """Tensors whose parts lie on several devices of this process, and the operators that work on them.
 
-Importing it also fills the table of operators (``sharded.operators``), and prepares optimizers for what they load.
+Importing it also fills the table of operators, and prepares optimizers for what they load.
 """
 
 from dataparallel.sharded import optimizer_state  # noqa: F401  divides what optimizers load
 from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.operators import (  # noqa: F401  each fills a part of the table
     copies,
-    factories,
-    list_reductions,
     lists,
+    new,
     pointwise,
-    questions,
-    random,
     reductions,
     views,
 )

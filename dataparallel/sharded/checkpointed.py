@@ -19,8 +19,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.devices import CPU
-from dataparallel.sharded.across import local_shapes
-from dataparallel.sharded.parts import starts_of_parts
+from dataparallel.sharded.parts import local_shapes, starts_of_parts
 from dataparallel.sharded.placements import Replicate
 from dataparallel.sharded.tensor import ShardedTensor, distributed_as
 

@@ -10,9 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.sharded import checkpointed
-from dataparallel.sharded.owners import Owners, over_of
 from dataparallel.sharded.parts import empty_parts
-from dataparallel.sharded.placements import Placement, Shard, check_placement
+from dataparallel.sharded.placements import Owners, Placement, Shard, check_placement, over_of
 from dataparallel.sharded.tensor import ShardedTensor, fill_parts
 
 __all__ = ["distribute_tensor"]
@@ -34,8 +33,8 @@ def distribute_tensor(
         tensor: dense, of any shape and dtype, on any device. The parts of a tensor on meta stay there. A sharded tensor
             is divided anew.
         devices: the owners, in the order of the parts. A device may be listed several times. With
-            ``owners.Owners`` the tensor is sharded over machines: all of them call this with the same values, of which
-            each keeps its parts. Nothing is sent, unless ``tensor`` is itself sharded over machines.
+            ``placements.Owners`` the tensor is sharded over machines: all call this with the same values, of which each
+            keeps its parts. Nothing is sent, unless ``tensor`` is itself sharded over machines.
         placement: ``Shard(dim)`` or ``Replicate()``.
         requires_grad: default: as ``tensor``.
 

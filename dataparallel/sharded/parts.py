@@ -1,28 +1,40 @@
-"""The parts of a tensor: from the whole to parts, from parts to the whole, and from parts to other parts.
+"""The parts of a tensor: from the whole to parts and back, to other parts, and what other owners have.
 
-Parts that lie on other devices travel through ``comm``. Every copy is launched on the current streams of its devices;
-what arrives on the CPU is complete when a function returns, unless the caller said ``non_blocking``. No graph is
-recorded. This file knows parts and placements, not the tensor's class. ``sharded`` calls it, nobody else.
-
-``over`` are the machines over which a tensor is sharded, if there are several: then the parts are those of this one.
-To join parts is collective then. To divide a whole is not: every machine has the whole, and takes its parts.
+Parts that lie on other devices travel through ``comm``, on the current streams of their devices. What arrives on the
+CPU is complete when a function returns, unless the caller said ``non_blocking``. No graph is recorded. With ``over``,
+the machines over which a tensor is sharded, the parts are those of this one. What sends something to other machines is
+collective: all call it, in one order, with the same shapes and dtypes. To divide a whole, which every one has, is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate
 
 from dataparallel import comm
 from dataparallel.devices import CPU
-from dataparallel.sharded.across import from_first, local_shapes, rows_of_all
-from dataparallel.sharded.owners import Over
-from dataparallel.sharded.placements import Division, rows_of
+from dataparallel.sharded.placements import Division, Over, Replicate, Rows, part_shapes, rows_of
 
-__all__ = ["copy_parts", "empty_parts", "join", "move", "split_into", "starts_of_parts", "the_value"]
+__all__ = [
+    "copy_parts",
+    "empty_parts",
+    "from_all",
+    "from_first",
+    "join",
+    "joined",
+    "local_shapes",
+    "move",
+    "of_all_owners",
+    "split_into",
+    "starts_of_parts",
+    "the_value",
+]
+
+AT_ONCE = 4 << 20
+"""Bytes of a tensor that a device holds beside its own part while the tensor is joined, if its parts are smaller."""
 
 
 def empty_parts(
@@ -83,7 +95,7 @@ def join(
         comm.gather(parts, placement.dim, out=whole)
     else:
         start = 0
-        for rows in rows_of_all(parts, placement, shape, over):
+        for rows in _rows_of_all(parts, placement, shape, over):
             move(whole.narrow(placement.dim, start, rows.shape[placement.dim]), rows)
             start += rows.shape[placement.dim]
     return whole
@@ -168,3 +180,81 @@ def _views(tensor: Tensor, placement: Division, parts: int, over: Over | None) -
         return [tensor if rank == 0 else tensor.new_empty(0), *[tensor.new_empty(0)] * (parts - 1)]
     rows = rows_of(placement, tensor.shape[placement.dim], parts * size)
     return torch.split(tensor, rows, placement.dim)[rank::size]
+
+
+# ---- what other owners have ------------------------------------------------------------------------------------------
+
+
+def local_shapes(shape: Sequence[int], placement: Division, owners: int, over: Over | None) -> list[torch.Size]:
+    """The shape of the part of each owner on this machine. ``owners``: how many there are on it."""
+    if over is None:
+        return part_shapes(shape, placement, owners)
+    return part_shapes(shape, placement, owners * over.size)[over.rank :: over.size]
+
+
+def from_all(tensor: Tensor, over: Over) -> Tensor:
+    """The tensors of all machines, ``[machines, *shape]``, on the device of ``tensor``.
+
+    They travel as bytes, so any dtype does, and all machines get the same bits.
+    """
+    if tensor.is_meta or not tensor.numel():
+        return tensor.new_empty((over.size, *tensor.shape))
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    gathered = over.all_gather(values.view(-1).view(torch.uint8))
+    return gathered.reshape(-1).view(tensor.dtype).view(over.size, *tensor.shape)
+
+
+def from_first(tensor: Tensor, over: Over) -> Tensor:
+    """The tensor of machine 0. What the others pass has its shape and dtype."""
+    return from_all(tensor, over)[0]
+
+
+def of_all_owners(of_owners: Tensor, over: Over) -> Tensor:
+    """From what each owner here has found, ``[owners, ...]``, to what all have, in the order of their parts."""
+    return from_all(of_owners, over).transpose(0, 1).flatten(0, 1)
+
+
+def _rows_of_all(parts: Sequence[Tensor], placement: Division, shape: Sequence[int], over: Over) -> Iterator[Tensor]:
+    """The whole tensor, cut along the placement's dimension into pieces that follow each other.
+
+    A piece has the parts of one owner on all machines and is on that owner's device, or of several owners if they are
+    small, on the device of the first of them.
+    """
+    assert not isinstance(placement, Replicate)
+    dim = placement.dim
+    shapes = part_shapes(shape, placement, len(parts) * over.size)
+    largest = max(shapes, key=lambda part: part[dim])
+    each = prod(largest) * parts[0].element_size() * over.size
+    step = max(1, AT_ONCE // max(each, 1))
+    for first in range(0, len(parts), step):
+        some = parts[first : first + step]
+        of_some = [part[dim] for part in shapes[first * over.size : (first + len(some)) * over.size]]
+        rows = sum(of_some)
+        if not rows:
+            continue
+        gathered = from_all(joined([_padded(part, largest) for part in some]), over)  # [machines, owners, *largest]
+        in_order = gathered.movedim((1, 0), (dim, dim + 1)).flatten(dim, dim + 2)
+        if isinstance(placement, Rows):
+            pieces = in_order.split(largest[dim], dim)
+            yield torch.cat([piece.narrow(dim, 0, of) for piece, of in zip(pieces, of_some, strict=True)], dim)
+        else:  # only the last ones are not full
+            yield in_order.narrow(dim, 0, rows)
+
+
+def joined(of_owners: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape from all owners on this machine, stacked on the first one's device."""
+    first = of_owners[0]
+    if len(of_owners) == 1:
+        return first.unsqueeze(0)
+    if all(one.device == first.device for one in of_owners):
+        return torch.stack([*of_owners])
+    return comm.gather([one.unsqueeze(0) for one in of_owners], 0, first.device)
+
+
+def _padded(part: Tensor, shape: torch.Size) -> Tensor:
+    """The part, filled up to this shape: what follows it is cut off later."""
+    if part.shape == shape:
+        return part
+    filled = part.new_zeros(shape)
+    filled[tuple(slice(size) for size in part.shape)].copy_(part)
+    return filled

@@ -19,10 +19,9 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from dataparallel import _torch
 from dataparallel.devices import DeviceLike, resolve
-from dataparallel.sharded import host_reads, in_backward, methods, operators
-from dataparallel.sharded.owners import Over, after_loading, over_of
+from dataparallel.sharded import host_reads, methods, operators
 from dataparallel.sharded.parts import copy_parts, empty_parts, join, move, split_into
-from dataparallel.sharded.placements import Division, Rows
+from dataparallel.sharded.placements import Division, Over, Rows, after_loading, over_of
 
 __all__ = ["ShardedTensor", "distributed_as", "divided_beside", "divided_like", "fill_parts", "is_divided_alike"]
 
@@ -151,7 +150,7 @@ class ShardedTensor(Tensor):
                     "the gradient of a sharded tensor came undivided from a backward with create_graph=True, and its "
                     "graph would be lost if it were divided: use torch.autograd.grad, which returns it as it is"
                 )
-            with torch.no_grad(), in_backward.ordered({shard.device for shard in self._shards}):
+            with torch.no_grad(), operators.ordered_in_backward({shard.device for shard in self._shards}):
                 divided = divided_like(gradient, self)
             _GRAD.__set__(self, divided)
             gradient = _GRAD.__get__(self)
@@ -322,7 +321,7 @@ def rebuild(
 ) -> ShardedTensor:
     """The tensor that was pickled. Files name this function, so it keeps its name and its arguments.
 
-    Where ``map_location`` has put the shards, and who the owners are then: ``owners.after_loading``.
+    Where ``map_location`` has put the shards, and who the owners are then: ``placements.after_loading``.
     """
     placement = Replicate() if dim is None else Shard(dim)
     places = [shard.device for shard in shards]

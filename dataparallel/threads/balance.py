@@ -5,42 +5,34 @@ costs are computed from all rounds (``threads.split_search``), and the next roun
 When nothing more is to be gained, that split and the one before the search are measured in turns, and the better one
 stays. It is checked later, after more and more calls. A slot gets no more samples than its device has memory for.
 
-The forms hold a `Balancer`, ask it before each call, and tell it how the call ended. ``parallel_apply`` measures. This
-file runs nothing and waits for nothing but its own lock, which is held for a few operations and for a search.
+The forms ask their `Balancer` before each call, and tell it how the call ended; ``parallel_apply`` measures.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from dataparallel.chunk_sizes import split_by_shares
 from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.devices import CPU
-from dataparallel.forks import in_forked_child
-from dataparallel.threads.free_memory import samples_that_fit, shares_by_memory
-from dataparallel.threads.slot_times import SlotTimes
+from dataparallel.threads.situations import LAST_CHECK, UNMEASURED, Chooser, lower_third
+from dataparallel.threads.slot_times import SlotTimes, samples_that_fit, shares_by_memory
 from dataparallel.threads.split_search import Cost, fit, predicted, search, within
 
 __all__ = ["BalancedCall", "Balancer"]
 
 log = logging.getLogger("dataparallel")
 
-SITUATIONS = 64  # how many situations a wrapper remembers, the most recently used ones
-UNMEASURED = 2  # first calls of a situation, which allocate workspaces and choose kernels
 SAMPLES = 3  # calls of a round
 ROUNDS = 4  # of one search, at most: with the calls that compare, 18 calls decide
 COMPARED = 2  # further calls with each of the two splits that are compared
 GAIN = 1.03  # a split has to be better by this ratio, or the one before the search stays
-FIRST_CHECK, LAST_CHECK = 100, 10_000  # calls until a choice is checked; the number doubles from the first to the last
+FIRST_CHECK = 100  # calls until a choice is checked the first time
 
 
 @dataclass
@@ -57,8 +49,7 @@ class _Round:
 
     def time(self) -> float:
         """Seconds of a call for each sample of its batch, of the lower third."""
-        times = sorted(span / sum(sizes) for sizes, _, span in self.calls)
-        return times[(len(times) - 1) // 3]
+        return lower_third(span / sum(sizes) for sizes, _, span in self.calls)
 
 
 class BalancedCall:
@@ -70,9 +61,9 @@ class BalancedCall:
         times: what measures the replicas, if this call is measured.
     """
 
-    def __init__(self, balancer: Balancer, situation: _Situation, size: Hashable, alone: bool) -> None:
+    def __init__(self, balancer: Balancer, situation: _Situation, size: Hashable) -> None:
         self._balancer, self._situation = balancer, situation
-        self.size, self.alone = size, alone
+        self.size, self.alone = size, True
         self.chunks: list[int] = []
         self.times: SlotTimes | None = None
         self.groups: Sequence[Hashable | None] | None = None
@@ -97,44 +88,21 @@ class BalancedCall:
         self.permits, self.groups = permits, groups
 
 
-_all: weakref.WeakSet[Balancer] = weakref.WeakSet()
-
-
-class Balancer:
-    """Chooses for one wrapper with a replica on each of ``slots``. Its calls may come from several threads.
-
-    Calls that overlap and calls that fail are not measured, nor are calls with fewer samples than slots. A copy of a
-    balancer, also an unpickled one, remembers nothing.
-    """
+class Balancer(Chooser["_Situation", "_Choice"]):
+    """Chooses the split for one wrapper. Calls with fewer samples than slots are not measured."""
 
     def __init__(self) -> None:
-        _all.add(self)
-        self._lock = threading.Lock()
-        self._situations: OrderedDict[Hashable, _Situation] = OrderedDict()
-        self._choices: OrderedDict[Hashable, _Choice] = OrderedDict()  # the last choice for each kind
+        super().__init__()
         self._last: _Situation | None = None
-        # Weak, so that a call counts as running no longer than it exists, also if Ctrl-C keeps it from being ended.
-        self._running: weakref.WeakSet[BalancedCall] = weakref.WeakSet()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Balancer, ()
 
     def begin(self, name: str, kind: Hashable, size: Hashable, slots: Sequence[torch.device]) -> BalancedCall:
         """The next call, of the module with this ``name``. `end` has to follow."""
         with self._lock:
             kind = (kind, tuple(slots))
-            situation = self._situations.get((kind, size))
-            if situation is None:
-                situation = self._situations[kind, size] = _Situation(name, kind, slots, self._choices.get(kind))
-                if len(self._situations) > SITUATIONS:
-                    self._situations.popitem(last=False)
-            self._situations.move_to_end((kind, size))
+            situation = self._situation(kind, size, lambda start: _Situation(name, kind, slots, start))
             self._last = situation
-            situation.calls += 1
-            call = BalancedCall(self, situation, size, alone=len(self._running) == 0)
-            for other in self._running:
-                other.alone = False
-            self._running.add(call)
+            call = BalancedCall(self, situation, size)
+            self._note_begin(call)
             return call
 
     def end(self, call: BalancedCall, failed: bool) -> None:
@@ -145,10 +113,7 @@ class Balancer:
             if failed or not call.alone:
                 return
             if times is not None and len(times.seconds) == len(call.chunks) and situation.note(call, times):
-                self._choices[situation.kind] = situation.choice
-                self._choices.move_to_end(situation.kind)
-                if len(self._choices) > SITUATIONS:
-                    self._choices.popitem(last=False)
+                self._note_choice(situation.kind, situation.choice)
 
     def next_sizes(self, total: int, slots: int) -> list[int]:
         """How the next call will probably split ``total`` samples: as the last one would."""
@@ -275,10 +240,3 @@ class _Situation:
             each,
             f"; slots {full} have memory for no more" if full else "",
         )
-
-
-@in_forked_child
-def _start_afresh_after_fork() -> None:
-    """Another thread may have held a lock, or changed a balancer, when the process was forked."""
-    for balancer in list(_all):
-        balancer.__init__()  # type: ignore[misc]

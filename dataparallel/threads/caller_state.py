@@ -1,8 +1,4 @@
-"""The settings of the thread that makes a call, read once and held around each of its replicas.
-
-``settings`` is the table of these settings. ``parallel_apply`` makes a `CallerState` for each call. Nobody waits here:
-the calling thread makes it, and the thread that runs a replica holds the values around it.
-"""
+"""The settings of the thread that makes a call (``settings``), read once and held around each of its replicas."""
 
 from __future__ import annotations
 

@@ -1,21 +1,19 @@
-"""Gangs: the tasks of one call, run by kept threads. ``parallel_apply`` gives the tasks their meaning.
+"""Gangs: the tasks of one call, run by kept threads (``pool``). ``parallel_apply`` gives the tasks their meaning.
 
-A *gang* is the tasks of one call. At most ``permits`` of its tasks run Python at a time, and they start in slot order.
-Tasks of one *group* never run at the same time. A gang has its own permits, so nested and concurrent calls do not take
-them from each other. Who waits for whom, and what wakes whom:
+At most ``permits`` tasks of a gang run Python at a time, and they start in slot order. Tasks of one *group* never run
+at the same time. Nested and concurrent calls have gangs of their own. Who waits for whom, and what wakes whom:
 
 - The thread that runs the gang waits until no task is left. The worker that ends the last task wakes it.
 - A task waits for a permit, and for the tasks of its group. The worker that ends a task starts the next ones.
-- A task that runs a nested gang waits for it, without a permit meanwhile but still in its group. Another task of its
-  gang can start in the meantime. It takes a permit again before it goes on.
-- A task that waits for others of its gang (``threads.meetings``) steps aside: it has no permit, and its group is free.
-  When the others have come, all go on in slot order, one of each group at a time.
+- A task that runs a nested gang waits for it, without a permit meanwhile but still in its group, and takes a permit
+  again before it goes on.
+- A task that waits for others of its gang (``meetings``) steps aside: it has no permit, and its group is free. When the
+  others have come, all go on in slot order, one of each group at a time.
 - So no worker waits for a worker that waits for it. Only tasks that wait for each other by their own means can need
   more permits than there are. If no task ends during ``stall_timeout``, the gang goes on without permits.
 
-Threads come from ``pool``, which keeps them by device. A worker that ends a task runs the next one itself, for another
-device too, because a handover to another thread costs a switch. So with as many permits as tasks each thread stays on
-its device, and with fewer a device meets at most as many threads of a gang as there are permits.
+A worker that ends a task runs the next one itself, for another device too, because a handover to another thread costs a
+switch.
 """
 
 from __future__ import annotations
@@ -30,51 +28,10 @@ from typing import Any
 from dataparallel.compiled.gate import gate
 from dataparallel.forks import in_forked_child
 from dataparallel.profiling import Replicas
-from dataparallel.threads import pool
-from dataparallel.threads.pool import Worker
+from dataparallel.threads import pool, waits
+from dataparallel.threads.waits import Outcome, Polls, Skipped, Turn
 
-__all__ = ["POLL_SECONDS", "Gang", "Outcome", "Skipped", "Turn", "current_gang"]
-
-
-POLL_SECONDS = 0.2
-"""A thread that waits for a gang wakes up this often, to see signals and stalls."""
-
-
-class Skipped(Exception):
-    """The error of a task that was not started, because an earlier slot had failed or Ctrl-C was pressed."""
-
-
-class Outcome:
-    """The result of one task: ``error`` if it is not ``None``, else ``value``."""
-
-    __slots__ = ("error", "value")
-
-    def __init__(self) -> None:
-        self.value: Any = None
-        self.error: BaseException | None = None
-
-    def clear(self) -> None:
-        """Called when the call raises. It breaks the cycle of the error, its frames, and the outcome that they hold."""
-        self.value = self.error = None
-
-
-class Turn:
-    """What a task waits for until it may go on. It is given once."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        # A lock, not an event: Ctrl-C inside ``Event.wait`` can turn into a RuntimeError of Python's own.
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def give(self) -> None:
-        """Lets the task go on."""
-        self._lock.release()
-
-    def wait(self, seconds: float = -1) -> bool:
-        """Waits for so many seconds at most, or without end. Returns true once the task may go on."""
-        return self._lock.acquire(timeout=seconds)
+__all__ = ["Gang", "current_gang"]
 
 
 class _CurrentTask(threading.local):
@@ -88,7 +45,7 @@ _current = _CurrentTask()
 
 
 def current_gang() -> Gang | None:
-    """The gang whose task the calling thread runs."""
+    """The gang whose task this thread runs."""
     return _current.gang
 
 
@@ -98,22 +55,19 @@ class Gang:
     Args:
         tasks: one callable without arguments for each slot.
         permits: how many tasks may run Python at a time, at least 1.
-        groups: a key for each slot. Tasks of one group never run at the same time; a task with ``None`` has no group.
+        groups: for each slot its group's key; a task with ``None`` has no group.
         stall_timeout: after so many seconds without a task ending, waiting tasks need no permit. ``None``: never.
-        devices: for each slot the device, or another key, whose threads should run the task.
-        outer: the gang whose task the waiting thread runs. Default: `current_gang` of the thread that makes this gang.
+        devices: for each slot the device, or another key, whose threads run the task.
+        outer: the gang whose task the waiting thread runs. Default: that of the thread that makes this gang.
         watch: is told when a task gets its permit, if anybody records that.
 
-    Attributes:
-        stalled: true once ``stall_timeout`` has run out.
-
-    A task is in ``_waiting``, then in ``_running``. While it waits for a nested call it is in ``_paused``, and then in
-    ``_resuming`` until it has a permit again. One that waits for other tasks is in ``_aside``, and then in
-    ``_returning`` until it has a permit and its group is free. The gang is over when no task is in any of them.
+    A task is in ``_waiting``, then in ``_running``. While it waits for a nested call it is in ``_paused``, then in
+    ``_resuming`` until it has a permit again. One that waits for other tasks is in ``_aside``, then in ``_returning``
+    until it has a permit and its group is free. The gang is over when no task is in any of them.
 
     Ctrl-C may come in the waiting thread between any two steps. So only workers write these fields, with ``_lock``
-    held. The waiting thread sets flags, and then starts a worker that reads them. It takes the lock itself only after
-    the first Ctrl-C; the second one abandons the gang in whatever state it is.
+    held. The waiting thread sets flags, and starts a worker that reads them. It takes the lock itself only after the
+    first Ctrl-C; the second one abandons the gang in whatever state it is.
     """
 
     def __init__(
@@ -135,7 +89,7 @@ class Gang:
         self._stall_timeout = stall_timeout
         self._outer = current_gang() if outer is None else outer
         self._watch = watch
-        self.stalled = False
+        self.stalled = False  # ``stall_timeout`` has run out
         self._outcomes = [Outcome() for _ in self._tasks]
         self._lock = threading.Lock()
         self._waiting = list(range(len(self._tasks)))
@@ -150,9 +104,7 @@ class Gang:
         self._left: set[int] = set()  # what it has run
         self._has_failed = False
         self._is_over = False
-        # A lock, not an event: Ctrl-C inside ``Event.wait`` can turn into a RuntimeError of Python's own.
-        self._over = threading.Lock()
-        self._over.acquire()
+        self._over = Turn()  # of the thread that waits
 
     @property
     def is_stopped(self) -> bool:
@@ -163,18 +115,14 @@ class Gang:
         """Runs the tasks and returns when all have ended.
 
         Once a task has failed, tasks of higher slots that have not started are skipped. After an exception in the
-        waiting thread (``KeyboardInterrupt``) no further task starts, in nested gangs neither. The exception is raised
-        when the running tasks have ended. A second one is raised at once, and abandons the running tasks. If a running
-        task waits by its own means for one that has not started, only the second one ends the call.
+        waiting thread (``KeyboardInterrupt``) no further task starts, in nested gangs neither, and it is raised when
+        the running tasks have ended. A second one is raised at once, and abandons them: only that ends a call in which
+        a running task waits by its own means for one that has not started.
         """
         return self._run([self._send_worker, self._wait])
 
     def begin(self) -> None:
-        """The first half of `run`. Any thread may call it, and it returns at once. `finish` or `cancel` has to follow.
-
-        Raises:
-            RuntimeError: the system has no thread for the first task.
-        """
+        """The first half of `run`, in any thread. Raises ``RuntimeError`` if the system has no thread for it."""
         if self._tasks:
             self._send_worker()
 
@@ -183,7 +131,7 @@ class Gang:
         return self._run([self._wait])
 
     def cancel(self) -> list[Outcome]:
-        """`finish`, as after a Ctrl-C in `run`: the first one waits for running tasks, the second one does not."""
+        """`finish` as after a Ctrl-C in `run`: the first waits for running tasks, the second does not."""
         return [] if self._stopped else self._run([self._stop, self._wait])
 
     def _run(self, steps: Sequence[Callable[[], None]]) -> list[Outcome]:
@@ -211,54 +159,43 @@ class Gang:
         return self._take_outcomes()
 
     def _take_outcomes(self) -> list[Outcome]:
-        """The outcomes. A worker may refer to the gang for a moment longer, but the gang holds nothing of the call."""
+        """A worker may refer to the gang for a moment longer, but the gang holds nothing of the call."""
         outcomes, self._outcomes, self._tasks = self._outcomes, [], []
         return outcomes
 
     def _send_worker(self) -> None:
         """Starts a thread, one of the first task's device, that runs the tasks that may start, if any."""
-        first = (self._waiting[:1] or [0])[0]
-        pool.start(partial(self._work, None), self._devices[first])
+        pool.start(partial(self._work, None), self._devices[next(iter(self._waiting), 0)])
 
     def _wait(self) -> None:
-        steps, polls = self._steps, 0
+        polls = Polls(self._steps)
         while not self._is_over:
             # Python handles a signal that arrives just before this wait only after it, so the wait is short.
-            self._over.acquire(timeout=POLL_SECONDS)
+            self._over.wait(waits.POLL_SECONDS)
             if self._stall_timeout is None or self.stalled:
                 continue
-            # Polls are counted, not seconds, because time in which the whole process was stopped does not count. Nor
-            # does time in which replicas wait for one that compiles.
-            waits = (self._waiting or self._resuming or self._returning) and not gate.is_taken
-            polls = polls + 1 if self._steps == steps and waits else 0
-            steps = self._steps
-            if polls * POLL_SECONDS >= self._stall_timeout:
+            is_anyone_waiting = bool(self._waiting or self._resuming or self._returning)
+            if polls.seconds(self._steps, is_anyone_waiting) >= self._stall_timeout:
                 self.stalled = True
                 self._send_worker()
 
     def _stop(self) -> None:
-        """Skips all tasks that have not started, and wakes those that wait for others.
-
-        Nested gangs do so when their next task ends or steps aside.
-        """
+        """Skips tasks that have not started, and wakes those that wait for others. Nested gangs do so a step later."""
         self._stopped = True
         with self._lock:
             self._admit()
             self._wake_if_over()
 
-    def _work(self, slot: int | None, worker: Worker) -> None:
-        """Called by a worker: runs the task of ``slot``, then other tasks as long as some may start.
-
-        ``None`` begins with any task that may start.
-        """
+    def _work(self, slot: int | None, worker: pool.Worker) -> None:
+        """In a worker: runs the task of ``slot``, or else any that may start, then others as long as some may start."""
         slots = self._next(None, worker) if slot is None else [slot]
         while slots:
             self._start(slots[1:])
             self._call(slots[0])
             slots = self._next(slots[0], worker)
 
-    def _next(self, ended: int | None, worker: Worker) -> list[int]:
-        """Notes that a task has ended. Returns the tasks that the worker starts, or releases it if there are none."""
+    def _next(self, ended: int | None, worker: pool.Worker) -> list[int]:
+        """Returns the tasks that the worker starts after one has ended, or releases it if there are none."""
         with self._lock:
             if ended is not None:
                 self._note_ended(ended)
@@ -297,7 +234,6 @@ class Gang:
         return slots
 
     def _start(self, slots: list[int]) -> None:
-        """Starts a thread for each of ``slots``."""
         slots = [*slots]
         while slots:
             slot = slots.pop(0)
@@ -314,15 +250,11 @@ class Gang:
         outcome, task = self._outcomes[slot], self._tasks[slot]
         assert task is not None
         _current.gang, _current.slot = self, slot
-        try:
-            outcome.value = task()
-        except BaseException as error:
-            # From here on the traceback begins in the task.
-            outcome.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        outcome.fill(task)
         _current.gang = None
 
     def _note_ended(self, slot: int) -> None:
-        """Notes that a task has ended, and skips higher ones if it failed. Called with the lock held."""
+        """Notes that a task has ended, and skips higher ones if it failed. Needs the lock."""
         self._steps += 1
         for state in (self._aside, self._returning):  # Ctrl-C has ended its wait
             state.pop(slot, None)
@@ -338,11 +270,11 @@ class Gang:
             self._outcomes[slot].error = Skipped()
 
     def _wake_if_over(self) -> None:
-        """Wakes the waiting thread once no task is left. Called with the lock held."""
+        """Wakes the waiting thread once no task is left. Needs the lock."""
         states = (self._waiting, self._running, self._paused, self._resuming, self._aside, self._returning)
         if not (self._is_over or self._is_joined or any(states)):
             self._is_over = True
-            self._over.release()
+            self._over.give()
 
     def _pause(self, slot: int) -> None:
         """Gives back the permit of ``slot``, whose task begins to wait for a nested gang. Its group stays busy."""
@@ -354,7 +286,6 @@ class Gang:
         self._start(slots)
 
     def _resume(self, slot: int) -> None:
-        """Waits until ``slot`` has a permit again."""
         turn = Turn()
         with self._lock:
             self._paused.discard(slot)
@@ -390,21 +321,17 @@ class Gang:
         self._start(starting)
 
     def _let_return(self, slots: Sequence[int]) -> None:
-        """Called with the lock held."""
         for slot in slots:
             if slot in self._aside:
                 self._returning[slot] = self._aside.pop(slot)
 
     def join(self, waiting: Sequence[int], running: Sequence[int]) -> None:
-        """Before `begin`: only ``waiting`` are left for workers. The calling thread runs ``running`` itself.
-
-        The gang is not over before the calling thread calls `leave`.
-        """
+        """Before `begin`: the calling thread runs ``running`` itself. The gang is not over before it calls `leave`."""
         self._waiting, self._is_joined = [*waiting], True
         self._running.update(running)
 
     def leave(self, slot: int | None, failed: bool) -> None:
-        """The task of ``slot``, the last one that the calling thread has run, has ended. ``None``: it ran none."""
+        """The calling thread's last task, that of ``slot``, has ended. ``None``: it ran none."""
         with self._lock:
             self._is_joined = False
             if slot is not None and slot not in self._left:

@@ -1,15 +1,11 @@
 """The tasks of one call, one after the other in the calling thread. ``parallel_apply`` gives the tasks their meaning.
 
-If one replica runs at a time, a worker thread has no use, and it costs a handover and a second set of intra-op threads.
-That set and the caller's slow each other down even after the call. So here the calling thread runs on every device,
-with the handles that libraries keep for each pair of thread and device.
+If one replica runs at a time, a worker thread costs a handover and a second set of intra-op threads, which slows the
+caller's down even after the call. If a task comes to a meeting, all that have not started are handed to a `Gang` of
+workers with one permit: the calling thread's task is one of its tasks, and they still take turns.
 
-Tasks that wait for each other cannot run in this order. If one comes to a meeting, all that have not started are handed
-to a `Gang` of workers, which has one permit: the calling thread's task is one of its tasks, and they still take turns.
-
-Tasks that wait for each other by their own means, which nobody sees, would hang. So with ``stall_timeout`` a *watcher*,
-one thread for the process, looks at these calls now and then, and hands over all tasks that have not started. Then all
-may run at a time. The calling thread waits for that gang after its own task; a new call wakes the watcher if it sleeps.
+Tasks that wait for each other by their own means would hang. So with ``stall_timeout`` a *watcher*, one thread for the
+process, looks at these calls now and then, and hands over all tasks that have not started. Then all may run at a time.
 """
 
 from __future__ import annotations
@@ -22,11 +18,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from dataparallel.compiled.gate import gate
 from dataparallel.forks import in_forked_child
 from dataparallel.profiling import Replicas
-from dataparallel.threads import gang, pool
-from dataparallel.threads.gang import Gang, Outcome, Skipped, Turn
+from dataparallel.threads import gang, pool, waits
+from dataparallel.threads.gang import Gang
+from dataparallel.threads.waits import Outcome, Polls, Skipped, Turn
 
 __all__ = ["SerialTasks"]
 
@@ -70,7 +66,7 @@ class SerialTasks:
         self._lock = threading.Lock()
         self._handed_over: tuple[list[int], Gang] | None = None
         self._slot: int | None = None  # of the last task that the calling thread has begun
-        self._polls, self._seen = 0, -1  # of the watcher, which has not seen this call yet
+        self._polls = Polls(-1)  # of the watcher, which has not seen this call yet
 
     def run(self) -> list[Outcome]:
         """Runs the tasks and returns when all have ended.
@@ -105,11 +101,8 @@ class SerialTasks:
                 continue
             if self._watch is not None:
                 self._watch.admitted(slot)
-            try:
-                outcome.value = task()
-            except BaseException as error:
-                # From here on the traceback begins in the task.
-                outcome.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+            outcome.fill(task)
+            if outcome.error is not None:
                 for skipped in self._take_waiting():
                     self._outcomes[skipped].error = Skipped()
 
@@ -132,24 +125,22 @@ class SerialTasks:
 
         If it comes meanwhile, the step may be done later, or never if there is no worker for it yet.
         """
-        results: list[Turn | BaseException | None] = []
-        done = Turn()
+        outcome, done = Outcome(), Turn()
 
         def job(worker: pool.Worker) -> None:
-            try:
-                results.append(step())
-            except BaseException as error:
-                results.append(error)
+            outcome.fill(step)
             pool.release(worker)
             done.give()
 
         pool.start(job, self._devices[0])
-        while not done.wait(gang.POLL_SECONDS):
+        while not done.wait(waits.POLL_SECONDS):
             pass
-        result = results.pop()
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        try:
+            if outcome.error is not None:
+                raise outcome.error
+            return outcome.value
+        finally:
+            outcome.clear()
 
     def _take_waiting(self) -> Iterator[int]:
         """Takes slots that have not started, one by one. Each slot is taken by one thread only."""
@@ -183,13 +174,10 @@ class SerialTasks:
         return self._handed_over
 
     def poll(self) -> None:
-        """Called by the watcher every `dataparallel.threads.gang.POLL_SECONDS` seconds."""
-        waiting = len(self._waiting)
-        # Polls are counted, not seconds, because time in which the whole process was stopped does not count. Nor does
-        # time in which a task compiles.
-        self._polls = self._polls + 1 if waiting and waiting == self._seen and not gate.is_taken else 0
-        self._seen = waiting
-        if self._stall_timeout is not None and self._polls * gang.POLL_SECONDS >= self._stall_timeout:
+        """Called by the watcher every `dataparallel.threads.waits.POLL_SECONDS` seconds."""
+        left = len(self._waiting)
+        idle = self._polls.seconds(left, waits=left > 0)
+        if self._stall_timeout is not None and idle >= self._stall_timeout:
             with self._lock:
                 slots, outcomes = [*self._take_waiting()], self._outcomes
                 if not slots or not outcomes:  # the call is over, perhaps by a second Ctrl-C
@@ -249,7 +237,7 @@ class _Watcher:
                     if call is not None:
                         call.poll()
                     del call  # otherwise the last one would live until the next poll
-                time.sleep(gang.POLL_SECONDS)
+                time.sleep(waits.POLL_SECONDS)
             self._is_asleep = True
             if not self._calls:  # read only after `add` can see that the watcher sleeps
                 self._wake.wait()

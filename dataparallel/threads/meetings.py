@@ -1,18 +1,16 @@
 """Meetings: where the replicas of one call wait for each other inside ``forward``.
 
-``parallel_apply`` makes a `Meeting` for each call and runs each replica at its `Place`. ``peers`` asks for the place of
-the running replica and meets the others there. This file moves no tensors. Who waits for whom, and what wakes whom:
+A call has one `Meeting`, and runs each replica at its `Place` there. No tensors move here. Who waits for whom, and what
+wakes whom:
 
-- A replica that comes to a meeting waits until all replicas have come. The last one does what they came for, and wakes
-  the others. It holds no lock meanwhile.
+- A replica that comes to a meeting waits until all replicas have come. The last one does what they came for, without a
+  lock, and wakes the others.
 - Who waits has no permit, and other replicas of its group may run. So replicas that take turns meet too. After the
   meeting all go on in slot order, as permits and groups allow: see `gang.Gang.step_aside`.
 - A replica that raises an error wakes those that wait. They raise `WokenUp`, which is never reported in place of that
-  error. So does a replica that comes afterwards.
+  error. So does a replica that comes afterwards. Ctrl-C wakes those that wait too.
 - Once every replica has come or has returned, it is certain whether they agree. If they do not, or if one has returned,
-  all that wait raise an error that says what each one waits for.
-- Ctrl-C wakes those that wait: see `gang.Gang`.
-- After a time limit the error says who has not come.
+  or after a time limit, all that wait raise an error that says what each one waits for, and who has not come.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.compiled.gate import gate
-from dataparallel.threads.gang import POLL_SECONDS, Turn
 from dataparallel.threads.slot_times import waiting
+from dataparallel.threads.waits import POLL_SECONDS, Turn
 
 __all__ = ["LIMIT_VARIABLE", "Meeting", "Place", "Turns", "WokenUp", "here", "is_wake_up", "set_time_limit"]
 
@@ -148,18 +146,8 @@ class Meeting:
     Each is written with ``_lock`` held.
     """
 
-    __slots__ = (
-        "_failed",
-        "_is_complete",
-        "_lock",
-        "_returned",
-        "_visits",
-        "devices",
-        "hooks",
-        "machines",
-        "records",
-        "turns",
-    )
+    __slots__ = ("_failed", "_is_complete", "_lock", "_returned", "_visits", "devices", "hooks", "machines", "records",
+                 "turns")  # fmt: skip
 
     def __init__(self, devices: Sequence[torch.device], machines: Any = None) -> None:
         self.devices = tuple(devices)
@@ -217,7 +205,7 @@ class Meeting:
         return visit.result
 
     def _do(self, index: int, values: list[Any], together: Callable[[list[Any]], Sequence[Any]]) -> None:
-        """Does what all have come for, in the thread of the last one. The others wait until this has ended."""
+        """Does what all have come for, in the thread of the last one."""
         try:
             results = together(values)
             if len(results) != len(values):
@@ -271,7 +259,6 @@ class Meeting:
             return turns.step_aside(index, [*visits, index])
 
     def _end(self, index: int, failure: str | None) -> None:
-        """Notes that a forward has ended. Those that wait learn of it."""
         with self._lock:
             self._returned.add(index)
             if failure is not None and self._failed is None:

@@ -4,22 +4,17 @@ Launch-bound models are fastest with one or two permits, compute-bound models wi
 queues. A model that waits inside ``forward`` needs one permit for each slot. So the first calls of each *situation*
 (modes, size of the inputs) try the numbers 1, 2, 4, ..., and later calls use the best one. Results do not depend on it.
 
-``DataParallel`` and the composable forms hold a `PermitChooser`. ``parallel_apply`` asks it before each call, and tells
-it afterwards how long the call took. On accelerators a call returns before its kernels have run. So a call that is
-measured is enclosed by marks on its streams, and their times are read in a later call, when the devices have come to
-them. Until then nothing else is measured for its situation. The time is that from when the devices have done what came
-before: a host that is ahead of them costs nothing.
-
-This room runs nothing itself. It waits for nothing but its own lock, which is held for a few operations.
+``parallel_apply`` asks a `PermitChooser` before each call, and tells it afterwards how long the call took. On
+accelerators a call returns before its kernels have run. So a call that is measured is enclosed by marks on its streams,
+whose times are read in a later call, when the devices have come to them. Until then nothing else of its situation is
+measured. Time begins when the devices have done what came before: a host that is ahead of them costs nothing.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import threading
-import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -30,22 +25,20 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.devices import CPU
-from dataparallel.forks import in_forked_child
 from dataparallel.streams.current import DeviceClock, Marks
 from dataparallel.structures import tensors_in
+from dataparallel.threads.situations import LAST_CHECK, UNMEASURED, Chooser, lower_third
 
 __all__ = ["CallPermits", "PermitChooser", "kind_of_call", "size_of"]
 
-SITUATIONS = 64  # how many situations a wrapper remembers, the most recently used ones
 TENSORS, VALUES = 8, 64  # how many of a replica's inputs tell the size
-UNMEASURED = 2  # first calls of a situation, which allocate workspaces and choose kernels
 
 SAMPLES = 6  # how many times a number is measured that may be the best
 MAY_WIN = (1.8, 1.3, 1.1)  # a number that takes longer than this times the best is out, after 1, 2 and more samples
 HOPELESS = 2.5  # if a number takes this many times as long as the best, smaller numbers are not tried at first
 TIE = 1.03  # of times within this ratio the smallest number is chosen: it needs fewer threads and less memory at once
 
-FIRST_CHECK, LAST_CHECK = 200, 10_000  # calls until a choice is checked; the number doubles from the first to the last
+FIRST_CHECK = 200  # calls until a choice is checked the first time
 
 STALL_TIMEOUT = 1.0  # seconds without a replica ending until waiting replicas need no permit, at least
 STALL_CALLS = 5.0  # the same in durations of a whole call
@@ -60,36 +53,21 @@ class CallPermits:
 
     __slots__ = ("__weakref__", "alone", "kind", "measured", "permits", "situation", "stall_timeout")
 
-    def __init__(self, kind: Hashable, situation: _Situation, permits: int, measured: bool, alone: bool) -> None:
-        self.kind, self.situation = kind, situation
-        self.permits, self.measured, self.alone = permits, measured, alone
-        self.stall_timeout = situation.stall_timeout() if permits < situation.ladder[-1] else None
+    def __init__(self, kind: Hashable, situation: _Situation) -> None:
+        self.kind, self.situation, self.alone = kind, situation, True
+        self.permits, self.measured = situation.number, False
+        self.stall_timeout: float | None = None
 
 
-_all: weakref.WeakSet[PermitChooser] = weakref.WeakSet()
-
-
-class PermitChooser:
-    """Chooses for one wrapper, whose calls may come from several threads.
-
-    Calls that overlap and calls that fail are not measured: their times say nothing. A copy of a chooser, also an
-    unpickled one, remembers nothing.
-    """
+class PermitChooser(Chooser["_Situation", int]):
+    """Chooses how many replicas run at a time, for one wrapper."""
 
     def __init__(self) -> None:
-        _all.add(self)
-        self._lock = threading.Lock()
-        self._situations: OrderedDict[Hashable, _Situation] = OrderedDict()
-        self._choices: OrderedDict[Hashable, int] = OrderedDict()  # the last choice for each kind
-        # Weak, so that a call counts as running no longer than it exists, also if Ctrl-C keeps it from being ended.
-        self._running: weakref.WeakSet[CallPermits] = weakref.WeakSet()
+        super().__init__()
         self._wait_for_each_other: set[int] = set()  # numbers of replicas that had to run at the same time
         self.largest = 1  # the largest number of replicas that could run at a time
         self._late: deque[tuple[CallPermits, Marks, Marks]] = deque()  # measured calls whose times have to be read
         self._clock = DeviceClock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PermitChooser, ()
 
     def begin(
         self, kind: Hashable, size: Hashable, at_once: int, first_in_turn: bool = False, fixed: bool = False
@@ -107,19 +85,17 @@ class PermitChooser:
             self.largest = max(self.largest, at_once)
             self._read_late()
             kind = (kind, at_once)
-            situation = self._situation(kind, size, at_once)
-            alone = len(self._running) == 0
+            situation = self._situation(kind, size, lambda start: _Situation(_ladder(at_once), start))
+            call = CallPermits(kind, situation)
+            self._note_begin(call)
             if at_once in self._wait_for_each_other:
-                call = CallPermits(kind, situation, at_once, False, alone)
+                call.permits = at_once
             elif first_in_turn and situation.calls == 1:
-                call = CallPermits(kind, situation, 1, False, alone)
-            else:
-                number = situation.next_to_measure() if alone and not fixed else None
-                measured = number is not None
-                call = CallPermits(kind, situation, situation.number if number is None else number, measured, alone)
-            for other in self._running:
-                other.alone = False
-            self._running.add(call)
+                call.permits = 1
+            elif call.alone and not fixed and (number := situation.next_to_measure()) is not None:
+                call.permits, call.measured = number, True
+            if call.permits < at_once:
+                call.stall_timeout = situation.stall_timeout()
             return call
 
     def marks(self, call: CallPermits, streams: Sequence[torch.Stream]) -> Marks:
@@ -162,35 +138,11 @@ class PermitChooser:
 
     def _note(self, call: CallPermits, seconds: float) -> None:
         if call.situation.note(call.permits, seconds):
-            self._choices[call.kind] = call.situation.number
-            self._choices.move_to_end(call.kind)
-            if len(self._choices) > SITUATIONS:
-                self._choices.popitem(last=False)
-
-    def _situation(self, kind: Hashable, size: Hashable, at_once: int) -> _Situation:
-        situation = self._situations.get((kind, size))
-        if situation is None:
-            situation = self._situations[kind, size] = _Situation(_ladder(at_once), self._choices.get(kind))
-            if len(self._situations) > SITUATIONS:
-                self._situations.popitem(last=False)
-        self._situations.move_to_end((kind, size))
-        situation.calls += 1
-        return situation
-
-
-@in_forked_child
-def _start_afresh_after_fork() -> None:
-    """Another thread may have held a lock, or changed a chooser, when the process was forked."""
-    for chooser in list(_all):
-        chooser.__init__()  # type: ignore[misc]
+            self._note_choice(call.kind, call.situation.number)
 
 
 class _Situation:
-    """The times of calls that are alike, and the choice that follows from them.
-
-    The lower third of a number's times counts: other load makes calls longer, never shorter. The shortest time would
-    favour the larger numbers, because the times of threads that compete for Python vary more.
-    """
+    """The times of calls that are alike, and the choice that follows from them."""
 
     def __init__(self, ladder: tuple[int, ...], start: int | None) -> None:
         self.ladder = ladder
@@ -266,8 +218,7 @@ class _Situation:
         return min(self._times, key=self._time)
 
     def _time(self, number: int) -> float:
-        times = sorted(self._times[number])
-        return times[(len(times) - 1) // 3]
+        return lower_third(self._times[number])
 
 
 @lru_cache

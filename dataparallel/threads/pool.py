@@ -1,11 +1,8 @@
-"""Threads that are kept between calls, by device. ``gang`` starts its tasks in them.
+"""Threads that are kept between calls, by device or any other key.
 
-The threads belong to the process. A job takes an idle thread of its device, and if there is none a new one is made, so
-no job waits for another. cuBLAS and cuDNN keep handles and memory for each pair of thread and device until the thread
-ends. So a job never gets an idle thread of another device, as long as the system has threads. Each device has as many
-threads as its jobs have needed at a time. Instead of a device any other key will do.
-
-An idle thread waits for its queue until `start` wakes it. A job itself calls `release` when its thread is idle again.
+A job takes an idle thread of its device, and if there is none a new one is made, so no job waits for another. cuBLAS
+and cuDNN keep handles and memory for each pair of thread and device until the thread ends, so a job never gets a thread
+of another device, as long as the system has threads. A job itself calls `release` when its thread is idle again.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ __all__ = ["Job", "Worker", "note_use", "release", "start"]
 
 
 class Worker(threading.Thread):
-    """A kept thread. It runs one job after the other."""
+    """A kept thread."""
 
     def __init__(self, number: int, device: Hashable) -> None:
         super().__init__(name=f"dataparallel-worker-{number}", daemon=True)
@@ -91,7 +88,6 @@ def note_use() -> None:
 
 
 def _take(device: Hashable) -> Worker | None:
-    """The thread of ``device`` that became idle last, if any."""
     try:
         return _idle[device].pop()
     except LookupError:

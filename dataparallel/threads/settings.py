@@ -1,25 +1,22 @@
 """The table of the caller's settings that replicas see.
 
-Much of what torch calls a setting belongs to a thread. A replica runs in another thread and should not notice, so this
-table has a row for each setting: *carried* ones are the same in replicas, *translated* ones depend on the slot,
-*refused* ones cannot be extended to other threads. Settings of the process, such as the default dtype, anomaly mode and
-cuDNN's switches, need no row.
-
-``holding`` has the functions that read and set each setting. ``caller_state`` reads the table in the calling thread,
-and holds its values around each replica. ``stages`` refuses calls by it.
+Much of what torch calls a setting belongs to a thread, and a replica that runs in another one should not notice:
+*carried* settings are the same in replicas, *translated* ones depend on the slot, *refused* ones cannot be extended to
+other threads. Settings of the process need no row. ``caller_state`` reads the table and holds its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
 from dataparallel import _torch
 from dataparallel.devices import current_device_set
 from dataparallel.streams.current import current_streams
-from dataparallel.threads import holding
-from dataparallel.threads.holding import Setting, entered, switch
 
 __all__ = [
     "CARRIED",
@@ -33,19 +30,191 @@ __all__ = [
 
 INTRA_OP_THREADS = "intra-op threads"
 
+Slots: TypeAlias = Sequence[torch.device]
+End: TypeAlias = "Callable[[], object] | None"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table.
+
+    Attributes:
+        name: the setting's name.
+        read: ``read(slots)`` returns the value in the calling thread.
+        hold: ``hold(value, slots, device)`` sets the value in the thread of the replica on ``device``. It returns the
+            function that ends it, or ``None`` if nothing has to be ended.
+        restore: ``restore(value)`` sets the value in the calling thread again, where a replica may have changed it.
+        one_at_a_time: true if replicas must not use the value at the same time, because it is an object with a state.
+    """
+
+    name: str
+    read: Callable[[Slots], Any]
+    hold: Callable[[Any, Slots, torch.device], End]
+    restore: Callable[[Any], object] | None = None
+    one_at_a_time: bool = False
+
+
+def _switch(name: str, get: Callable[[], Any], set_: Callable[[Any], Any]) -> Setting:
+    """The row of a setting that is one value with a getter and a setter."""
+
+    def hold(value: Any, slots: Slots, device: torch.device) -> End:
+        before = get()
+        if before == value:
+            return None
+        set_(value)
+        return lambda: set_(before)
+
+    def restore(value: Any) -> None:
+        if get() != value:
+            set_(value)
+
+    return Setting(name, lambda slots: get(), hold, restore)
+
+
+def _entered(context: AbstractContextManager[Any]) -> End:
+    """Enters ``context``; the result leaves it."""
+    context.__enter__()
+    return lambda: context.__exit__(None, None, None)
+
+
+def _hold_inference_mode(value: bool, slots: Slots, device: torch.device) -> End:
+    return None if value == torch.is_inference_mode_enabled() else _entered(torch.inference_mode(value))
+
+
+# The cache's _switch, and for each type of device the name, the switch and the dtype.
+_Autocast: TypeAlias = tuple[bool, list[tuple[str, bool, torch.dtype]]]
+
+
+def _read_autocast(slots: Slots) -> _Autocast:
+    return torch.is_autocast_cache_enabled(), [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in _torch.autocast_device_types()
+    ]
+
+
+def _set_autocast(value: _Autocast) -> None:
+    cache, per_type = value
+    torch.set_autocast_cache_enabled(cache)
+    for kind, enabled, dtype in per_type:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+def _restore_autocast(value: _Autocast) -> None:
+    if _read_autocast(()) != value:
+        _set_autocast(value)
+
+
+def _hold_autocast(value: _Autocast, slots: Slots, device: torch.device) -> End:
+    before = _read_autocast(slots)
+    if before == value:
+        return None
+    _set_autocast(value)
+    # torch caches casts of weights until the thread's outermost autocast ends. This makes the replica the outermost.
+    torch.autocast_increment_nesting()
+
+    def end() -> None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        _set_autocast(before)
+
+    return end
+
+
+def _read_function_modes(slots: Slots) -> list[Any]:
+    return [mode for mode in _torch.function_modes() if not _torch.is_device_context(mode)]
+
+
+def _hold_function_modes(modes: Sequence[Any], slots: Slots, device: torch.device) -> End:
+    for mode in modes:
+        _torch.push_function_mode(mode)
+    return lambda: [_torch.pop_function_mode() for _ in modes]
+
+
+def _read_dispatch_modes(slots: Slots) -> list[Any]:
+    return _torch.dispatch_modes()
+
+
+def _hold_dispatch_modes(modes: Sequence[Any], slots: Slots, device: torch.device) -> End:
+    return _torch.push_dispatch_modes(modes)
+
+
+def _read_torch_function(slots: Slots) -> str:
+    if _torch.is_torch_function_all_disabled():
+        return "disabled"
+    return "enabled" if _torch.is_torch_function_enabled() else "disabled for subclasses"
+
+
+def _hold_torch_function(value: str, slots: Slots, device: torch.device) -> End:
+    if value == _read_torch_function(slots):
+        return None
+    return _entered(_torch.DisableTorchFunction() if value == "disabled" else _torch.DisableTorchFunctionSubclass())
+
+
+def _read_saved_tensor_hooks(slots: Slots) -> tuple[Any, str | None]:
+    # torch calls the innermost pair of hooks only, so only that pair is carried.
+    return _torch.top_saved_tensors_hooks(True), _torch.why_saved_tensors_hooks_are_disabled()
+
+
+def _hold_saved_tensor_hooks(value: tuple[Any, str | None], slots: Slots, device: torch.device) -> End:
+    hooks, why_disabled = value
+    if hooks is not None:
+        _torch.push_saved_tensors_hooks(*hooks)
+    if why_disabled is not None:
+        _torch.disable_saved_tensors_hooks(why_disabled)
+
+    def end() -> None:
+        if why_disabled is not None:
+            _torch.enable_saved_tensors_hooks()
+        if hooks is not None:
+            _torch.pop_saved_tensors_hooks()
+
+    return end
+
+
+def _set_threads(value: int) -> None:
+    if torch.get_num_threads() != value:
+        torch.set_num_threads(value)
+
+
+def _hold_threads(value: int, slots: Slots, device: torch.device) -> End:
+    _set_threads(value)
+    return None  # not ended: each call sets the worker's number again
+
+
+def _read_default_device(slots: Slots) -> torch.device | None:
+    return next((m.device for m in reversed(_torch.function_modes()) if _torch.is_device_context(m)), None)
+
+
+def _hold_default_device(value: torch.device | None, slots: Slots, device: torch.device) -> End:
+    if value is None:
+        return None
+    # A default device without an index means the current device, which is the slot's already.
+    return _hold_function_modes([_torch.DeviceContext(device if value == slots[0] else value)], slots, device)
+
+
+def _hold_stream(value: dict[torch.device, torch.Stream], slots: Slots, device: torch.device) -> End:
+    if device not in value:
+        return None
+    # Set, not entered: the stream object stores the stream that it was entered over, and replicas would share it.
+    before = torch.accelerator.current_stream(device)
+    torch.accelerator.set_stream(value[device])
+    return lambda: torch.accelerator.set_stream(before)
+
+
 CARRIED: tuple[Setting, ...] = (
     # Inference mode changes grad mode, so it comes first.
-    Setting("inference mode", lambda slots: torch.is_inference_mode_enabled(), holding.hold_inference_mode),
-    switch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    switch("forward-mode gradients", _torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),
-    switch("multithreaded backward", _torch.is_multithreading_enabled, _torch.set_multithreading_enabled),
-    switch("view replay", _torch.is_view_replay_enabled, _torch.set_view_replay_enabled),
-    Setting("autocast", holding.read_autocast, holding.hold_autocast, holding.restore_autocast),
-    Setting("torch function", holding.read_torch_function, holding.hold_torch_function),
-    Setting("torch function modes", holding.read_function_modes, holding.hold_function_modes, one_at_a_time=True),
-    Setting("torch dispatch modes", holding.read_dispatch_modes, holding.hold_dispatch_modes, one_at_a_time=True),
-    Setting("saved-tensor hooks", holding.read_saved_tensor_hooks, holding.hold_saved_tensor_hooks, one_at_a_time=True),
-    Setting(INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), holding.hold_threads, holding.set_threads),
+    Setting("inference mode", lambda slots: torch.is_inference_mode_enabled(), _hold_inference_mode),
+    _switch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    _switch("forward-mode gradients", _torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),
+    _switch("multithreaded backward", _torch.is_multithreading_enabled, _torch.set_multithreading_enabled),
+    _switch("view replay", _torch.is_view_replay_enabled, _torch.set_view_replay_enabled),
+    Setting("autocast", _read_autocast, _hold_autocast, _restore_autocast),
+    Setting("torch function", _read_torch_function, _hold_torch_function),
+    Setting("torch function modes", _read_function_modes, _hold_function_modes, one_at_a_time=True),
+    Setting("torch dispatch modes", _read_dispatch_modes, _hold_dispatch_modes, one_at_a_time=True),
+    Setting("saved-tensor hooks", _read_saved_tensor_hooks, _hold_saved_tensor_hooks, one_at_a_time=True),
+    Setting(INTRA_OP_THREADS, lambda slots: torch.get_num_threads(), _hold_threads, _set_threads),
 )
 """Settings of the calling thread that are the same in replicas. `CallerState` carries context variables too.
 
@@ -60,9 +229,9 @@ def carry(setting: Setting) -> None:
 
 
 TRANSLATED: tuple[Setting, ...] = (
-    Setting("current device", lambda slots: None, lambda value, slots, device: entered(current_device_set(device))),
-    Setting("current stream", current_streams, holding.hold_stream),
-    Setting("default device", holding.read_default_device, holding.hold_default_device),
+    Setting("current device", lambda slots: None, lambda value, slots, device: _entered(current_device_set(device))),
+    Setting("current stream", current_streams, _hold_stream),
+    Setting("default device", _read_default_device, _hold_default_device),
 )
 """Settings that depend on the slot: its device, and the caller's current stream there."""
 

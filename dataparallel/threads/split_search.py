@@ -1,8 +1,6 @@
-"""The best split of a batch, computed from what each slot is expected to take.
+"""The best split of a batch, computed from what each slot is expected to take. This file has no device and no clock.
 
-A replica on a slot is expected to take a fixed time and a time for each of its samples. From that follows when the last
-replica ends, with the permits that there are. ``threads.balance`` measures and asks. This file has no device and no
-clock.
+A replica is expected to take a fixed time and a time for each of its samples. From that follows when the last one ends.
 """
 
 from __future__ import annotations
@@ -50,11 +48,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Cost:
 
 
 def predicted(seconds: Sequence[float], permits: int, groups: Sequence[Hashable | None] | None = None) -> float:
-    """Seconds until the last of the replicas ends.
-
-    They start in slot order, at most ``permits`` run at a time, and those of a group run one after the other, as in
-    ``threads.gang``.
-    """
+    """Seconds until the last of the replicas ends, which run as the tasks of a `gang.Gang` do."""
     if permits >= len(seconds) and (groups is None or len({*groups}) == len(groups)):
         return max(seconds)
     if permits == 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dataparallel.machines.group import Machines
 from dataparallel.machines.peer_rounds import PeerRounds
 from dataparallel.machines.start import send_values
-from dataparallel.sharded.owners import Owners
+from dataparallel.sharded.placements import Owners
 
 __all__ = ["MachinesOfTree"]
 

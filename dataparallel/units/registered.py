@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 
-from dataparallel.sharded.owners import over_of
-from dataparallel.sharded.placements import Shard
+from dataparallel.sharded.placements import Shard, over_of
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.units.owned import cut_of
 

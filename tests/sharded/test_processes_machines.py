@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dataparallel.machines.errors import MachinesDiffer
 from dataparallel.machines.group import Machines
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
-from dataparallel.sharded.owners import Owners
+from dataparallel.sharded.placements import Owners
 from machine_ranks import on_machines, on_mortal_machines
 from sharded_parameters import PLACEMENTS, SHAPES, STEPS, assert_same, gradients, whole_parameters
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor, in_backward
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
+from dataparallel.sharded import operators as sharded_operators
 from dataparallel.streams.current import streams_joined
 from sharding import full
 
@@ -139,7 +140,7 @@ def test_they_are_ordered_on_any_current_streams(
 ) -> None:
     expected = work(slots)
     for name in ("_used", "_last"):  # other streams that a forward has used would be waited for too
-        monkeypatch.setattr(in_backward, name, {})
+        monkeypatch.setattr(sharded_operators, name, {})
     for _ in range(2):  # the second time on memory that the first has freed
         with streams_joined({device: torch.Stream(device) for device in slots}):
             got = work(slots)

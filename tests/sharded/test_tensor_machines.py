@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.sharded import Replicate, Shard, ShardedTensor, across, distribute_tensor
-from dataparallel.sharded.owners import Owners, over_of
-from dataparallel.sharded.placements import part_shapes
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor, parts
+from dataparallel.sharded.placements import Owners, over_of, part_shapes
 from fake_machines import FakeOver, OutOfStep, on_fake_machines, owners_of
 from sharding import full, sharded
 
@@ -81,7 +80,7 @@ def test_machines_have_parts_in_turn(slots: list, shape: tuple, placement: Any, 
 def test_the_whole_has_every_dtype_and_comes_in_pieces(
     slots: list, root: torch.device, dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(across, "AT_ONCE", at_once)
+    monkeypatch.setattr(parts, "AT_ONCE", at_once)
     whole = values((9, 3), dtype)
 
     def join(over: FakeOver) -> None:

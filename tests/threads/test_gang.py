@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dataparallel.threads.gang import Gang, Skipped
+from dataparallel.threads.gang import Gang
+from dataparallel.threads.waits import Skipped
 from gangs import values, worker_threads
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough

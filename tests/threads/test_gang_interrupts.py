@@ -16,7 +16,8 @@ PRELUDE = """
 import contextlib, gc, os, signal, threading, time, weakref
 from dataparallel.threads import pool
 from dataparallel.threads.in_turn import SerialTasks
-from dataparallel.threads.gang import Gang, Skipped
+from dataparallel.threads.gang import Gang
+from dataparallel.threads.waits import Skipped
 
 TIMEOUT = 20
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it

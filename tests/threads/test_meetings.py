@@ -14,9 +14,10 @@ from torch import nn
 
 from dataparallel import parallel_apply
 from dataparallel.threads import pool
-from dataparallel.threads.gang import Gang, Outcome, Skipped
+from dataparallel.threads.gang import Gang
 from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.meetings import Meeting, WokenUp, here
+from dataparallel.threads.waits import Outcome, Skipped
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dataparallel.threads.gang import Gang, Turn
+from dataparallel.threads.gang import Gang
 from dataparallel.threads.meetings import Meeting, here
+from dataparallel.threads.waits import Turn
 
 
 def test_the_next_wait_is_not_ended_by_the_last_meeting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from dataparallel import DataParallel
 from dataparallel.streams.current import DeviceClock
-from dataparallel.threads import permits
+from dataparallel.threads import permits, situations
 from dataparallel.threads.permits import PermitChooser, size_of
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "two_cores")
@@ -214,12 +214,14 @@ def test_a_trial_that_was_lost_does_not_stop_measuring() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     chooser = PermitChooser()
-    kinds = range(permits.SITUATIONS + 1)
+    kinds = range(situations.SITUATIONS + 1)
     for kind in kinds:
         for _ in range(20):
             chooser.end(chooser.begin(kind, 0, 2), 1.0)
     chosen = [chooser.begin(kind, 0, 2).permits for kind in reversed(kinds)]
-    assert chosen == [1] * permits.SITUATIONS + [2], "the first kind is forgotten, and begins with all replicas at once"
+    assert chosen == [1] * situations.SITUATIONS + [2], (
+        "the first kind is forgotten, and begins with all replicas at once"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
-"""The times of slots: what counts and what does not."""
+"""The times of slots: what counts and what does not. And how many samples fit into the memory of their devices."""
+
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
 from dataparallel.threads import slot_times
-from dataparallel.threads.free_memory import free_bytes
-from dataparallel.threads.slot_times import SlotTimes, waiting
+from dataparallel.threads.slot_times import SlotTimes, free_bytes, samples_that_fit, shares_by_memory, waiting
 from spare_streams import spare_stream
 
 
@@ -92,3 +93,40 @@ def test_memory_is_that_of_the_inputs_and_that_which_a_forward_leaves_or_needs_a
     finally:
         sim.set_memory_capacity(None, 1)
     assert free_bytes(device) is None, "no limit is known"
+
+
+A, B, C = (torch.device("meta", index) for index in range(3))  # nothing is asked of them
+
+
+def test_a_slot_has_memory_for_as_many_samples_as_three_quarters_of_what_is_free_hold() -> None:
+    assert samples_that_fit([A, B], [10, 20], {A: 4000, B: 4000}, {A: 1000, B: 1000}) == (30, 60)
+
+
+def test_slots_on_one_device_share_its_memory() -> None:
+    assert samples_that_fit([A, A, B], [10, 10, 20], {A: 4000, B: 4000}, {A: 1000, B: 1000}) == (30, 30, 60)
+
+
+def test_nothing_limits_a_slot_whose_device_tells_nothing_or_that_took_nothing() -> None:
+    assert samples_that_fit([A, B], [10, 20], {B: 4000}, {B: 0}) == (math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("free", "shares"),
+    [
+        ({A: 80, B: 80, C: 80}, (1, 1, 1)),
+        ({A: 50, B: 80, C: 80}, (1, 1, 1)),
+        ({A: 20, B: 80, C: 80}, (0.5, 1, 1)),
+        ({A: 0, B: 80, C: 80}, (1e-3, 1, 1)),
+        ({A: None, B: 80, C: 80}, (1, 1, 1)),
+        ({A: 0, B: 0, C: 0}, (1, 1, 1)),
+    ],
+)
+def test_the_first_shares_follow_the_free_memory(
+    free: dict, shares: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_times, "free_bytes", free.__getitem__)
+    assert shares_by_memory([A, B, C]) == shares
+
+
+def test_nothing_is_asked_about_host_memory() -> None:
+    assert shares_by_memory([torch.device("cpu")] * 2) == (1, 1)

@@ -1,28 +1,30 @@
 """What each ATen operator does on sharded tensors.
 
-`run` is where every operator arrives that has a sharded tensor among its arguments, below autograd. It looks the
-operator up in `TABLE`, then asks the rules, which know operators by their kind (all pointwise ones, all on lists). An
-operator that neither knows, and that torch does not make of others, needs whole tensors, and so does one that is known
-where its arguments do not lie alike: `gathered` runs it on whole tensors, or refuses it. The files of this room fill
-the table when ``sharded`` is imported; this one imports none of them, because the tensor's class imports it.
+`run` takes every operator that has one among its arguments, below autograd: by the table, by a rule that knows its kind
+(all pointwise ones, all on lists), or on whole tensors (``gathered``), which may be refused. The files of this room
+fill the table when ``sharded`` is imported. This one imports none of them, because the tensor's class imports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
-from dataparallel.sharded import host_reads, in_backward
+from dataparallel.devices import current_device
+from dataparallel.sharded import host_reads
+from dataparallel.streams.current import Event, current_streams, streams_joined
 
 __all__ = [
     "RULES",
     "TABLE",
     "NeedsWhole",
     "Operator",
+    "ordered_in_backward",
     "refusal",
     "register",
     "register_on_wholes",
@@ -30,8 +32,8 @@ __all__ = [
     "run",
 ]
 
-Operator: TypeAlias = "Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]"
-"""Takes the operator, its arguments and its keyword arguments."""
+Operator: TypeAlias = Callable[..., Any]
+"""Takes the operator, then its arguments as its schema has them."""
 
 OnWholes: TypeAlias = "Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Exception], Any]"
 """Also takes the error to be raised if tensors may not be gathered."""
@@ -40,7 +42,7 @@ TABLE: dict[OpOverload, Operator] = {}
 """What single operators do. What a rule says of an operator is kept here too."""
 
 RULES: list[Callable[[OpOverload], Operator | None]] = []
-"""Functions that say what an operator of a kind does, or ``None`` if it is not of that kind."""
+"""Functions that say what an operator of a kind does, or ``None`` if it is not of that kind. Asked in this order."""
 
 _on_wholes: list[OnWholes] = []
 
@@ -52,17 +54,14 @@ def register(*overloads: OpOverload) -> Callable[[Operator], Operator]:
     """Puts the decorated function into the table, for each of these operators."""
 
     def put(operator: Operator) -> Operator:
-        for overload in overloads:
-            TABLE[overload] = operator
+        TABLE.update(dict.fromkeys(overloads, operator))
         return operator
 
     return put
 
 
-def register_rule(
-    rule: Callable[[OpOverload], Operator | None],
-) -> Callable[[OpOverload], Operator | None]:
-    """Adds a rule. Rules are asked in the order in which they were added."""
+def register_rule(rule: Callable[[OpOverload], Operator | None]) -> Callable[[OpOverload], Operator | None]:
+    """Adds a rule."""
     RULES.append(rule)
     return rule
 
@@ -86,16 +85,16 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func not in LAUNCH_NOTHING:
         host_reads.wait()
     if _torch.is_in_backward():
-        with in_backward.ordered(_places([*args, *kwargs.values()])):
+        with ordered_in_backward(_places([*args, *kwargs.values()])):
             return _result(operator, func, args, kwargs)
     if torch.is_grad_enabled() and func not in LAUNCH_NOTHING:
-        in_backward.remember(_places([*args, *kwargs.values()]))
+        _remember_streams(_places([*args, *kwargs.values()]))
     return _result(operator, func, args, kwargs)
 
 
 def _result(operator: Operator, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        return operator(func, args, kwargs)
+        return operator(func, *args, **kwargs)
     except NeedsWhole as needs:
         error = needs.error
     return _on_wholes[0](func, args, kwargs, error)
@@ -113,14 +112,10 @@ def _places(values: Iterable[Any]) -> set[torch.device]:
 
 
 def _of_kind(func: OpOverload) -> Operator:
-    for rule in RULES:
-        operator = rule(func)
-        if operator is not None:
-            return operator
-    return _made_of_others
+    return next(filter(None, (rule(func) for rule in RULES)), _made_of_others)
 
 
-def _made_of_others(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _made_of_others(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Under inference mode operators that torch makes of others arrive whole."""
     result = func.decompose(*args, **kwargs)
     if result is NotImplemented:
@@ -129,11 +124,7 @@ def _made_of_others(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class NeedsWhole(Exception):
-    """An operator needs more than each owner has. It has changed nothing.
-
-    Attributes:
-        error: what is raised if tensors may not be gathered.
-    """
+    """An operator needs more than each owner has, and has changed nothing. ``error``: raised if nothing may gather."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -143,3 +134,59 @@ class NeedsWhole(Exception):
 def refusal(func: OpOverload, why: str = "") -> TypeError:
     """The error for an operator that does not work. ``why`` completes "... does not work on sharded tensors"."""
     return TypeError(f"{func} does not work on sharded tensors{why}; use full_tensor() to compute on the whole tensor")
+
+
+# ---- streams in a backward -------------------------------------------------------------------------------------------
+
+# Operators run on the current streams of the owners. In a backward a thread of autograd runs them, whose current
+# streams are its own: torch sets only that of the thread's device to the one that forward has used. So the streams of
+# operators with a graph are remembered, and in a backward operators run on the last of them, where the memory of their
+# results then belongs. It waits for the others before an operator, and they for it afterwards. If all are default
+# streams, there is nothing to do.
+
+_used: dict[torch.device, dict[torch.Stream, None]] = {}
+"""For each device the streams of operators with a graph. torch has few for a device, so they stay few."""
+
+_last: dict[torch.device, torch.Stream] = {}
+"""Of these the one that was used last."""
+
+
+def _remember_streams(devices: Collection[torch.device]) -> None:
+    for device, stream in _streams(devices).items():
+        _used.setdefault(device, {})[stream] = None
+        _last[device] = stream
+
+
+@contextmanager
+def ordered_in_backward(devices: Collection[torch.device]) -> Iterator[None]:
+    """The block runs after what forward has launched on the devices, and before what is launched there after it.
+
+    Outside of a backward it runs on the current streams.
+    """
+    if not _torch.is_in_backward():
+        yield
+        return
+    # On the thread's own device torch has set the stream.
+    to_be_set = {
+        device: _last[device]
+        for device, here in _streams(devices).items()
+        if _last.get(device, here) != here and device != current_device(device)
+    }
+    with streams_joined(to_be_set):
+        pairs = [
+            (here, other)
+            for device, here in _streams(devices).items()
+            for other in [*_used.get(device, ())]
+            if other != here
+        ]
+        for here, other in pairs:
+            Event(other).make_wait(here)
+        try:
+            yield
+        finally:
+            for here, other in pairs:
+                Event(here).make_wait(other)
+
+
+def _streams(devices: Collection[torch.device]) -> dict[torch.device, torch.Stream]:
+    return current_streams(device for device in devices if device.type != "meta")

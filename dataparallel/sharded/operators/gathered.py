@@ -1,15 +1,9 @@
 """Operators that need several parts of a tensor at once: a matrix product, a sum along the divided dimension.
 
-The sharded arguments are gathered on the device of the first part, the operator runs once, and its result is divided as
-the arguments are: by the same placement if it has their shape, else along dimension 0. A 0-dim result is plain. What
-the operator writes to is divided again. Operators on lists take one position after the other, so that few whole
-tensors are in memory. Over machines all of them gather and compute the same.
-
-This takes the memory of whole tensors on one device and the time of one device, so each operator that does it says so
-once. `allow_gathers` makes it an error.
-
-A view that is gathered is a copy, and what was written to it would be lost: `GatheredView` refuses that. Random
-operators are refused, because machines would draw different numbers.
+They are gathered on the device of the first part, the operator runs once, and its result is divided by the same
+placement if it has the same shape, else along dimension 0; a 0-dim one is plain. What the operator writes to is divided
+again. Operators on lists take one position after the other, so that few whole tensors are in memory. Over machines all
+of them gather and compute the same. Random operators are refused, because machines would draw different numbers.
 """
 
 from __future__ import annotations
@@ -55,7 +49,7 @@ def allow_gathers(allowed: bool | None) -> None:
 
 
 class GatheredView(ShardedTensor):
-    """A copy that stands for a view, and cannot be written to."""
+    """A copy that stands for a view. It cannot be written to, because that would not reach the tensor."""
 
     @classmethod
     @_torch.not_traced

@@ -1,8 +1,7 @@
 """Arguments of an operator, taken apart into one argument for each owner, and results put together again.
 
 An operator's layout is that of its leading argument: the first sharded tensor with the most dimensions. Other sharded
-tensors lie in the same way. Plain tensors are sliced or copied to where the parts are. ``pointwise``,
-``lists``, ``questions`` and ``random`` call this file.
+tensors lie in the same way. Plain tensors are sliced or copied to where the parts are.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataparallel.sharded.parts import the_value
 from dataparallel.sharded.placements import Replicate, Rows, rows_of
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__ = ["check_alike", "leading", "on_each", "parts_of", "places", "sharded_in", "single_value", "stand_in", "whole"]
+__all__ = ["leading", "on_each", "parts_of", "sharded_in", "single_value", "whole"]
 
 
 def sharded_in(values: Iterable[Any]) -> Iterator[ShardedTensor]:
@@ -37,39 +36,23 @@ def leading(values: Iterable[Any]) -> ShardedTensor:
     return max((value for value in values if isinstance(value, ShardedTensor)), key=Tensor.dim)
 
 
-def places(tensor: ShardedTensor) -> list[torch.device]:
-    """Where the parts are now."""
+def _places(tensor: ShardedTensor) -> list[torch.device]:
     return [shard.device for shard in tensor._shards]
 
 
-def check_alike(func: OpOverload, tensor: ShardedTensor, lead: ShardedTensor) -> None:
-    """Raises unless both are divided in the same way.
-
-    Raises:
-        NeedsWhole: owners, placements or shapes differ, or they are views of rows that other owners have.
-    """
+def _check_alike(func: OpOverload, tensor: ShardedTensor, lead: ShardedTensor) -> None:
+    """Raises `NeedsWhole` unless both are divided in the same way."""
     if tensor._devices is not lead._devices and tensor._devices != lead._devices:
-        raise NeedsWhole(
-            ValueError(
-                f"{func} got sharded tensors with different owners, {_names(lead._devices)} and "
-                f"{_names(tensor._devices)}; distribute them over the same devices"
-            )
-        )
+        one, other = ("[" + ", ".join(map(str, devices)) + "]" for devices in (lead._devices, tensor._devices))
+        why = f"different owners, {one} and {other}; distribute them over the same devices"
+        raise NeedsWhole(ValueError(f"{func} got sharded tensors with {why}"))
     if tensor.shape != lead.shape:
         raise NeedsWhole(refusal(func, f" of different shapes, {tuple(lead.shape)} and {tuple(tensor.shape)}"))
     if tensor._placement is not lead._placement and tensor._placement != lead._placement:
         if isinstance(tensor._placement, Rows) or isinstance(lead._placement, Rows):
             raise NeedsWhole(refusal(func, " that are views of different rows"))
-        raise NeedsWhole(
-            ValueError(
-                f"{func} got sharded tensors with different placements, {lead._placement} and {tensor._placement}; "
-                "distribute them in the same way"
-            )
-        )
-
-
-def _names(devices: Sequence[torch.device]) -> str:
-    return "[" + ", ".join(map(str, devices)) + "]"
+        why = f"different placements, {lead._placement} and {tensor._placement}; distribute them in the same way"
+        raise NeedsWhole(ValueError(f"{func} got sharded tensors with {why}"))
 
 
 def single_value(tensor: ShardedTensor) -> Tensor:
@@ -77,14 +60,6 @@ def single_value(tensor: ShardedTensor) -> Tensor:
     if isinstance(tensor._placement, Replicate):
         return tensor._shards[0]
     return the_value(tensor._shards, tensor.over)
-
-
-def stand_in(part: Tensor) -> Tensor:
-    """A first part of a 0-dim tensor that has the element, also on machines that do not have it.
-
-    An operator finds the dtype of its result by whether tensors are 0-dim. So on all machines it gets one that is.
-    """
-    return part if part.dim() == 0 else part.new_ones(())
 
 
 def parts_of(func: OpOverload, value: Any, lead: ShardedTensor) -> Sequence[Any]:
@@ -100,7 +75,7 @@ def parts_of(func: OpOverload, value: Any, lead: ShardedTensor) -> Sequence[Any]
             return lead._shards
         if value.dim() == 0 and lead.dim() > 0:
             return on_each(single_value(value), lead)
-        check_alike(func, value, lead)
+        _check_alike(func, value, lead)
         return value._shards
     if isinstance(value, Tensor):
         return _plain_parts(func, value, lead)
@@ -125,16 +100,14 @@ def _plain_parts(func: OpOverload, tensor: Tensor, lead: ShardedTensor) -> Seque
     # One row for all rows is copied as it is.
     if dim < 0 or tensor.shape[dim] != shape[lead._placement.dim]:
         return on_each(tensor, lead)
-    devices = places(lead)
-    over = lead.over
-    if over is not None:
-        rows = rows_of(lead._placement, tensor.shape[dim], len(devices) * over.size)
-        mine = tensor.detach().split(rows, dim)[over.rank :: over.size]
-        return [_on(device, part) for part, device in zip(mine, devices, strict=True)]
-    rows = rows_of(lead._placement, tensor.shape[dim], len(devices))
-    if all(device == tensor.device for device in devices) or tensor.is_meta or devices[0].type == "meta":
-        return [part.to(device) for part, device in zip(tensor.detach().split(rows, dim), devices, strict=True)]
-    return comm.scatter(tensor.detach(), devices, rows, dim)
+    devices = _places(lead)
+    over, plain = lead.over, tensor.detach()
+    rank, size = (0, 1) if over is None else (over.rank, over.size)
+    rows = rows_of(lead._placement, tensor.shape[dim], len(devices) * size)
+    is_at_once = over is None and not tensor.is_meta and devices[0].type != "meta"
+    if is_at_once and any(device != tensor.device for device in devices):
+        return comm.scatter(plain, devices, rows, dim)
+    return [_on(device, part) for part, device in zip(plain.split(rows, dim)[rank::size], devices, strict=True)]
 
 
 def _on(device: torch.device, part: Tensor) -> Tensor:
@@ -145,7 +118,7 @@ def _on(device: torch.device, part: Tensor) -> Tensor:
 
 def on_each(tensor: Tensor, lead: ShardedTensor) -> Sequence[Tensor]:
     """The plain tensor on the device of each part. Owners on one device may share the copy, so it is only read."""
-    devices = places(lead)
+    devices = _places(lead)
     if all(device == tensor.device for device in devices):
         return [tensor] * len(devices)
     if tensor.is_meta or any(device.type == "meta" for device in devices):

@@ -1,11 +1,8 @@
 """Operators on lists of tensors, which optimizers use: one call for each owner, with all tensors of the list.
 
 These are ``_foreach_*`` of pointwise operators, ``_fused_*`` of optimizers, and the check of gradient scaling. A list
-may hold sharded tensors of several sets of owners, and plain ones: each set is a group with calls of its own. All
-lists of a call have the same length, or are empty. ``sharded.operators.list_reductions`` has norms and maxima.
-
-As little Python as possible runs for each tensor: parts are transposed by ``zip``, and no sharded tensors are made for
-results that are written in place.
+may hold sharded tensors of several sets of owners, and plain ones: each set is a group with calls of its own. As little
+Python as possible runs for each tensor. ``reductions`` has norms and maxima of lists.
 """
 
 from __future__ import annotations
@@ -20,12 +17,12 @@ from torch.autograd.graph import increment_version
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
-from dataparallel.sharded.across import from_all
 from dataparallel.sharded.operators import NeedsWhole, Operator, refusal, register, register_rule
 from dataparallel.sharded.operators.layout import on_each, parts_of, single_value, whole
+from dataparallel.sharded.parts import from_all
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__ = ["Group", "groups_of"]
+__all__ = ["Group", "groups_of", "on_lists"]
 
 aten = torch.ops.aten
 
@@ -96,14 +93,9 @@ class Group(NamedTuple):
     positions: list[int]
 
 
-def groups_of(func: OpOverload, columns: Sequence[Sequence[Any]]) -> list[Group]:
-    """The tensors at each position of the lists, by owners.
-
-    Args:
-        func: the operator, for messages.
-        columns: lists of one length.
-    """
-    if _have_same_owners(columns[0]):
+def groups_of(columns: Sequence[Sequence[Any]]) -> list[Group]:
+    """The tensors at each position of lists of one length, by owners."""
+    if _have_same_owners(columns[0]):  # nearly always
         return [Group([*columns[0]], [*range(len(columns[0]))])]
     groups: dict[Any, Group] = {}
     for position, row in enumerate(zip(*columns, strict=True)):
@@ -122,7 +114,6 @@ def groups_of(func: OpOverload, columns: Sequence[Sequence[Any]]) -> list[Group]
 
 
 def _have_same_owners(values: Sequence[Any]) -> bool:
-    """True if all are sharded over the same devices, as they nearly always are."""
     owners: Any = None
     for value in values:
         if type(value) is not ShardedTensor:
@@ -134,11 +125,11 @@ def _have_same_owners(values: Sequence[Any]) -> bool:
     return True
 
 
-def on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_lists(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """The operator on the parts of all tensors, for each owner."""
     signature = _signature(func)
     lists = [i for i in signature.lists if i < len(args) and len(args[i])]
-    groups = groups_of(func, [args[i] for i in lists])
+    groups = groups_of([args[i] for i in lists])
     for group in groups:
         if group.leads:
             _check_written(func, signature, args, kwargs, group)
@@ -287,14 +278,13 @@ def _singles(values: Sequence[Tensor], lead: ShardedTensor) -> Sequence[Sequence
 
 
 @register(_torch.unscale)
-def unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Takes the scale out of gradients. ``found_inf`` is 1 if any owner has found something that is not finite.
+def _unscale(func: OpOverload, gradients: list[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
+    """Takes the scale out of gradients. ``found`` is 1 if any owner has found something that is not finite.
 
     Over machines it is collective, and so are the skipped steps of a scaler.
     """
-    gradients, found, inverse_scale = args
     increment_version(gradients)
-    for group in groups_of(func, [gradients]):
+    for group in groups_of([gradients]):
         if not group.leads:
             func([gradients[position] for position in group.positions], found, inverse_scale)
             continue

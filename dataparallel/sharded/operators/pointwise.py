@@ -1,8 +1,8 @@
-"""Pointwise operators: one call for each owner, on its part.
+"""Pointwise operators: one call for each owner, on its part. And comparisons that answer with a Python value.
 
-They are all operators with ``torch.Tag.pointwise`` and a few that lack the tag. In-place operators, and those with
-``out=``, write to the parts of a sharded tensor and return that tensor. Sharded tensors have the same owners, placement
-and shape. Plain tensors that broadcast to that shape are sliced as the parts are.
+Pointwise are all operators with ``torch.Tag.pointwise`` and a few that lack the tag. Those that write do so to the
+parts of a sharded tensor, and return that tensor. Sharded arguments have the same owners, placement and shape. Plain
+tensors that broadcast to that shape are sliced as the parts are.
 """
 
 from __future__ import annotations
@@ -18,37 +18,21 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.sharded.operators import NeedsWhole, Operator, refusal, register, register_rule
-from dataparallel.sharded.operators.layout import leading, parts_of, stand_in, whole
+from dataparallel.sharded.operators.layout import leading, parts_of, whole
+from dataparallel.sharded.parts import from_all
 from dataparallel.sharded.placements import Replicate
 from dataparallel.sharded.tensor import ShardedTensor
 
 __all__ = ["pointwise"]
 
+aten = torch.ops.aten
+
 WITHOUT_TAG = frozenset(
-    [
-        "__ilshift__",
-        "__irshift__",
-        "elu_backward",
-        "fill",
-        "fill_",
-        "hardshrink_backward",
-        "hardsigmoid_backward",
-        "hardswish",
-        "hardswish_",
-        "hardswish_backward",
-        "hardtanh_backward",
-        "leaky_relu",
-        "leaky_relu_",
-        "leaky_relu_backward",
-        "masked_fill",
-        "masked_fill_",
-        "mish_backward",
-        "rsub",
-        "softplus_backward",
-        "softshrink_backward",
-        "zero_",
-    ]
-)
+    ["__ilshift__", "__irshift__", "elu_backward", "fill", "fill_", "hardshrink_backward", "hardsigmoid_backward",
+     "hardswish", "hardswish_", "hardswish_backward", "hardtanh_backward", "leaky_relu", "leaky_relu_",
+     "leaky_relu_backward", "masked_fill", "masked_fill_", "mish_backward", "rsub", "softplus_backward",
+     "softshrink_backward", "zero_"]
+)  # fmt: skip
 """Names of pointwise operators that lack the tag in some release of torch."""
 
 OF_PYTHON = frozenset(
@@ -86,26 +70,57 @@ _FIRST: tuple[tuple[int, ...], tuple[str, ...]] = ((0,), ())
 """What `_written` says of most operators: that they write to nothing, or to their first argument."""
 
 
-@register(torch.ops.aten.zero_.default)
-def zero_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@register(aten.zero_.default)
+def _zero_(func: OpOverload, tensor: ShardedTensor) -> Any:
     """Counts that the tensor was set to zero: gradients that wait to be added to it are void then."""
-    result = pointwise(func, args, kwargs)
-    result._zeroed += 1
-    return result
+    pointwise(func, tensor)
+    tensor._zeroed += 1
+    return tensor
 
 
-@register(torch.ops.aten.index_put_.default)
-def put_where(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@register(aten.index_put_.default)
+def _put_where(func: OpOverload, tensor: Tensor, indices: Any, value: Tensor, accumulate: bool = False) -> Any:
     """``tensor[mask] = number``. Other indices lead to elements of several owners."""
-    tensor, indices, value, accumulate = (*args, kwargs.get("accumulate", False))[:4]
     mask = indices[0]
     is_mask = len(indices) == 1 and isinstance(mask, ShardedTensor) and mask.dtype is torch.bool
     if not is_mask or mask.shape != tensor.shape or value.numel() != 1 or accumulate:
         raise NeedsWhole(refusal(func))
-    return pointwise(torch.ops.aten.masked_fill_.Tensor, (tensor, mask, value.reshape(())), {})
+    return pointwise(aten.masked_fill_.Tensor, tensor, mask, value.reshape(()))
 
 
-def pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@register(aten.equal.default)
+def _equal(func: OpOverload, one: Tensor, other: Tensor) -> bool:
+    """True if both have the same shape and elements. Collective."""
+    if one.shape != other.shape:
+        return False
+    lead = leading([one, other])
+    is_replicated = isinstance(lead._placement, Replicate)
+    pairs = [*zip(parts_of(func, one, lead), parts_of(func, other, lead), strict=True)]
+    if lead.dim() == 0 and not is_replicated:
+        pairs = pairs[: lead._shards[0].dim() == 0]  # on one machine the first part has the element
+    is_equal = all(func(a, b) for a, b in pairs)
+    if lead.over is None or is_replicated:
+        return is_equal
+    return bool(from_all(torch.tensor(is_equal, device=lead.device), lead.over).all())
+
+
+@register(aten.allclose.default)
+def _all_close(func: OpOverload, *args: Any, **kwargs: Any) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+@register(aten.is_same_size.default)
+def _is_same_size(func: OpOverload, one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape
+
+
+@register(aten.lift_fresh.default)
+def _lift_fresh(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
+    """The tensor itself: it is no constant of a trace."""
+    return tensor
+
+
+def pointwise(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """The operator on each part. A 0-dim tensor has one part.
 
     Raises:
@@ -147,7 +162,12 @@ def pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _standing_in(column: Sequence[Any]) -> Sequence[Any]:
-    return [stand_in(column[0]) if isinstance(column[0], Tensor) else column[0]]
+    """A first part of a 0-dim tensor that has the element, also on machines that do not have it.
+
+    An operator finds the dtype of its result by whether tensors are 0-dim. So on all machines it gets one that is.
+    """
+    first = column[0]
+    return [first.new_ones(()) if isinstance(first, Tensor) and first.dim() else first]
 
 
 def _alike(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,11 +206,7 @@ def _alike(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _wholes(func: OpOverload, results: Sequence[Any], lead: ShardedTensor) -> Any:
-    """What the operator returns: a sharded tensor, or several.
-
-    Args:
-        results: what it has returned for each owner.
-    """
+    """What the operator returns, a sharded tensor or several, from what it has returned for each owner."""
     if isinstance(results[0], Tensor):
         return whole(func, results, lead)
     return tuple(whole(func, parts, lead) for parts in zip(*results, strict=True))

@@ -1,8 +1,8 @@
 """Views of a sharded tensor: what is written to one reaches the parts of the tensor.
 
 Each owner makes a view of its own part. A slice, or one row, along the divided dimension leaves each owner the rows
-that it has of it, which is what the placement `Rows` says. A view to another shape keeps the order of elements, so
-each owner's part has to hold whole rows of the new shape. Other views need elements of several owners.
+that it has of it (placement `Rows`). A view to another shape keeps the order of elements, so each part has to hold
+whole rows of the new shape. Other views need elements of several owners.
 """
 
 from __future__ import annotations
@@ -20,9 +20,22 @@ from dataparallel.sharded.operators import NeedsWhole, refusal, register
 from dataparallel.sharded.placements import Division, Replicate, Rows, Shard, moved, rows_of, rows_of_parts
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__: list[str] = []
-
 aten = torch.ops.aten
+
+
+@register(aten.detach.default, aten.alias.default)
+def _second_object(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
+    return ShardedTensor(tensor._shards, tensor._placement, tensor.shape, tensor._devices)
+
+
+@register(aten.view_as_real.default, aten.view_as_complex.default)
+def _other_numbers(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
+    """Complex numbers as pairs in a last dimension, or the other way round."""
+    last = tensor.dim() - (func is aten.view_as_complex.default)  # where the pairs are
+    if isinstance(tensor._placement, Shard) and tensor._placement.dim >= last:
+        raise refusal(func, f" of shape {tuple(tensor.shape)}, where it would cut pairs in two")
+    shape = (*tensor.shape, 2) if func is aten.view_as_real.default else tensor.shape[:-1]
+    return ShardedTensor([func(shard) for shard in tensor._shards], tensor._placement, shape, tensor._devices)
 
 
 def _on_meta(tensor: ShardedTensor) -> Tensor:
@@ -41,8 +54,7 @@ def _rows(tensor: ShardedTensor) -> list[tuple[int, int]]:
     placement, over = tensor._placement, tensor.over
     assert not isinstance(placement, Replicate)
     counts = rows_of(placement, tensor.shape[placement.dim], len(tensor._shards) * (1 if over is None else over.size))
-    ends = [*accumulate(counts)]
-    return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    return [(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def _here(tensor: ShardedTensor, of_parts: Sequence[Any]) -> Sequence[Any]:
@@ -59,16 +71,20 @@ def _each(tensor: ShardedTensor, view: Callable[[Tensor], Tensor], where: Callab
 
 
 @register(aten.slice.Tensor)
-def slice_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Every ``step``-th row from ``start`` up to ``end``."""
-    tensor, *given = args
-    named = dict(zip(("dim", "start", "end", "step"), given, strict=False)) | kwargs
-    like = func(_on_meta(tensor), **named)
-    dim, step = named.get("dim", 0) % tensor.dim(), named.get("step", 1)
+def _slice(
+    func: OpOverload,
+    tensor: ShardedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> ShardedTensor:
+    like = func(_on_meta(tensor), dim, start, end, step)
+    dim %= tensor.dim()
     placement = tensor._placement
     if isinstance(placement, Replicate) or placement.dim != dim:
-        return _each(tensor, lambda part: func(part, **named), lambda of: of)
-    first, last, _ = slice(named.get("start"), named.get("end")).indices(tensor.shape[dim])
+        return _each(tensor, lambda part: func(part, dim, start, end, step), lambda of: of)
+    first, last, _ = slice(start, end).indices(tensor.shape[dim])
     cuts = []
     for begin, stop in _rows(tensor):
         low = max(first, begin)
@@ -83,9 +99,8 @@ def slice_(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
 
 
 @register(aten.select.int)
-def select(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _select(func: OpOverload, tensor: ShardedTensor, dim: int, index: int) -> ShardedTensor:
     """One row, along the divided dimension that of one owner."""
-    tensor, dim, index = args
     like = func(_on_meta(tensor), dim, index)
     dim %= tensor.dim()
     placement = tensor._placement
@@ -110,38 +125,28 @@ def select(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
 
 
 @register(aten.split.Tensor, aten.split_with_sizes.default)
-def split(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
-    """Slices that follow each other."""
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    sizes = [piece.shape[dim] for piece in func(_on_meta(args[0]), *args[1:], **kwargs)]
-    ends = [*accumulate(sizes)]
-    return [
-        slice_(aten.slice.Tensor, (args[0], dim, end - size, end), {}) for end, size in zip(ends, sizes, strict=True)
-    ]
+def _split(func: OpOverload, tensor: ShardedTensor, sizes: Any, dim: int = 0) -> list[ShardedTensor]:
+    counts = [piece.shape[dim] for piece in func(_on_meta(tensor), sizes, dim)]
+    ends = accumulate(counts)
+    return [_slice(aten.slice.Tensor, tensor, dim, end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 @register(aten.unbind.int)
-def unbind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedTensor]:
-    """All rows."""
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    count = len(func(_on_meta(args[0]), dim))
-    return [select(aten.select.int, (args[0], dim, index), {}) for index in range(count)]
+def _unbind(func: OpOverload, tensor: ShardedTensor, dim: int = 0) -> list[ShardedTensor]:
+    count = len(func(_on_meta(tensor), dim))
+    return [_select(aten.select.int, tensor, dim, index) for index in range(count)]
 
 
 @register(aten.permute.default, aten.transpose.int, aten.t.default)
-def permute(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Dimensions in another order."""
-    tensor = args[0]
+def _permute(func: OpOverload, tensor: ShardedTensor, *dims: Any) -> ShardedTensor:
     if not tensor.dim():
         return _view(tensor, tensor._shards, tensor._placement, tensor)
-    numbered = func(torch.empty([*range(tensor.dim())], device="meta"), *args[1:], **kwargs).shape
-    return _each(tensor, lambda part: func(part, *args[1:], **kwargs), [*numbered].index)
+    numbered = func(torch.empty([*range(tensor.dim())], device="meta"), *dims).shape
+    return _each(tensor, lambda part: func(part, *dims), [*numbered].index)
 
 
 @register(aten.unsqueeze.default)
-def unsqueeze(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """One more dimension."""
-    tensor, dim = args
+def _unsqueeze(func: OpOverload, tensor: ShardedTensor, dim: int) -> ShardedTensor:
     dim %= tensor.dim() + 1
     if not tensor.dim() and not isinstance(tensor._placement, Replicate):  # parts without the element have a dimension
         parts = [part if part.dim() else func(part, dim) for part in tensor._shards]
@@ -150,21 +155,18 @@ def unsqueeze(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 @register(aten.view.default, _torch.unsafe_view)
-def reshape(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Another shape, if every part holds whole rows of it."""
-    tensor = args[0]
-    like = func(_on_meta(tensor), args[1])
+def _reshape(func: OpOverload, tensor: ShardedTensor, size: Sequence[int]) -> ShardedTensor:
+    like = func(_on_meta(tensor), size)
     placement = tensor._placement
     if isinstance(placement, Replicate):
         return _view(tensor, [func(part, like.shape) for part in tensor._shards], placement, like)
+    change = f" from {tuple(tensor.shape)} to {tuple(like.shape)}"
     if not tensor.dim() or not like.dim() or placement.dim:
-        raise NeedsWhole(refusal(func, f" from {tuple(tensor.shape)} to {tuple(like.shape)}"))
+        raise NeedsWhole(refusal(func, change))
     row = like.shape[1:].numel()
     counts = [(stop - begin) * tensor.shape[1:].numel() for begin, stop in _rows(tensor)]
     if not row or any(count % row for count in counts):
-        raise NeedsWhole(
-            refusal(func, f" from {tuple(tensor.shape)} to {tuple(like.shape)}, whose rows lie on several devices")
-        )
+        raise NeedsWhole(refusal(func, f"{change}, whose rows lie on several devices"))
     rows = [count // row for count in counts]
     parts = [
         func(part, (count, *like.shape[1:])) for part, count in zip(tensor._shards, _here(tensor, rows), strict=True)

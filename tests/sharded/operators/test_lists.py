@@ -31,7 +31,7 @@ class Counted:
 def test_one_call_for_each_owner(slots: list, func: Any) -> None:
     tensors = [sharded(torch.ones(6, 2), slots) for _ in range(20)]
     counted: Any = Counted(func)
-    on_lists(counted, (tensors, tensors), {})
+    on_lists(counted, tensors, tensors)
     assert counted.lengths == [20] * len(slots)
 
 

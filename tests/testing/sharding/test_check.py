@@ -97,8 +97,8 @@ def test_only_even_parts_on_demand() -> None:
 def test_a_wrong_kernel_is_found_with_the_placements_that_show_it(slots: list, monkeypatch: Any) -> None:
     right = operators._of_kind(aten.exp.default)
 
-    def planted(func: Any, args: Any, kwargs: Any) -> Any:
-        result = right(func, args, kwargs)
+    def planted(func: Any, *args: Any, **kwargs: Any) -> Any:
+        result = right(func, *args, **kwargs)
         if result.placement == Shard(1):
             result.shards[1].add_(1e-6)
         return result
@@ -112,8 +112,8 @@ def test_a_wrong_kernel_is_found_with_the_placements_that_show_it(slots: list, m
 def test_a_replica_that_differs_is_found(slots: list, monkeypatch: Any) -> None:
     right = operators._of_kind(aten.exp.default)
 
-    def planted(func: Any, args: Any, kwargs: Any) -> Any:
-        result = right(func, args, kwargs)
+    def planted(func: Any, *args: Any, **kwargs: Any) -> Any:
+        result = right(func, *args, **kwargs)
         result.shards[1].add_(1e-6)
         return result
 
@@ -126,8 +126,8 @@ def test_a_replica_that_differs_is_found(slots: list, monkeypatch: Any) -> None:
 def test_a_wrong_gradient_is_found(slots: list, monkeypatch: Any) -> None:
     right = operators._of_kind(aten.mul.Tensor)
 
-    def twice(func: Any, args: Any, kwargs: Any) -> Any:
-        result = right(func, args, kwargs)
+    def twice(func: Any, *args: Any, **kwargs: Any) -> Any:
+        result = right(func, *args, **kwargs)
         if result.placement == Shard(0):
             result.shards[0].mul_(2)
         return result

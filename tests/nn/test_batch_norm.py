@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from batch_norm_kernels import Kernels
 from dataparallel import DataParallel, peers
 from dataparallel.composable import replicate
-from dataparallel.nn import SyncBatchNorm, chunks
+from dataparallel.nn import SyncBatchNorm, batch_norm
 
 SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (3, 2), nn.BatchNorm3d: (2, 1, 2)}
 HALF = [torch.bfloat16, torch.float16]
@@ -29,7 +29,7 @@ def way(request, monkeypatch):
         yield request.param
         assert all(kernels.calls.values())
     else:
-        monkeypatch.setattr(chunks, "VALUES", 1)
+        monkeypatch.setattr(batch_norm, "VALUES", 1)
         yield request.param
 
 
@@ -169,12 +169,12 @@ class TestPrecision:
         chunk, grad = batch_of(61).to(slots[0], dtype), batch_of(61).to(slots[0], dtype).sin()
         wide = chunk.double()
         with torch.no_grad():
-            mean, m2 = chunks.statistics(chunk)
+            mean, m2 = batch_norm.statistics(chunk)
             variance = m2 / (chunk.numel() // 4)
-            sums = chunks.sums(grad, chunk, mean)
+            sums = batch_norm.sums(grad, chunk, mean)
             made = [
-                chunks.normalised(chunk, mean, variance, mean.to(dtype), mean.to(dtype), 1e-5),
-                chunks.grad_of_chunk(chunk, mean, variance, mean, grad, variance),
+                batch_norm.normalised(chunk, mean, variance, mean.to(dtype), mean.to(dtype), 1e-5),
+                batch_norm.grad_of_chunk(chunk, mean, variance, mean, grad, variance),
             ]
         assert {each.dtype for each in (mean, m2, *sums)} == {torch.float32}
         wanted_variance, wanted_mean = torch.var_mean(wide, [0, 2, 3], correction=0)

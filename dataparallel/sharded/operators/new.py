@@ -1,0 +1,170 @@
+"""New tensors like a sharded one, filled or drawn, and draws into one.
+
+They are divided in the same way if they have its shape, else plain on the first owner. A draw is that of the whole
+tensor on one device: the first owner draws it with its generator (or the one that is passed), then each owner gets its
+part. So a seed gives the same values with any number of owners. If the whole does not fit there, torch's error is
+raised. Over machines each draws the whole from the state that machine 0's generator has, which is sent, so draws are
+collective. A machine whose generator was in another state has it advance as a draw of its own does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel import comm
+from dataparallel._torch import OpOverload
+from dataparallel.devices import CPU
+from dataparallel.sharded.operators import refusal, register
+from dataparallel.sharded.operators.layout import sharded_in
+from dataparallel.sharded.parts import from_first, local_shapes, split_into
+from dataparallel.sharded.placements import Replicate
+from dataparallel.sharded.tensor import ShardedTensor
+
+aten = torch.ops.aten
+
+
+def _divided(tensor: ShardedTensor, parts: Sequence[Tensor]) -> ShardedTensor:
+    return ShardedTensor(parts, tensor._placement, tensor.shape, tensor._devices)
+
+
+def _shapes(tensor: ShardedTensor) -> list[torch.Size]:
+    return local_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
+
+
+def _places(func: OpOverload, tensor: ShardedTensor, kwargs: dict[str, Any]) -> list[torch.device]:
+    """Where the new parts go. Takes ``device`` and ``layout`` out of ``kwargs``.
+
+    Raises:
+        TypeError: a device that is neither the tensor's own nor the CPU or meta; a layout that is not dense.
+    """
+    device, layout = kwargs.pop("device", None), kwargs.pop("layout", None)
+    if layout not in (None, torch.strided):
+        raise refusal(func, f" with layout={layout}")
+    if device is None or device == tensor.device or (device.type == tensor.device.type and device.index is None):
+        return [shard.device for shard in tensor._shards]
+    if device.type not in ("cpu", "meta"):
+        raise refusal(func, f" with device={device}, which is not that of the first part ({tensor.device})")
+    return [device] * len(tensor._shards)
+
+
+@register(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+def _filled_like(func: OpOverload, tensor: ShardedTensor, *value: Any, **options: Any) -> ShardedTensor:
+    places = _places(func, tensor, options)
+    parts = zip(tensor._shards, places, strict=True)
+    return _divided(tensor, [func(shard, *value, device=place, **options) for shard, place in parts])
+
+
+@register(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)
+def _new(func: OpOverload, tensor: ShardedTensor, size: Sequence[int], *value: Any, **options: Any) -> Tensor:
+    if torch.Size(size) != tensor.shape:
+        return func(tensor._shards[0], size, *value, **options)
+    places = _places(func, tensor, options)
+    parts = zip(tensor._shards, _shapes(tensor), places, strict=True)
+    return _divided(tensor, [func(shard, shape, *value, device=place, **options) for shard, shape, place in parts])
+
+
+@register(aten.new_empty_strided.default)
+def _new_strided(
+    func: OpOverload, tensor: ShardedTensor, size: Sequence[int], stride: Sequence[int], **options: Any
+) -> Tensor:
+    """A tensor with the strides of a contiguous one, which autograd makes for a gradient that it copies."""
+    if torch.Size(size) != tensor.shape:
+        return func(tensor._shards[0], size, stride, **options)
+    if tuple(stride) != torch.empty(size, device="meta").stride():
+        raise refusal(func, f" with the strides {tuple(stride)}")
+    return _new(aten.new_empty.default, tensor, size, **options)
+
+
+# ---- draws -----------------------------------------------------------------------------------------------------------
+
+
+@register(
+    aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.bernoulli_.Tensor,
+    aten.exponential_.default, aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default,
+    aten.random_.default, aten.random_.to, getattr(aten.random_, "from"),
+)  # fmt: skip
+def _draw_in_place(func: OpOverload, tensor: Tensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    if not isinstance(tensor, ShardedTensor) or any(sharded_in(args)):
+        raise refusal(func, " as parameters of a distribution")
+    first = tensor._shards[0]
+
+    def draw() -> Tensor:
+        return func(first.new_empty_strided(tensor.shape, tensor.stride()), *args, **kwargs)
+
+    _write(tensor._shards, tensor, _drawn(tensor, draw, first.device, kwargs.get("generator")))
+    return tensor
+
+
+@register(
+    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+    *[
+        getattr(packet, name)
+        for packet in (aten.rand_like, aten.randn_like, aten.randint_like)
+        for name in ("generator", "low_generator_dtype")
+        if name in packet.overloads()
+    ],
+)  # fmt: skip
+def _drawn_like(func: OpOverload, tensor: ShardedTensor, *args: Any, **options: Any) -> ShardedTensor:
+    places = _places(func, tensor, options)
+    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    drawn = _drawn(tensor, lambda: func(like, *args, device=places[0], **options), places[0], options.get("generator"))
+    parts = [drawn.new_empty(shape, device=place) for shape, place in zip(_shapes(tensor), places, strict=True)]
+    _write(parts, tensor, drawn)
+    return _divided(tensor, parts)
+
+
+def _drawn(
+    tensor: ShardedTensor, draw: Callable[[], Tensor], device: torch.device, generator: torch.Generator | None
+) -> Tensor:
+    """The draw, over machines with the state of machine 0's generator."""
+    over = tensor.over
+    if over is None or device.type == "meta":
+        return draw()
+    mine = _state(generator, device)
+    state = from_first(mine.to(tensor._shards[0].device), over).to(CPU)
+    drawn = draw()
+    if not torch.equal(mine, state):
+        after = _state(generator, device)
+        _set_state(generator, device, state)
+        try:
+            drawn = draw()
+        finally:
+            _set_state(generator, device, after)
+    return drawn
+
+
+def _state(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Of the generator, or of the device's own. On the CPU."""
+    if generator is not None:
+        return generator.get_state()
+    if device.type == CPU.type:
+        return torch.get_rng_state()
+    found: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return found
+
+
+def _set_state(generator: torch.Generator | None, device: torch.device, state: Tensor) -> None:
+    if generator is not None:
+        generator.set_state(state)
+    elif device.type == CPU.type:
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _write(parts: Sequence[Tensor], tensor: ShardedTensor, drawn: Tensor) -> None:
+    """Copies the draw into the parts of ``tensor``, or of one that is divided as it is."""
+    if drawn.is_meta or parts[0].is_meta:
+        return
+    if isinstance(tensor._placement, Replicate):
+        comm.broadcast(drawn, out=parts)
+    elif tensor.over is not None:
+        split_into(parts, tensor._placement, drawn, over=tensor.over)
+    elif tensor.dim() == 0:
+        parts[0].copy_(drawn)
+    else:
+        comm.scatter(drawn, dim=tensor._placement.dim, out=parts)
