@@ -404,6 +404,7 @@ print("torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.long
 def test_a_program_that_compiles_nothing_loads_no_compiler():
     assert run_script(WITHOUT_THE_COMPILER).split() == ["False"]
 

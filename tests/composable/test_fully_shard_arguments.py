@@ -502,6 +502,7 @@ def test_without_accelerators_the_module_just_runs(monkeypatch):
     optimizer.step()
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu")
 def test_placements_are_imported_when_they_are_needed():
     script = "import sys, dataparallel.composable; print('torch.distributed.tensor' in sys.modules)"

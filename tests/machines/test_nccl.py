@@ -24,7 +24,7 @@ from dataparallel.machines.staging import stage
 from machine_ranks import on_machines
 from nccl_on_machines import has_circle, nccl_on_machines
 
-pytestmark = [pytest.mark.devices("sim"), pytest.mark.on_streams]
+pytestmark = pytest.mark.devices("sim")
 
 STEPS = 3
 

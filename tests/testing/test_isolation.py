@@ -98,6 +98,7 @@ def test_threads_see_it_where_the_context_goes() -> None:
 # Storage
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("recorded", [True, False])
 def test_every_slot_has_storage_of_its_own(recorded: bool, slots: list, root: torch.device) -> None:
     net, x = Looks(root), torch.ones(SLOTS * 2, 3, device=root)
