@@ -38,6 +38,7 @@ from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.cuda.possible import why_not_here
 from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
+from forms import FORMS, Form
 from processes import Ahead
 from spare_streams import make_library_streams
 from stand_in import STAND_IN, fits
@@ -272,6 +273,13 @@ def gathers(gathers_are_errors: None) -> None:
     from dataparallel.sharded import allow_gathers
 
     allow_gathers(True)
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    """A form: a function from a module and slots to what is called in the module's place."""
+    made: Form = request.param
+    return made
 
 
 @pytest.fixture
