@@ -151,6 +151,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor is what the tests of a file have imported: a compiler alone is a million objects."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_freed_too_early(request: pytest.FixtureRequest) -> Iterator[None]:
     """What the clocks find when memory is freed belongs to the test that caused it."""

@@ -67,5 +67,9 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
 
 
 def others_long(values: Iterable[Any], short: Collection[Any]) -> list[Any]:
-    """The values for `parametrize`, of which all but the short ones are marked long."""
-    return [value if value in short else pytest.param(value, marks=pytest.mark.long) for value in values]
+    """The values for `parametrize`, of which all but the short ones are marked long. A tuple is several arguments."""
+
+    def marked(value: Any) -> Any:
+        return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long)
+
+    return [value if value in short else marked(value) for value in values]
