@@ -39,7 +39,7 @@ EIGHT = 8
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": adamw,
     "AdamW, amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
-    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True),
     "Adadelta": lambda parameters: torch.optim.Adadelta(parameters, lr=0.1),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, momentum=0.9, centered=True, eps=1e-4),
 }
