@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from forms import whole
+from each_form import whole
 
 
 class Between(nn.Module):

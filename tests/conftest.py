@@ -38,7 +38,7 @@ from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.cuda.possible import why_not_here
 from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
-from forms import FORMS, Form
+from each_form import FORMS, Form
 from processes import Ahead
 from spare_streams import make_library_streams
 from stand_in import STAND_IN, fits

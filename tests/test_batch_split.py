@@ -17,7 +17,7 @@ from dataparallel.composable import fully_shard, replicate
 from dataparallel.threads import balance
 from dataparallel.threads.meetings import here
 from dataparallel.threads.slot_times import SlotTimes
-from forms import FORMS
+from each_form import FORMS
 
 
 class Net(nn.Module):

@@ -23,7 +23,7 @@ from around import (
 )
 from dataparallel import DataParallel, PerReplica
 from dataparallel.composable import replicate
-from forms import FORMS
+from each_form import FORMS
 from processes import run_script
 
 PACKAGE = str(Path(dataparallel.__file__).parent)

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
-from forms import by_wrapper, replicated
+from each_form import by_wrapper, replicated
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

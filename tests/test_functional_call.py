@@ -9,7 +9,7 @@ from around import assert_same_parameters, batches, inner
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.sharded import Shard, distribute_tensor
-from forms import by_wrapper, replicated, whole
+from each_form import by_wrapper, replicated, whole
 
 WAYS = {"DataParallel": (by_wrapper, "held.module."), "replicate": (replicated, "held.")}
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from dataparallel import replicate
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.parity import Perturbation, assert_same_step
-from forms import Form, replicating_forms
+from each_form import Form, replicating_forms
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 PERTURBATION = Perturbation(seed=3, scale=0.5)

@@ -17,7 +17,7 @@ from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_
 from dataparallel.composable.contract import Form, are_in_one_tree
 from dataparallel.composable.managed import KEY, ManagedModule, original_class, own_modules, own_parameters
 from dataparallel.modules.plan import ModulePlan
-from forms import composable_forms
+from each_form import composable_forms
 
 BOTH = pytest.mark.parametrize("apply", [replicate, fully_shard], ids=["replicate", "fully_shard"])
 ONE_AND_THE_OTHER = pytest.mark.parametrize(("first", "then"), [(replicate, fully_shard), (fully_shard, replicate)])

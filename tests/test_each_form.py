@@ -13,7 +13,7 @@ from torch import nn
 
 import dataparallel as dp
 from affine import Affine, build_affine
-from forms import replicating_forms, whole
+from each_form import replicating_forms, whole
 from nets import samples
 
 
