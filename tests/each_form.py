@@ -45,8 +45,3 @@ def whole(tensor: Any) -> Tensor:
     """The tensor, or the whole of a sharded one."""
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
-
-
-def gradients(module: nn.Module) -> list[Tensor | None]:
-    """The whole gradients of parameters."""
-    return [None if each.grad is None else whole(each.grad).clone() for each in module.parameters()]
