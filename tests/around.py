@@ -1,26 +1,19 @@
-"""What tests of programs around a wrapper share: the ways to use several slots, models of two parts, and counts.
+"""What tests of programs around a form share: models of two parts, and counts.
 
-A *way* makes a module run on slots and returns what to call. `Between` has layers of its own before and after a module,
-so a compiled program has something to compile on both sides of the call.
+`Between` has layers of its own before and after a module, so a compiled program has something to compile on both sides
+of the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from dataparallel import DataParallel
-from dataparallel.composable import fully_shard, replicate
-
-WAYS: dict[str, Callable[..., Any]] = {
-    "DataParallel": lambda module, slots: DataParallel(module, slots),
-    "replicate": lambda module, slots: replicate(module, devices=slots),
-    "fully_shard": lambda module, slots: fully_shard(module, devices=slots),
-}
+from each_form import whole
 
 
 class Between(nn.Module):
@@ -49,11 +42,6 @@ def batches(root: Any, sizes: Sequence[int]) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(1)
     for size in sizes:
         yield torch.randn(size, 4, dtype=torch.float64, generator=generator).to(root)
-
-
-def whole(tensor: Any) -> Tensor:
-    """The tensor, or the whole of a sharded one."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def assert_same_parameters(model: nn.Module, expected: nn.Module, atol: float = 1e-9) -> None:

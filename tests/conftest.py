@@ -33,6 +33,7 @@ from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.cuda.possible import why_not_here
 from dataparallel.testing.pytest import settle
 from dataparallel.testing.simulated import SimulationUnavailable, ToolsMissing, simulate
+from each_form import FORMS, Form
 from processes import Ahead
 from spare_streams import make_library_streams
 from stand_in import STAND_IN, fits
@@ -137,6 +138,13 @@ def pytest_collection_finish() -> None:
     """What is there before the first test is no garbage: a test that collects need not walk through all of torch."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor is what the tests of a file have imported: a compiler alone is a million objects."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -254,6 +262,13 @@ def gathers(gathers_are_errors: None) -> None:
     from dataparallel.sharded import allow_gathers
 
     allow_gathers(True)
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    """A form: a function from a module and slots to what is called in the module's place."""
+    made: Form = request.param
+    return made
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ class Copy:
 
 
 def make_map(kind: str, python: str, folder: Path, work: Path, tests: list[str], jobs: int) -> None:
-    """Runs the short tests once, with a note at each guard."""
+    """Runs the tests once, the long ones too, with a note at each guard."""
     if (folder / "complete").exists():
         return
     copy = Copy(work / f"noting_{kind}")
@@ -148,7 +148,7 @@ def make_map(kind: str, python: str, folder: Path, work: Path, tests: list[str],
     def run(which: str) -> None:
         log = folder / which.replace("/", "_")
         if not (log / "complete").exists():
-            copy.pytest(python, kind, [which], log, limit=3600)
+            copy.pytest(python, kind, ["--all", which], log, limit=7200)
             (log / "complete").touch()
             say(f"{kind}: noted {which}")
 

@@ -1,11 +1,10 @@
-"""In which variants tests of several machines run, and which of them are short tests.
+"""In which variants tests of several machines run.
 
-A file of tests takes part if it imports a function that starts ranks.
+A file of tests takes part if it imports a function that starts ranks. Its tests are long, except those marked `smoke`.
 
-- With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` they run a second time, as long tests, only on slots of the CPU: what torch
-  checks is the same on all kinds of devices. It then meets all ranks before each collective and compares what they
-  issue. It waits and fails in other places than without. A test marked `not_detail` does not take part, and says why.
-- On simulated devices they are long tests, except those marked `on_streams`: most of what they see is on the host.
+With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` they run a second time, as long tests, only on slots of the CPU: what torch
+checks is the same on all kinds of devices. It then meets all ranks before each collective and compares what they
+issue. It waits and fails in other places than without. A test marked `not_detail` does not take part, and says why.
 """
 
 import pytest
@@ -15,16 +14,13 @@ STARTS_RANKS = {"on_machines", "on_mortal_machines", "assert_train_as_one"}
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "not_detail(why): does not run with TORCH_DISTRIBUTED_DEBUG=DETAIL")
-    config.addinivalue_line("markers", "on_streams: a test of several machines that is short on simulated devices too")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not STARTS_RANKS & vars(metafunc.module).keys():
         return
-    is_on_cpu = metafunc.config.getoption("--devices") == "cpu"
-    is_short = is_on_cpu or metafunc.definition.get_closest_marker("on_streams")
-    levels = [pytest.param("OFF", marks=() if is_short else pytest.mark.long)]
-    if is_on_cpu and not metafunc.definition.get_closest_marker("not_detail"):
+    levels = [pytest.param("OFF")]
+    if metafunc.config.getoption("--devices") == "cpu" and not metafunc.definition.get_closest_marker("not_detail"):
         levels.append(pytest.param("DETAIL", marks=pytest.mark.long))
     metafunc.parametrize("debug_level", levels, indirect=True)
 

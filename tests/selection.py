@@ -3,14 +3,20 @@
 A test marked `long` runs with `--all`, with `--rest`, and where the command line names it by its node id
 (``pytest tests/test_x.py::test_y``). So ``pytest`` and ``pytest --rest`` together run what ``pytest --all`` runs, each
 test once.
+
+Two groups are long too, except for their tests marked `smoke`: those that start processes, by the marker `ahead` or as
+ranks (`machine_variants`), and the tests of the testing tools. The latter run where the command line names their folder
+or a file in it.
 """
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 LEFT_OUT = pytest.StashKey[int]()
+TOOLS = Path(__file__).parent / "testing"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: only with --all or --rest, or where it is named by its node id")
+    config.addinivalue_line("markers", "smoke: short, although its process or its folder would make it long")
     if config.getoption("--all") and config.getoption("--rest"):
         raise pytest.UsageError("--all runs what --rest runs too: pass one of them")
     if config.option.durations is None:
@@ -27,6 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    paths = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    tools_named = any(TOOLS in (path, *path.parents) for path in paths)
+    for item in items:
+        of_tools = TOOLS in item.path.parents and not tools_named
+        if (of_tools or _starts_processes(item)) and not item.get_closest_marker("smoke"):
+            item.add_marker("long")
     named = any("::" in argument for argument in config.args)
     if config.getoption("--all") or (named and not config.getoption("--rest")):
         return
@@ -36,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
     config.hook.pytest_deselected(items=others)
     config.stash[LEFT_OUT] = len(others)
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    """True for the tests with the marker `ahead`, and for those that `machine_variants` runs in variants."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return item.get_closest_marker("ahead") is not None or "debug_level" in parameters
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
@@ -48,5 +67,9 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
 
 
 def others_long(values: Iterable[Any], short: Collection[Any]) -> list[Any]:
-    """The values for `parametrize`, of which all but the short ones are marked long."""
-    return [value if value in short else pytest.param(value, marks=pytest.mark.long) for value in values]
+    """The values for `parametrize`, of which all but the short ones are marked long. A tuple is several arguments."""
+
+    def marked(value: Any) -> Any:
+        return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long)
+
+    return [value if value in short else marked(value) for value in values]

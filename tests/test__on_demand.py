@@ -12,6 +12,7 @@ import pytest
 import dataparallel
 import dataparallel.testing
 from processes import run_script
+from selection import others_long
 
 # Most start their own processes: once is enough.
 pytestmark = pytest.mark.devices("cpu")
@@ -24,15 +25,18 @@ by_name = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: packa
 
 @pytest.mark.parametrize(
     "statement",
-    [
-        "import dataparallel",
-        "import dataparallel.testing",
-        "from dataparallel import testing",
-        "from dataparallel import __version__",
-        "import dataparallel; dir(dataparallel); hasattr(dataparallel, '__wrapped__')",
-        "from dataparallel.testing import ToolsMissing",
-        "from dataparallel.testing import cuda; cuda.is_stand_in()",
-    ],
+    others_long(
+        [
+            "import dataparallel",
+            "import dataparallel.testing",
+            "from dataparallel import testing",
+            "from dataparallel import __version__",
+            "import dataparallel; dir(dataparallel); hasattr(dataparallel, '__wrapped__')",
+            "from dataparallel.testing import ToolsMissing",
+            "from dataparallel.testing import cuda; cuda.is_stand_in()",
+        ],
+        short=["import dataparallel"],
+    ),
 )
 def test_torch_is_not_imported(statement):
     run_script(f"import sys\n{statement}\nassert 'torch' not in sys.modules")
@@ -91,6 +95,7 @@ def test_each_public_name_in_a_new_process_in_each_order():
     assert run_script(EACH_IN_A_PROCESS_OF_ITS_OWN, *WITH_A_FILE_OF_THAT_NAME, timeout=600) == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WITH_A_FILE_OF_THAT_NAME)
 def test_a_function_stays_what_its_name_means_when_somebody_imports_its_file(name):
     script = f"""
@@ -136,10 +141,12 @@ def test_a_name_that_is_not_there(package):
         package.nothing  # noqa: B018
 
 
+@pytest.mark.long
 def test_a_room_is_an_attribute_without_an_import_of_its_own():
     run_script("import dataparallel; dataparallel.comm.broadcast; dataparallel.testing.simulated.simulate")
 
 
+@pytest.mark.long
 def test_threads_that_ask_first_at_the_same_time():
     run_script("""
 import sys, threading

@@ -326,6 +326,7 @@ print(_torch.note_whether_compiler_is_in_use())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_the_compiler_stays_in_use_when_torch_forgets_what_was_compiled(when: str) -> None:
     """A call has seen it. Functions that were compiled before stay compiled."""

@@ -11,7 +11,6 @@ from torch import nn
 
 import dataparallel
 from around import (
-    WAYS,
     Between,
     assert_same_parameters,
     batches,
@@ -24,6 +23,7 @@ from around import (
 )
 from dataparallel import DataParallel, PerReplica
 from dataparallel.composable import replicate
+from each_form import FORMS
 from processes import run_script
 
 PACKAGE = str(Path(dataparallel.__file__).parent)
@@ -41,15 +41,10 @@ def nothing_compiled_before():
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=WAYS)
-def way(request):
-    return WAYS[request.param]
-
-
 @pytest.fixture
-def model(way, slots, root):
+def model(form, slots, root):
     made = between(root)
-    made.inner = way(made.inner, slots)
+    made.inner = form(made.inner, slots)
     return made
 
 
@@ -153,12 +148,12 @@ class TestModule:
         assert len({*graphs}) == 1
         assert_same_parameters(model, reference)
 
-    def test_many_models_are_no_reason_to_compile_again(self, way, slots, root):
+    def test_many_models_are_no_reason_to_compile_again(self, form, slots, root):
         """Functions of the library would be compiled for each, until the compiler gives up."""
         (x,) = batches(root, [6])
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             for number in range(10):
-                module = way(inner().double().to(root), slots)
+                module = form(inner().double().to(root), slots)
 
                 def forward(x, module=module):
                     return module(x + 1)
@@ -172,11 +167,11 @@ class TestWrapper:
     """``torch.compile`` of the wrapper itself: there is nothing around the call, so nothing is compiled."""
 
     @pytest.mark.slots(3, long=[2])
-    def test_it_trains(self, way, slots, root):
+    def test_it_trains(self, form, slots, root):
         reference = inner().double().to(root)
         source = inner().double().to(root)
         source.load_state_dict(reference.state_dict())
-        model = way(source, slots)
+        model = form(source, slots)
         compiled, ours, theirs = torch.compile(model, backend="eager"), adamw(model), adamw(reference)
         for x in batches(root, EPOCHS[:8]):
             torch.testing.assert_close(train(compiled, ours, x), train(reference, theirs, x), atol=1e-9, rtol=0)
@@ -184,8 +179,8 @@ class TestWrapper:
         assert number_of_graphs() == 0
         assert graph_breaks() == {}
 
-    def test_its_forward_hooks_run_once(self, way, slots, root):
-        model, seen = way(inner().double().to(root), slots), []
+    def test_its_forward_hooks_run_once(self, form, slots, root):
+        model, seen = form(inner().double().to(root), slots), []
         model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
         (x,) = batches(root, [6])
         torch.compile(model, backend="eager")(x)
@@ -225,10 +220,10 @@ class TestTrainingStep:
         assert graphs[-1] <= 9
 
     @pytest.mark.long
-    def test_adamw_equals_the_compiled_step_of_one_device(self, model, reference, root, way):
+    def test_adamw_equals_the_compiled_step_of_one_device(self, model, reference, root, form):
         """torch computes AdamW's corrections in other precisions where it compiles them; sharded steps never are."""
         theirs = step_of(reference, adamw(reference))
-        if way is not WAYS["fully_shard"]:
+        if form is not FORMS["fully_shard"]:
             theirs = torch.compile(theirs, backend="eager")
         compiled = torch.compile(step_of(model, adamw(model)), backend="eager")
         for x in batches(root, EPOCHS[:8]):
@@ -318,12 +313,12 @@ class TestWhatReachesReplicas:
             *(pytest.param(mode, marks=pytest.mark.long) for mode in (torch.enable_grad, torch.inference_mode)),
         ],
     )
-    def test_a_mode_that_the_compiled_function_sets(self, way, slots, root, call):
+    def test_a_mode_that_the_compiled_function_sets(self, form, slots, root, call):
         module, seen = inner().double().to(root), []
         module[1].register_forward_hook(
             lambda module, args, output: seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
         )
-        model = way(module, slots)
+        model = form(module, slots)
 
         def forward(x):
             y = x * 2
@@ -404,6 +399,7 @@ print("torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.long
 def test_a_program_that_compiles_nothing_loads_no_compiler():
     assert run_script(WITHOUT_THE_COMPILER).split() == ["False"]
 

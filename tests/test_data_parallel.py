@@ -93,64 +93,9 @@ class TestDropIn:
 
 
 class TestCall:
-    def test_keyword_and_whole_arguments(self, affine, slots, batch):
-        offset = torch.randn(1, 3, dtype=torch.float64, device=batch.device)
-        output = DataParallel(affine, slots)(batch, scale=2.0, offset=dp.whole(offset))
-        torch.testing.assert_close(output, affine(batch, scale=2.0, offset=offset))
-
     def test_output_device_cpu(self, affine, slots, batch):
         for output_device in ("cpu", -1, torch.device("cpu")):
             assert DataParallel(affine, slots, output_device=output_device)(batch).device.type == "cpu"
-
-    def test_dim_one(self, slots, root):
-        module = nn.Linear(4, 3).double().to(root)
-        x = torch.randn(5, 7, 4, dtype=torch.float64, device=root)
-        torch.testing.assert_close(DataParallel(module, slots, dim=1)(x), module(x))
-
-    def test_chunk_sizes_are_what_the_replicas_get(self, slots, root):
-        sizes = []
-
-        class Sizes(nn.Module):
-            def forward(self, x):
-                sizes.append(len(x))
-                return x
-
-        wrapped = DataParallel(Sizes(), slots, chunk_sizes=[1, 4, 2])
-        wrapped(torch.zeros(7, 1, device=root))
-        assert sorted(sizes) == [1, 2, 4]
-        wrapped.chunk_sizes = [2, 2, 2]
-        with pytest.raises(ValueError, match="add up to 6, but the batch has 7"):
-            wrapped(torch.zeros(7, 1, device=root))
-
-    def test_uneven_chunks_with_the_loss_on_the_replicas_need_their_weights(self, slots, root):
-        class WithLoss(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.linear = nn.Linear(4, 1)
-
-            def forward(self, x, y):
-                return (self.linear(x) - y).square().mean() * len(x)
-
-        model = WithLoss().double().to(root)
-        x = torch.randn(7, 4, dtype=torch.float64, device=root)
-        y = torch.randn(7, 1, dtype=torch.float64, device=root)
-        loss = DataParallel(model, slots, chunk_sizes=[1, 4, 2])(x, y).sum() / len(x)
-        assert loss.dim() == 0
-        torch.testing.assert_close(loss, model(x, y) / len(x))
-
-    def test_scalars_become_a_vector(self, slots, root):
-        class Mean(nn.Module):
-            def forward(self, x):
-                return x.mean()
-
-        assert DataParallel(Mean(), slots)(torch.ones(7, 2, device=root)).shape == (3,)
-
-    def test_no_arguments_run_one_replica(self, slots, root):
-        class Constant(nn.Module):
-            def forward(self):
-                return torch.ones(2, device=root)
-
-        assert DataParallel(Constant(), slots)().shape == (2,)
 
     def test_single_slot_calls_the_module_itself(self, affine, root, batch):
         wrapped = DataParallel(affine, [root])
@@ -163,23 +108,6 @@ class TestCall:
         wrapped = DataParallel(affine)
         assert wrapped.device_ids == []
         torch.testing.assert_close(wrapped(batch), affine(batch))
-
-    def test_module_may_be_moved_after_it_was_wrapped(self, slots, root):
-        module = nn.Linear(4, 3, device="meta")
-        wrapped = DataParallel(module, slots)
-        module.to_empty(device=root)
-        assert wrapped(torch.zeros(7, 4, device=root)).shape == (7, 3)
-
-    def test_buffers_changed_in_place_on_slot_0_stay(self, affine, slots, batch):
-        wrapped = DataParallel(affine, slots)
-        wrapped(batch)
-        wrapped(batch)
-        assert affine.calls == 2
-
-    def test_torch_compile_around_the_call_runs_the_same_numbers(self, affine, slots, batch):
-        wrapped = DataParallel(affine, slots)
-        compiled = torch.compile(lambda x: wrapped(x * 2) + 1, backend="eager")
-        torch.testing.assert_close(compiled(batch), affine(batch * 2) + 1)
 
 
 class TestFunctional:
@@ -195,28 +123,6 @@ class TestFunctional:
 
 
 class TestErrors:
-    def test_parameter_on_the_wrong_device(self, affine, slots, batch, root):
-        affine.linear.bias = nn.Parameter(torch.empty(3, device="meta"))
-        with pytest.raises(RuntimeError) as caught:
-            DataParallel(affine, slots)(batch)
-        for word in ("'linear.bias'", "meta", f"module.to_empty(device='{root}')"):
-            assert word in str(caught.value)
-
-    def test_buffer_on_the_wrong_device(self, affine, slots, batch):
-        affine.calls = torch.empty((), device="meta")
-        with pytest.raises(RuntimeError, match=r"on device: meta\. It is buffer 'calls'"):
-            DataParallel(affine, slots)(batch)
-
-    @pytest.mark.parametrize("wrapper", [DataParallel, nn.DataParallel])
-    def test_wrapping_a_wrapper(self, affine, slots, wrapper):
-        wrapped = wrapper(affine, slots) if wrapper is DataParallel else wrapper(affine)
-        with pytest.raises(TypeError, match=r"wrap its \.module instead"):
-            DataParallel(wrapped, slots)
-
-    def test_no_module(self, slots):
-        with pytest.raises(TypeError, match=r"wraps a torch\.nn\.Module; got function"):
-            DataParallel(lambda x: x, slots)
-
     def test_attribute_of_the_module(self, affine, slots):
         wrapped = DataParallel(affine, slots)
         with pytest.raises(AttributeError, match=r"write \.module\.width"):
@@ -225,34 +131,9 @@ class TestErrors:
             _ = wrapped.nothing
         assert not hasattr(wrapped, "width")
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"device_ids": []}, "empty"),
-            ({"device_ids": ["cpu", "meta"]}, "meta"),
-            ({"device_ids": ["nonsense"]}, "nonsense"),
-            ({"output_device": "meta"}, "meta"),
-            ({"workers": 0}, "workers=0"),
-        ],
-    )
-    def test_what_the_constructor_refuses(self, slots, arguments, message):
-        module = nn.Linear(1, 1)
-        with pytest.raises(ValueError, match=message):
-            DataParallel(module, **{"device_ids": slots, **arguments})
-
-    def test_a_functorch_transform_around_the_call(self, affine, slots, batch):
-        wrapped = DataParallel(affine, slots)
-        with pytest.raises(RuntimeError, match=r"torch\.func transform"):
-            torch.func.vmap(wrapped)(batch.unsqueeze(1))
-        torch.testing.assert_close(wrapped(batch), affine(batch))
-
-    def test_a_call_that_fails_leaves_the_module_as_it_was(self, affine, slots, batch):
-        wrapped = DataParallel(affine, slots)
-        before = copy.deepcopy(affine.state_dict())
-        with pytest.raises(ValueError, match="batch sizes disagree"):
-            wrapped(batch, offset=batch[:3])
-        assert all(torch.equal(value, before[key]) for key, value in affine.state_dict().items())
-        torch.testing.assert_close(wrapped(batch), affine(batch))
+    def test_a_number_of_workers(self, slots):
+        with pytest.raises(ValueError, match="workers=0"):
+            DataParallel(nn.Linear(1, 1), slots, workers=0)
 
     @pytest.mark.usefixtures("ctrl_c")
     def test_ctrl_c_waits_for_the_replicas_and_the_same_wrapper_works_again(self, slots, root):

@@ -1,4 +1,7 @@
-"""Gradients through the whole wrapper: twice differentiable, the same bits in every run, ``None`` as on one device."""
+"""Gradients through both forms that replicate: twice differentiable, the same bits in every run, ``None`` as alone.
+
+Gradients of a model that is divided are in composable/test_fully_shard_graphs and test_fully_shard_parameters.
+"""
 
 import threading
 
@@ -9,7 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
-from dataparallel import DataParallel
+from each_form import by_wrapper, replicated
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -27,6 +30,11 @@ class Smooth(nn.Module):
     def forward(self, x, with_sometimes=False):
         y = self.second(torch.tanh(self.first(torch.tanh(self.first(x)))))
         return y * self.sometimes if with_sometimes else y
+
+
+@pytest.fixture(params=[by_wrapper, replicated], ids=["DataParallel", "replicate"])
+def form(request):
+    return request.param
 
 
 @pytest.fixture
@@ -48,8 +56,8 @@ def put(model, parameters) -> None:
 
 
 @pytest.mark.slots(2, long=[3, 8])
-def test_gradcheck_and_gradgradcheck_for_inputs_and_parameters(model, slots, x):
-    wrapped = DataParallel(model, slots)
+def test_gradcheck_and_gradgradcheck_for_inputs_and_parameters(model, form, slots, x):
+    wrapped = form(model, slots)
     parameters = [p.detach().clone().requires_grad_() for p in list(model.parameters())[2:]]
 
     def call(x, *parameters):
@@ -76,32 +84,34 @@ def test_gradgradcheck_through_replicate_alone(model, slots, x):
     assert gradgradcheck(call, (weight,), nondet_tol=0 if torch.device(slots[0]).type == "cpu" else 1e-12)
 
 
-def test_autograd_grad_for_parameters_and_inputs_writes_no_grad(model, slots, x):
+def test_autograd_grad_for_parameters_and_inputs_writes_no_grad(model, form, slots, x):
     wanted = [x, *list(model.parameters())[2:]]
-    ours = torch.autograd.grad(DataParallel(model, slots)(x).square().sum(), wanted)
-    for mine, one_device in zip(ours, torch.autograd.grad(model(x).square().sum(), wanted), strict=True):
+    expected = torch.autograd.grad(model(x).square().sum(), wanted)
+    found = torch.autograd.grad(form(model, slots)(x).square().sum(), wanted)
+    for mine, one_device in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, one_device, rtol=0, atol=1e-12)
     assert all(tensor.grad is None for tensor in wanted)
 
 
-def test_a_gradient_penalty_needs_the_second_derivative(model, slots, x):
+def test_a_gradient_penalty_needs_the_second_derivative(model, form, slots, x):
     def penalty(call):
         (slope,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
         return torch.autograd.grad(slope.square().sum(), list(model.first.parameters()))
 
-    for ours, one_device in zip(penalty(DataParallel(model, slots)), penalty(model), strict=True):
+    expected = penalty(model)
+    for ours, one_device in zip(penalty(form(model, slots)), expected, strict=True):
         torch.testing.assert_close(ours, one_device, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("with_sometimes", [True, False])
-def test_gradients_are_none_exactly_where_one_device_has_none(model, slots, x, with_sometimes):
-    DataParallel(model, slots)(x, with_sometimes).sum().backward()
+def test_gradients_are_none_exactly_where_one_device_has_none(model, form, slots, x, with_sometimes):
+    form(model, slots)(x, with_sometimes).sum().backward()
     assert model.never.grad is None
     assert (model.sometimes.grad is None) == (not with_sometimes)
     assert model.first.weight.grad is not None
 
 
-def test_a_parameter_that_one_replica_uses_gets_that_replicas_gradient(root, slots):
+def test_a_parameter_that_one_replica_uses_gets_that_replicas_gradient(root, form, slots):
     class Selective(nn.Module):
         def __init__(self):
             super().__init__()
@@ -112,29 +122,29 @@ def test_a_parameter_that_one_replica_uses_gets_that_replicas_gradient(root, slo
 
     model = Selective().to(root)
     x = torch.tensor([-1.0, -1.0, 3.0], dtype=torch.float64, device=root, requires_grad=True)
-    DataParallel(model, slots)(x).sum().backward()
+    form(model, slots)(x).sum().backward()
     assert model.weight.grad == 3
 
 
-def test_a_frozen_parameter_stays_without_gradient(model, slots, x):
+def test_a_frozen_parameter_stays_without_gradient(model, form, slots, x):
     model.first.weight.requires_grad_(False)
-    DataParallel(model, slots)(x).sum().backward()
+    form(model, slots)(x).sum().backward()
     assert model.first.weight.grad is None
     assert model.first.bias.grad is not None
 
 
-def test_a_hook_on_a_parameter_fires_once_with_the_sum(model, slots, x):
+def test_a_hook_on_a_parameter_fires_once_with_the_sum(model, form, slots, x):
     seen, accumulated = [], []
     model.second.bias.register_hook(lambda grad: seen.append(grad.clone()))
     model.second.bias.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.grad.clone()))
-    DataParallel(model, slots)(x).sum().backward()
+    form(model, slots)(x).sum().backward()
     assert len(seen) == len(accumulated) == 1
     torch.testing.assert_close(seen[0], torch.full_like(seen[0], len(x)))
     torch.testing.assert_close(accumulated[0], seen[0])
 
 
-def test_gradients_accumulate_over_calls_and_graphs_can_be_kept(model, slots, x):
-    wrapped = DataParallel(model, slots)
+def test_gradients_accumulate_over_calls_and_graphs_can_be_kept(model, form, slots, x):
+    wrapped = form(model, slots)
     first, second = wrapped(x).sum(), wrapped(x).sum()
     (first + second).backward(retain_graph=True)
     once = model.second.bias.grad.clone()
@@ -143,37 +153,37 @@ def test_gradients_accumulate_over_calls_and_graphs_can_be_kept(model, slots, x)
     torch.testing.assert_close(model.second.bias.grad, 1.5 * once)
 
 
-def test_the_output_is_one_node_that_leads_to_every_replica(model, slots, x):
-    output = DataParallel(model, slots)(x)
+def test_the_output_is_one_node_that_leads_to_every_replica(model, form, slots, x):
+    output = form(model, slots)(x)
     assert type(output.grad_fn).__name__ == "GatherBackward"
     assert len(output.grad_fn.next_functions) == len(slots)
 
 
-def test_changing_a_parameter_before_backward_is_noticed_as_on_one_device(model, slots, x):
-    loss = DataParallel(model, slots)(x).sum()
+def test_changing_a_parameter_before_backward_is_noticed_as_on_one_device(model, form, slots, x):
+    loss = form(model, slots)(x).sum()
     with torch.no_grad():
         model.second.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_a_graph_that_saves_nothing_can_be_walked_twice_as_on_one_device(slots, root):
+def test_a_graph_that_saves_nothing_can_be_walked_twice_as_on_one_device(form, slots, root):
     class Shift(nn.Module):
         def forward(self, x):
             return x + 1
 
     x = torch.ones(6, 2, device=root, requires_grad=True)
-    loss = DataParallel(Shift(), slots)(x).sum()
+    loss = form(Shift(), slots)(x).sum()
     loss.backward()
     loss.backward()
     assert x.grad.unique().tolist() == [2]
 
 
 @pytest.mark.slots(8)
-def test_gradients_are_the_same_bits_in_ten_runs(slots, root):
+def test_gradients_are_the_same_bits_in_ten_runs(form, slots, root):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).to(root)
-    wrapped = DataParallel(model, slots)
+    wrapped = form(model, slots)
     x = torch.randn(37, 16, device=root)
     runs = []
     for _ in range(10):
@@ -203,26 +213,27 @@ class Dropping(nn.Module):
 
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_dropout_is_recomputed_with_its_own_draws_in_50_of_50_steps(slots, root, reentrant):
+def test_dropout_is_recomputed_with_its_own_draws_in_50_of_50_steps(form, slots, root, reentrant):
     torch.manual_seed(0)
     plain = Dropping().double().to(root)
     recomputed = Dropping(reentrant).double().to(root)
     recomputed.load_state_dict(plain.state_dict())
+    parallel = [form(model, slots) for model in (plain, recomputed)]
     for step in range(50):
         x = torch.randn(16, 8, dtype=torch.float64, device=root, requires_grad=True)
         gradients = []
-        for model in (plain, recomputed):
+        for model in parallel:
             model.zero_grad()
             torch.manual_seed(step)
-            DataParallel(model, slots)(x).square().sum().backward()
+            model(x).square().sum().backward()
             gradients.append([parameter.grad for parameter in model.parameters()])
         for expected, found in zip(*gradients, strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.slots(8)
-def test_seeded_forwards_repeat(slots, root):
-    wrapped = DataParallel(Dropping().to(root), slots)
+def test_seeded_forwards_repeat(form, slots, root):
+    wrapped = form(Dropping().to(root), slots)
     x = torch.randn(16, 8, device=root)
     outputs = []
     for _ in range(20):
@@ -247,12 +258,12 @@ class Meeting(Dropping):
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(4)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_the_cpu_generator_is_where_one_device_leaves_it_in_50_of_50_steps(slots, root, reentrant):
+def test_the_cpu_generator_is_where_one_device_leaves_it_in_50_of_50_steps(form, slots, root, reentrant):
     left = []
     for used in (slots[:1], slots):
         # Slots on one device have one thread, which would wait for itself.
         meeting = Meeting(reentrant, len({*used}) if len({*used}) == len(used) else 1)
-        model = DataParallel(meeting.double().to(root), used)
+        model = form(meeting.double().to(root), used)
         torch.manual_seed(0)
         left.append([])
         for _ in range(50):

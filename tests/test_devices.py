@@ -236,6 +236,7 @@ def test_the_cpu_needs_no_context_and_asks_for_no_accelerator(no_accelerator: No
         assert torch.zeros(1).device == CPU
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 def test_importing_touches_no_device() -> None:
     code = """

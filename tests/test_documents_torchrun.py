@@ -75,6 +75,7 @@ def undisturbed(start, tmp_path_factory) -> tuple[Path, list[str]]:
     return folder / "checkpoint.pt", printed
 
 
+@pytest.mark.long
 def test_the_example_runs_and_learns(undisturbed):
     checkpoint, printed = undisturbed
     losses = [float(line.rpartition(" ")[2]) for line in printed]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from around import WAYS, assert_same_parameters, batches
+from around import assert_same_parameters, batches
 from dataparallel import DataParallel, replicate
 from dataparallel.modules.placement import forward_on
 from dataparallel.testing.parity import Perturbation, assert_same_step
@@ -90,10 +90,9 @@ def assert_trains_alike(model, reference, root, sizes=(6, 6, 5, 6)):
 
 
 @pytest.mark.parametrize("adds", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.slots(3, long=[2])
-def test_training_equals_one_device(adds, way, slots, root):
-    assert_trains_alike(WAYS[way](exported(adds, root), slots), exported(adds, root), root)
+def test_training_equals_one_device(adds, form, slots, root):
+    assert_trains_alike(form(exported(adds, root), slots), exported(adds, root), root)
 
 
 @pytest.mark.parametrize("adds", [a_range, a_tensor_of_numbers], ids=lambda kind: kind.__name__)
@@ -106,10 +105,9 @@ def test_each_replica_has_its_own_parameters(adds, slots, root):
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_graphs_of_torch_fx(way, slots, root):
+def test_graphs_of_torch_fx(form, slots, root):
     model, reference = (torch.fx.symbolic_trace(build(nothing, root)) for _ in range(2))
-    assert_trains_alike(WAYS[way](model, slots), reference, root)
+    assert_trains_alike(form(model, slots), reference, root)
 
 
 def test_exported_with_the_compiler(slots, root):
@@ -193,9 +191,8 @@ def test_replicas_on_other_devices_compute_there(slots, root):
         assert replica(next(batches(root, [6])).to(slot)).device == slot
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_program_of_a_wrapper_is_refused(way, slots, root):
-    model, (x,) = WAYS[way](build(nothing, root), slots), batches(root, [6])
+def test_a_program_of_a_wrapper_is_refused(form, slots, root):
+    model, (x,) = form(build(nothing, root), slots), batches(root, [6])
     with pytest.raises((RuntimeError, TypeError), match=r"torch\.export is running around|sharded tensors"):
         torch.export.export(model, (x,), strict=False)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"dataparallel sends tensors|sharded tensors"):

@@ -69,6 +69,7 @@ def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield ahead
 
 
+@pytest.mark.smoke
 @pytest.mark.ahead("""
 torch.set_num_threads(4)
 output, gradients = step()

@@ -5,15 +5,13 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from around import assert_same_parameters, batches, inner, whole
+from around import assert_same_parameters, batches, inner
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.sharded import Shard, distribute_tensor
+from each_form import by_wrapper, replicated, whole
 
-WAYS = {
-    "DataParallel": (lambda module, slots: DataParallel(module, slots), "held.module."),
-    "replicate": (lambda module, slots: replicate(module, devices=slots), "held."),
-}
+WAYS = {"DataParallel": (by_wrapper, "held.module."), "replicate": (replicated, "held.")}
 
 
 class Holder(nn.Module):

@@ -133,6 +133,7 @@ def test_one_report_of_two_processes_is_refused(result):
     result.stderr.fnmatch_lines(["ERROR: --junitxml is for one process: say which with --devices=*"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", others_long([signal.SIGINT, signal.SIGTERM], [signal.SIGINT]))
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_every_process_and_shows_what_they_say(tmp_path, number):
@@ -207,6 +208,7 @@ def test_the_worst_status(statuses, expected):
     assert kinds.worst(statuses) == expected
 
 
+@pytest.mark.long
 def test_a_test_alone_waits_for_those_of_the_other_kind(tmp_path):
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["company"]\n')
     (tmp_path / "test_alone.py").write_text("""

@@ -42,6 +42,7 @@ def test_counts_are_trusted_here(trial: Callable) -> None:
     assert trial() is None
 
 
+@pytest.mark.long
 @once
 @pytest.mark.parametrize("value", others_long(["0", "no", "False", "off"], ["0"]))
 def test_reuse_can_be_turned_off(value: str) -> None:

@@ -63,6 +63,7 @@ def wheel(tree, tmp_path_factory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built)
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu")  # its process is its own: once is enough
 def test_wheel_carries_every_file(wheel):
     inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -70,6 +71,7 @@ def test_wheel_carries_every_file(wheel):
     assert "dataparallel/py.typed" in inside
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu")  # its process is its own: once is enough
 def test_sdist_carries_every_file(tree, tmp_path):
     command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path)]
@@ -81,6 +83,7 @@ def test_sdist_carries_every_file(tree, tmp_path):
     assert needed_files(ROOT / "dataparallel") | MADE_UP | {"setup.py", "setup.cfg", "README.rst", "LICENSE"} <= inside
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu")  # its process is its own: once is enough
 def test_wheel_metadata(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
@@ -97,6 +100,7 @@ def test_wheel_metadata(wheel):
     assert any(n.endswith("/LICENSE") for n in wheel.namelist())
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 def test_import_is_free_of_side_effects():
     code = """

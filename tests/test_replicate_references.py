@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from dataparallel import replicate
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.parity import Perturbation, assert_same_step
+from each_form import Form, replicating_forms
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 PERTURBATION = Perturbation(seed=3, scale=0.5)
@@ -148,10 +149,13 @@ WAYS: dict[str, tuple[Callable[[WithReferences], Any], Callable[[WithReferences,
 }
 
 
+@replicating_forms
 @pytest.mark.parametrize(("setup", "forward"), WAYS.values(), ids=WAYS.keys())
-def test_every_way_leads_to_the_weights_of_the_replica(setup: Callable, forward: Callable, slots: list) -> None:
+def test_every_way_leads_to_the_weights_of_the_replica(
+    setup: Callable, forward: Callable, form: Form, slots: list
+) -> None:
     build = seeded(WithReferences, setup, forward)
-    assert_same_step(build, samples(7, 1), slots, perturbation=PERTURBATION)
+    assert_same_step(build, samples(7, 1), slots, perturbation=PERTURBATION, wrap=form)
 
 
 def test_the_source_keeps_what_hangs_on_it(slots: list) -> None:

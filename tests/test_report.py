@@ -199,6 +199,7 @@ print(launch.why_not())
 """
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 @pytest.mark.parametrize("asked", others_long(["", "cupy"], [""]))
 def test_cupy_is_imported_where_it_is_asked_for_and_not_by_a_report(asked, tmp_path):
@@ -226,6 +227,7 @@ def test_what_calls_use_again(why_not, monkeypatch):
     assert ("a test says so" in text) == (why_not is not None)
 
 
+@pytest.mark.long
 @pytest.mark.devices("cpu", "cuda")  # its process sees no simulated device: once is enough
 def test_report_initialises_nothing():
     run_python(
@@ -238,6 +240,7 @@ def test_report_initialises_nothing():
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     torch.version.cuda is None or not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None,
     reason="needs CUDA devices and nvidia-ml-py",

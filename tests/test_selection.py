@@ -9,6 +9,13 @@ from processes import Ahead, run_pytest
 # Their processes are their own: once is enough.
 pytestmark = pytest.mark.devices("cpu")
 
+CONFTEST = """
+pytest_plugins = ["selection"]
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "ahead")
+"""
+
 TESTS = """
 import pytest
 
@@ -22,6 +29,11 @@ def test_long():
 @pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.long)])
 def test_both(count):
     pass
+
+@pytest.mark.ahead
+@pytest.mark.parametrize("what", ["whole", pytest.param("smoke", marks=pytest.mark.smoke)])
+def test_process(what):
+    pass
 """
 
 
@@ -31,7 +43,7 @@ def processes(request, tmp_path_factory):
         if this_file:
             return run_pytest(Path(__file__).parent, "--devices=cpu", "-v", *arguments, __file__)
         folder = tmp_path_factory.mktemp("project")
-        (folder / "conftest.py").write_text('pytest_plugins = ["selection"]\n')
+        (folder / "conftest.py").write_text(CONFTEST)
         (folder / "test_user.py").write_text(TESTS)
         return run_pytest(folder, "-v", *arguments, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 
@@ -43,10 +55,11 @@ def passed(result: pytest.RunResult) -> set[str]:
     return {line.split("::")[1].split()[0] for line in result.outlines if " PASSED" in line}
 
 
+@pytest.mark.smoke
 @pytest.mark.ahead
 def test_a_run_without_options_leaves_the_long_ones_out_and_says_how_to_run_them(result):
-    assert passed(result) == {"test_short", "test_both[2]"}
-    result.stdout.fnmatch_lines(["left out: 2 long tests, which run with --all"])
+    assert passed(result) == {"test_short", "test_both[2]", "test_process[smoke]"}
+    result.stdout.fnmatch_lines(["left out: 3 long tests, which run with --all"])
 
 
 @pytest.mark.ahead("test_user.py::test_short")
@@ -56,13 +69,14 @@ def test_a_run_names_its_longest_tests(result):
 
 @pytest.mark.ahead("--rest")
 def test_the_rest_is_what_that_run_leaves_out(result):
-    assert passed(result) == {"test_long", "test_both[8]"}
-    result.stdout.fnmatch_lines(["not among the rest: 2 tests, which run without --rest"])
+    assert passed(result) == {"test_long", "test_both[8]", "test_process[whole]"}
+    result.stdout.fnmatch_lines(["not among the rest: 3 tests, which run without --rest"])
 
 
 @pytest.mark.ahead("--all")
 def test_all_is_both(result):
-    assert passed(result) == {"test_short", "test_both[2]", "test_long", "test_both[8]"}
+    both = {"test_both[2]", "test_both[8]", "test_process[smoke]", "test_process[whole]"}
+    assert passed(result) == {"test_short", "test_long", *both}
 
 
 @pytest.mark.ahead("test_user.py::test_long", "test_user.py::test_short")

@@ -17,8 +17,7 @@ from dataparallel.composable import fully_shard, replicate
 from dataparallel.threads import balance
 from dataparallel.threads.meetings import here
 from dataparallel.threads.slot_times import SlotTimes
-
-FORMS = ["DataParallel", "replicate", "fully_shard"]
+from each_form import FORMS
 
 
 class Net(nn.Module):
@@ -43,12 +42,6 @@ def nothing_seen() -> Iterator[None]:
     seen.clear()
     yield
     seen.clear()
-
-
-def formed(form: str, module: nn.Module, slots: list, chunk_sizes: Any) -> Any:
-    if form == "DataParallel":
-        return DataParallel(module, slots, chunk_sizes=chunk_sizes)
-    return (replicate if form == "replicate" else fully_shard)(module, devices=slots, chunk_sizes=chunk_sizes)
 
 
 def assign(form: str, model: Any, chunk_sizes: Any) -> None:
@@ -82,7 +75,7 @@ def single(root: torch.device) -> nn.Module:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_shares_split_batches_of_any_size(form: str, single: nn.Module, slots: list, root: torch.device) -> None:
-    model = formed(form, copy.deepcopy(single), slots, [0.5, 1, 1])
+    model = FORMS[form](copy.deepcopy(single), slots, chunk_sizes=[0.5, 1, 1])
     for total, sizes in ((10, [2, 4, 4]), (7, [1, 3, 3]), (3, [1, 1, 1]), (2, [1, 1])):
         seen.clear()
         check_step(model, single, torch.randn(total, 4, dtype=torch.float64, device=root))
@@ -97,7 +90,7 @@ def test_shares_split_batches_of_any_size(form: str, single: nn.Module, slots: l
 def test_results_equal_one_device_under_any_split(
     form: str, single: nn.Module, slots: list, root: torch.device
 ) -> None:
-    model = formed(form, copy.deepcopy(single), slots, None)
+    model = FORMS[form](copy.deepcopy(single), slots, chunk_sizes=None)
 
     @settings(max_examples=10)
     @given(st.lists(st.floats(0.01, 10), min_size=3, max_size=3), st.integers(1, 20))
@@ -135,7 +128,7 @@ def test_balanced_finds_the_slow_slot_and_changes_no_result(
         return samples * (3e-3 if slot == 1 else 1e-3)
 
     costs[0] = one_is_slow
-    model = formed(form, copy.deepcopy(single), slots, "balanced")
+    model = FORMS[form](copy.deepcopy(single), slots, chunk_sizes="balanced")
     splits = []
     for _ in range(20):
         check_step(model, single, torch.randn(21, 4, dtype=torch.float64, device=root))
@@ -153,7 +146,7 @@ def test_balanced_finds_the_slow_slot_and_changes_no_result(
 def test_chunk_sizes_may_be_assigned_between_calls(
     form: str, single: nn.Module, slots: list, root: torch.device
 ) -> None:
-    model = formed(form, copy.deepcopy(single), slots, [1, 4, 2])
+    model = FORMS[form](copy.deepcopy(single), slots, chunk_sizes=[1, 4, 2])
     for chunk_sizes, sizes in (
         ([2, 2, 3], (2, 2, 3)),
         ([3.0, 1, 3], (3, 1, 3)),
@@ -169,8 +162,8 @@ def test_chunk_sizes_may_be_assigned_between_calls(
 @pytest.mark.parametrize("bad", [[1, -1, 1], [0.5, 0.5], [0.0, 1.0, 1.0], [float("nan"), 1, 1], "even"])
 def test_bad_values_are_refused_before_anything_changes(form: str, single: nn.Module, slots: list, bad: Any) -> None:
     with pytest.raises(ValueError, match="chunk_sizes="):
-        formed(form, copy.deepcopy(single), slots, bad)
-    model = formed(form, single, slots, [0.5, 1, 1])
+        FORMS[form](copy.deepcopy(single), slots, chunk_sizes=bad)
+    model = FORMS[form](single, slots, chunk_sizes=[0.5, 1, 1])
     with pytest.raises(ValueError, match="chunk_sizes="):
         assign(form, model, bad)
     with pytest.raises(TypeError, match="chunk_sizes="):

@@ -70,7 +70,6 @@ def averaged(rank: int, devices: list[torch.device]) -> None:
         torch.accelerator.synchronize(devices[0])
 
 
-@pytest.mark.on_streams
 @BOTH
 def test_gradients_are_those_of_one_device(slots: int) -> None:
     """A gradient is ``None`` where no rank has used the parameter, although its zeros have travelled."""

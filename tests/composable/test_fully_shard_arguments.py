@@ -3,10 +3,7 @@
 What the module's methods do is in test_fully_shard_methods.
 """
 
-import copy
 import inspect
-import io
-import pickle
 
 import pytest
 import torch
@@ -15,15 +12,12 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dataparallel import DataParallel
 from dataparallel.composable import (
     CPUOffloadPolicy,
-    FullyShardedModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
     fully_shard_form,
-    replicate,
 )
 from dataparallel.composable.managed import KEY
 from processes import run_script
@@ -90,15 +84,6 @@ class TestWhatItTakes:
             ["1.0.weight", "1.0.bias"],
             ["0.weight", "0.bias", "2.weight", "2.bias"],
         ]
-
-    def test_names_and_classes_stay(self, net, slots):
-        names = [name for name, _ in net.named_parameters()]
-        for module in (net[1], net):
-            fully_shard(module, devices=slots)
-        assert [name for name, _ in net.named_parameters()] == names
-        assert isinstance(net, nn.Sequential)
-        assert isinstance(net[1], FullyShardedModule)
-        assert type(net).__name__ == "Sequential"
 
     def test_a_list_is_one_unit(self, net, slots, given):
         both = [net[0], net[2]]
@@ -235,10 +220,6 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
         [
-            ({"devices": []}, ValueError, "empty"),
-            ({"devices": ["cpu", "meta"]}, ValueError, "meta"),
-            ({"devices": ["nonsense"]}, ValueError, "nonsense"),
-            ({"output_device": "meta"}, ValueError, "meta"),
             ({"dim": "0"}, TypeError, "dim='0': the batch dimension is an int"),
             ({"dim": True}, TypeError, "dim=True"),
             ({"mp_policy": None}, TypeError, r"mp_policy=None: expected a dataparallel\.composable\.MixedPrecisionP"),
@@ -273,11 +254,6 @@ class TestRefused:
     def test_groups_of_a_prime_number_of_slots(self, net, make_slots):
         with pytest.raises(ValueError, match="possible: there is no such number, so pass True or False"):
             fully_shard(net, devices=make_slots(3), reshard_after_forward=2)
-
-    @pytest.mark.parametrize("what", [3, nn.Linear], ids=["int", "class"])
-    def test_no_module(self, what):
-        with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module or a list of them"):
-            fully_shard(what)
 
     @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict])
     @pytest.mark.parametrize("in_list", [False, True])
@@ -319,12 +295,6 @@ class TestRefused:
         assert KEY not in vars(net)
         fully_shard(net, devices=slots[:3])
 
-    @pytest.mark.parametrize("wrapper", [DataParallel, nn.DataParallel])
-    def test_a_wrapper(self, net, slots, wrapper):
-        wrapped = wrapper(net, slots) if wrapper is DataParallel else wrapper(net)
-        with pytest.raises(TypeError, match=r"shard its \.module instead"):
-            fully_shard(wrapped, devices=slots)
-
     @pytest.mark.filterwarnings("ignore:.*torch.jit")
     @pytest.mark.parametrize("below", [False, True])
     def test_a_script_module(self, net, slots, below):
@@ -344,117 +314,6 @@ class TestRefused:
         net[0].weight = nn.Parameter(TwoTensor(net[0].weight.detach(), net[0].weight.detach()))
         with pytest.raises(TypeError, match=r"'0\.weight' is a TwoTensor, which stands for other tensors already"):
             fully_shard(net, devices=slots)
-
-    def test_twice_and_a_child_after_its_parent(self, net, slots):
-        fully_shard(net, devices=slots)
-        with pytest.raises(
-            RuntimeError, match="the Sequential is managed by `fully_shard` already; apply it once to each"
-        ):
-            fully_shard(net, devices=slots)
-        with pytest.raises(RuntimeError, match="Apply `fully_shard` to children before their parents"):
-            fully_shard(net[1], devices=slots)
-
-
-class TestBesideReplicate:
-    def test_a_parent(self, net, slots):
-        fully_shard(net[1], devices=slots)
-        with pytest.raises(
-            RuntimeError, match="cannot apply `replicate`: its child '1' is managed by `fully_shard` already"
-        ):
-            replicate(net, devices=slots)
-
-    def test_a_parent_of_a_replicated_module(self, net, slots):
-        replicate(net[1], devices=slots)
-        before = [*map(id, net.parameters())]
-        with pytest.raises(
-            RuntimeError, match="cannot apply `fully_shard`: its child '1' is managed by `replicate` already"
-        ):
-            fully_shard(net, devices=slots)
-        assert [*map(id, net.parameters())] == before
-
-    @pytest.mark.parametrize(("first", "then"), [(fully_shard, replicate), (replicate, fully_shard)])
-    def test_a_child(self, net, slots, first, then):
-        first(net, devices=slots)
-        message = f"cannot apply `{then.__name__}`: the module is '1' in a Sequential .* `{first.__name__}` already"
-        with pytest.raises(RuntimeError, match=message):
-            then(net[1], devices=slots)
-
-    @pytest.mark.parametrize("form", [replicate, fully_shard])
-    def test_a_module_that_was_tied_before(self, net, slots, root, form):
-        """The sharded module has other parameters now, so the tie shows in what they replaced."""
-        other = nn.Linear(8, 2).double().to(root)
-        other.weight = net[2].weight
-        fully_shard(net, devices=slots)
-        message = (
-            r"'weight' is shared with a module outside: it was '2\.weight' of a Sequential .* `fully_shard` already"
-        )
-        with pytest.raises(RuntimeError, match=message):
-            form(other, devices=slots)
-        assert type(other) is nn.Linear
-
-    def test_a_parameter_of_a_replicated_module(self, net, slots, root):
-        other = nn.Linear(8, 2).double().to(root)
-        other.weight = net[2].weight
-        replicate(other, devices=slots)
-        with pytest.raises(RuntimeError, match=r"'2\.weight' is shared .* it is 'weight' of a Linear .* `replicate`"):
-            fully_shard(net, devices=slots)
-
-    def test_a_wrapper_around_it(self, net, slots, batch):
-        wrapped = DataParallel(nn.Sequential(fully_shard(net, devices=slots)), slots)
-        with pytest.raises(RuntimeError, match=r"cannot replicate '0', a Sequential: it is managed by `fully_shard`"):
-            wrapped(batch)
-
-
-class TestTiesBetweenUnits:
-    def test_a_child_and_its_parent(self, net, slots):
-        net[2] = nn.Linear(8, 8).double().to(net[0].weight.device)
-        net[2].weight = net[1][0].weight
-        fully_shard(net[1], devices=slots)
-        with pytest.raises(
-            RuntimeError, match=r"'2\.weight' is shared.*: it was '0\.weight' of a Sequential.*one list"
-        ):
-            fully_shard(net, devices=slots)
-        assert KEY not in vars(net)
-
-    def test_two_siblings_and_one_list(self, root, slots):
-        first, second = nn.Linear(2, 2).to(root), nn.Linear(2, 2).to(root)
-        second.weight = first.weight
-        fully_shard([first, second], devices=slots)
-        assert first.weight is second.weight
-        first, second = nn.Linear(2, 2).to(root), nn.Linear(2, 2).to(root)
-        second.weight = first.weight
-        fully_shard(first, devices=slots)
-        with pytest.raises(RuntimeError, match=r"shared.*`fully_shard\(\[a, b\]\)`"):
-            fully_shard(second, devices=slots)
-
-    def test_a_module_in_two_units(self, root, slots):
-        shared = nn.Linear(2, 2).to(root)
-        first = fully_shard(nn.Sequential(shared), devices=slots)
-        message = (
-            r"'0\.weight' is shared.*: it is '0\.weight' of a Sequential.*apply `fully_shard` to that module first"
-        )
-        with pytest.raises(RuntimeError, match=message):
-            fully_shard(nn.Sequential(shared), devices=slots)
-        assert first[0] is shared
-
-
-@pytest.mark.parametrize(
-    ("what", "copied"),
-    [
-        ("copy", copy.copy),
-        ("deepcopy", copy.deepcopy),
-        ("pickle", pickle.dumps),
-        ("pickle", lambda module: torch.save(module, io.BytesIO())),
-        ("deepcopy", lambda module: copy.deepcopy(nn.Sequential(module))),
-    ],
-    ids=["copy", "deepcopy", "pickle", "save", "deepcopy of a parent"],
-)
-def test_copies_are_refused(net, slots, what, copied):
-    fully_shard(net, devices=slots)
-    with pytest.raises(
-        TypeError, match=rf"cannot {what} .* `fully_shard`: its parameters are sharded.*full_state_dict"
-    ):
-        copied(net)
 
 
 class TestOptimizers:
@@ -492,19 +351,7 @@ class TestOptimizers:
         optimizer.step()
 
 
-def test_without_accelerators_the_module_just_runs(monkeypatch):
-    monkeypatch.setattr(fully_shard_form, "resolve_slots", lambda devices: [])
-    net, x = build("cpu"), torch.ones(3, 4, dtype=torch.float64)
-    expected, before = net(x), [*net.parameters()]
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for module in (net[1], net):
-        fully_shard(module, reshard_after_forward=3, output_device=7)
-    assert all(now is old for now, old in zip(net.parameters(), before, strict=True))
-    torch.testing.assert_close(net(x), expected)
-    net(x).sum().backward()
-    optimizer.step()
-
-
+@pytest.mark.long
 @pytest.mark.devices("cpu")
 def test_placements_are_imported_when_they_are_needed():
     script = "import sys, dataparallel.composable; print('torch.distributed.tensor' in sys.modules)"

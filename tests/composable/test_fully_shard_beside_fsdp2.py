@@ -70,6 +70,7 @@ EXACT = [way for way in WAYS if sums_in(way) != HALF]
 COARSE = [way for way in WAYS if sums_in(way) == HALF]
 
 
+@pytest.mark.long
 @pytest.mark.slots(RANKS)
 @pytest.mark.parametrize("name", MODELS)
 class TestFiveSteps:
@@ -103,6 +104,7 @@ class TestFiveSteps:
         assert_near(found.gradients[:1], expected.gradients[:1], rounding)
 
 
+@pytest.mark.long
 @pytest.mark.slots(RANKS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_layer_sees_the_dtypes_that_it_sees_in_fsdp2(way, slots, theirs):

@@ -1,7 +1,5 @@
 """What goes into units and comes out of them, and calls of units and their layers from outside."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -173,12 +171,6 @@ class TestCallsFromOutside:
 
         model = Model(seeded(lambda: Scored(Layer(), Layer(), Layer())), numbers(6))
         assert_same_training(model, slots, loop=step, afterwards=lambda model: register_forward_method(model, "score"))
-
-    def test_copies_are_refused(self, slots, pair):
-        several, _ = pair
-        for attempt in (copy.deepcopy, pickle.dumps):
-            with pytest.raises((TypeError, RuntimeError), match=r"full_state_dict|state_dict"):
-                attempt(several)
 
 
 class TestSeveralModels:

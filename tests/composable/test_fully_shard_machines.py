@@ -42,14 +42,12 @@ def test_each_model(way):
     assert_train_as_one(way, [Run(model, steps=3) for model in models])
 
 
-@pytest.mark.on_streams
-@pytest.mark.parametrize("way", ["hybrid", "1-D"])
+@pytest.mark.parametrize("way", [pytest.param("hybrid", marks=pytest.mark.smoke), "1-D"])
 def test_when_parameters_are_freed(way):
     options = OPTIONS + ([{"reshard_after_forward": 2}] if way == "1-D" else [])
     assert_train_as_one(way, [Run(steps=3, options=each) for each in options])
 
 
-@pytest.mark.on_streams
 @pytest.mark.parametrize("way", ["hybrid", "1-D"])
 def test_in_groups_of_slots(way):
     assert_train_as_one(way, [Run(steps=3, options={"reshard_after_forward": 2})], slots=4)

@@ -245,7 +245,6 @@ def backward_on_other_streams(rank: int, devices: list[Any], way: str) -> None:
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.on_streams
 @EACH_SPREAD
 def test_backward_on_other_streams_than_the_forward(way):
     run(backward_on_other_streams, way)
@@ -261,7 +260,6 @@ def arrives_on_the_host(rank: int, devices: list[Any], way: str) -> None:
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.on_streams
 @EACH_SPREAD
 def test_the_host_has_waited_for_gradients_in_its_memory(way):
     run(arrives_on_the_host, way)

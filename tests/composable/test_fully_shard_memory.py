@@ -22,6 +22,7 @@ from dataparallel.units.passes import BackwardPass
 from dataparallel.units.sums import UnitSums
 from made_units import without_joint_gathers
 from memory import allocated, nbytes
+from selection import others_long
 from sharded_steps import no_sync, sharded
 
 pytestmark = [
@@ -246,8 +247,25 @@ def bound(slots: int, weights: int, gradients: int = 2 * UNIT) -> int:
 
 
 @pytest.mark.slots(4, long=[8])
-@pytest.mark.parametrize("lags", [[], [1], [0]], ids=["together", "slot 1 lags", "slot 0 lags"])
-@pytest.mark.parametrize("way", ["default", "no prefetch", "no reshard", "in twos", "no sync"])
+@pytest.mark.parametrize(
+    ("way", "lags"),
+    others_long(
+        [
+            (way, lags)
+            for way in ("default", "no prefetch", "no reshard", "in twos", "no sync")
+            for lags in ((), (1,), (0,))
+        ],
+        short=[
+            ("default", ()),
+            ("default", (1,)),
+            ("no prefetch", ()),
+            ("no reshard", ()),
+            ("in twos", ()),
+            ("no sync", ()),
+        ],
+    ),
+    ids=str,
+)
 def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lags, slots, root, monkeypatch):
     """Beside the shards, also where one slot takes longer than others: these do not run ahead."""
     assert passes._PATIENCE > LAG

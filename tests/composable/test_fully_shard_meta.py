@@ -1,27 +1,22 @@
 """Where a sharded model's values come from and go to: meta, state dicts, other dtypes, another number of devices."""
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.composable import CPUOffloadPolicy, fully_shard
-from dataparallel.sharded import ShardedTensor
-from dataparallel.testing.cases import Batch, adamw
+from dataparallel.composable import fully_shard
+from dataparallel.testing.cases import adamw
 from dataparallel.testing.steps import assert_equal
 from sharded_models import Apart, on_meta
 from sharded_steps import (
-    LOOPS,
     MODELS,
     Model,
-    Trained,
     assert_all_sharded,
     assert_same,
     batches_of,
-    gradients,
     on_device,
     sharded,
     state,
@@ -33,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 MODEL = MODELS["gpt"]
 UNTIED = MODELS["gpt, units of several kinds"]
-EIGHT = 8
 
 
 def blank(model: Model, root: torch.device) -> nn.Module:
@@ -113,48 +107,14 @@ class TestMeta:
         several.load_state_dict(sharded(on_device(UNTIED.build, root), slots).state_dict(), assign=True)
         assert_trains_as(several, one, slots)
 
-    def test_load_full_state_dict_fills_them_too(self, slots, root):
-        one = on_device(MODEL.build, root)
-        several = sharded(on_meta(), slots).to_empty(device=root.type)
-        fully_shard.load_full_state_dict(several, one.state_dict())
-        assert_trains_as(several, one, slots)
-
     def test_a_call_before_they_have_values_says_so(self, slots, root):
         several = sharded(on_meta(), slots)
         (tokens,), _ = next(batches_of(MODEL, slots))
         with pytest.raises(RuntimeError, match=r"to_empty|meta"):
             several(tokens)
 
-    def test_no_device_has_the_whole_model(self, slots, root):
-        several = sharded(on_meta(), slots).to_empty(device=root.type)
-        for name, parameter in several.named_parameters():
-            devices = [torch.device(slot) for slot in slots]
-            assert [shard.device for shard in parameter.shards] == devices, name
-            assert sum(shard.numel() for shard in parameter.shards) == parameter.numel(), name
-
 
 class TestStateDicts:
-    def test_the_keys_are_those_of_one_device(self, slots, root):
-        several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
-        assert [*several.state_dict()] == [*one.state_dict()]
-        assert [*fully_shard.full_state_dict(several)] == [*one.state_dict()]
-        assert all(isinstance(value, ShardedTensor) for value in several.state_dict().values())
-
-    @pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}], ids=["default", "CPU offload"])
-    def test_a_full_one_is_what_one_device_saves(self, options, slots, root):
-        """No tensor of it is sharded, so it can be loaded where nobody knows this library."""
-        several, one = sharded(on_device(MODEL.build, root), slots, **options), on_device(MODEL.build, root)
-        optimizers = [adamw(model.parameters()) for model in (several, one)]
-        for model, optimizer in zip((several, one), optimizers, strict=True):
-            train(model, batches_of(MODEL, slots), optimizer, 2)
-        of_model, of_optimizer = fully_shard.full_state_dict(several, optimizers[0])
-        assert {*map(type, of_model.values())} == {Tensor}
-        assert_equal(whole(dict(of_model)), whole(dict(one.state_dict())), "model", atol=1e-9)
-        assert_equal(whole(of_optimizer["state"]), whole(optimizers[1].state_dict()["state"]), "optimizer", atol=1e-9)
-        assert of_optimizer["param_groups"] == optimizers[1].state_dict()["param_groups"]
-        for entries in of_optimizer["state"].values():
-            assert {*map(type, entries.values())} == {Tensor}
-
     @pytest.mark.parametrize("assign", [False, True])
     @pytest.mark.parametrize("map_location", [None, "cpu"])
     def test_a_sharded_one_goes_through_a_file(self, map_location, assign, slots, root):
@@ -194,16 +154,6 @@ class TestStateDicts:
                 parameter.copy_(parameter.cos())
         several.load_state_dict(changed.state_dict(), assign=assign)
         one.load_state_dict(whole(changed.state_dict()))
-        assert_trains_as(several, one, slots)
-
-    def test_a_wrong_one_changes_nothing(self, slots, root):
-        several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
-        values = {**one.state_dict(), "position": torch.zeros(3, 3)}
-        with pytest.raises((RuntimeError, ValueError), match="position"):
-            fully_shard.load_full_state_dict(several, values)
-        del values["position"]
-        with pytest.raises((RuntimeError, ValueError, KeyError), match="position"):
-            fully_shard.load_full_state_dict(several, values)
         assert_trains_as(several, one, slots)
 
 
@@ -248,93 +198,3 @@ class TestConversions:
         assert all(shard.device.type == "cpu" for parameter in several.parameters() for shard in parameter.shards)
         several.to(root.type)
         assert_trains_as(several, one, slots)
-
-
-class Run:
-    """A training that moves from devices to devices, all the time with the same batches as on one device."""
-
-    def __init__(self, slots: list, make_optimizer: Any = adamw) -> None:
-        self.make_optimizer = make_optimizer
-        self.slots = slots
-        self.following: Iterator[Batch] = batches_of(MODEL, slots)
-        self.model: Any = None
-
-    def use(self, slots: list | None, **options: Any) -> None:
-        """Goes on with a sharded model on these slots, or with a plain one on the first of the run's slots."""
-        saved = None if self.model is None else self.saved()
-        self.model = on_device(MODEL.build, self.slots[0]) if saved is None else blank(MODEL, self.slots[0])
-        if slots is not None:
-            sharded(self.model, slots, **options)
-        self.is_sharded = slots is not None
-        self.optimizer = self.make_optimizer(self.model.parameters())
-        if saved is None:
-            return
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        of_model, of_optimizer = torch.load(file, weights_only=True)
-        if self.is_sharded:
-            fully_shard.load_full_state_dict(self.model, (of_model, of_optimizer), self.optimizer)
-        else:
-            self.model.load_state_dict(of_model)
-            self.optimizer.load_state_dict(of_optimizer)
-
-    def saved(self) -> tuple[Any, Any]:
-        if self.is_sharded:
-            return fully_shard.full_state_dict(self.model, self.optimizer)
-        return self.model.state_dict(), self.optimizer.state_dict()
-
-    def train(self, steps: int, loop: str = "one_backward") -> Trained:
-        return train(self.model, self.following, self.optimizer, steps, loop=LOOPS[loop])
-
-
-OPTIMIZERS = {
-    "AdamW": adamw,
-    "AdamW, amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
-    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "Adadelta": lambda parameters: torch.optim.Adadelta(parameters, lr=0.1),
-    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, momentum=0.9, centered=True, eps=1e-4),
-}
-
-
-class TestAnotherNumberOfDevices:
-    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    def test_eight_then_two_then_none_then_three(self, optimizer, make_slots):
-        """Training goes on as if it had not been interrupted."""
-        slots = make_slots(EIGHT)
-        moving, still = (Run(slots, OPTIMIZERS[optimizer]) for _ in range(2))
-        still.use(None)
-        for where in (slots, slots[:2], None, slots[:3]):
-            moving.use(where)
-            assert_same(moving.train(2), still.train(2))
-
-    @pytest.mark.parametrize("options", [{"offload_policy": CPUOffloadPolicy()}, {"reshard_after_forward": False}])
-    def test_with_other_options(self, options, make_slots):
-        slots = make_slots(4)
-        moving, still = (Run(slots) for _ in range(2))
-        still.use(None)
-        for where, chosen in ((None, {}), (slots, options), (slots[:2], {}), (slots[:3], options), (None, {})):
-            moving.use(where, **chosen)
-            assert_same(moving.train(2, "the_last_summed"), still.train(2, "the_last_summed"))
-
-    def test_a_saved_one_is_not_changed_by_further_training(self, slots, root):
-        run = Run(slots)
-        run.use(slots)
-        run.train(1)
-        saved = run.saved()
-        before = whole(saved)
-        run.train(2)
-        assert_equal(whole(saved), before, "saved", atol=0)
-
-    def test_saving_changes_nothing(self, slots, root):
-        both = [Run(slots), Run(slots)]
-        for run in both:
-            run.use(slots)
-        results = []
-        for run in both:
-            run.train(1)
-            if run is both[0]:
-                run.saved()
-                assert all(gradient is None for gradient in gradients(run.model).values())
-            results.append(run.train(2))
-        assert_same(*results, atol=0)

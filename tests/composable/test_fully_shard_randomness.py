@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from dataparallel.testing.cases import seeded
+from selection import others_long
 from sharded_models import GPT
 from sharded_steps import (
     LOOPS,
@@ -35,7 +36,7 @@ def assert_same_bits(runs: list[Trained]) -> None:
 
 
 @pytest.mark.slots(4)
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", others_long(LOOPS, ["one_backward", "the_last_summed", "last_forward_first"]))
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_gradients_repeat_from_run_to_run(reshard_after_forward, loop, slots):
     assert_gradients_repeat(reshard_after_forward, loop, slots)

@@ -89,7 +89,6 @@ def test_the_cases_are_all_forms() -> None:
     assert {form for form, _ in CASES} == {*FORMS}
 
 
-@pytest.mark.on_streams
 @pytest.mark.parametrize(("form", "hooks"), CASES)
 def test_some_steps(form: str, hooks: str) -> None:
     check(form, hooks, SHORT, 2)

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel
-from dataparallel.testing.models import CASES
-from dataparallel.testing.parity import assert_same_training
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -26,20 +24,6 @@ def x(slots: list, root: torch.device) -> Tensor:
 
 def copies_of(wrapped: DataParallel) -> list[list[Tensor]]:
     return tensors_of(wrapped).copies.by_slot
-
-
-@pytest.mark.slots(2, long=[8])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_training_is_that_of_one_device(case, slots):
-    assert_same_training(
-        case.build,
-        [case.batch(7, step) for step in range(5)],
-        slots,
-        dim=case.dim,
-        optimizer=case.optimizer,
-        by_chunks=case.by_chunks,
-        wrap=with_persistent_replicas,
-    )
 
 
 def test_tensors_and_nodes_persist(net: Branched, slots: list, x: Tensor) -> None:
@@ -93,17 +77,6 @@ def test_every_change_is_seen_at_the_next_forward(
         with torch.no_grad():
             CHANGES[name](module)
     for _ in range(3):
-        loss(wrapped(x)).backward()
-        loss(twin(x)).backward()
-        assert_same(gradients(net), gradients(twin))
-
-
-def test_frozen_and_unfrozen_layers(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
-    wrapped = with_persistent_replicas(net, slots)
-    for step in range(6):
-        for module in (net, twin):
-            module.zero_grad()
-            module.second.requires_grad_(step % 3 != 1)
         loss(wrapped(x)).backward()
         loss(twin(x)).backward()
         assert_same(gradients(net), gradients(twin))
@@ -166,30 +139,6 @@ def test_replicas_on_other_slots_notice_too(net: Branched, slots: list, x: Tenso
         output[-1].sum().backward()
 
 
-def test_gradients_of_inputs_write_none(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
-    wrapped = settled(net, slots, x)
-    leaf = x.clone().requires_grad_()
-    (found,) = torch.autograd.grad(loss(wrapped(leaf)), leaf)
-    (expected,) = torch.autograd.grad(loss(twin(leaf)), leaf)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-    assert gradients(net) == [None] * len(gradients(net))
-
-
-@pytest.mark.parametrize("create_graph", [True, False])
-def test_gradients_of_parameters_are_the_sum(
-    net: Branched, twin: Branched, slots: list, x: Tensor, create_graph: bool
-) -> None:
-    wrapped = settled(net, slots, x)
-    found = torch.autograd.grad(loss(wrapped(x)), list(net.parameters()), create_graph=create_graph)
-    expected = torch.autograd.grad(loss(twin(x)), list(twin.parameters()), create_graph=create_graph)
-    assert_same([*found], [*expected])
-    assert gradients(net) == [None] * len(found)
-    if create_graph:
-        sum(each.square().sum() for each in found).backward()
-        sum(each.square().sum() for each in expected).backward()
-        assert_same(gradients(net), gradients(twin))
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_inside_and_around(net: Branched, twin: Branched, slots: list, x: Tensor, reentrant: bool) -> None:
     class Inside(Branched):
@@ -204,15 +153,6 @@ def test_checkpoints_inside_and_around(net: Branched, twin: Branched, slots: lis
             module.zero_grad()
             loss(checkpoint(call, leaf, use_reentrant=reentrant)).backward()
         assert_same(gradients(net), gradients(twin))
-
-
-def test_a_parameter_that_no_replica_uses_has_no_gradient(net: Branched, slots: list, root: torch.device) -> None:
-    wrapped = with_persistent_replicas(net, slots)
-    for _ in range(3):
-        net.zero_grad()
-        loss(wrapped(numbers(root, 2 * len(slots), positive=True))).backward()
-        assert net.branch.weight.grad is None
-        assert net.first.weight.grad is not None
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -263,44 +203,6 @@ def test_buffers_are_slot_0s(slots: list, root: torch.device) -> None:
     wrapped(numbers(root, 4 * len(slots)))
     assert len(seen) == len(slots)
     assert all(torch.equal(each, seen[0]) for each in seen)
-
-
-def test_buffers_may_stay_what_each_replica_made_of_them(slots: list, root: torch.device) -> None:
-    net = nn.BatchNorm1d(4, momentum=0.5).double().to(root)
-    wrapped = settled(net, slots, numbers(root, 4 * len(slots)), broadcast_buffers=False)
-    wrapped(numbers(root, 4 * len(slots)))
-    means = [on_slot[2].cpu() for on_slot in copies_of(wrapped)]
-    assert not any(torch.equal(mean, means[0]) for mean in means[1:])
-
-
-def test_an_error_leaves_the_next_step_right(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:
-    class Fails(Branched):
-        fails = ""
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            if Fails.fails == "forward":
-                raise ArithmeticError("in forward")
-            if Fails.fails == "backward":
-                y.register_hook(raises)
-            return y
-
-    def raises(gradient: Tensor) -> None:
-        raise ArithmeticError("in backward")
-
-    net.__class__ = Fails
-    wrapped = with_persistent_replicas(net, slots)
-    for step in range(8):
-        Fails.fails = ("", "forward", "", "backward")[step % 4]
-        net.zero_grad()
-        if Fails.fails:
-            with pytest.raises(ArithmeticError, match=Fails.fails):
-                loss(wrapped(x)).backward()
-            continue
-        twin.zero_grad()
-        loss(wrapped(x)).backward()
-        loss(twin(x)).backward()
-        assert_same(gradients(net), gradients(twin))
 
 
 def test_several_threads_may_call(net: Branched, twin: Branched, slots: list, x: Tensor) -> None:

@@ -49,8 +49,7 @@ def on_one_device(ranks: int, average: bool = True) -> tuple[list[Any], list[Ten
     return seen, weights(model)
 
 
-@pytest.mark.on_streams
-@pytest.mark.parametrize(("ranks", "average"), [(2, True), (3, True), (2, False)])
+@pytest.mark.parametrize(("ranks", "average"), [pytest.param(2, True, marks=pytest.mark.smoke), (3, True), (2, False)])
 def test_training_is_that_of_one_device(ranks: int, average: bool) -> None:
     expected_gradients, expected = on_one_device(ranks, average)
     for seen, found in on_machines(train, average, ranks=ranks):

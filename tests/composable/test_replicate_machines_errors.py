@@ -103,7 +103,7 @@ def undisturbed(rank: int, devices: list[torch.device], wait: bool) -> list[Tens
 
 
 @pytest.mark.parametrize("wait", [False, True])
-@pytest.mark.parametrize("place", PLACES[:4])
+@pytest.mark.parametrize("place", [pytest.param(PLACES[0], marks=pytest.mark.smoke), *PLACES[1:4]])
 def test_all_ranks_raise_and_go_on(place: str, wait: bool) -> None:
     expected = on_machines(undisturbed, wait)
     found = on_machines(fail_once, place, [1], wait)

@@ -12,41 +12,11 @@ from torch import Tensor, nn
 from dataparallel.composable import register_forward_method, replicate
 from dataparallel.testing.cases import numbers as batches_of
 from dataparallel.testing.cases import seeded
-from dataparallel.testing.models import CASES
-from dataparallel.testing.parity import assert_same_training
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
-EIGHT_SLOTS = (
-    "mlp",
-    "convnet_train",
-    "sparse_embedding",
-    "unused",
-    "sometimes_used",
-    "checkpoint_reentrant",
-    "complex",
-)
 STEPS = 4
 net = seeded(Branched)
-
-
-@pytest.mark.slots(2, long=[8])
-@pytest.mark.parametrize("name", [case.name for case in CASES if case.name not in ("scripted", "traced")])
-def test_twenty_steps_in_small_buckets_equal_one_device(name, slots):
-    """Batches divide evenly, do not, or leave slots without samples. Eight slots see only some models."""
-    if len(slots) == 8 and name not in EIGHT_SLOTS:
-        pytest.skip("seen on two and three slots")
-    case = {case.name: case for case in CASES}[name]
-    sizes = [2 * len(slots), 2 * len(slots) + 1, len(slots) - 1, 1]
-    assert_same_training(
-        case.build,
-        [case.batch(sizes[step % 4], step) for step in range(20)],
-        slots,
-        dim=case.dim,
-        optimizer=case.optimizer,
-        by_chunks=case.by_chunks,
-        wrap=lambda module, slots, dim: replicate(module, devices=slots, dim=dim, **SMALL),
-    )
 
 
 @pytest.mark.slots(2, 3, 8)

@@ -1,56 +1,18 @@
 """In the tree of a replica, references to the module lead to the replica, and ignored parts are shared."""
 
 import types
-import weakref
 
 import pytest
 import torch
-from loops import in_place
 from torch import nn
 
-from affine import Affine
 from dataparallel.composable import replicate
 from dataparallel.composable.managed import KEY
 from dataparallel.modules.plan import TWIN_INFO
-from dataparallel.testing import parity
-from dataparallel.testing.cases import numbers, seeded
 
 
 class TestReferencesToTheModule:
     """References from inside the tree to the module lead to the replica."""
-
-    noise = parity.Perturbation(seed=1, scale=0.1)
-
-    def assert_parity(self, build, slots, wrap=in_place):
-        parity.assert_same_step(build, numbers(4)(7, 1), slots, perturbation=self.noise, wrap=wrap)
-
-    def test_a_child_that_keeps_its_parent(self, slots):
-        class Child(nn.Module):
-            def __init__(self, parent):
-                super().__init__()
-                self.linear, self.above = nn.Linear(3, 3), [parent]
-                self.weakly = weakref.ref(parent)
-
-            def forward(self, x):
-                return self.linear(self.above[0].linear(x)) + self.weakly().linear(x)
-
-        class Parent(Affine):
-            def __init__(self):
-                super().__init__()
-                self.child = Child(self)
-
-            def forward(self, x):
-                return self.child(x)
-
-        self.assert_parity(seeded(Parent), slots)
-
-    def test_a_forward_that_is_set_on_the_instance(self, slots):
-        def build():
-            module = Affine()
-            module.forward = types.MethodType(lambda self, x: self.linear(x).exp(), module)
-            return module
-
-        self.assert_parity(seeded(build), slots)
 
     def test_a_forward_that_is_set_around_the_one_before(self, affine, slots, batch):
         def around(module):

@@ -77,6 +77,5 @@ def other_streams(rank: int, devices: list[torch.device]) -> None:
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.on_streams
 def test_the_stream_that_takes_a_result_comes_after_the_one_that_has_computed() -> None:
     on_machines(other_streams)

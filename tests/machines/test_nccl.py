@@ -22,7 +22,7 @@ from dataparallel.machines.group import Group, Machines
 from machine_ranks import on_machines
 from nccl_on_machines import has_circle, nccl_on_machines
 
-pytestmark = [pytest.mark.devices("sim"), pytest.mark.on_streams]
+pytestmark = pytest.mark.devices("sim")
 
 STEPS = 3
 

@@ -47,6 +47,7 @@ def hides_its_weight() -> nn.Module:
 both_forms = pytest.mark.parametrize("wrap", [DataParallel, in_place])
 
 
+@pytest.mark.smoke
 @both_forms
 def test_a_replica_that_uses_the_source_is_noticed(wrap: Callable, slots: list) -> None:
     batch, slots = numbers(6)(5, 0), [slots[0]] * 3  # on distinct devices torch would tell

@@ -30,6 +30,7 @@ def processes(request, tmp_path_factory):
         yield ahead
 
 
+@pytest.mark.smoke
 @pytest.mark.ahead("""
         @pytest.fixture(scope="module")
         def model(sim_devices):

@@ -29,6 +29,7 @@ def test_a_step_has_gradients_of_parameters_and_inputs(step: Step) -> None:
     assert_steps_match(step, step)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("change", "message"),
     [

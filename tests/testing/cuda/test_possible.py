@@ -63,6 +63,7 @@ def test_another_build_of_torch(torch_built_for, cuda, words):
         check_process(hide_gpus=True)
 
 
+@pytest.mark.smoke
 def test_the_right_build(torch_built_for):
     torch_built_for("13.0")
     assert why_not_here() is None

@@ -12,6 +12,7 @@ from dataparallel.testing.steps import run_step
 every_case = pytest.mark.parametrize("case", CASES + DROPOUT_CASES, ids=lambda case: case.name)
 
 
+@pytest.mark.smoke
 @every_case
 def test_builders_repeat_themselves_and_leave_the_generator_alone(case: Case) -> None:
     before = torch.get_rng_state()

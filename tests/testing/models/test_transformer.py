@@ -39,6 +39,7 @@ class TestNames:
             "checkpoint_activations": False,
         }
 
+    @pytest.mark.smoke
     def test_the_parts(self):
         model = Transformer(ModelArgs(n_layers=1))
         assert [*dict(model.named_children())] == [

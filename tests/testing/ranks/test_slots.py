@@ -17,6 +17,7 @@ def test_one_call_gets_all_devices(request):
     assert [str(device) for device in rank.devices] == expected
 
 
+@pytest.mark.smoke
 def test_they_are_slots_of_the_library():
     def run(rank, x):
         return DataParallel(torch.nn.Linear(2, 2).to(rank.device), rank.devices)(x.to(rank.device)).shape

@@ -22,6 +22,7 @@ def nothing_stays():
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.smoke
 def test_collectives_and_results_in_order():
     def add(rank: Rank, x: torch.Tensor, times: int) -> list[float]:
         x = x * rank.number * times

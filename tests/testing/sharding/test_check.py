@@ -42,6 +42,7 @@ def wrong(*args: Any, **kwargs: Any) -> str:
 # ---- what is right or refused ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("gradients", [False, True])
 def test_operators_that_are_right(slots: list, gradients: bool) -> None:
     x, y = normal(requires_grad=True), nn.Parameter(normal(5, 4) + 3)

@@ -22,6 +22,7 @@ def test_a_cpu_tensor_beside_a_device_tensor():
     assert (torch.ones(3, device=ONE) + torch.ones(())).tolist() == [2, 2, 2]
 
 
+@pytest.mark.smoke
 def test_a_read_on_a_stream_that_has_not_waited(stream):
     written = torch.ones(3, device=ONE) * 2
     with torch.sim.stream(stream), race() as caught:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.devices("sim")
 # Launches
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "operator",
     [

@@ -29,6 +29,7 @@ def settles_at(growths, expected):
     return False
 
 
+@pytest.mark.smoke
 def test_every_byte_counts_on_its_device():
     one, two = Growth(ONE), Growth(TWO)
     tensor = torch.empty(3, 5, dtype=torch.float64, device=ONE)

@@ -33,6 +33,7 @@ def only(function, *arguments) -> Launch:
 # What is a launch
 
 
+@pytest.mark.smoke
 def test_launches_are_in_their_order_and_have_names():
     x = torch.ones(4, 4, device=ONE)
     launches = recorded(lambda: (x * 2).t().exp().sum().item())

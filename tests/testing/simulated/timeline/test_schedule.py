@@ -48,6 +48,7 @@ class TestKernels:
         assert [busy.kernels for busy in result.streams] == [5, 3]
         assert result.devices[0].kernels == 5
 
+    @pytest.mark.smoke
     def test_an_event_orders_two_streams(self):
         program = Program()
         first = program.kernel((0, 0), 5)

@@ -26,6 +26,7 @@ def result() -> Schedule:
 
 
 class TestSummary:
+    @pytest.mark.smoke
     def test_it_says_what_the_step_is(self, result):
         lines = result.summary().splitlines()
         assert lines[0] == "A prediction for hand-made. Times are in ms."

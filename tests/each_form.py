@@ -1,0 +1,47 @@
+"""The three forms, for sentences that hold in each of them; the fixture `form` is a run with each.
+
+A form is called with a module, the slots and options, and returns what is called in the module's place. Both composable
+forms return the module itself, and `fully_shard` gives it other parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from dataparallel import DataParallel
+from dataparallel.composable import fully_shard, replicate
+
+Form = Callable[..., Any]
+
+
+def by_wrapper(module: nn.Module, slots: Sequence[Any] | None = None, **options: Any) -> Any:
+    return DataParallel(module, slots, **options)
+
+
+def replicated(module: nn.Module, slots: Sequence[Any] | None = None, **options: Any) -> Any:
+    return replicate(module, devices=slots, **options)
+
+
+def sharded_whole(module: nn.Module, slots: Sequence[Any] | None = None, **options: Any) -> Any:
+    """The module is one unit."""
+    return fully_shard(module, devices=slots, **options)
+
+
+FORMS: dict[str, Form] = {"DataParallel": by_wrapper, "replicate": replicated, "fully_shard": sharded_whole}
+
+composable_forms = pytest.mark.parametrize(
+    "form", [replicated, sharded_whole], ids=["replicate", "fully_shard"], indirect=True
+)
+replicating_forms = pytest.mark.parametrize(
+    "form", [by_wrapper, replicated], ids=["DataParallel", "replicate"], indirect=True
+)
+
+
+def whole(tensor: Any) -> Tensor:
+    """The tensor, or the whole of a sharded one."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found

@@ -1,0 +1,261 @@
+"""A call of each form runs on its slots, and equals one device.
+
+What only one form promises is in the form's own files.
+"""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import dataparallel as dp
+from affine import Affine, build_affine
+from each_form import replicating_forms, whole
+from nets import samples
+
+
+@pytest.fixture
+def affine(root):
+    return build_affine(root)
+
+
+@pytest.fixture
+def batch(root):
+    return samples(root)
+
+
+class Called(nn.Module):
+    """Calls a function; a parameter lets it be sharded."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.unused = function, nn.Parameter(torch.ones(3))
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+class TestWhatReplicasGet:
+    def test_chunks_keyword_arguments_and_whole_tensors(self, affine, form, slots, batch):
+        offset = torch.randn(1, 3, dtype=torch.float64, device=batch.device)
+        expected = affine(batch, scale=2.0, offset=offset)
+        affine.sizes.clear()
+        output = form(affine, slots)(batch, scale=2.0, offset=dp.whole(offset))
+        torch.testing.assert_close(output, expected)
+        assert sorted(affine.sizes) == [1, 3, 3]
+
+    def test_chunks_of_another_dimension(self, form, slots, root):
+        module = nn.Linear(4, 3).double().to(root)
+        x = torch.randn(5, 7, 4, dtype=torch.float64, device=root)
+        expected = module(x)
+        torch.testing.assert_close(form(module, slots, dim=1)(x), expected)
+
+    def test_without_arguments_one_replica_runs(self, form, slots, root):
+        module = Called(lambda: torch.ones(2, device=root)).to(root)
+        assert form(module, slots)().shape == (2,)
+
+    def test_attributes_that_instances_keep_in_slots(self, form, slots, root, batch):
+        class Slotted(nn.Linear):
+            __slots__ = ("factor", "unset")
+
+            def forward(self, x):
+                return super().forward(x) * self.factor
+
+        module = Slotted(4, 3).double().to(root)
+        module.factor = 2.0
+        expected = module(batch)
+        torch.testing.assert_close(form(module, slots)(batch), expected)
+
+    def test_uneven_chunks_with_the_loss_on_the_replicas_need_their_weights(self, form, slots, root):
+        class WithLoss(nn.Linear):
+            def forward(self, x, y):
+                return (super().forward(x) - y).square().mean() * len(x)
+
+        module = WithLoss(4, 1).double().to(root)
+        x, y = (torch.randn(7, width, dtype=torch.float64, device=root) for width in (4, 1))
+        expected = module(x, y) / len(x)
+        loss = form(module, slots, chunk_sizes=[1, 4, 2])(x, y).sum() / len(x)
+        assert loss.dim() == 0
+        torch.testing.assert_close(loss, expected)
+
+
+class TestWhatComesBack:
+    def test_on_the_cpu(self, affine, form, slots, batch):
+        assert form(affine, slots, output_device="cpu")(batch).device.type == "cpu"
+
+    def test_scalars_as_a_vector(self, form, slots, root):
+        assert form(Called(torch.mean).to(root), slots)(torch.ones(7, 2, device=root)).shape == (3,)
+
+    def test_buffers_changed_in_place_on_slot_0(self, affine, form, slots, batch):
+        model = form(affine, slots)
+        model(batch)
+        model(batch)
+        assert affine.calls == 2
+
+
+class TestFewSlots:
+    @replicating_forms
+    def test_a_single_slot_runs_the_module_itself(self, affine, form, root, batch):
+        model, seen = form(affine, [root], output_device="cpu"), []
+        affine.linear.register_forward_hook(lambda module, args, output: seen.append(module))
+        assert model(batch).device.type == "cpu"
+        assert seen == [affine.linear]
+
+    def test_without_accelerators_the_module_is_just_called(self, affine, form, batch, monkeypatch):
+        monkeypatch.setattr("dataparallel.devices.all_devices", list)
+        parameters, expected = [*affine.parameters()], affine(batch)
+        affine.sizes.clear()
+        torch.testing.assert_close(form(affine)(batch), expected)
+        assert affine.sizes == [7]
+        assert [*map(id, affine.parameters())] == [*map(id, parameters)]
+
+
+class TestTheModuleAtTheCall:
+    def test_may_have_been_materialised_since(self, form, slots, root):
+        module = nn.Linear(4, 3, device="meta")
+        model = form(module, slots)
+        module.to_empty(device=root)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(1.0)
+        torch.testing.assert_close(model(torch.ones(7, 4, device=root)), torch.full((7, 3), 5.0, device=root))
+
+    @replicating_forms
+    def test_may_have_other_layers_modes_and_parameters(self, affine, form, slots, batch):
+        model = form(affine, slots)
+        model(batch)
+        affine.linear = nn.Linear(4, 2).double().to(batch.device)
+        affine.eval()
+        assert model(batch).shape == (7, 2)
+        affine.linear.weight = nn.Parameter(torch.ones_like(affine.linear.weight))
+        affine.linear.bias.requires_grad_(False)
+        output = model(batch)
+        torch.testing.assert_close(output, affine.linear(batch))
+        output.sum().backward()
+        assert affine.linear.bias.grad is None
+        torch.testing.assert_close(affine.linear.weight.grad, batch.sum(0).expand(2, 4))
+
+    def test_is_freed_with_the_form(self, affine, form, slots, batch):
+        model = form(nn.Sequential(affine), slots)
+        model(batch).sum().backward()
+        gc.collect()
+        gc.disable()
+        try:
+            gone = weakref.ref(model)
+            del model
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+class TestHooks:
+    def test_on_the_model_run_once_on_the_whole_batch(self, affine, form, slots, batch):
+        model, seen = form(affine, slots), []
+        model.register_forward_pre_hook(lambda module, args: seen.append(("pre", module, len(args[0]))))
+        model.register_forward_hook(lambda module, args, output: seen.append(("forward", module, len(output))))
+        model.register_full_backward_hook(lambda module, ins, outs: seen.append(("backward", module, len(outs[0]))))
+        model(batch.requires_grad_()).sum().backward()
+        assert seen == [("pre", model, 7), ("forward", model, 7), ("backward", model, 7)]
+
+    def test_may_return_something(self, affine, form, slots, batch):
+        expected = affine(batch * 2) + 1
+        affine.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        model = form(affine, slots)
+        model.register_forward_hook(lambda module, args, output: output + 1)
+        torch.testing.assert_close(model(batch), expected)
+
+    def test_on_children_run_in_each_replica(self, affine, form, slots, batch):
+        seen = []
+        affine.linear.register_forward_hook(lambda module, args, output: seen.append((module, len(output))))
+        form(affine, slots)(batch)
+        assert sorted(size for _, size in seen) == [1, 3, 3]
+        assert len({id(module) for module, _ in seen}) == 3
+
+    def test_a_call_that_the_class_overrides_runs_once(self, form, slots, root, batch):
+        class Doubles(Affine):
+            def __call__(self, x):
+                return 2 * super().__call__(x)
+
+        module = Doubles().double().to(root)
+        expected = module(batch)
+        torch.testing.assert_close(form(module, slots)(batch), expected)
+
+
+class Failing(Affine):
+    fails = True
+
+    def forward(self, x, **kwargs):
+        if self.fails and len(x) == 1:
+            raise KeyError("odd")
+        return super().forward(x, **kwargs)
+
+
+class TestErrors:
+    @pytest.mark.parametrize("where", ["in a replica", "before the replicas"])
+    def test_a_call_that_fails_leaves_the_module_as_it_was(self, form, slots, root, batch, where):
+        torch.manual_seed(0)
+        module = Failing().double().to(root)
+        twin = copy.deepcopy(module)
+        twin.fails = False
+        model = form(module, slots)
+        before = {name: whole(value).clone() for name, value in module.linear.state_dict().items()}
+        if where == "in a replica":
+            with pytest.raises(KeyError, match="odd"):
+                model(batch)
+        else:
+            with pytest.raises(ValueError, match="batch sizes disagree"):
+                model(batch, offset=batch[:3])
+        assert all(torch.equal(whole(value), before[name]) for name, value in module.linear.state_dict().items())
+        module.fails = False
+        torch.testing.assert_close(model(batch), twin(batch))
+
+    @replicating_forms
+    def test_a_functorch_transform_around_the_call(self, affine, form, slots, batch):
+        expected = affine(batch)
+        model = form(affine, slots)
+        with pytest.raises(RuntimeError, match=r"torch\.func transform"):
+            torch.func.vmap(model)(batch.unsqueeze(1))
+        torch.testing.assert_close(model(batch), expected)
+
+    @replicating_forms
+    def test_a_parameter_on_meta_is_named(self, affine, form, slots, batch, root):
+        affine.linear.bias = nn.Parameter(torch.empty(3, device="meta"))
+        with pytest.raises(
+            RuntimeError, match=r"device: meta.* parameter 'linear\.bias'.* materialise it first"
+        ) as caught:
+            form(affine, slots)(batch)
+        assert f"module.to_empty(device='{root}')" in str(caught.value)
+
+    @replicating_forms
+    def test_a_buffer_on_meta_is_named(self, affine, form, slots, batch):
+        affine.calls = torch.empty((), device="meta")
+        with pytest.raises(RuntimeError, match=r"on device: meta\. It is buffer 'calls'"):
+            form(affine, slots)(batch)
+
+
+class TestRefused:
+    @pytest.mark.parametrize("devices", [[], ["cpu", "meta"], ["nonsense"]], ids=["none", "meta", "nonsense"])
+    def test_slots(self, affine, form, slots, devices):
+        with pytest.raises(ValueError, match=r"empty|meta|nonsense"):
+            form(affine, devices)
+        assert type(affine) is Affine
+        form(affine, slots)
+
+    def test_an_output_device(self, affine, form, slots):
+        with pytest.raises(ValueError, match="meta"):
+            form(affine, slots, output_device="meta")
+        assert type(affine) is Affine
+
+    @pytest.mark.parametrize("what", [3, lambda x: x, nn.Linear], ids=["int", "function", "class"])
+    def test_what_is_no_module(self, form, slots, what):
+        with pytest.raises(TypeError, match=r"(wraps|takes) a torch\.nn\.Module"):
+            form(what, slots)
+
+    @pytest.mark.parametrize("wrapper", [dp.DataParallel, nn.DataParallel])
+    def test_a_wrapper(self, affine, form, slots, wrapper):
+        wrapped = wrapper(affine, slots) if wrapper is dp.DataParallel else wrapper(affine)
+        with pytest.raises(TypeError, match=r"(wrap|replicate|shard) its \.module instead"):
+            form(wrapped, slots)
