@@ -75,11 +75,7 @@ def checked_together(
 ) -> T:
     """What ``act`` returns, once it has returned on all ranks and they agree on the description of it.
 
-    Args:
-        groups: all ranks of them call this. A failure in one of them is passed on to the next one.
-        what: for messages.
-        act: what this rank does by itself.
-        describe: what has to be equal on all ranks.
+    All ranks of the groups call this. A failure in one of these is passed on to the next one.
 
     Raises:
         PeerFailed: it has failed on another rank.

@@ -44,14 +44,8 @@ def describe(
 ) -> dict[str, Any]:
     """What has to be the same on all ranks, as `compare` takes it.
 
-    Parameters and buffers have to agree in names and their order, shapes, dtypes, types of device, strides and
-    ``requires_grad``. The number of slots and their type have to agree; which devices of that type they are may differ.
-
-    Args:
-        parameters: by name; a tied one under one name.
-        buffers: by name.
-        slots: the devices of this rank.
-        settings: such as sizes of buckets; their text is compared.
+    Parameters (a tied one under one name) and buffers have to agree in names and their order, shapes, dtypes, types of
+    device, strides and ``requires_grad``. The number of slots and their type have to agree, not which devices they are.
     """
     described: dict[str, Any] = {
         "slots": {"number": len(slots), "type": ", ".join(sorted({slot.type for slot in slots}))}
@@ -96,8 +90,7 @@ def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> No
     Args:
         machines: all of its ranks call this.
         what: what is about to begin, for the message: ``"replicate"``.
-        description: for each entry one value, or a mapping from the names of properties to values. The text of values
-            is compared, and the order of entries.
+        description: for each entry one value, or a mapping of properties. Their text and their order are compared.
 
     Raises:
         MachinesDiffer: on every rank, with the same message: it lists what differs and on which ranks.

@@ -1,11 +1,7 @@
 """Collectives across machines: what the replica that comes last does with the tensors of its machine's replicas.
 
-They have been brought to its first device, and the results go from there to all slots (``collectives``). Here they are
-exchanged with those of other machines, by ``machines.peer_rounds``, with operators that autograd knows, so all of it
-can be differentiated. Sums add in the order of ranks, so the same bits come out on every machine and in every run.
-
-Machines first say what the others cannot know: whether their tensors are in a graph, and sizes that may differ. All
-tensors of a collective travel as one message, those of one dtype one after the other.
+Autograd knows all operators here. Sums add in the order of ranks, so every machine and every run gets the same bits.
+Machines first say what the others cannot know: if their tensors are in a graph, and sizes that may differ.
 """
 
 from __future__ import annotations
@@ -94,12 +90,8 @@ def broadcast(machines: Any, text: str, tensors: Sequence[Tensor], source: int) 
 def sent(machines: Any, text: str, of_slots: Sequence[Sequence[Tensor]], counts: Sequence[int]) -> list[list[Tensor]]:
     """For each replica of this machine what all replicas have for it, in their order.
 
-    Args:
-        machines: the call.
-        text: of the collective.
-        of_slots: for each replica of this machine a tensor for each replica of all machines, all of one dtype and on
-            one device.
-        counts: how many replicas each machine has.
+    ``of_slots``: for each replica of this machine a tensor for each replica of all machines, all of one dtype and on
+    one device. ``counts``: how many replicas each machine has.
     """
     shapes = [[tuple(tensor.shape) for tensor in own] for own in of_slots]
     said = machines.say(text, (_needs_grad([*chain.from_iterable(of_slots)]), shapes))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dataparallel.machines.collectives import Transfer, all_reduce, reduce_scatter, stage
+from dataparallel.machines.collectives import Staged, Transfer, all_reduce, reduce_scatter, stage
 from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Launched, Round
 from dataparallel.streams.current import Event, streams_set
@@ -75,8 +75,7 @@ class SumsOverMachines:
     """The sums of one pass over machines. Any thread may use it.
 
     Args:
-        machines: of the tree.
-        units: of the tree.
+        machines, units: of the tree.
         devices: the owners on this machine.
         order: numbers of units, in which they take part.
         computing: the computing stream of each accelerator.
@@ -177,8 +176,7 @@ class SumsOverMachines:
     def _send_scattered(self) -> None:
         of_unit, self._scattered = self._scattered, None
         if of_unit is not None:
-            both = zip(of_unit.results, of_unit.staged, strict=True)
-            of_unit.results = [self._add_up(self._round, of_unit, *each) for each in both]
+            of_unit.results = [self._add_up(self._round, of_unit, parts) for parts in of_unit.results]
 
     def _scatter(self, round: Round | None, of_unit: _OfUnit, staged: Sequence[Any]) -> list[Any]:
         """Has the sums over the shard group made, of which each machine gets its part, for all owners together."""
@@ -187,17 +185,13 @@ class SumsOverMachines:
             return [*staged]
         return _launched(round, of_unit, [partial(reduce_scatter, shard, each) for each in staged])
 
-    def _add_up(
-        self, round: Round | None, of_unit: _OfUnit, scattered: Sequence[Any], staged: Sequence[Any]
-    ) -> list[Any]:
-        """Has the parts added up over the replicate group."""
+    def _add_up(self, round: Round | None, of_unit: _OfUnit, parts: Sequence[Any]) -> list[Any]:
+        """Has what `_scatter` has returned added up over the replicate group."""
         replicate = self._machines.replicate
         if replicate is None or not of_unit.is_for_all:
-            return [*scattered]
-        if self._machines.shard is None:
-            return _launched(round, of_unit, [partial(all_reduce, replicate, each) for each in staged])
-        calls = [partial(_all_reduce_received, replicate, each) for each in scattered]
-        return _launched(round, of_unit, calls, scattered)
+            return [*parts]
+        calls = [partial(_all_reduce, replicate, each) for each in parts]
+        return _launched(round, of_unit, calls, () if self._machines.shard is None else parts)
 
     # ---- the end of the pass -----------------------------------------------------------------------------------------
 
@@ -292,7 +286,7 @@ class SumsOverMachines:
                 wire, numel = of_unit.wire(at), self._machines.parts * layout.numel
                 rest = of_unit.rest[at] or [torch.zeros(numel, dtype=wire, device=device) for device in self._devices]
                 staged = [self._staged(of_unit, total.to(wire)) for total in rest]
-                results.append(self._add_up(round, of_unit, self._scatter(round, of_unit, staged), staged))
+                results.append(self._add_up(round, of_unit, self._scatter(round, of_unit, staged)))
         if round is not None:
             round.end([]).wait()
         return found
@@ -344,8 +338,8 @@ def _launched(
     return round.launch_together([f"the gradients of {of_unit.unit.name!r}"] * len(calls), calls, after)
 
 
-def _all_reduce_received(replicate: Machines, scattered: Launched) -> Transfer:
-    return all_reduce(replicate, scattered.received())
+def _all_reduce(replicate: Machines, part: Launched | Staged) -> Transfer:
+    return all_reduce(replicate, part.received() if isinstance(part, Launched) else part)
 
 
 def _arrived(result: Any, device: torch.device) -> Tensor:

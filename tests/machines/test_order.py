@@ -23,14 +23,14 @@ def lines_of(groups: dict[str, list[tuple[int, ...]]], purposes: int) -> Lines:
 class Simulated:
     """Processes whose launchers take steps in a random order, and whose items become ready at random times.
 
-    A process issues the items of a line one after the other, each when all ranks of the line have it.
+    A process issues the items of a queue one after the other, each when all ranks of the queue have it.
     """
 
-    def __init__(self, lines: Lines, items: int, seed: int) -> None:
-        self.lines, self.items, self.random = lines, items, random.Random(seed)
-        self.processes = sorted({rank for ranks in lines.values() for rank in ranks})
+    def __init__(self, queues: Lines, items: int, seed: int) -> None:
+        self.queues, self.items, self.random = queues, items, random.Random(seed)
+        self.processes = sorted({rank for ranks in queues.values() for rank in ranks})
         self.orders = {rank: Order() for rank in self.processes}
-        self.ready = {(line, rank): 0 for line, ranks in lines.items() for rank in ranks}
+        self.ready = {(queue, rank): 0 for queue, ranks in queues.items() for rank in ranks}
         self.proposed: dict[tuple[str, int], dict[int, int]] = {}
         self.settled: set[tuple[str, int, int]] = set()
         self.issued: dict[int, list[tuple[str, int]]] = {rank: [] for rank in self.processes}
@@ -44,33 +44,33 @@ class Simulated:
             self.random.choice(steps)()
         return self.issued
 
-    def steps(self, line: str, rank: int) -> list[Callable[[], object]]:
-        """What can happen now to a line in a process."""
+    def steps(self, queue: str, rank: int) -> list[Callable[[], object]]:
+        """What can happen now to a queue in a process."""
         found: list[Callable[[], object]] = []
-        key, number, order = (line, rank), self.next[line, rank], self.orders[rank]
+        key, number, order = (queue, rank), self.next[queue, rank], self.orders[rank]
         if self.ready[key] < self.items:
             found.append(lambda: self.ready.update({key: self.ready[key] + 1}))
         if number == self.items:
             return found
-        proposals = self.proposed.setdefault((line, number), {})
-        all_have_it = all(self.ready[line, other] > number for other in self.lines[line])
+        proposals = self.proposed.setdefault((queue, number), {})
+        all_have_it = all(self.ready[queue, other] > number for other in self.queues[queue])
         if all_have_it and rank not in proposals:
-            found.append(lambda: proposals.update({rank: order.propose(line)}))
-        elif len(proposals) == len(self.lines[line]):
-            if (line, number, rank) not in self.settled:
-                found.append(lambda: self.settle(line, number, rank, max(proposals.values())))
-            elif order.is_first(line):
-                found.append(lambda: self.issue(line, number, rank))
+            found.append(lambda: proposals.update({rank: order.propose(queue)}))
+        elif len(proposals) == len(self.queues[queue]):
+            if (queue, number, rank) not in self.settled:
+                found.append(lambda: self.settle(queue, number, rank, max(proposals.values())))
+            elif order.is_first(queue):
+                found.append(lambda: self.issue(queue, number, rank))
         return found
 
-    def settle(self, line: str, number: int, rank: int, agreed: int) -> None:
-        self.settled.add((line, number, rank))
-        self.orders[rank].settle(line, agreed)
+    def settle(self, queue: str, number: int, rank: int, agreed: int) -> None:
+        self.settled.add((queue, number, rank))
+        self.orders[rank].settle(queue, agreed)
 
-    def issue(self, line: str, number: int, rank: int) -> None:
-        self.orders[rank].leave(line)
-        self.issued[rank].append((line, number))
-        self.next[line, rank] += 1
+    def issue(self, queue: str, number: int, rank: int) -> None:
+        self.orders[rank].leave(queue)
+        self.issued[rank].append((queue, number))
+        self.next[queue, rank] += 1
 
 
 @pytest.mark.parametrize("groups", [MESH, CIRCLE], ids=["mesh", "circle"])
@@ -93,7 +93,7 @@ def test_without_numbers_there_would_be_circles() -> None:
     for seed in range(10):
         simulated = Simulated(lines_of(CIRCLE, 1), 5, seed)
         for order in simulated.orders.values():
-            order.is_first = lambda line: True  # type: ignore[method-assign]
+            order.is_first = lambda queue: True  # type: ignore[method-assign]
         found.append(has_circle(simulated.run()))
     assert any(found)
 

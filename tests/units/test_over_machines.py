@@ -48,7 +48,7 @@ class TestSources:
 
 
 def gathers(rank: int, devices: list[Any]) -> list[str]:
-    """What the line of gathers begins in a step whose units are used by both slots."""
+    """What the queue of gathers begins in a step whose units are used by both slots."""
     net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).to(devices[0])
     where = spread("1-D")
     for unit in (*net, net):
