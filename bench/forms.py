@@ -65,10 +65,10 @@ class ShardedForms(Forms):
     def settle(self, short: bool = False) -> None:
         """Calls each form until it has chosen how many replicas run at a time, but no more often than other suites."""
         for call, chooser in (
-            (self.train_replicated, replicate.state(self.replicated)._permits),
+            (self.train_replicated, replicate.state(self.replicated).options.permits),
             (self.train, self.ours._permits),
-            (self.train_sharded, state_of(self.sharded)._permits),
-            (self.train_not_resharded, state_of(self.not_resharded)._permits),
+            (self.train_sharded, state_of(self.sharded).options.permits),
+            (self.train_not_resharded, state_of(self.not_resharded).options.permits),
         ):
             for _ in range(SHORT_SETTLE if short else SETTLE):
                 call()

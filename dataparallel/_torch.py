@@ -589,11 +589,12 @@ def is_compiler_loaded() -> bool:
 _was_compiler_in_use = False
 
 
-def is_compiler_in_use() -> bool:
+def note_whether_compiler_is_in_use() -> bool:
     """True if something has been compiled in this process, as far as this function has seen.
 
     torch's optimizers load the compiler without using it. ``torch._dynamo.reset()`` makes torch forget what was
-    compiled, but compiled functions stay compiled. So once this has returned True, it always does.
+    compiled, but compiled functions stay compiled. So this notes what it finds, for good, and has to be called before
+    and after code that may compile something.
     """
     global _was_compiler_in_use
     if not _was_compiler_in_use and is_compiler_loaded():

@@ -1,8 +1,7 @@
-"""`DataParallel` and `data_parallel`: the four stages in a row.
+"""`DataParallel` and `data_parallel`: a wrapper around a module. ``call.engine`` has the four stages of its calls.
 
-scatter -> replicate -> parallel_apply -> gather: each stage has its own file. This file checks the arguments, calls the
-module directly if there is nothing to parallelise, and keeps the attributes and the state dict that code written for
-``torch.nn.DataParallel`` reads. Users call it; in the library only ``prefetch`` knows it.
+This file checks the arguments, lets subclasses override stages, and keeps the attributes and the state dict that code
+written for ``torch.nn.DataParallel`` reads. Users call it; in the library only ``prefetch`` knows it.
 """
 
 from __future__ import annotations
@@ -15,22 +14,21 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.batch_split import BatchSplit
+from dataparallel.call.batch_split import BatchSplit
+from dataparallel.call.context import call_of_this_thread
+from dataparallel.call.engine import CallEngine, CallOptions, Method, TensorStore
 from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.compiled.calls import CompileArgument
-from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
+from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
 from dataparallel.kept.replicas import KeptReplicas
-from dataparallel.losses import CallLoss, Criterion, Part, ReplicaLoss
+from dataparallel.losses import Criterion
 from dataparallel.modules.placement import check_placement
 from dataparallel.modules.signatures import shows_forward_of_module
 from dataparallel.nn.sync_batch_norm import prepare
-from dataparallel.parallel_apply import run_replicas
-from dataparallel.profiling import stage
+from dataparallel.parallel_apply import CALL, run_replicas
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
 from dataparallel.scatter_gather import gather, scatter_arguments
-from dataparallel.stages import Call, reads_of_this_scatter, run_alone
-from dataparallel.structures import arguments_of_one
-from dataparallel.threads.permits import PermitChooser
+from dataparallel.streams.ahead import HostReads
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -107,27 +105,30 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
     ) -> None:
         _check_module(module)
         slots = resolve_slots(device_ids)
-        output = resolve_output(output_device, slots) if slots else None
-        if workers is not None and workers < 1:
-            raise ValueError(f"workers={workers}: at least 1 replica has to run")
-        cap_in_bytes(bucket_cap_mb)
-        split = BatchSplit(chunk_sizes, len(slots))
+        options = CallOptions.checked(
+            [module],
+            slots,
+            output_device=output_device,
+            dim=dim,
+            chunk_sizes=chunk_sizes,
+            bucket_cap_mb=bucket_cap_mb,
+            workers=workers,
+            serial=serial,
+            loss=loss,
+        )
         compiled = CompileArgument.checked(module, compile)
-        replica_loss = None if loss is None else ReplicaLoss(loss, module)
         prepare(module, sync_batch_norm, slots)
         nn.Module.__init__(self)
         self.module = module
         self.device_ids = [device_id(slot) for slot in slots]
-        self.output_device = None if output is None else device_id(output)
+        self.output_device = device_id(resolve_output(output_device, slots)) if slots else None
         self.src_device_obj = slots[0] if slots else None
         self.dim = dim
-        self._split = split
+        self._split, self._loss, self._permits = options.split, options.loss, options.permits
         self.workers = workers
         self.serial = serial
         self.bucket_cap_mb = bucket_cap_mb
-        self._permits = PermitChooser()
         self._compile = compiled
-        self._loss = replica_loss
         self._kept = KeptReplicas(compile=compiled)
         if len(slots) == 1:
             self.module.to(slots[0])
@@ -141,54 +142,22 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
-        loss = None
-        if self._loss is not None:
-            kwargs, loss = self._loss.asked(kwargs)
-        if not self.device_ids:
-            inputs, kwargs = arguments_of_one(inputs, kwargs)
-            return self._runs_alone(loss)(*inputs, **kwargs)
-        return self._run(inputs, kwargs, loss)
+        return CallEngine(self._options(), _FreshCopies(self)).run(Method(CALL, self.module), inputs, kwargs)
 
-    @_torch.not_traced
-    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: CallLoss | None) -> Any:
-        """The checks before the four stages, and the context around them."""
-        slots = [resolve(device) for device in self.device_ids]
-        output_device = resolve_output(self.output_device, slots)
-        check_placement(self.module, slots[0])
-        balanced = self._split.of_call(self.module, slots, inputs, kwargs)
-        with Call(slots, self._kept, self.serial, may_use_source=self._is_stage_overridden()) as call, balanced:
-            return self._stages(call, slots, output_device, inputs, kwargs, loss)
-
-    def _stages(
-        self,
-        call: Call,
-        slots: list[torch.device],
-        output_device: torch.device,
-        inputs: Any,
-        kwargs: Any,
-        loss: CallLoss | None,
-    ) -> Any:
-        """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
-        with stage("scatter"), call.scatters():
-            inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
-        if not inputs and not kwargs:  # a call without arguments
-            inputs, kwargs = ((),), ({},)
-        if len(slots) == 1:
-            return run_alone(self._runs_alone(loss), inputs[0], kwargs[0], slots[0], output_device)
-        with stage("replicate", "DataParallel"), call.replicates():
-            replicas = call.uses(self.replicate(self.module, self.device_ids[: len(inputs)]))
-            cap_bytes, slots = cap_in_bytes(self.bucket_cap_mb), slots[: len(inputs)]
-            then = None if loss is None else loss.on_slots(slots, kwargs, self.dim, cap_bytes)
-        with stage("parallel_apply"):
-            if then is None:
-                outputs = self.parallel_apply(replicas, inputs, kwargs)
-            else:
-                outputs = self._parallel_apply(replicas, inputs, kwargs, then)
-        with stage("gather"):
-            target = slots[0] if self.output_device is None else self.output_device
-            if loss is None:
-                return self.gather(outputs, target)
-            return loss.of_batch(outputs, lambda values: self.gather(values, target))
+    def _options(self) -> CallOptions:
+        """The options of a call that begins now: all of them may be assigned between calls."""
+        return CallOptions(
+            slots=self.device_ids,
+            output_device=self.output_device,
+            dim=self.dim,
+            split=self._split,
+            cap_bytes=cap_in_bytes(self.bucket_cap_mb),
+            workers=self.workers,
+            serial=self.serial,
+            loss=self._loss,
+            permits=self._permits,
+            overridden=self._overridden_stages(),
+        )
 
     @property
     def chunk_sizes(self) -> ChunkSizes:
@@ -199,27 +168,20 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
     def chunk_sizes(self, given: ChunkSizes) -> None:
         self._split = BatchSplit(given, len(self.device_ids))
 
-    @property
-    def _alone(self) -> Callable[..., Any]:
-        """What runs without replicas: the module, compiled if the wrapper is to compile."""
-        if self._compile is None or torch.compiler.is_dynamo_compiling():  # what is being compiled contains the module
-            return self.module
-        return self._compile.call(self.module)
-
-    def _runs_alone(self, loss: CallLoss | None) -> Callable[..., Any]:
-        """`_alone`, with the loss of the call if there is one."""
-        return self._alone if loss is None else loss.alone(self._alone)
-
-    def _is_stage_overridden(self) -> bool:
-        """True if a stage from ``replicate`` on is another function, of a subclass or of this object."""
-        return any(
-            getattr(used, "__func__", None) is not own
-            for used, own in (
-                (self.replicate, DataParallel.replicate),
-                (self.parallel_apply, DataParallel.parallel_apply),
-                (self.gather, DataParallel.gather),
-            )
-        )
+    def _overridden_stages(self) -> dict[str, Callable[..., Any]]:
+        """The stages that are other functions here, of a subclass or of this object, with torch's arguments."""
+        target: Any = self.device_ids[0] if self.output_device is None and self.device_ids else self.output_device
+        given: dict[str, tuple[Any, Callable[..., Any]]] = {
+            "scatter": (self.scatter, lambda inputs, kwargs: self.scatter(inputs, kwargs, self.device_ids)),
+            "replicate": (self.replicate, lambda slots: self.replicate(self.module, self.device_ids[: len(slots)])),
+            "parallel_apply": (self.parallel_apply, lambda *args: self.parallel_apply(*args)),
+            "gather": (self.gather, lambda outputs: self.gather(outputs, target)),
+        }
+        return {
+            name: adapted
+            for name, (used, adapted) in given.items()
+            if getattr(used, "__func__", None) is not getattr(DataParallel, name)
+        }
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way.
@@ -246,18 +208,18 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
 
         A call that records a graph raises ``RuntimeError``. Blocks may be nested.
         """
-        self._kept.freeze()
-        try:
+        with self._kept.frozen():
             yield self
-        finally:
-            self._kept.thaw()
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """The stage `dataparallel.scatter_kwargs`; override it to split inputs in another way.
 
         As a stage of a call it does not wait for copies from pinned memory: the call does, before it returns.
         """
-        with reads_of_this_scatter() as reads:
+        call = call_of_this_thread(self._kept)
+        if call is not None:
+            return scatter_arguments(inputs, kwargs, device_ids, self.dim, call.chunk_sizes, call.reads)
+        with HostReads() as reads:
             return scatter_arguments(inputs, kwargs, device_ids, self.dim, self._split, reads)
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
@@ -265,22 +227,16 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
 
         With a loss it is not called: the loss is computed in the replicas' threads.
         """
-        return self._parallel_apply(replicas, inputs, kwargs, None)
-
-    def _parallel_apply(
-        self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any, then: Sequence[Callable[[Any], Part]] | None
-    ) -> list[Any]:
-        devices = self.device_ids[: len(replicas)]
+        call = call_of_this_thread(self._kept)
         return run_replicas(
             replicas,
             inputs,
             kwargs,
-            devices,
+            self.device_ids[: len(replicas)],
             workers=self.workers,
             serial=self.serial,
             chooser=self._permits,
-            balanced=self._split.call,
-            then=then,
+            balanced=None if call is None else call.balanced,
         )
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
@@ -298,6 +254,31 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
                     f"write .module.{name}"
                 ) from None
             raise
+
+
+class _FreshCopies(TensorStore):
+    """The replicas of a wrapper: they get new tensors at each call that records a graph."""
+
+    form = "DataParallel"
+
+    def __init__(self, wrapper: DataParallel[Any]) -> None:
+        self._wrapper = wrapper
+        self.kept = wrapper._kept
+
+    def source(self) -> nn.Module:
+        return self._wrapper.module
+
+    def check(self, slots: Sequence[torch.device]) -> None:
+        check_placement(self.source(), slots[0])
+
+    def alone(self, method: Method) -> Callable[..., Any]:
+        compiled = self._wrapper._compile
+        if compiled is None or torch.compiler.is_dynamo_compiling():  # what is being compiled contains the module
+            return method.of_module
+        return compiled.call(self.source())
+
+    def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
+        return self._wrapper.replicate(self.source(), slots)
 
 
 @_torch.not_traced

@@ -30,7 +30,9 @@ from dataparallel.threads.in_turn import SerialTasks
 from dataparallel.threads.meetings import Meeting, is_wake_up
 from dataparallel.threads.permits import CallPermits, PermitChooser, kind_of_call, size_of
 
-__all__ = ["SERIAL_VARIABLE", "is_serial", "parallel_apply", "run_replicas"]
+__all__ = ["CALL", "SERIAL_VARIABLE", "is_serial", "parallel_apply", "run_replicas"]
+
+CALL = "__call__"
 
 SERIAL_VARIABLE = "DATAPARALLEL_SERIAL"
 """Environment variable: ``1`` runs every replica in the calling thread, so that ``breakpoint()`` works."""
@@ -84,17 +86,20 @@ def run_replicas(
     workers: int | None = None,
     serial: bool | None = None,
     chooser: PermitChooser | None = None,
-    method: str | None = None,
+    method: str = CALL,
     balanced: BalancedCall | None = None,
     then: Sequence[Callable[[Any], Any]] | None = None,
     machines: Any = None,
 ) -> list[Any]:
     """`parallel_apply`, for wrappers.
 
-    ``chooser`` chooses how many replicas run at the same time, unless ``workers`` says so or only one replica can run
-    at a time. ``method`` names the method that is called instead of the module itself. ``balanced`` is the call whose
-    replicas may have to be timed, with ``chunk_sizes="balanced"``. ``then`` has a function for each replica, which is
-    called with the output in the replica's thread, and returns what counts as its output. ``machines`` is of `Meeting`.
+    Args:
+        chooser: chooses how many replicas run at the same time, unless ``workers`` says so or only one can.
+        method: the name of the method that is called; `CALL` is the module itself, with its hooks.
+        balanced: the call whose replicas may have to be timed, with ``chunk_sizes="balanced"``.
+        then: a function for each replica, which gets the output in the replica's thread, and returns what counts as
+            its output.
+        machines: what spans machines in this call, for collectives in ``forward``.
     """
     if not modules:
         raise ValueError("parallel_apply needs at least one module; got none")
@@ -215,9 +220,9 @@ def _run_with_permits(
         chooser.end(call, seconds, tasks.stalled, before, after)
 
 
-def _called(module: Any, method: str | None) -> Callable[..., Any]:
+def _called(module: Any, method: str) -> Callable[..., Any]:
     """The module itself or its method. A compiled ``forward`` is reached by way of the module, which has no hooks."""
-    if method is None or (method == "forward" and module._compiled_call_impl is not None):
+    if method == CALL or (method == "forward" and module._compiled_call_impl is not None):
         called: Callable[..., Any] = module
     else:
         called = getattr(module, method)

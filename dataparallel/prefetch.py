@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dataparallel.batches.samples import slots_of_tensors
+from dataparallel.call.engine import CallOptions
+from dataparallel.composable.managed import ManagedModule
+from dataparallel.composable.on_slots import state_of
 from dataparallel.data_parallel import DataParallel
 from dataparallel.devices import CPU, resolve
 from dataparallel.samples import Samples
@@ -28,7 +31,7 @@ __all__ = ["Prefetch", "prefetch"]
 T = TypeVar("T")
 
 
-def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -> Prefetch[T]:
+def prefetch(loader: Iterable[T], model: nn.Module, *, depth: int = 1) -> Prefetch[T]:
     """Yields the loader's batches, and copies their tensors to the model's slots while the batch before computes.
 
     The batches are the loader's own objects, unchanged: unpack them, read them, pass all or parts of them to ``model``.
@@ -56,9 +59,10 @@ def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -
 
     Args:
         loader: any iterable; each loop over the result iterates over it again.
-        model: the wrapper that is called with the batches. Its slots, ``dim`` and ``chunk_sizes`` decide which slot
-            gets which samples. With ``chunk_sizes="balanced"`` a batch is sent as the call before was split. While the
-            split is being measured it may change, and then the call copies its chunks itself.
+        model: what is called with the batches: a `DataParallel`, or a module after ``composable.replicate`` or
+            ``fully_shard``. Its slots, ``dim`` and ``chunk_sizes`` decide which slot gets which samples. With
+            ``chunk_sizes="balanced"`` a batch is sent as the call before was split. While the split is being measured
+            it may change, and then the call copies its chunks itself.
         depth: how many batches are read and sent before the loop asks for them. The devices hold ``depth`` batches
             besides the current one.
 
@@ -67,14 +71,14 @@ def prefetch(loader: Iterable[T], model: DataParallel[Any], *, depth: int = 1) -
         ends the iteration. A loop that stops early waits for the copies in flight and frees them.
 
     Raises:
-        TypeError: ``model`` is no `DataParallel`; ``loader`` cannot be iterated over; ``depth`` is no integer.
+        TypeError: ``model`` has no form; ``loader`` cannot be iterated over; ``depth`` is no integer.
         ValueError: ``depth`` is below 1.
     """
-    if not isinstance(model, DataParallel):
+    if not isinstance(model, (DataParallel, ManagedModule)):
         cls = type(model)
         raise TypeError(
-            "prefetch needs the dataparallel.DataParallel that will be called with the batches; "
-            f"got {cls.__module__}.{cls.__qualname__}"
+            "prefetch needs what will be called with the batches, a dataparallel.DataParallel or a module after "
+            f"composable.replicate or fully_shard; got {cls.__module__}.{cls.__qualname__}"
         )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise TypeError(f"prefetch reads batches from an iterable; got {type(loader).__name__}")
@@ -99,14 +103,21 @@ class _Read:
 class Prefetch(Generic[T]):
     """The iterable that `prefetch` returns. ``loader``, ``model`` and ``depth`` are the arguments of `prefetch`."""
 
-    def __init__(self, loader: Iterable[T], model: DataParallel[Any], depth: int) -> None:
+    def __init__(self, loader: Iterable[T], model: nn.Module, depth: int) -> None:
         self.loader, self.model, self.depth = loader, model, depth
+
+    def _options(self) -> CallOptions:
+        """Those of a call that begins now."""
+        options: CallOptions = (
+            self.model._options() if isinstance(self.model, DataParallel) else state_of(self.model).options
+        )
+        return options
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
-        slots = [resolve(device) for device in self.model.device_ids]
+        slots = [resolve(device) for device in self._options().slots]
         if all(slot == CPU for slot in slots):
             # "yield from" would close the loader's generator when the loop stops early. A user may go on with it.
             for batch in self.loader:  # noqa: UP028
@@ -138,7 +149,7 @@ class Prefetch(Generic[T]):
         try:
             batch = next(batches)
             slots = sender.slots
-            sent = sender.send(self._chunked(batch, slots), self.model.dim, to_some=self._in_samples(batch, slots))
+            sent = sender.send(self._chunked(batch, slots), self._options().dim, to_some=self._in_samples(batch, slots))
         except StopIteration:
             return False
         except Exception as error:  # raised where its batch would have come, after those before it
@@ -153,7 +164,8 @@ class Prefetch(Generic[T]):
         Tensors of one batch may have different sizes if no call gets both. A tensor that cannot be split is not sent:
         the call that gets it raises and says why.
         """
-        dim, split = self.model.dim, self.model._split
+        options = self._options()
+        dim, split = options.dim, options.split
         for tensor in {id(leaf): leaf for _, leaf in leaves(batch, "") if isinstance(leaf, Tensor)}.values():
             if not can_be_sent(tensor):
                 continue
@@ -178,7 +190,7 @@ class Prefetch(Generic[T]):
                 by_size.setdefault(len(leaf), []).append(leaf)
         for size, marked in by_size.items():
             try:
-                sizes = self.model._split.sizes(size, len(slots))
+                sizes = self._options().split.sizes(size, len(slots))
             except ValueError:  # as above
                 continue
             for tensor, numbers in slots_of_tensors(marked, sizes):

@@ -131,7 +131,7 @@ def test_without_it_another_way_is_taken(name: _torch.PrivateName, monkeypatch: 
         torch.testing.assert_close([parameter.grad.full_tensor() for parameter in model.parameters()], [*expected])
     elif name.path == "torch._dynamo.eval_frame.cached_backends":
         monkeypatch.setattr(room, "is_compiler_loaded", lambda: True)
-        assert room.is_compiler_in_use()
+        assert room.note_whether_compiler_is_in_use()
     elif name.path.startswith("torch._C._dynamo.eval_frame."):
         for mark in (room.not_traced, room.not_compiled, room.leave_alone):
             assert mark(lambda: name)() is name
@@ -322,7 +322,7 @@ if sys.argv[1] == "before":
     torch.compile(lambda x: x + 1, backend="eager")(x)
 call(x)
 torch._dynamo.reset()
-print(_torch.is_compiler_in_use())
+print(_torch.note_whether_compiler_is_in_use())
 """
 
 

@@ -24,14 +24,13 @@ FLOORS = """
     prefetch           a loader whose batches are on the devices before the call
     composable         forms without a wrapper
     data_parallel      the wrapper
-    losses             the loss of a batch, computed on the replicas
     nn                 modules whose replicas talk to each other
     peers              collectives between the replicas of a call
     units              parameters that are gathered and freed together
     machines           what crosses the network, over a process group of torch.distributed
     sharded            tensors whose parts lie on several devices
-    batch_split        how a form splits its batches
-    stages             what surrounds the four stages of a call
+    call               the four stages of a call, and what surrounds them
+    losses             the loss of a batch, computed on the replicas
     kept               replicas and tensors that later calls use again
     scatter_gather     nested structures in, nested structures out
     joined             one structure of each replica, joined

@@ -21,8 +21,8 @@ from dataparallel.sharded.tensor import ShardedTensor
 __all__ = [
     "check_children",
     "check_kind",
-    "check_options",
     "check_parameters",
+    "check_policies",
     "check_reshard",
     "parameters_of_unit",
     "places_of",
@@ -48,10 +48,8 @@ def check_kind(module: nn.Module) -> None:
         )
 
 
-def check_options(dim: object, mp_policy: object, offload_policy: object) -> None:
-    """Checks the types of the batch dimension and of the policies."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim={dim!r}: the batch dimension is an int")
+def check_policies(mp_policy: object, offload_policy: object) -> None:
+    """Checks the types of the policies."""
     for name, policy, expected in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from dataparallel.call.engine import CallOptions
 from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.compiled.calls import CompileArgument
 from dataparallel.composable import replaced_parameters
@@ -16,8 +17,8 @@ from dataparallel.composable.full_state import full_state_dict, load_full_state_
 from dataparallel.composable.fully_shard_arguments import (
     check_children,
     check_kind,
-    check_options,
     check_parameters,
+    check_policies,
     check_reshard,
     parameters_of_unit,
     places_of,
@@ -27,8 +28,10 @@ from dataparallel.composable.fully_shard_state import FullyShardState
 from dataparallel.composable.fully_sharded_module import FullyShardedModule
 from dataparallel.composable.managed import own_parameters
 from dataparallel.composable.policies import MixedPrecisionPolicy, OffloadPolicy
-from dataparallel.devices import CPU, DeviceLike, resolve_output, resolve_slots
-from dataparallel.nn.sync_batch_norm import prepare
+from dataparallel.devices import CPU, DeviceLike, resolve_slots
+from dataparallel.losses import Criterion
+from dataparallel.nn.sync_batch_norm import check_sync_batch_norm, prepare
+from dataparallel.replicate import BUCKET_CAP_MB
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,6 +57,10 @@ def _prepare(
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     compile: bool | dict[str, Any] | None = None,
+    loss: Criterion | None = None,
+    sync_batch_norm: bool | Literal["across_machines"] = False,
+    workers: int | None = None,
+    serial: bool | None = None,
 ) -> FullyShardState:
     """Shards the parameters of ``module`` over the devices, in place, and makes it run on all slots.
 
@@ -103,6 +110,11 @@ def _prepare(
         compile: compile the module on the slots: ``True``, or a dict of arguments for ``torch.compile`` (``backend``,
             ``mode``, ``dynamic``, ``fullgraph``, ``options``). Each unit below is compiled by itself, in the same way
             unless it has its own. A module that is compiled needs no argument.
+        loss: a criterion for the replicas, as for `dataparallel.DataParallel`. That of the outermost module counts.
+        sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
+            ``"across_machines"``: with the batch of all machines. BatchNorms that have a unit of their own stay as they
+            are.
+        workers, serial: how replicas run: as for `dataparallel.DataParallel`. Those of the outermost module count.
 
     Returns:
         ``module``.
@@ -127,10 +139,19 @@ def _prepare(
     with start.failing_together():
         for each in module:
             check_kind(each)
-            prepare(each, False, slots)
-        if slots:
-            resolve_output(output_device, slots)
-        check_options(dim, mp_policy, offload_policy)
+            check_sync_batch_norm(each, sync_batch_norm, slots, start.given != (None, None))
+        options = CallOptions.checked(
+            module,
+            slots,
+            output_device=output_device,
+            dim=dim,
+            chunk_sizes=chunk_sizes,
+            bucket_cap_mb=BUCKET_CAP_MB,
+            workers=workers,
+            serial=serial,
+            loss=loss,
+        )
+        check_policies(mp_policy, offload_policy)
         compiled = [CompileArgument.checked(each, compile) for each in module]
         if reshard_after_forward is not None:
             check_reshard(reshard_after_forward, len(slots), start.parts)
@@ -148,19 +169,18 @@ def _prepare(
         "offload_policy": type(offload_policy).__name__,
     }
     machines = start.machines(module, named, slots, settings)
+    for each in module:
+        prepare(each, sync_batch_norm, slots, machines is not None)
     return FullyShardState(
         module,
         [parameter for _, parameter in named],
-        slots,
+        options,
         placements=placements,
         reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
         is_reshard_automatic=reshard_after_forward is None,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         ignored_parameters=[parameter for _, parameter in own_parameters(module) if id(parameter) in kept],
-        output_device=output_device,
-        dim=dim,
-        chunk_sizes=chunk_sizes,
         machines=machines,
         compile=compiled[0],
     )

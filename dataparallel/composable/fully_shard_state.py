@@ -1,40 +1,31 @@
-"""The state that `fully_shard` keeps for one unit, and how a call of the outermost module runs on the slots.
+"""The state that `fully_shard` keeps for one unit. That of the outermost module is called, and has the tree of units.
 
-A call arrives in `FullyShardState.run` and goes through the four stages. The replicas are made from a twin of the
-module, as those of `replicate` are. Their modules have the same classes, which let the units of the tree (``units``)
-gather parameters around each call. Only ``composable.fully_shard_form`` makes states.
+Replicas are made from a twin of the module, as those of `replicate` are. Their modules have the same classes, which let
+the units gather parameters around each call. Only ``composable.fully_shard_form`` makes states.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.batch_split import BatchSplit
-from dataparallel.chunk_sizes import ChunkSizes
+from dataparallel.call.engine import CallOptions, Method
 from dataparallel.compiled.calls import CompileArgument
 from dataparallel.composable.managed import KEY, ManagedModule, Twin
-from dataparallel.composable.on_slots import Method
+from dataparallel.composable.on_slots import StateOnSlots
 from dataparallel.composable.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.composable.unit_tensors import UnitTensors
-from dataparallel.devices import DeviceLike, resolve, resolve_output
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.plan import TwinInfo
-from dataparallel.parallel_apply import run_replicas
-from dataparallel.profiling import stage
-from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes
-from dataparallel.scatter_gather import gather, scatter_arguments
 from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.stages import Call
-from dataparallel.structures import arguments_of_one
-from dataparallel.threads.permits import PermitChooser
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.tree import Tree
 from dataparallel.units.unit import Precision, Unit
@@ -45,13 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["FullyShardState"]
 
 
-class FullyShardState:
+class FullyShardState(StateOnSlots):
     """The state of the modules of one unit. It refers to them weakly.
 
     Args:
         modules: of the unit; calls of other modules below them that have no unit of their own need this one's.
         parameters: of the unit, which `shard` replaces.
-        slots: the devices; none if there is no accelerator.
+        options: of the calls. Those of the outermost module count.
         placements: for each parameter how it is cut.
         reshard_after_forward, is_reshard_automatic: as for `Unit`; automatic means that the user gave ``None``.
         ignored_parameters: those that all replicas share.
@@ -60,16 +51,17 @@ class FullyShardState:
 
     Attributes:
         unit: the unit, once `shard` has been called.
-        methods: names of methods that run on replicas.
     """
 
+    form = "fully_shard"
+    may_use_source = True  # forward reads the source's shards, and copies of these are never late
     unit: Unit
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         parameters: Sequence[nn.Parameter],
-        slots: Sequence[torch.device],
+        options: CallOptions,
         *,
         placements: Sequence[Shard],
         reshard_after_forward: bool | int,
@@ -77,15 +69,11 @@ class FullyShardState:
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         ignored_parameters: Sequence[Tensor],
-        output_device: DeviceLike | None,
-        dim: int,
-        chunk_sizes: ChunkSizes,
         machines: MachinesOfTree | None = None,
         compile: CompileArgument | None = None,
     ) -> None:
+        super().__init__(options)
         self.machines, self.compile = machines, compile
-        self.slots, self.output_device, self.dim = list(slots), output_device, dim
-        self.methods = {"forward"}
         self._modules = [weakref.ref(module) for module in modules]
         self._parameters, self._placements = list(parameters), list(placements)
         self._reshard, self._is_automatic = reshard_after_forward, is_reshard_automatic
@@ -94,8 +82,6 @@ class FullyShardState:
         )
         self._offload = offload_policy
         self._ignored = tuple(ignored_parameters)  # else other objects could get their ids
-        self._permits = PermitChooser()
-        self._split = BatchSplit(chunk_sizes, len(slots))
         self._tree: Tree | None = None
 
     def manages(self, parameter: Tensor) -> bool:
@@ -141,93 +127,46 @@ class FullyShardState:
         self.unit = unit
         self._parameters = []  # frees the plain ones
 
-    # ---- a call ------------------------------------------------------------------------------------------------------
+    # ---- what calls ask for ------------------------------------------------------------------------------------------
 
-    @property
-    def chunk_sizes(self) -> ChunkSizes:
-        """How the slots share a batch: may be assigned between calls, as that of `dataparallel.DataParallel`."""
-        return self._split.given
+    def source(self) -> nn.Module:
+        """The first module of the unit."""
+        return self._module(0)
 
-    @chunk_sizes.setter
-    def chunk_sizes(self, given: ChunkSizes) -> None:
-        self._split = BatchSplit(given, len(self.slots))
+    def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
+        """What spans machines in the forward."""
+        return nullcontext() if self.machines is None else self._failing_together(self.machines, method.name)
 
-    def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of ``method`` for the whole batch, on the output device.
-
-        Raises:
-            RuntimeError: parameters have no memory or a buffer is not on the first slot; a replica cannot be made or
-                run here.
-            ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
-            Exception: a replica raised it.
-        """
-        if not self.slots:
-            inputs, kwargs = arguments_of_one(inputs, kwargs)
-            return method.of_module(*inputs, **kwargs)
-        return self._run_outside_the_compiler(method, inputs, kwargs)
-
-    @_torch.not_traced
-    def _run_outside_the_compiler(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.machines is None:
-            return self._run(method, inputs, kwargs)
-        mode = method.name, torch.is_grad_enabled(), self._source.training
+    @contextmanager
+    def _failing_together(self, machines: MachinesOfTree, method: str) -> Iterator[PeerCall]:
+        """If the forward fails here, the other machines raise too."""
         try:
-            with self.machines.peers.calling(mode) as peers:
-                return self._run(method, inputs, kwargs, peers)
+            with machines.peers.calling((method, torch.is_grad_enabled(), self.source().training)) as call:
+                yield call
         except BaseException as error:
             if not _torch.is_in_backward():  # else the pass has failed, and tells the other machines
-                self.machines.forward_failed(error, was_recorded=torch.is_grad_enabled())
+                machines.forward_failed(error, was_recorded=torch.is_grad_enabled())
             raise
 
-    def _run(
-        self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any], peers: PeerCall | None = None
-    ) -> Any:
-        """The checks before the four stages, and the context around them. ``peers``: what spans machines in forward."""
-        slots = [resolve(device) for device in self.slots]
-        output_device = resolve_output(self.output_device, slots)
-        tree = self._updated_tree()
-        balanced = self._split.of_call(self._source, slots, inputs, kwargs, method.name)
-        with Call(slots, self._kept, may_use_source=True) as call, balanced:
-            return self._stages(call, tree, slots, output_device, method, inputs, kwargs, peers)
+    def check(self, slots: Sequence[torch.device]) -> None:
+        """Parameters have memory, and buffers are on the first slot."""
+        self._update_tree()
 
-    def _stages(
-        self,
-        call: Call,
-        tree: Tree,
-        slots: list[torch.device],
-        output_device: torch.device,
-        method: Method,
-        inputs: Any,
-        kwargs: Any,
-        peers: PeerCall | None,
-    ) -> Any:
-        """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
-        with stage("scatter"), call.scatters():
-            inputs, kwargs = scatter_arguments(inputs, kwargs, slots, self.dim, self._split, call.reads)
-        if not inputs and not kwargs:  # a call without arguments
-            inputs, kwargs = ((),), ({},)
-        slots = slots[: len(inputs)]
-        with tree.calling(len(slots)) as forward:
-            with stage("replicate", "fully_shard"):
-                twin = self._twin.update(self._source, method.name)
-                replicas = call.uses(self._kept.replicas(twin, slots, _CAP_BYTES))
-                self._tensors.bind(replicas, forward)
-            with stage("parallel_apply"):
-                outputs = run_replicas(
-                    replicas,
-                    inputs,
-                    kwargs,
-                    slots,
-                    chooser=self._permits,
-                    method=method.name,
-                    balanced=self._split.call,
-                    machines=peers,
-                )
-        with stage("gather"):
-            output = gather(outputs, output_device, self.dim)
-        if peers is not None:
-            peers.watch(output)
-        return output
+    def needs_no_replica(self) -> bool:
+        """The parameters of a single slot are gathered too."""
+        return False
+
+    def lends(self, slots: Sequence[torch.device]) -> AbstractContextManager[Any]:
+        """The forward of the tree: inside, replicas may gather its units."""
+        assert self._tree is not None
+        return self._tree.calling(len(slots))
+
+    def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
+        """Made or refreshed from the twin, with the units of their slots."""
+        twin = self._twin.update(self.source(), method.name)
+        replicas = self.kept.replicas(twin, slots, self.options.cap_bytes)
+        self._tensors.bind(replicas, lent)
+        return replicas
 
     # ---- the tree of which the module is the root --------------------------------------------------------------------
 
@@ -237,21 +176,17 @@ class FullyShardState:
             raise RuntimeError("the module of this state is gone")
         return module
 
-    @property
-    def _source(self) -> nn.Module:
-        return self._module(0)
-
     def _states_below(self) -> Iterator[tuple[str, FullyShardState]]:
         """The states of the tree with the paths of their modules, this one first."""
         seen: set[int] = set()
-        for path, module in self._source.named_modules():
+        for path, module in self.source().named_modules():
             form_and_state = vars(module).get(KEY)
             if form_and_state is not None and id(form_and_state[1]) not in seen:
                 seen.add(id(form_and_state[1]))
                 yield path, form_and_state[1]
 
-    def _updated_tree(self) -> Tree:
-        """The tree, with units that have seen what has happened to their parameters since the last call."""
+    def _update_tree(self) -> None:
+        """Makes the tree anew if its units have changed, and lets them see what has happened to their parameters."""
         states = [*self._states_below()]
         units = [state.unit for _, state in states]
         if self._tree is None or self._tree.units != units:
@@ -260,10 +195,9 @@ class FullyShardState:
             if unit.is_reshard_automatic:
                 unit.reshard_after_forward = unit is not self.unit
         self._tree.prepare()
-        return self._tree
 
     def _made_tree(self, states: Sequence[tuple[str, FullyShardState]]) -> Tree:
-        source, units = self._source, [state.unit for _, state in states]
+        source, units = self.source(), [state.unit for _, state in states]
         for path, state in states:
             state.unit.name = path or state.unit.name
         ignored = [parameter for _, state in states for parameter in state._ignored]
@@ -271,11 +205,8 @@ class FullyShardState:
         self._twin = Twin(type(source), info)
         tops = [[*map(state._module, range(len(state._modules)))] for _, state in states]
         self._tensors = UnitTensors(units, tops, [state.compile for _, state in states])
-        self._kept = KeptReplicas(self._tensors)
+        self.kept = KeptReplicas(self._tensors)
         return Tree(units, self.slots)
-
-
-_CAP_BYTES = cap_in_bytes(BUCKET_CAP_MB)
 
 
 def _sharded(

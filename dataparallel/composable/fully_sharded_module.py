@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.call.engine import Method
 from dataparallel.compiled.calls import CALL
 from dataparallel.composable.contract import are_in_one_tree
 from dataparallel.composable.fully_shard_arguments import check_reshard
 from dataparallel.composable.managed import ManagedModule
-from dataparallel.composable.on_slots import Method, OnSlots, state_of
+from dataparallel.composable.on_slots import OnSlots, state_of
 from dataparallel.modules.plan import UNIT_ON_SLOT
 
 __all__ = ["FullyShardedModule", "UnshardHandle"]

@@ -1,8 +1,7 @@
 """Methods that run on the slots: how a call of a managed module's method becomes a call on all slots.
 
-`OnSlots` is what a form's class has in place of ``forward``, and of other methods that users register. The form's class
-says what happens then (``_dataparallel_run``): the four stages, in most cases. ``composable.contract`` has the rules of
-forms, and this file knows no form.
+`OnSlots` is what a form's class has in place of ``forward``, and of other methods that users register; `StateOnSlots`
+is the base of the forms' states, which makes the call. This file knows no form.
 """
 
 from __future__ import annotations
@@ -11,25 +10,21 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.fx
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.call.engine import CallEngine, CallOptions, Method, TensorStore
+from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.composable.managed import KEY, ManagedModule, held_by, original_class
+from dataparallel.devices import resolve_slots
 from dataparallel.modules.plan import UNIT_ON_SLOT
 from dataparallel.modules.signatures import StandIns, left_alone
 
-__all__ = ["Method", "OnSlots", "register_forward_method", "state_of"]
-
-
-class Method(NamedTuple):
-    """A method that runs on the slots: each replica runs its own of this ``name``, a single slot the module's."""
-
-    name: str
-    of_module: Callable[..., Any]
+__all__ = ["OnSlots", "StateOnSlots", "register_forward_method", "state_of"]
 
 
 def state_of(module: Any) -> Any:
@@ -44,6 +39,34 @@ def state_of(module: Any) -> Any:
             f"this {type(module).__name__} was not made by a composable form, but copied from one that was"
         )
     return state
+
+
+class StateOnSlots(TensorStore):
+    """The state of a form whose modules run on slots.
+
+    Attributes:
+        options: of the calls; they may be assigned between calls.
+        slots: where replicas run; none if there is no accelerator.
+        methods: names of methods that run on replicas.
+    """
+
+    def __init__(self, options: CallOptions) -> None:
+        self.options = options
+        self.slots = resolve_slots(options.slots) if options.slots else []
+        self.methods = {"forward"}
+
+    @property
+    def chunk_sizes(self) -> ChunkSizes:
+        """How the slots share a batch: may be assigned between calls, as that of `dataparallel.DataParallel`."""
+        return self.options.chunk_sizes
+
+    @chunk_sizes.setter
+    def chunk_sizes(self, given: ChunkSizes) -> None:
+        self.options.chunk_sizes = given
+
+    def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of ``method`` for the whole batch: see `CallEngine.run`."""
+        return CallEngine(self.options, self).run(method, inputs, kwargs)
 
 
 class OnSlots:

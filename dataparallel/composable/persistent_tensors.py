@@ -26,7 +26,7 @@ from dataparallel.composable.exchange_nodes import make_sources, make_to_slots
 from dataparallel.composable.exchanged_sums import ExchangedBucket, ExchangedSums
 from dataparallel.composable.exchanges import Chain, Passes
 from dataparallel.composable.gradient_sums import GradientSums, PersistentToSlots, WaitingBucket
-from dataparallel.kept.tensors import TensorStore
+from dataparallel.kept.tensors import ReplicaTensors
 from dataparallel.kept.values import CurrentValues, MemoryOfCopies, has_strides
 from dataparallel.modules.build import make_parameters
 from dataparallel.modules.plan import ModulePlan, names_of
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["PersistentTensors"]
 
 
-class PersistentTensors(TensorStore):
+class PersistentTensors(ReplicaTensors):
     """The tensors of one module on all of its slots. One thread at a time may use them.
 
     Copies belong to the thread whose call has made them. A call of another thread makes new ones: it would write to
@@ -81,7 +81,7 @@ class PersistentTensors(TensorStore):
         record: bool,
         arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        """See `TensorStore.for_call`. Parameters are `ReplicaParameter`, also if no graph is recorded.
+        """See `ReplicaTensors.for_call`. Parameters are `ReplicaParameter`, also if no graph is recorded.
 
         Slot 0's tensors, and parameters of other slots on its device, share the source's memory. ``cap_bytes`` is
         ignored: the sizes of buckets were given before.

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.call.engine import CallOptions
 from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.compiled.calls import CompileArgument
 from dataparallel.composable.contract import Form
 from dataparallel.composable.managed import ManagedModule
 from dataparallel.composable.on_slots import OnSlots, state_of
 from dataparallel.composable.replicate_state import ReplicateState
-from dataparallel.devices import CPU, DeviceLike, resolve_output, resolve_slots
-from dataparallel.losses import Criterion, ReplicaLoss
+from dataparallel.devices import CPU, DeviceLike, resolve_slots
+from dataparallel.losses import Criterion
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicate import BUCKET_CAP_MB, cap_in_bytes
 
@@ -81,6 +82,15 @@ class ReplicatedModule(ManagedModule):
             yield
         finally:
             tensors.sums.are_on = before
+
+    @contextmanager
+    def frozen(self) -> Iterator[ReplicatedModule]:
+        """For serving: inside the block replicas stay as they are, and nothing is sent. See `DataParallel.frozen`.
+
+        It begins and ends with new replicas. Gradients that wait on the slots are added to ``.grad``.
+        """
+        with state_of(self).kept.frozen():
+            yield self
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
         """From the next forward on, ``hook(state, bucket)`` says what becomes of the gradients after the slots.
@@ -143,6 +153,8 @@ def _prepare(
     compile: bool | dict[str, Any] | None = None,
     loss: Criterion | None = None,
     sync_batch_norm: bool | Literal["across_machines"] = False,
+    workers: int | None = None,
+    serial: bool | None = None,
 ) -> ReplicateState:
     """Makes ``module`` run on all devices, in place: splits the batch, runs a replica on each slot, joins the outputs.
 
@@ -189,6 +201,7 @@ def _prepare(
         loss: a criterion for the replicas: as for `dataparallel.DataParallel`.
         sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
             ``"across_machines"``: with the batch of all machines.
+        workers, serial: how replicas run: as for `dataparallel.DataParallel`.
 
     Returns:
         ``module``.
@@ -215,22 +228,24 @@ def _prepare(
     with together:
         _check_kind(module)
         slots = resolve_slots(devices) or ([] if machines is None else [CPU])
-        if slots:
-            resolve_output(output_device, slots)
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise TypeError(f"dim={dim!r}: the batch dimension is an int")
-        for name, size in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
-            if not size > 0:
-                raise ValueError(f"{name}={size}: a bucket holds more than 0 MiB")
-        compiled = CompileArgument.checked(module, compile)
-        modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])
-        state = ReplicateState(
-            module,
+        if not first_bucket_mb > 0:
+            raise ValueError(f"first_bucket_mb={first_bucket_mb}: a bucket holds more than 0 MiB")
+        options = CallOptions.checked(
+            [module],
             slots,
             output_device=output_device,
             dim=dim,
             chunk_sizes=chunk_sizes,
-            cap_bytes=cap_in_bytes(bucket_cap_mb),
+            bucket_cap_mb=bucket_cap_mb,
+            workers=workers,
+            serial=serial,
+            loss=loss,
+        )
+        compiled = CompileArgument.checked(module, compile)
+        modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])
+        state = ReplicateState(
+            module,
+            options,
             first_bytes=cap_in_bytes(first_bucket_mb),
             broadcast_buffers=broadcast_buffers,
             ignored_modules=modules,
@@ -238,7 +253,6 @@ def _prepare(
             machines=machines,
             average=average,
             compile=compiled,
-            loss=None if loss is None else ReplicaLoss(loss, module),
         )
         if machines is not None:
             state.check_for_machines(converts=bool(sync_batch_norm))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.compiled.calls import CompileArgument
 from dataparallel.forks import in_forked_child
 from dataparallel.kept.modules import ReplicaModules, TreeSnapshot
-from dataparallel.kept.tensors import KeptCopies, TensorStore
+from dataparallel.kept.tensors import KeptCopies, ReplicaTensors
 from dataparallel.modules.build import build_replica, collector_paused
 from dataparallel.modules.cycles import CycleBreaker
 from dataparallel.modules.placement import refuse_constants
@@ -55,7 +57,7 @@ class KeptReplicas:
         compile: how replicas are compiled, if their module is not compiled itself.
     """
 
-    def __init__(self, tensors: TensorStore | None = None, compile: CompileArgument | None = None) -> None:
+    def __init__(self, tensors: ReplicaTensors | None = None, compile: CompileArgument | None = None) -> None:
         self._tensors = KeptCopies() if tensors is None else tensors
         self._compile = compile
         self._lock = threading.Lock()
@@ -63,7 +65,7 @@ class KeptReplicas:
         self._clear()
         _all.add(self)
 
-    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[TensorStore, CompileArgument | None]]:
+    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[ReplicaTensors, CompileArgument | None]]:
         return KeptReplicas, (copy.copy(self._tensors), self._compile)
 
     def _plan_of(self, network: nn.Module) -> ModulePlan:
@@ -87,15 +89,22 @@ class KeptReplicas:
         with self._lock:
             self._clear()
 
-    def freeze(self) -> None:
-        """Opens a block, in which replicas stay as they are. Blocks may be nested."""
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """A block in which replicas stay as they are. Blocks may be nested."""
+        self._freeze()
+        try:
+            yield
+        finally:
+            self._thaw()
+
+    def _freeze(self) -> None:
         with self._lock:
             self._frozen += 1
             if self._frozen == 1:
                 self._clear()
 
-    def thaw(self) -> None:
-        """Ends a block. After the outermost one its replicas are dropped."""
+    def _thaw(self) -> None:
         with self._lock:
             self._frozen -= 1
             if self._frozen:

@@ -20,7 +20,7 @@ from dataparallel.peers.requests import Request, described
 from dataparallel.peers.span import Span, span_of_caller
 from dataparallel.peers.tape import replayed_place
 
-__all__ = ["BatchNorm", "SyncBatchNorm", "prepare"]
+__all__ = ["BatchNorm", "SyncBatchNorm", "check_sync_batch_norm", "prepare"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -144,7 +144,16 @@ class SyncBatchNorm(BatchNorm):
 def prepare(
     module: nn.Module, sync_batch_norm: bool | str, slots: Sequence[torch.device], machines: bool = False
 ) -> None:
-    """For wrappers on these slots: converts the module if that is asked for.
+    """For a form on these slots: converts the module if that is asked for, after `check_sync_batch_norm`."""
+    check_sync_batch_norm(module, sync_batch_norm, slots, machines)
+    if sync_batch_norm:
+        SyncBatchNorm.convert(module, across_machines=sync_batch_norm == _ACROSS)
+
+
+def check_sync_batch_norm(
+    module: nn.Module, sync_batch_norm: bool | str, slots: Sequence[torch.device], machines: bool = False
+) -> None:
+    """Checks the argument of a form on these slots.
 
     Args:
         module: to be wrapped.
@@ -155,7 +164,7 @@ def prepare(
     Raises:
         TypeError: ``sync_batch_norm`` is neither a bool nor "across_machines".
         ValueError: it is false, there are several slots, and the module contains a ``torch.nn.SyncBatchNorm``, which
-            needs a process for each device; a lazy BatchNorm cannot be converted; "across_machines" for a wrapper that
+            needs a process for each device; "across_machines" for a wrapper that
             does not span machines.
     """
     if not isinstance(sync_batch_norm, bool) and sync_batch_norm != _ACROSS:
@@ -165,13 +174,9 @@ def prepare(
             f"sync_batch_norm={_ACROSS!r}: there is one machine only; pass a process_group or a mesh to a form of "
             "dataparallel.composable, or sync_batch_norm=True"
         )
-    if sync_batch_norm:
-        SyncBatchNorm.convert(module, across_machines=sync_batch_norm == _ACROSS)
-        return
-    for name, child in module.named_modules() if len(slots) > 1 else ():
+    for name, child in module.named_modules() if len(slots) > 1 and not sync_batch_norm else ():
         if type(child) is nn.SyncBatchNorm:
             raise ValueError(
                 f"{name or 'the module'} is a torch.nn.SyncBatchNorm, which works with a process for each device only: "
-                "convert the model by dataparallel.nn.SyncBatchNorm.convert(model), or pass sync_batch_norm=True to "
-                "DataParallel or replicate"
+                "convert the model by dataparallel.nn.SyncBatchNorm.convert(model), or pass sync_batch_norm=True"
             )

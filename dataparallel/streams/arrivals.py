@@ -234,7 +234,7 @@ def arrivals_for(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> Ar
     call: LateCopies | None = getattr(_open, "copies", None)
     if call is None or sum([tensor.numel() * tensor.itemsize for tensor in tensors]) < LATE_FROM_BYTES:
         return None
-    if says_no(VARIABLE) or _torch.is_compiler_in_use():
+    if says_no(VARIABLE) or _torch.note_whether_compiler_is_in_use():
         return None
     if not run_apart(slots):
         return None

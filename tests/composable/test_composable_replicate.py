@@ -117,7 +117,7 @@ class TestTheModuleIsWhatItWas:
     def test_its_state_is_reachable(self, layers, slots):
         assert replicate.state(layers) is None
         replicate(layers, devices=slots, bucket_cap_mb=2)
-        assert replicate.state(layers).cap_bytes == 2 * 2**20
+        assert replicate.state(layers).options.cap_bytes == 2 * 2**20
 
     def test_its_class_may_be_set_methods_on(self, affine, slots, batch):
         replicate(affine, devices=slots)
@@ -259,7 +259,7 @@ def test_the_room_exports_its_names_and_the_package_does_not():
     assert dataparallel.replicate is not replicate
     names = ["devices", "ignored_params", "output_device", "dim", "chunk_sizes", "bucket_cap_mb"]
     names += ["first_bucket_mb", "broadcast_buffers", "process_group", "mesh", "device_id", "average", "compile"]
-    names += ["loss", "sync_batch_norm"]
+    names += ["loss", "sync_batch_norm", "workers", "serial"]
     signature = inspect.signature(replicate)
     assert list(signature.parameters) == ["module", "ignored_modules", *names]
     assert all(signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names)

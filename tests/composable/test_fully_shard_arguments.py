@@ -45,7 +45,7 @@ def net(root):
 def given(monkeypatch):
     """What each state was made with: a list of dicts."""
     seen = []
-    make, names = fully_shard_form.FullyShardState, ["modules", "parameters", "slots"]
+    make, names = fully_shard_form.FullyShardState, ["modules", "parameters", "options"]
 
     def recorded(*args, **kwargs):
         seen.append({**dict(zip(names, args, strict=True)), **kwargs})
@@ -67,17 +67,19 @@ class TestWhatItTakes:
         (made,) = given
         assert made["modules"] == [net]
         assert [*map(id, made["parameters"])] == [*map(id, parameters)]
-        assert made["slots"] == [torch.device(slot) for slot in slots]
+        assert made["options"].slots == [torch.device(slot) for slot in slots]
         assert made["placements"] == [Shard(0)] * len(parameters)
         assert (made["reshard_after_forward"], made["is_reshard_automatic"]) == (True, True)
         assert (made["mp_policy"], made["offload_policy"]) == (MixedPrecisionPolicy(), OffloadPolicy())
-        assert (made["ignored_parameters"], made["output_device"], made["dim"]) == ([], None, 0)
+        assert (made["ignored_parameters"], made["options"].output_device, made["options"].dim) == ([], None, 0)
 
     def test_what_is_passed_arrives(self, net, slots, given):
         mixed, offload = MixedPrecisionPolicy(torch.bfloat16), CPUOffloadPolicy(pin_memory=False)
-        options = {"mp_policy": mixed, "offload_policy": offload, "output_device": "cpu", "dim": 1}
-        fully_shard(net, devices=slots, reshard_after_forward=2, **options)
-        assert {name: given[0][name] for name in options} == options
+        policies = {"mp_policy": mixed, "offload_policy": offload}
+        options = {"output_device": "cpu", "dim": 1, "workers": 2, "serial": True}
+        fully_shard(net, devices=slots, reshard_after_forward=2, **policies, **options)
+        assert {name: given[0][name] for name in policies} == policies
+        assert {name: getattr(given[0]["options"], name) for name in options} == options
         assert (given[0]["reshard_after_forward"], given[0]["is_reshard_automatic"]) == (2, False)
 
     def test_a_unit_has_what_its_children_leave(self, net, slots, given):
@@ -173,6 +175,7 @@ class TestWhatItTakes:
         ours = inspect.signature(fully_shard).parameters
         names = ["reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params"]
         more = ["output_device", "dim", "chunk_sizes", "process_group", "mesh", "compile"]
+        more += ["loss", "sync_batch_norm", "workers", "serial"]
         assert list(ours) == ["module", "devices", *names, *more]
         for name in [*names, "mesh"]:
             assert ours[name].kind is theirs[name].kind is inspect.Parameter.KEYWORD_ONLY

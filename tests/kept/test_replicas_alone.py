@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dataparallel.call.context import Call
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.plan import ModulePlan
-from dataparallel.stages import Call
 
 
 def test_tensors_may_come_from_somebody_else(slots: list, root: torch.device) -> None:

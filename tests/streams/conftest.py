@@ -35,7 +35,7 @@ def side_streams(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests may have compiled something in this process. Nothing here is compiled."""
-    monkeypatch.setattr("dataparallel._torch.is_compiler_in_use", lambda: False)
+    monkeypatch.setattr("dataparallel._torch.note_whether_compiler_is_in_use", lambda: False)
 
 
 @pytest.fixture(params=["DataParallel", "replicate"])

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel import DataParallel
+from dataparallel.call.context import Call
 from dataparallel.comm import broadcast_into
 from dataparallel.comm.buckets import plan_buckets
 from dataparallel.composable import replicate
 from dataparallel.modules.build import ParameterRegistry
-from dataparallel.stages import Call
 from dataparallel.streams import arrivals as room
 from dataparallel.streams.arrivals import Arrivals, arrivals_for
 from dataparallel.testing.pytest import settle
@@ -34,7 +34,7 @@ def slots() -> list[torch.device]:
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests may have compiled something in this process. Nothing here is compiled."""
-    monkeypatch.setattr("dataparallel._torch.is_compiler_in_use", lambda: False)
+    monkeypatch.setattr("dataparallel._torch.note_whether_compiler_is_in_use", lambda: False)
 
 
 @pytest.fixture(autouse=True)

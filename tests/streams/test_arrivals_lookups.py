@@ -166,7 +166,7 @@ def test_where_nothing_is_late_registries_are_plain_dicts(why: str, monkeypatch:
     model = Net(lambda net: found.add(type(net.last._parameters))).double().to(root)
     x = torch.ones(4, WIDTH, dtype=torch.float64, device=root)
     if why == "the compiler":
-        monkeypatch.setattr("dataparallel._torch.is_compiler_in_use", lambda: True)
+        monkeypatch.setattr("dataparallel._torch.note_whether_compiler_is_in_use", lambda: True)
     if why == "the stage alone":
         dp.parallel_apply(dp.replicate(model, slots), [x, x.to(slots[1])], devices=slots)
     elif why == "frozen":

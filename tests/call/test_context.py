@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import replicate
-from dataparallel.stages import Call, run_alone
+from dataparallel.call.context import Call, run_alone
 
 
 class Kept:

@@ -1,22 +1,21 @@
-"""What surrounds the four stages of a call.
+"""What surrounds the four stages of a call: refusals before them, and what is released after them.
 
-It refuses states that threads cannot share, releases the replicas, and makes the call on a single slot. The stages,
-scatter -> replicate -> parallel_apply -> gather, are four calls in a row in ``data_parallel`` and in
-``composable.replicate_state``. They make them inside a `Call`. Their ``_run`` checks placement first.
-``torch.compile`` traces none of it.
+`call.engine` enters a `Call` around the stages. ``torch.compile`` traces none of it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.call.batch_split import BatchSplit
+from dataparallel.chunk_sizes import Splits
 from dataparallel.devices import current_device_set
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.modules.cycles import CycleBreaker
@@ -25,14 +24,16 @@ from dataparallel.profiling import stage
 from dataparallel.scatter_gather import moved
 from dataparallel.streams.ahead import HostReads
 from dataparallel.streams.arrivals import LateCopies
+from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
-__all__ = ["Call", "reads_of_this_scatter", "run_alone"]
+__all__ = ["Call", "call_of_this_thread", "run_alone"]
 
 R = TypeVar("R", bound=Sequence[nn.Module])
 
-_scattering = threading.local()
-"""``reads``: the `HostReads` of the call that is in its stage ``scatter`` in this thread."""
+_of_thread = threading.local()
+"""``call``: whose overridden stage this thread runs. Such a stage calls the wrapper's own by ``super()``, and the
+signature of that is torch's, which has no place for the call."""
 
 
 class Call:
@@ -53,8 +54,10 @@ class Call:
             computing streams wait for all of them before the first replica starts.
         may_use_source: true if code of the user runs between the stages, which may write to the source or step an
             optimizer. Then no copies are late either, because only lookups in replicas wait for those.
+        split: how the form splits batches; ``None`` for near-equal chunks. It is told how a balanced call ends.
 
     Attributes:
+        balanced: the split of this call, if it is balanced.
         reads: the copies that read pinned memory of the caller. The stage ``scatter`` notes them here.
 
     Raises:
@@ -67,26 +70,34 @@ class Call:
         kept: KeptReplicas,
         serial: bool | None = None,
         may_use_source: bool = False,
+        split: BatchSplit | None = None,
     ) -> None:
         if len(slots) > 1:
             refuse_what_cannot_be_shared()
-        self._kept = kept
+        self.kept, self._split = kept, split
+        self.balanced: BalancedCall | None = None
         self._breaker: CycleBreaker | None = None
-        # Asked in every call, also where nothing may be late: before the next call, torch may be told to forget what it
-        # has compiled.
-        is_compiler_in_use = _torch.is_compiler_in_use()
+        is_compiler_in_use = _torch.note_whether_compiler_is_in_use()
         self._copies = LateCopies(allowed=not (is_compiler_in_use or is_serial(serial) or may_use_source))
         self.reads = HostReads()
 
-    @contextmanager
-    def scatters(self) -> Iterator[None]:
-        """Around a stage ``scatter`` that does not know the call: `reads_of_this_scatter` finds the call's reads."""
-        before = getattr(_scattering, "reads", None)
-        _scattering.reads = self.reads
-        try:
-            yield
-        finally:
-            _scattering.reads = before
+    @property
+    def chunk_sizes(self) -> Splits | None:
+        """What splits the batch of this call."""
+        return self.balanced or (None if self._split is None else self._split.fixed)
+
+    def known_to(self, overridden: Callable[..., Any]) -> Callable[..., Any]:
+        """A stage that a subclass overrides. `call_of_this_thread` finds the call inside."""
+
+        def run(*args: Any) -> Any:
+            before = getattr(_of_thread, "call", None)
+            _of_thread.call = self
+            try:
+                return overridden(*args)
+            finally:
+                _of_thread.call = before
+
+        return run
 
     def replicates(self) -> AbstractContextManager[None]:
         """Around the stage ``replicate``, whose copies of parameters may be late. It is the only one."""
@@ -94,14 +105,14 @@ class Call:
 
     def uses(self, replicas: R) -> R:
         """Notes the replicas of this call, and returns them."""
-        self._breaker = CycleBreaker([] if self._kept.is_frozen else replicas)
+        self._breaker = CycleBreaker([] if self.kept.is_frozen else replicas)
         return replicas
 
     def __enter__(self) -> Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        _torch.is_compiler_in_use()  # it remembers what forward has compiled
+        _torch.note_whether_compiler_is_in_use()  # before the next call, torch may be told to forget what was compiled
         failed = True
         try:
             self._copies.end()  # first: what follows frees memory
@@ -111,26 +122,23 @@ class Call:
                 self._release_replicas(failed)
             finally:
                 self.reads.wait()
+                if self._split is not None:
+                    self._split.end(self.balanced, kind is not None)
 
     def _release_replicas(self, failed: bool) -> None:
         if self._breaker is None:  # there are no replicas
             return
         if failed:
-            self._kept.forget_last_call()
+            self.kept.forget_last_call()
             return
         self._breaker.take_apart()
-        self._kept.end_call()
+        self.kept.end_call()
 
 
-@contextmanager
-def reads_of_this_scatter() -> Iterator[HostReads]:
-    """For a scatter: the reads of the call whose stage it is. Outside of a call they end with the block."""
-    reads = getattr(_scattering, "reads", None)
-    if reads is not None:
-        yield reads
-        return
-    with HostReads() as reads:
-        yield reads
+def call_of_this_thread(kept: KeptReplicas) -> Call | None:
+    """The call whose overridden stage this thread runs, if its replicas come from ``kept``."""
+    call: Call | None = getattr(_of_thread, "call", None)
+    return call if call is not None and call.kept is kept else None
 
 
 def run_alone(

@@ -1,0 +1,212 @@
+"""An option means the same in each form that has it, and the reference says which form has it."""
+
+import copy
+import inspect
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, prefetch
+from dataparallel.composable import fully_shard, replicate
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "DataParallel": DataParallel,
+    "replicate": lambda module, slots, **options: replicate(module, devices=slots, **options),
+    "fully_shard": lambda module, slots, **options: fully_shard(module, devices=slots, **options),
+}
+TABLE = Path(__file__).parents[2] / "docs" / "api.rst"
+
+form = pytest.mark.parametrize("form", FORMS)
+
+
+class Net(nn.Module):
+    """It notes the threads of its replicas, and how many run at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+        self.seen: dict[str, Any] = {"threads": set(), "running": 0, "most": 0, "lock": threading.Lock()}
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = Net()
+        made.load_state_dict(self.state_dict())
+        return made.to(self.layers[0].weight.device, self.layers[0].weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.seen["lock"]:
+            self.seen["threads"].add(threading.get_ident())
+            self.seen["running"] += 1
+            self.seen["most"] = max(self.seen["most"], self.seen["running"])
+        output: Tensor = self.layers(x)
+        with self.seen["lock"]:
+            self.seen["running"] -= 1
+        return output
+
+
+@pytest.fixture
+def single(root: torch.device) -> Net:
+    torch.manual_seed(0)
+    return Net().double().to(root)
+
+
+@pytest.fixture
+def x(root: torch.device) -> Tensor:
+    return torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
+
+
+@pytest.fixture
+def target(root: torch.device) -> Tensor:
+    return torch.randint(3, (9,), generator=torch.Generator().manual_seed(2)).to(root)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [getattr(p.grad, "full_tensor", lambda g=p.grad: g)().cpu() for p in model.parameters()]
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, check_device=False)
+
+
+@form
+def test_serial_runs_all_replicas_in_the_calling_thread(form: str, single: Net, slots: list, x: Tensor) -> None:
+    model = FORMS[form](single, slots, serial=True)
+    model(x).sum().backward()
+    assert single.seen["threads"] == {threading.get_ident()}
+    assert single.seen["most"] == 1
+
+
+@form
+def test_workers_limit_how_many_replicas_run(form: str, single: Net, slots: list, x: Tensor) -> None:
+    model = FORMS[form](single, slots, workers=1)
+    for _ in range(3):
+        model(x)
+    assert single.seen["most"] == 1
+    with pytest.raises(ValueError, match="workers=0: at least 1 replica"):
+        FORMS[form](Net(), slots, workers=0)
+
+
+@form
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")], ids=str)
+def test_the_loss_is_that_of_one_device(
+    form: str, criterion: nn.Module, single: Net, slots: list, x: Tensor, target: Tensor
+) -> None:
+    single.eval()
+    model = FORMS[form](copy.deepcopy(single).eval(), slots, loss=criterion)
+    loss, outputs = model(x, target=target, outputs=True)
+    expected = single(x)
+    close(outputs, expected)
+    close(loss, criterion(expected, target))
+    loss.backward()
+    criterion(expected, target).backward()
+    close(gradients(model), gradients(single))
+    close(model(x), expected)
+    with pytest.raises(TypeError, match="outputs= goes with target="):
+        model(x, outputs=True)
+
+
+@form
+def test_without_slots_the_module_computes_the_loss(
+    form: str, single: Net, x: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
+    expected = nn.functional.cross_entropy(copy.deepcopy(single)(x), target)
+    close(FORMS[form](single, None, loss=nn.CrossEntropyLoss())(x, target=target), expected)
+
+
+@form
+def test_batch_norm_sees_the_whole_batch(form: str, single: Net, slots: list, x: Tensor) -> None:
+    model = FORMS[form](copy.deepcopy(single), slots, sync_batch_norm=True)
+    output, expected = model(x), single(x)
+    close(output, expected)
+    output.square().mean().backward()
+    expected.square().mean().backward()
+    close(gradients(model), gradients(single))
+    buffers = {name.removeprefix("module."): buffer for name, buffer in model.named_buffers()}
+    close(buffers, dict(single.named_buffers()))
+
+
+@form
+def test_what_cannot_be_synchronised_changes_nothing(form: str, single: Net, slots: list) -> None:
+    with pytest.raises(ValueError, match="there is one machine only"):
+        FORMS[form](single, slots, sync_batch_norm="across_machines")
+    assert type(single) is Net
+    assert type(single.layers[1]) is nn.BatchNorm1d
+
+
+@form
+@pytest.mark.devices("sim", "cuda")
+def test_batches_are_sent_ahead(form: str, single: Net, slots: list) -> None:
+    """A batch that `prefetch` has sent is on the slots already: the call copies nothing."""
+    from dataparallel import scatter_gather
+
+    model = FORMS[form](single, slots)
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randn(9, 4, dtype=torch.float64, generator=generator) for _ in range(4)]
+    taken: list[Any] = []
+    take = scatter_gather.take_sent_chunks
+
+    def noted(*args: Any) -> Any:
+        taken.append(take(*args))
+        return taken[-1]
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        expected = [model(batch) for batch in batches]
+        patch.setattr(scatter_gather, "take_sent_chunks", noted)
+        close([model(batch) for batch in prefetch(batches, model)], expected)
+    assert len(taken) == 4
+    assert all(chunks is not None for chunks in taken)
+
+
+@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+def test_frozen_replicas_stay(form: str, single: Net, slots: list, x: Tensor, root: torch.device) -> None:
+    single.eval()
+    model = FORMS[form](copy.deepcopy(single).eval(), slots)
+    module = getattr(model, "module", model)
+    with torch.no_grad():
+        before = model(x)
+        with model.frozen() as inside:
+            assert inside is model
+            close(model(x), before)
+            module.layers[3].bias.data.add_(1)
+            if root.type != "cpu":  # CPU slots share the memory of the source, and so does replica 0
+                close(model(x)[3:], before[3:])
+        close(model(x), before + 1)
+    with model.frozen(), pytest.raises(RuntimeError, match=r"inside model\.frozen"):
+        model(x)
+    model(x).sum().backward()
+    single.layers[3].bias.data.add_(1)
+    single(x).sum().backward()
+    close(gradients(model), gradients(single))
+
+
+def test_gradients_that_wait_on_slots_survive_frozen(single: Net, slots: list, x: Tensor) -> None:
+    model = replicate(copy.deepcopy(single).eval(), devices=slots)
+    with model.no_sync():
+        model(x).sum().backward()
+    with torch.no_grad(), model.frozen():
+        model(x)
+    model(x).sum().backward()
+    single.eval()
+    (2 * single(x).sum()).backward()
+    close(gradients(model), gradients(single))
+
+
+@pytest.mark.devices("cpu")
+def test_the_reference_lists_every_option() -> None:
+    """Those in the signatures, and what has a row in the table has it where the table says so."""
+    text = TABLE.read_text(encoding="utf-8").split("Options of the forms")[1].split(".. toctree")[0]
+    rows = [re.split(r"\n     - ", row) for row in text.split("\n   * - ")[2:]]
+    named = [{*re.findall(r"``(\w+)", row[0])} for row in rows]
+    signatures = [inspect.signature(each).parameters for each in (DataParallel, replicate, fully_shard)]
+    for column, signature in enumerate(signatures, start=1):
+        also = {name for row in rows for name in re.findall(r"``(\w+)", row[column])}
+        has = {name for names, row in zip(named, rows, strict=True) for name in names if row[column].startswith("yes")}
+        assert signature.keys() - {"module"} <= has | also
+        assert has & {name for each in signatures for name in each} <= signature.keys()
