@@ -3,8 +3,8 @@
 A *container* holds other values under keys, and can be built again with other values: tuple, namedtuple, list, dict
 and their subclasses, ``UserDict``, dataclasses, and every type registered with ``torch.utils._pytree``. A *batch* holds
 many samples, is not a tensor, and can be split (``PackedSequence``). Everything else is a leaf. Users add types with
-`register_container` and `register_batch`. This room walks no structures: ``structures``, ``scatter_gather``
-and ``streams.isolated`` do, and ask here about each value.
+`register_container` and `register_batch`. This room walks no structures: ``structures`` and ``scatter_gather``
+do, and ask here about each value.
 """
 
 from __future__ import annotations

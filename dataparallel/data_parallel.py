@@ -16,7 +16,7 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.call.batch_split import BatchSplit
 from dataparallel.call.context import call_of_this_thread
-from dataparallel.call.engine import CallEngine, CallOptions, Method, TensorStore
+from dataparallel.call.engine import CallEngine, CallOptions, Method, ReplicaMaker
 from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.compiled.calls import CompileArgument
 from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
@@ -142,7 +142,8 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
-        return CallEngine(self._options(), _FreshCopies(self)).run(Method(CALL, self.module), inputs, kwargs)
+        engine = CallEngine(self._options(), _FreshCopies(self))
+        return engine.run(Method(CALL, self.module), inputs, kwargs)
 
     def _options(self) -> CallOptions:
         """The options of a call that begins now: all of them may be assigned between calls."""
@@ -256,7 +257,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             raise
 
 
-class _FreshCopies(TensorStore):
+class _FreshCopies(ReplicaMaker):
     """The replicas of a wrapper: they get new tensors at each call that records a graph."""
 
     form = "DataParallel"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.functions import Gather
-from dataparallel.autograd.one_node import OneNode, sharing
+from dataparallel.autograd.node import OneNode, sharing
 from dataparallel.batch_types import batch_of, container_of
 from dataparallel.batches import ragged
 from dataparallel.batches.samples import check_entries, joined_samples

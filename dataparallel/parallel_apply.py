@@ -127,46 +127,37 @@ def run_replicas(
         calls = [partial(times.run, slot, call) for slot, call in enumerate(calls)]
     state = CallerState(slots)
     watch = replicas(type(modules[0]).__name__, slots)
-    for slot, own in state.isolated_streams.items():
-        own.record_inputs(modules[slot], arguments[slot], keywords[slot])
-    try:
-        permits, groups = (1, None) if is_serial(serial) else _who_may_run_together(modules[0], slots, state, workers)
-        if times is not None:
-            times.begin(state.streams, zip(arguments, keywords, strict=True))
-        if balanced is not None:
-            balanced.runs_with(permits, groups)
-        if permits == 1:
-            here, in_workers = (_tasks(run, calls, watch) for run in (state.run_here, state.run_in_worker))
-            meeting.turns = SerialTasks(here, in_workers, devices=slots, watch=watch)
+    permits, groups = (1, None) if is_serial(serial) else _who_may_run_together(modules[0], slots, state, workers)
+    if times is not None:
+        times.begin(state.streams, zip(arguments, keywords, strict=True))
+    if balanced is not None:
+        balanced.runs_with(permits, groups)
+    if permits == 1:
+        here, in_workers = (_tasks(run, calls, watch) for run in (state.run_here, state.run_in_worker))
+        meeting.turns = SerialTasks(here, in_workers, devices=slots, watch=watch)
+        outcomes = meeting.turns.run()
+    elif chooser is None or workers is not None or (times is not None and slots[0] != CPU):
+        # A replica that is timed waits for its device, so that all have to run at the same time.
+        # Compiled code is for a number of intra-op threads, so that does not depend on the permits.
+        parts = workers if workers is not None and _has_compiled(modules[0]) else permits
+        with state.intra_op_threads_divided(parts):
+            tasks = _tasks(state.run_in_worker, calls, watch)
+            meeting.turns = Gang(tasks, permits, groups, devices=slots, watch=watch)
             outcomes = meeting.turns.run()
-        elif chooser is None or workers is not None or (times is not None and slots[0] != CPU):
-            # A replica that is timed waits for its device, so that all have to run at the same time.
-            # Compiled code is for a number of intra-op threads, so that does not depend on the permits.
-            parts = workers if workers is not None and _has_compiled(modules[0]) else permits
-            with state.intra_op_threads_divided(parts):
-                tasks = _tasks(state.run_in_worker, calls, watch)
-                meeting.turns = Gang(tasks, permits, groups, devices=slots, watch=watch)
-                outcomes = meeting.turns.run()
-        else:
-            compiled = _has_compiled(modules[0])
-            kind = kind_of_call(modules[0], slots)
-            size = size_of(arguments[0], keywords[0]) if balanced is None else balanced.size
-            call = chooser.begin(kind, size, permits, first_in_turn=compiled, fixed=times is not None)
-            if balanced is not None:
-                balanced.runs_with(call.permits, groups)
-            parts = chooser.largest if compiled else call.permits
-            outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, parts, watch, meeting)
-        if any(outcome.error is not None for outcome in outcomes):
-            raise _first_error(outcomes, slots)
-        if times is not None:
-            times.end()
-        values = [outcome.value for outcome in outcomes]
-    finally:
-        for own in state.isolated_streams.values():
-            own.make_caller_wait()
-    for slot, own in state.isolated_streams.items():
-        own.record_output(values[slot])
-    return values
+    else:
+        compiled = _has_compiled(modules[0])
+        kind = kind_of_call(modules[0], slots)
+        size = size_of(arguments[0], keywords[0]) if balanced is None else balanced.size
+        call = chooser.begin(kind, size, permits, first_in_turn=compiled, fixed=times is not None)
+        if balanced is not None:
+            balanced.runs_with(call.permits, groups)
+        parts = chooser.largest if compiled else call.permits
+        outcomes = _run_with_permits(chooser, call, calls, permits, groups, state, parts, watch, meeting)
+    if any(outcome.error is not None for outcome in outcomes):
+        raise _first_error(outcomes, slots)
+    if times is not None:
+        times.end()
+    return [outcome.value for outcome in outcomes]
 
 
 def is_serial(serial: bool | None) -> bool:

@@ -1,59 +1,55 @@
-"""Named ranges: one for each stage of a call and for each replica. A profiler of torch or a trace records them.
+"""Named ranges, one for each stage of a call and for each replica, for a profiler of torch or for `dataparallel.trace`.
 
-``torch.profiler`` shows them beside the operators, and under ``torch.autograd.profiler.emit_nvtx`` they are NVTX
-ranges. `dataparallel.trace` sets `recorder` here while it runs, and then gets the ranges, the waits for permits and the
-copies between devices. While neither runs, each range costs two questions and makes no object, and a copy costs one.
-This room measures nothing itself. Any room may call it.
+A trace also gets waits for permits and copies between devices. While neither runs, each range costs two questions and
+makes no object, and a copy costs one. This room measures nothing itself. Any room may call it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import profiler
 
 from dataparallel import _torch
 from dataparallel.forks import in_forked_child
 
-__all__ = ["Recorder", "Replicas", "is_recording", "note_gradients", "profiled", "replicas", "stage"]
+if TYPE_CHECKING:
+    from dataparallel.tracing.recorder import Recorder
+
+__all__ = [
+    "Replicas",
+    "bytes_of",
+    "is_recording",
+    "note_copied_bytes",
+    "note_copy",
+    "note_gradients",
+    "profiled",
+    "replicas",
+    "stage",
+]
 
 T = TypeVar("T")
 
 _NOTHING = nullcontext()
 
 
-class Replicas(Protocol):
-    """What watches the replicas of one call, from before the first one starts."""
+class Replicas:
+    """What watches the replicas of one call, from before the first one starts. This one makes ranges in a profile."""
 
     def run(self, slot: int, task: Callable[[], T]) -> T:
         """Runs the replica of a slot."""
+        with profiled(f"replica {slot}"):
+            return task()
 
     def waits(self, slot: int) -> None:
-        """The replica has no permit from now on. All of them begin so."""
+        """The replica has no permit from now on. All of them begin so. A profile does not show it."""
 
     def admitted(self, slot: int) -> None:
         """It has one."""
-
-
-class Recorder(Protocol):
-    """What a trace records. Any thread may call it."""
-
-    def stage(
-        self, name: str, detail: str, slot: int | None, profiled: AbstractContextManager[Any]
-    ) -> AbstractContextManager[Any]:
-        """A context that records the range of a stage, with ``profiled`` inside."""
-
-    def replicas(self, module: str, devices: list[torch.device]) -> Replicas:
-        """What watches the replicas of a call of ``module``, which is the name of a class."""
-
-    def sent(self, route: str, number_of_bytes: int, source: torch.device, target: torch.device) -> None:
-        """A copy between devices has been launched."""
-
-    def gradients(self, slot: int) -> None:
-        """A bucket of gradients is complete on a slot."""
 
 
 recorder: Recorder | None = None
@@ -89,21 +85,7 @@ def replicas(module: str, devices: list[torch.device]) -> Replicas | None:
     tracing = recorder
     if tracing is not None:
         return tracing.replicas(module, devices)
-    return _RangesOnly() if is_recording() else None
-
-
-class _RangesOnly:
-    """A range for each replica in a profile."""
-
-    def run(self, slot: int, task: Callable[[], T]) -> T:
-        with profiled(f"replica {slot}"):
-            return task()
-
-    def waits(self, slot: int) -> None:
-        """A profile does not show it."""
-
-    def admitted(self, slot: int) -> None:
-        """A profile does not show it."""
+    return Replicas() if is_recording() else None
 
 
 def note_gradients(slot: int) -> None:
@@ -111,6 +93,30 @@ def note_gradients(slot: int) -> None:
     tracing = recorder
     if tracing is not None:
         tracing.gradients(slot)
+
+
+def note_copy(route: str, source: Tensor, target: torch.device) -> None:
+    """For a trace: ``source`` goes to the device ``target``. Who launches a copy says so; within a device none travels.
+
+    ``route``: in a word or two, how: "direct" for one copy that the operation needs anyway, or the name of a route or
+    of a transport.
+    """
+    if recorder is not None:
+        note_copied_bytes(route, bytes_of(source), source.device, target)
+
+
+def note_copied_bytes(route: str, number_of_bytes: int, source: torch.device, target: torch.device) -> None:
+    """`note_copy` for a kernel that reads and writes several tensors."""
+    tracing = recorder
+    if tracing is not None and source != target:
+        tracing.sent(route, number_of_bytes, source, target)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """The bytes that a copy of the tensor moves: of a sparse COO tensor those of its indices and values."""
+    if tensor.layout is torch.sparse_coo:
+        return sum(part.numel() * part.itemsize for part in _torch.sparse_memory(tensor))
+    return tensor.numel() * tensor.itemsize
 
 
 @in_forked_child

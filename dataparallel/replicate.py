@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
-from dataparallel.comm.buckets import fill_buckets
-from dataparallel.comm.copies import alias
+from dataparallel.autograd.gradient_streams import GradientStreams
+from dataparallel.comm.buckets import alias, fill_buckets
 from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.compiled.calls import Compiled
 from dataparallel.devices import DeviceLike, resolve_slots
@@ -24,7 +24,6 @@ from dataparallel.modules.placement import refuse_constants
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.streams.arrivals import Arrivals, Expected, arrivals_for
 from dataparallel.streams.current import current_streams
-from dataparallel.streams.gradients import GradientStreams
 
 __all__ = [
     "BUCKET_CAP_MB",

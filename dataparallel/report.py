@@ -1,8 +1,5 @@
 """A description of this machine for a person to read: the text behind ``python -m dataparallel``.
 
-It describes and decides nothing: ``devices`` lists the devices, ``comm`` chooses the transport, and this room asks
-them. ``__main__`` calls it, and a user may, to put the text into a bug report.
-
 A context on a device costs hundreds of MB, so none is made here and CUDA stays uninitialised: names, memory and peer
 access of NVIDIA GPUs come from NVML, and CuPy is looked up but not imported.
 """

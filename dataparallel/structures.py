@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.batch_types import batch_of, container_of, is_written_to
-from dataparallel.comm.copies import alias
+from dataparallel.comm.buckets import alias
 from dataparallel.per_replica import PerReplica
 from dataparallel.samples import Samples
 

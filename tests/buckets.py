@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.gradient_streams import GradientStreams
 from dataparallel.streams.current import current_streams
-from dataparallel.streams.gradients import GradientStreams
 
 
 def broadcast(slots: list, sources: list[Tensor], **arguments: Any) -> list[tuple[Tensor, ...]]:

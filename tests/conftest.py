@@ -11,9 +11,6 @@ first slot) or for `make_slots` (a function from a number to slots, for tests th
 `slots(2, long=[8])`, the run with eight is one of the long tests. A test marked `devices("sim", "stand-in")` runs on
 these kinds only: those that have clocks. With `--no-skips`, a run fails if any test is skipped.
 
-With `--arrangement=isolated`, all slots are on one device, and every test runs inside `isolated_slots`. Tests marked
-`not_isolated` say why they are skipped there.
-
 With `DATAPARALLEL_REUSE=0` in the environment, the library never asks reference counts whether memory or an object is
 free to be used again. Every promise holds there too. Tests marked `reuses` are about what is used again or freed at
 once, and are skipped. The fixture `untold` has the same effect for one test.
@@ -25,7 +22,6 @@ import signal
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 
 import hypothesis
 import pytest
@@ -33,7 +29,6 @@ import torch
 
 from dataparallel import DataParallel, ownership
 from dataparallel.streams import arrivals
-from dataparallel.testing import isolated_slots
 from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.cuda.possible import why_not_here
 from dataparallel.testing.pytest import settle
@@ -64,7 +59,6 @@ ARRANGEMENTS: dict[str, Callable[[int, int], list[int]]] = {
     "duplicates": lambda count, available: [slot // 2 % available for slot in range(count)],
     "reversed": lambda count, available: [slot % available for slot in reversed(range(count))],
     "subset": lambda count, available: [(slot + 1) * 3 % available for slot in range(count)],
-    "isolated": lambda count, available: [0] * count,
 }
 
 _why_not_key = pytest.StashKey[str]()
@@ -88,7 +82,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slots(*counts, long=[]): once per number of slots, with --all those of long")
-    config.addinivalue_line("markers", "not_isolated(why): not with --arrangement=isolated")
     config.addinivalue_line("markers", "reuses(what): only where reference counts tell what may be used again")
     config.addinivalue_line("markers", "ahead(...): what the test's own process is to do, see processes.Ahead")
     kind = config.getoption("--devices")
@@ -117,12 +110,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     why_not = config.stash.get(_why_not_key, None)
-    isolated = config.getoption("--arrangement") == "isolated"
     for item in items:
         marker = item.get_closest_marker("devices")
-        unfit = item.get_closest_marker("not_isolated")
-        if isolated and unfit is not None:
-            item.add_marker(pytest.mark.skip(reason=f"not isolated: {unfit.args[0]}"))
         reuses = item.get_closest_marker("reuses")
         if reuses is not None and not ownership.are_counts_trusted():
             reason = f"{reuses.args[0]}; counts are not trusted: {ownership.why_not_trusted()}"
@@ -163,13 +152,6 @@ def nothing_freed_too_early(request: pytest.FixtureRequest) -> Iterator[None]:
 def small_models_are_like_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parameters may be late too, so that all tests look for what a late copy could break."""
     monkeypatch.setattr(arrivals, "LATE_FROM_BYTES", 0)
-
-
-@pytest.fixture(autouse=True)
-def isolation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--arrangement=isolated` slots on one device behave as devices of their own."""
-    with isolated_slots() if request.config.getoption("--arrangement") == "isolated" else nullcontext():
-        yield
 
 
 @pytest.fixture

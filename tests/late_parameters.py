@@ -1,27 +1,19 @@
 """What tests of parameters that travel while replicas compute share: slots, a model, and ways past its lookups."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from dataparallel.testing import isolated_slots
 from spare_streams import spare_stream
 
 WIDTH = 8
-ARRANGEMENTS = {"distinct": [0, 1, 2], "duplicates": [0, 1, 0, 1], "isolated": [0, 0, 0]}
+ARRANGEMENTS = {"distinct": [0, 1, 2], "duplicates": [0, 1, 0, 1]}
 
 
-@contextmanager
-def arranged(arrangement: str) -> Iterator[list]:
+def arranged(arrangement: str) -> list:
     """The slots of one of the `ARRANGEMENTS`."""
-    devices = [torch.device(index) for index in ARRANGEMENTS[arrangement]]
-    if arrangement == "isolated":
-        with isolated_slots():
-            yield devices
-    else:
-        yield devices
+    return [torch.device(index) for index in ARRANGEMENTS[arrangement]]
 
 
 def samples(root: torch.device) -> Tensor:

@@ -23,7 +23,6 @@ from torch.futures import Future
 
 from clocked import check_clocks
 from dataparallel.machines.rounds import Launched, Round
-from dataparallel.machines.waiting import Check, wait_for_future
 from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.ranks import Rank, comms, on_processes
 from dataparallel.testing.ranks.found import Found, find
@@ -68,14 +67,14 @@ def on_machines(
 
 
 def hooked(round: Round, what: str, call: Callable[[], Future[Any]]) -> Launched:
-    """Adds a function to the round that sends something itself, and waits for its future."""
+    """Adds a function to the round that sends something itself. The error of its future is that of the call."""
+    made: list[Future[Any]] = []
 
-    def run(check: Check, _: object) -> Any:
-        future = call()
-        wait_for_future(future, check)
-        return future.value()
+    def begin() -> Future[Any]:
+        made.append(call())
+        return made[0]
 
-    return round.call(what, run)
+    return round.call(what, begin, lambda: made[0].value())
 
 
 @dataclass

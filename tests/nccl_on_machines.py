@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from dataparallel import _torch
 from dataparallel.comm import nccl
 from dataparallel.devices import CPU
-from dataparallel.machines import backend
+from dataparallel.machines import group as groups
 from dataparallel.streams.current import Event
 
 _NAMES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
@@ -71,7 +71,7 @@ def nccl_on_machines() -> Iterator[NcclOnMachines]:
     found = NcclOnMachines()
     timeout = _torch.group_timeout
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_backends", lambda group: {"sim": "nccl"})
+        patch.setattr(groups, "_backends", lambda group: {"sim": "nccl"})
         patch.setattr(_torch, "group_timeout", lambda group, device: timeout(group, CPU))
         for name in _NAMES:
             patch.setattr(distributed, name, _stand_in(found, name))

@@ -10,33 +10,25 @@ from collections.abc import Iterable
 
 import torch
 
-from dataparallel.streams import current, isolated
-
-ISOLATED = 7  # on each device, for eight slots
+from dataparallel.streams import current
 
 
 def make_library_streams(devices: Iterable[torch.device]) -> None:
     """Makes all streams that the library uses on ``devices``, while each of them is still another one."""
     for device in devices:
-        made = library_streams(device)
+        made = kept_streams(device)
         assert len({*made}) == len(made), f"{device} has too few streams"
 
 
-def library_streams(device: torch.device) -> list[torch.Stream]:
-    """The library's streams on a device: those that it keeps, and those of isolated slots."""
-    here = torch.accelerator.current_stream(device)
-    return [*kept_streams(device), *(isolated._stream(device, number, here) for number in range(1, ISOLATED + 1))]
-
-
 def kept_streams(device: torch.device) -> list[torch.Stream]:
-    """The streams for all purposes, each once."""
+    """The library's streams on a device for all purposes, each once."""
     turns = [(purpose, turn) for purpose, streams in current._STREAMS.items() for turn in range(len(streams))]
     return [*dict.fromkeys(current.kept_stream(device, purpose, turn) for purpose, turn in turns)]
 
 
 def spare_stream(device: torch.device, *others: torch.Stream) -> torch.Stream:
     """A stream that is neither one of the library's nor one of ``others``."""
-    taken = {*library_streams(device), *others}
+    taken = {*kept_streams(device), *others}
     while (stream := torch.Stream(device)) in taken:
         pass
     return stream

@@ -27,7 +27,6 @@ def example() -> ModuleType:
 
 @pytest.mark.long
 @pytest.mark.devices("sim")
-@pytest.mark.not_isolated("it has devices of its own")
 @pytest.mark.usefixtures("one_intra_op_thread")
 def test_it_runs_and_both_models_have_the_same_loss(
     example: ModuleType, make_slots: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

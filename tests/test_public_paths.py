@@ -32,7 +32,7 @@ def test_a_stage_is_imported_from_its_room(room: str) -> None:
         ("composable", "MixedPrecisionPolicy OffloadPolicy CPUOffloadPolicy"),
         ("composable", "fully_shard FullyShardedModule"),
         ("sharded", "ShardedTensor Shard Replicate distribute_tensor"),
-        ("testing", "SimulationUnavailable ToolsMissing isolated_slots simulate"),
+        ("testing", "SimulationUnavailable ToolsMissing simulate"),
         ("testing", "ProcessTest ThreadTest SlotTest Rank RanksFailed with_comms run_subtests"),
         ("testing", "skip_unless_devices skip_unless_distributed"),
         ("testing.ranks", "on_processes on_slots on_threads"),

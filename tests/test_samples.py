@@ -16,7 +16,6 @@ import dataparallel
 from dataparallel import DataParallel, samples
 from dataparallel.autograd.functions import comm
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.testing.isolation import isolated_slots
 from echo import left_behind
 
 SAMPLES = 7
@@ -218,23 +217,6 @@ def test_marked_in_the_loader_they_are_sent_ahead(pinned: bool, slots: list, mon
     assert torch.equal(model(images, table)[0].cpu(), images[0] * 2), "a second call copies what it gets"
     assert moved
     assert not left_behind()
-
-
-@pytest.mark.devices("sim", "stand-in")
-def test_slots_of_one_device_have_streams_of_their_own(net: Detector, root: Any) -> None:
-    """The clocks find memory of another stream that is used or freed without order."""
-    model = DataParallel(net, [root] * 3)
-    for on_host in (True, False):
-        images, targets = batch("cpu" if on_host else root)
-        with isolated_slots():
-            for _ in range(3):
-                marked = samples([image * 1 for image in images])
-                losses = model(marked, samples(targets))
-                detections = model(samples([image * 1 for image in images]))
-                del marked
-                loss = sum(value.sum() for value in losses.values()) + sum(each["boxes"].sum() for each in detections)
-                loss.backward()
-                del losses, detections, loss
 
 
 def test_a_checkpoint_around_the_wrapper(net: Detector, slots: list, root: Any) -> None:

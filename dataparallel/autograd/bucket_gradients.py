@@ -6,7 +6,7 @@ the way to the source. `Packing` says which gradients of a slot are flattened in
 
 Envelopes serve two purposes. One edge carries a whole bucket, however many tensors it has. And the engine does not see
 the contents: it would apply ``record_stream`` to gradients that change streams, and their memory could not be used
-again until the host looks. ``streams.gradients`` holds the contents instead. The engine orders streams for an envelope,
+again until the host looks. ``gradient_streams`` holds the contents instead. The engine orders streams for an envelope,
 and thereby for its contents, which were made before it.
 
 ``bucket_nodes`` has the nodes. Only it and ``composable.gradient_sums`` use this room.
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
+from dataparallel.autograd.gradient_streams import GradientStreams, Made
 from dataparallel.comm.buckets import Bucket, Layout, Planned, flatten, plan_buckets, unflatten
-from dataparallel.streams.gradients import GradientStreams, Made
 
 __all__ = ["Packing", "SlotGradients", "SourceGradients", "contents_of", "empty_handle", "enveloped"]
 

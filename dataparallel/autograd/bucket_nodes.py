@@ -10,10 +10,9 @@ gradient. Every backward ends in the root's thread, and that thread only adds a 
 
 These rules order the streams:
 
-- `OnSlot` and `FromSource` belong to the streams of the caller, which compute, but `OnSlot` of an isolated slot to that
-  slot's stream. The parameters' ``AccumulateGrad`` nodes belong to the caller's streams too, so a loss that uses a
-  parameter directly adds its gradient on the same stream.
-- Sums are made on side streams (``streams.gradients``), and `ToSlots` belongs to the root's side stream. So only this
+- `OnSlot` and `FromSource` belong to the streams of the caller, which compute. The parameters' ``AccumulateGrad`` nodes
+  belong to them too, so a loss that uses a parameter directly adds its gradient on the same stream.
+- Sums are made on side streams (``gradient_streams``), and `ToSlots` belongs to the root's side stream. So only this
   stream waits for the slots: the engine makes a node's stream wait for all that the node receives.
 - The caller's stream has to wait for a sum before anything uses it, but not while it still computes. The engine makes
   it wait for the side stream before it runs `FromSource`. It does so when the root's thread has nothing else to do,
@@ -44,15 +43,13 @@ from dataparallel.autograd.bucket_gradients import (
     enveloped,
 )
 from dataparallel.autograd.functions import copies_for_slots, sums_over_slots
-from dataparallel.autograd.node import Node
-from dataparallel.autograd.node_order import run_first, run_last
+from dataparallel.autograd.gradient_streams import GradientStreams, Made
+from dataparallel.autograd.node import Node, run_first, run_last
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import unflatten
 from dataparallel.comm.transport import Later
 from dataparallel.profiling import note_gradients, stage
 from dataparallel.streams.current import streams_set
-from dataparallel.streams.gradients import GradientStreams, Made
-from dataparallel.streams.isolated import isolated_streams
 from dataparallel.streams.nodes import memory_of, note_forward_streams
 
 __all__ = ["FromSource", "OnSlot", "ToSlots", "broadcast_bucket"]
@@ -88,12 +85,10 @@ def broadcast_bucket(
     # A node belongs to the stream that is current when it is made.
     with streams_set({} if gradient_streams is None else {handle.device: gradient_streams.sides[handle.device]}):
         handles = (to_slots or ToSlots.apply)(slots, gradient_streams, handle)
-    streams = isolated_streams(slots)
     outputs = []
     for slot, copies in enumerate(copies_for_slots(tensors, slots, packing.planned, later)):
-        with streams_set({slots[slot]: streams[slot].stream} if slot in streams else {}):
-            is_received = gradient_streams is not None or slot in streams
-            outputs.append(OnSlot.apply(handles[slot], copies, packing, is_received, when_complete, slot))
+        is_received = gradient_streams is not None
+        outputs.append(OnSlot.apply(handles[slot], copies, packing, is_received, when_complete, slot))
     return outputs
 
 
@@ -158,7 +153,7 @@ class ToSlots(Node):
 
     @staticmethod
     def computing_streams_set(ctx: Any) -> AbstractContextManager[None]:
-        """Makes the streams of the forward current, where `OnSlot` has made gradients, except those of isolated slots.
+        """Makes the streams of the forward current, where `OnSlot` has made gradients.
 
         Nothing orders these streams here. `SlotGradients` and side streams wait for what slots have made. What is made
         on the source's stream needs no order: `FromSource` belongs to the same stream.

@@ -1,15 +1,7 @@
-"""``comm`` as autograd functions: Broadcast, ReduceAddCoalesced, Scatter, Gather.
+"""``comm`` as autograd functions: Broadcast, Collect, ReduceAddCoalesced, Scatter, Gather. Each is one node.
 
-Each function is one node, and its backward is another of these functions, so all are twice differentiable. Because one
-node covers all devices, a backward pass reaches all of them at once instead of one after the other. A gradient is
-``None`` where every slot's gradient is ``None``, else the sum, in slot order, of the gradients that exist.
-
-Each forward notes the streams that are current on all of its devices, and its backward runs on these streams: see
-``streams.nodes``. A backward that is not itself recorded calls the plain functions of ``comm``. They return one tensor
-to several places as the same object, from which torch sees that it must not be kept as anybody's ``.grad``.
-
-``scatter_gather`` calls these functions for nested structures, and ``bucket_nodes`` uses the two helpers for copies and
-sums. Buckets of parameters have nodes of their own there.
+Each backward is another of these functions, so all are twice differentiable. A gradient is ``None`` where every slot's
+gradient is ``None``, else the sum, in slot order, of the gradients that exist. Buckets have nodes of their own.
 """
 
 from __future__ import annotations
@@ -23,29 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataparallel import _torch, comm
-from dataparallel.autograd.cpu_generator import restore_after_backward
-from dataparallel.autograd.node import Node
-from dataparallel.autograd.node_order import run_first
+from dataparallel import comm
+from dataparallel.autograd.node import Node, run_first
+from dataparallel.autograd.recompute import note_whether_to_recompute, recompute_here
 from dataparallel.comm import settings
-from dataparallel.comm.buckets import Planned
-from dataparallel.comm.copies import alias
+from dataparallel.comm.buckets import Planned, alias
 from dataparallel.comm.transport import Later
-from dataparallel.devices import CPU, DeviceLike, resolve_each
+from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.profiling import stage
 from dataparallel.streams.current import streams_set
 from dataparallel.streams.nodes import forward_streams_set, note_forward_streams
 
-__all__ = [
-    "Broadcast",
-    "Gather",
-    "ReduceAddCoalesced",
-    "Scatter",
-    "copies_for_slots",
-    "note_whether_to_recompute",
-    "recompute_here",
-    "sums_over_slots",
-]
+__all__ = ["Broadcast", "Collect", "Gather", "ReduceAddCoalesced", "Scatter", "copies_for_slots", "sums_over_slots"]
 
 _ONE_BUFFER = sys.maxsize
 """Tensors of one call and one dtype travel as one flat buffer. Callers with many tensors make one call per bucket."""
@@ -54,8 +35,8 @@ _ONE_BUFFER = sys.maxsize
 class Broadcast(Node):
     """``Broadcast.apply(devices, *tensors)``: the tensors on every slot, as one flat tuple, slot by slot.
 
-    A result on the tensor's own device shares its memory, except on isolated slots other than the first. Backward sums
-    over the slots as soon as the last gradient has arrived.
+    A result on the tensor's own device shares its memory. Backward sums over the slots as soon as the last gradient has
+    arrived.
     """
 
     @staticmethod
@@ -247,29 +228,21 @@ class Gather(Node):
         return (None, None, *chunks)
 
 
-def note_whether_to_recompute(ctx: Any, slots: Sequence[torch.device], output: Tensor) -> None:
-    """In the forward of a node that joins the outputs of ``slots``, for `recompute_here`."""
-    # True if slots compute at the same time, on distinct accelerators or on isolated streams of one.
-    isolated = ctx.settings.isolated and slots[0] != CPU and len(slots) > 1
-    concurrent = isolated or _on_distinct_accelerators(slots)
-    ctx.is_unpacked_here = concurrent and _torch.top_saved_tensors_hooks(True) is not None
-    if ctx.is_unpacked_here:
-        ctx.save_for_backward(output.new_empty(0))
+class Collect(Broadcast):
+    """``Collect.apply(devices, *tensors)``: the tensors on the only one of ``devices``, wherever they were.
 
-
-def recompute_here(ctx: Any, slots: Sequence[torch.device]) -> None:
-    """In the backward of such a node, before the replicas' nodes run.
-
-    A checkpoint around the wrapper then recomputes here, once. Otherwise the replicas' nodes would make the engine's
-    threads of all devices recompute the same region, and with isolated slots the stream of the first of these nodes
-    would pass for the caller's.
+    Backward sends each gradient to the device of its tensor, from this one node.
     """
-    if ctx.is_unpacked_here:
-        _ = ctx.saved_tensors
-    if _on_distinct_accelerators(slots):
-        restore_after_backward()
 
+    @staticmethod
+    def forward(ctx: Any, devices: Sequence[DeviceLike], *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = Broadcast.forward(ctx, devices, *tensors)
+        note_whether_to_recompute(ctx, ctx.sources, outputs[0])
+        return outputs
 
-def _on_distinct_accelerators(slots: Sequence[torch.device]) -> bool:
-    """True if a backward over these slots runs in several threads of the engine."""
-    return len({slot for slot in slots if slot != CPU}) > 1
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        # What is computed again reads no gradient, and what uses it is ordered by the end of `Broadcast.backward`.
+        with streams_set(ctx.streams), settings.held(ctx.settings):
+            recompute_here(ctx, ctx.sources)
+        return Broadcast.backward(ctx, *grads)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataparallel.autograd.collect import Collect
-from dataparallel.autograd.functions import Broadcast
+from dataparallel.autograd.functions import Broadcast, Collect
 from dataparallel.batch_types import batch_of, container_of
 from dataparallel.batches.ragged import RaggedCopies, is_ragged
 from dataparallel.comm.checks import why_not_movable

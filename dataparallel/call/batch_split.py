@@ -42,19 +42,19 @@ class BatchSplit:
     def __reduce__(self) -> tuple[Any, ...]:
         return BatchSplit, (self.given, self._slots)
 
-    def begin(
+    def begin_call(
         self, module: Any, slots: Sequence[torch.device], inputs: Any, kwargs: Any, method: str = "forward"
     ) -> BalancedCall | None:
         """The split of a call with the arguments of a whole batch; ``None`` if calls are not balanced.
 
-        `end` has to follow.
+        `end_call` has to follow.
         """
         if self._balancer is None:
             return None
         kind = (method, kind_of_call(module, slots))
         return self._balancer.begin(type(module).__name__, kind, size_of(inputs, kwargs), slots)
 
-    def end(self, call: BalancedCall | None, failed: bool) -> None:
+    def end_call(self, call: BalancedCall | None, failed: bool) -> None:
         """Notes that the call has ended, or failed."""
         if self._balancer is not None and call is not None:
             self._balancer.end(call, failed)

@@ -123,7 +123,7 @@ class Call:
             finally:
                 self.reads.wait()
                 if self._split is not None:
-                    self._split.end(self.balanced, kind is not None)
+                    self._split.end_call(self.balanced, kind is not None)
 
     def _release_replicas(self, failed: bool) -> None:
         if self._breaker is None:  # there are no replicas

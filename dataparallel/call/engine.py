@@ -1,7 +1,7 @@
 """`CallEngine`: one call of any form, scatter -> replicate -> parallel_apply -> gather.
 
-What a user has chosen is in `CallOptions`. What differs between the forms is in their `TensorStore`: where replicas get
-their tensors from. The forms make an engine for each call; it knows none of them.
+What a user has chosen is in `CallOptions`. What differs between the forms is in their `ReplicaMaker`. The forms make an
+engine for each call; it knows none of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dataparallel.threads.permits import PermitChooser
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall
 
-__all__ = ["CallEngine", "CallOptions", "Method", "TensorStore", "check_workers"]
+__all__ = ["CallEngine", "CallOptions", "Method", "ReplicaMaker", "check_workers"]
 
 
 class Method(NamedTuple):
@@ -120,8 +120,8 @@ def check_workers(workers: int | None) -> None:
         raise ValueError(f"workers={workers}: at least 1 replica has to run")
 
 
-class TensorStore(ABC):
-    """Where the replicas of a form get their tensors from: fresh copies, copies that stay, or shards.
+class ReplicaMaker(ABC):
+    """What differs between the forms: how replicas are made, of fresh copies, of copies that stay, or of shards.
 
     Attributes:
         form: its name, for recordings.
@@ -170,11 +170,11 @@ class CallEngine:
 
     Args:
         options: what the user has chosen.
-        store: where replicas get their tensors from.
+        maker: makes the replicas.
     """
 
-    def __init__(self, options: CallOptions, store: TensorStore) -> None:
-        self._options, self._store = options, store
+    def __init__(self, options: CallOptions, maker: ReplicaMaker) -> None:
+        self._options, self._maker = options, maker
 
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of ``method`` for the whole batch, on the output device.
@@ -197,14 +197,14 @@ class CallEngine:
         self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: CallLoss | None
     ) -> Any:
         """The checks before the four stages, and the contexts around them."""
-        options, store = self._options, self._store
-        with store.spans_machines(method) as peers:
+        options, maker = self._options, self._maker
+        with maker.spans_machines(method) as peers:
             slots = [resolve(device) for device in options.slots]
             output_device = resolve_output(options.output_device, slots)
-            store.check(slots)
-            may_use_source = store.may_use_source or bool(options.overridden.keys() - {"scatter"})
-            with Call(slots, store.kept, options.serial, may_use_source, options.split) as call:
-                call.balanced = options.split.begin(store.source(), slots, inputs, kwargs, method.name)
+            maker.check(slots)
+            may_use_source = maker.may_use_source or bool(options.overridden.keys() - {"scatter"})
+            with Call(slots, maker.kept, options.serial, may_use_source, options.split) as call:
+                call.balanced = options.split.begin_call(maker.source(), slots, inputs, kwargs, method.name)
                 return self._stages(call, slots, output_device, method, inputs, kwargs, loss, peers)
 
     def _stages(
@@ -219,55 +219,78 @@ class CallEngine:
         peers: PeerCall | None,
     ) -> Any:
         """The four stages. ``inputs`` and ``kwargs`` are those of the batch, then a tuple with one entry per slot."""
-        options, store = self._options, self._store
-        own: Callable[..., Any]
+        maker = self._maker
         with stage("scatter"):
-            own = partial(
-                scatter_arguments,
-                target_gpus=slots,
-                dim=options.dim,
-                chunk_sizes=call.chunk_sizes,
-                reads=call.reads,
-            )
-            inputs, kwargs = self._stage(call, "scatter", own)(inputs, kwargs)
+            inputs, kwargs = self._scatter(call, slots, inputs, kwargs)
         if not inputs and not kwargs:  # a call without arguments
             inputs, kwargs = ((),), ({},)
-        if len(slots) == 1 and store.needs_no_replica():
+        if len(slots) == 1 and maker.needs_no_replica():
             run = partial(run_alone, self._alone(method, loss), inputs[0], kwargs[0], slots[0], output_device)
             return run() if peers is None else Meeting(slots, peers).run(0, run)
         slots = slots[: len(inputs)]
-        with store.lends(slots) as lent:
-            with stage("replicate", store.form), call.replicates():
-                replicate = self._stage(call, "replicate", partial(store.replicas, method, lent))
-                replicas = call.uses(replicate(slots))
+        with maker.lends(slots) as lent:
+            with stage("replicate", maker.form), call.replicates():
+                replicas = call.uses(self._replicate(call, slots, method, lent))
+                options = self._options
                 then = None if loss is None else loss.on_slots(slots, kwargs, options.dim, options.cap_bytes)
             with stage("parallel_apply"):
-                own = partial(
-                    run_replicas,
-                    devices=slots,
-                    workers=options.workers,
-                    serial=options.serial,
-                    chooser=options.permits,
-                    method=method.name,
-                    balanced=call.balanced,
-                    then=then,
-                    machines=peers,
-                )
-                apply = own if loss is not None else self._stage(call, "parallel_apply", own)
-                outputs = apply(replicas, inputs, kwargs)
+                outputs = self._parallel_apply(call, slots, replicas, inputs, kwargs, method, then, peers)
         with stage("gather"):
-            gathered = self._stage(call, "gather", partial(gather, target_device=output_device, dim=options.dim))
-            output = gathered(outputs) if loss is None else loss.of_batch(outputs, gathered)
-        store.returns(output)
+            gather_here = partial(self._gather, call, output_device)
+            output = gather_here(outputs) if loss is None else loss.of_batch(outputs, gather_here)
+        maker.returns(output)
         if peers is not None:
             peers.watch(output)
         return output
 
-    def _stage(self, call: Call, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        """The stage of this name: ``own``, or what a user's subclass has in its place."""
-        return call.known_to(self._options.overridden[name]) if name in self._options.overridden else own
+    def _scatter(self, call: Call, slots: list[torch.device], inputs: Any, kwargs: Any) -> Any:
+        overridden = self._options.overridden.get("scatter")
+        if overridden is not None:
+            return call.known_to(overridden)(inputs, kwargs)
+        return scatter_arguments(inputs, kwargs, slots, self._options.dim, call.chunk_sizes, call.reads)
+
+    def _replicate(self, call: Call, slots: list[torch.device], method: Method, lent: Any) -> Any:
+        overridden = self._options.overridden.get("replicate")
+        if overridden is not None:
+            return call.known_to(overridden)(slots)
+        return self._maker.replicas(method, lent, slots)
+
+    def _parallel_apply(
+        self,
+        call: Call,
+        slots: list[torch.device],
+        replicas: Sequence[Any],
+        inputs: Any,
+        kwargs: Any,
+        method: Method,
+        then: Sequence[Callable[[Any], Any]] | None,
+        peers: PeerCall | None,
+    ) -> Any:
+        options = self._options
+        overridden = options.overridden.get("parallel_apply")
+        if overridden is not None and then is None:
+            return call.known_to(overridden)(replicas, inputs, kwargs)
+        return run_replicas(
+            replicas,
+            inputs,
+            kwargs,
+            slots,
+            workers=options.workers,
+            serial=options.serial,
+            chooser=options.permits,
+            method=method.name,
+            balanced=call.balanced,
+            then=then,
+            machines=peers,
+        )
+
+    def _gather(self, call: Call, output_device: torch.device, outputs: Any) -> Any:
+        overridden = self._options.overridden.get("gather")
+        if overridden is not None:
+            return call.known_to(overridden)(outputs)
+        return gather(outputs, output_device, self._options.dim)
 
     def _alone(self, method: Method, loss: CallLoss | None) -> Callable[..., Any]:
         """What runs ``method`` without replicas, and computes the loss if there is one."""
-        run = self._store.alone(method)
+        run = self._maker.alone(method)
         return run if loss is None else loss.alone(run)

@@ -1,11 +1,7 @@
-"""Moving tensors between the devices of one process: plain functions.
+"""Moving tensors between the devices of one process: plain functions, which know no modules and record no graph.
 
-Every function here checks its arguments, asks ``comm.select`` for a transport, and calls the method of that transport
-(``comm.transport``) with the function's name. The room knows no modules and records no graph:
-``dataparallel.autograd.functions`` does. Names and arguments are those of ``torch.nn.parallel.comm``; devices are
-anything that ``dataparallel.devices`` accepts, the CPU included. Within one device nothing is copied unless the caller
-needs its own storage, or slots are isolated, which is for tests (``dataparallel.testing.isolated_slots``). `using`
-overrides the library's choice of transport and route.
+Names and arguments are those of ``torch.nn.parallel.comm``; devices are anything that ``dataparallel.devices`` accepts.
+Within one device nothing is copied unless the caller needs its own storage.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from dataparallel.comm.checks import (
 from dataparallel.comm.choice import Choice
 from dataparallel.comm.matrices import Memory, are_apart, memory
 from dataparallel.comm.select import choose_transport, transport_for
-from dataparallel.comm.settings import are_slots_isolated, using
+from dataparallel.comm.settings import using
 from dataparallel.comm.transport import FlatBroadcast, Later, Travelling
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
@@ -74,7 +70,7 @@ def broadcast(
     assert devices is not None
     slots = resolve_each(devices)
     transport = transport_for("broadcast", _places([tensor.device], slots), [tensor])
-    return tuple(transport.broadcast(tensor, slots, own=are_slots_isolated()))
+    return tuple(transport.broadcast(tensor, slots))
 
 
 def broadcast_into(buffers: Sequence[Tensor], bucket: Bucket, tensors: Sequence[Tensor]) -> FlatBroadcast:
@@ -128,9 +124,7 @@ def broadcast_coalesced(
     check_movable(tensors)
     slots = resolve_each(devices)
     transport = transport_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors, buffer_size)
-    return transport.broadcast_coalesced(
-        tensors, slots, buffer_size, own=own_storage, isolated=are_slots_isolated(), planned=planned, later=later
-    )
+    return transport.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage, planned=planned, later=later)
 
 
 @torch.no_grad()
@@ -187,7 +181,7 @@ def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) 
     check_summable(inputs)
     target = inputs[0].device if destination is None else resolve(destination)
     transport = transport_for("reduce_add", _places([target], [tensor.device for tensor in inputs]), inputs[:1])
-    return transport.reduce_add(inputs, target, isolated=are_slots_isolated())
+    return transport.reduce_add(inputs, target)
 
 
 @torch.no_grad()
@@ -224,7 +218,7 @@ def reduce_add_coalesced(
     target = inputs[0][0].device if destination is None else resolve(destination)
     places = _places([target], [tensors[0].device for tensors in inputs])
     transport = transport_for("reduce_add", places, inputs[0], buffer_size)
-    return tuple(transport.reduce_add_coalesced(inputs, target, buffer_size, isolated=are_slots_isolated()))
+    return tuple(transport.reduce_add_coalesced(inputs, target, buffer_size))
 
 
 def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> bool:
@@ -233,7 +227,7 @@ def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -
     They do not if all of them are on that device already, or if kernels read them where they lie.
     """
     source = tensors[0].device
-    if all(slot == source for slot in slots) and not are_slots_isolated():
+    if all(slot == source for slot in slots):
         return False
     return transport_for("reduce_add", _places([source], slots), tensors).sums_flat_buffers
 
@@ -246,7 +240,7 @@ def add_flat(flats: Sequence[Tensor], destination: torch.device, *, travelling: 
     argument is every buffer that is used there. The cupy transport does not call it: its launch orders the streams.
     """
     transport = transport_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
-    return transport.add_flat(flats, destination, travelling=travelling, isolated=are_slots_isolated())
+    return transport.add_flat(flats, destination, travelling=travelling)
 
 
 @torch.no_grad()
@@ -282,7 +276,7 @@ def scatter(
         sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
     slots = slots[: len(sizes)]
     transport = transport_for("scatter", _places([tensor.device], slots), [tensor])
-    return tuple(transport.scatter(tensor, slots, sizes, dim, own=are_slots_isolated()))
+    return tuple(transport.scatter(tensor, slots, sizes, dim))
 
 
 def _scatter_into(

@@ -1,9 +1,6 @@
-"""Grouping tensors by device and dtype, flattening and unflattening them.
+"""Buckets: groups of tensors of one device and dtype that travel as one flat buffer.
 
-A bucket is a group of tensors that travels as one flat buffer. This room decides which tensors a bucket can hold,
-keeps what is needed to restore shapes and strides, and makes the two copies. It moves nothing between devices. ``comm``
-calls it, and so do the rooms that move many tensors at once: ``autograd``, ``kept``, ``composable``, ``replicate``.
-``modules.plan`` and ``streams.ahead`` ask which tensors are plain.
+It says which tensors can, and how they lie. It moves nothing between devices.
 """
 
 from __future__ import annotations
@@ -26,14 +23,9 @@ PLAIN_TYPES: frozenset[type] = frozenset({Tensor, torch.nn.Parameter, ReplicaPar
 
 
 class Layout(NamedTuple):
-    """How one tensor lies in a flat buffer.
+    """How one tensor lies in a flat buffer. Repeated dimensions are stored once: they have size 1 in ``core_shape``.
 
-    Attributes:
-        shape: the shape of the tensor.
-        core_shape: the same with size 1 for repeated dimensions, which are stored once.
-        core_stride: the strides of the stored elements.
-        numel: the number of stored elements.
-        row_major: True if elements lie in the order of a contiguous tensor.
+    ``numel`` counts the stored elements; they are ``row_major`` if they lie in the order of a contiguous tensor.
     """
 
     shape: tuple[int, ...]
@@ -107,14 +99,9 @@ def dense_stride(shape: Sequence[int], like_stride: Sequence[int]) -> tuple[int,
 
 
 def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> Layout:
-    """The layout that keeps the tensor's strides.
+    """The layout that keeps the tensor's strides. Memory with holes becomes dense, as with ``Tensor.clone``.
 
-    Memory with holes (a strided slice) becomes dense, as with ``Tensor.clone``.
-
-    Args:
-        tensor: a strided tensor.
-        keep_repeats: if True, repeated dimensions (stride 0, from ``expand``) are stored once and come back repeated.
-            If False, every element is stored.
+    ``keep_repeats``: dimensions of stride 0, from ``expand``, are stored once and come back repeated.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     if tensor.is_contiguous():
@@ -156,14 +143,8 @@ def plan_buckets(
 ) -> Planned:
     """Groups tensors into buckets of at most ``cap_bytes`` (or one tensor), in order, by device and dtype.
 
-    Args:
-        tensors: any tensors.
-        cap_bytes: above 0.
-        candidates: the positions of the tensors to group; default all.
-        keep_repeats: see `layout_of`. Pass False if other tensors of the same shapes will be flattened too.
-
-    Returns:
-        The buckets, and the positions of tensors that have to travel singly.
+    Returns the buckets, and the positions of tensors that have to travel singly. ``candidates``: the positions of the
+    tensors to group. ``keep_repeats``: see `layout_of`; False if others of the same shapes will be flattened too.
     """
     if cap_bytes <= 0:
         raise ValueError(f"a bucket holds more than 0 bytes; got {cap_bytes}")
@@ -273,3 +254,22 @@ def unflatten(bucket: Bucket, flat: Tensor) -> list[Tensor]:
             parts.extend(run if size == layout.shape else (part.expand(layout.shape) for part in run))
             offset += count * layout.numel
     return parts
+
+
+def same_kind(new: Tensor, original: Tensor) -> Tensor:
+    """``new``, which holds a copy of the data of ``original``, with the class and the Python attributes of that."""
+    if type(new) is Tensor and type(original) not in PLAIN_TYPES:
+        new = new.as_subclass(type(original))
+    if original.__dict__:
+        new.__dict__.update(original.__dict__)
+    return new
+
+
+def alias(tensor: Tensor, slot: int) -> Tensor:
+    """A new tensor object on the same memory, without a graph, with the same class and Python attributes.
+
+    On slot 0 it shares the version counter of ``tensor``, so that autograd notices if the source changes before
+    backward. On other slots it has a version counter of its own: otherwise autograd would take an in-place change by
+    one replica for a change of all of them.
+    """
+    return same_kind(tensor.data if slot else tensor.detach(), tensor)

@@ -1,7 +1,4 @@
-"""Checks of a call's arguments, before anything is moved.
-
-It moves nothing. ``comm`` calls it, and so does ``scatter_gather``, which adds places in nested structures to messages.
-"""
+"""Checks of a call's arguments, before anything is moved. ``scatter_gather`` calls it too."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""The choice of transport and route for a call: a pure function, so that a test can try any machine.
+"""The choice of transport and route for a call: pure functions, so that a test can try any machine.
 
-Its arguments come from the rooms beside it: ``settings`` (what the user asks for), ``peer_check`` (the pairs that are
-not trusted), ``links`` (what copies share), and the transports (why they are not available). ``comm.select`` calls it,
-for calls and for the report about the machine. It copies nothing and asks no device.
-
-Plain copies take the route that takes the least time for this number of devices, this many bytes and these links:
-``comm.times`` has the formulas and their reasons.
+``comm.select`` collects the facts. Plain copies take the route that takes the least time, by the formulas below.
 
 A transport that was asked for serves the calls that it supports. All others fall back to plain copies, and the reason
 says why:
@@ -14,7 +9,7 @@ says why:
   supports broadcasts and sums. All else uses plain copies.
 - Both work between CUDA devices. A call with the CPU or with another type of accelerator, or with fewer than two
   accelerators, falls back.
-- *nccl* takes each device once. A sum with two terms on one device falls back, and so do isolated slots on one device.
+- *nccl* takes each device once. A sum with two terms on one device falls back.
 - Within a call that it serves, a transport leaves to plain copies: tensors that do not travel flat, dtypes that it
   cannot add, and *nccl*'s sums on a device that brings no term.
 
@@ -37,9 +32,8 @@ from dataparallel.comm.links import Links
 from dataparallel.comm.peer_check import VARIABLE as PEER_CHECK_VARIABLE
 from dataparallel.comm.peer_check import Pair
 from dataparallel.comm.settings import Settings
-from dataparallel.comm.times import fastest
 
-__all__ = ["Choice", "Collective", "choose"]
+__all__ = ["MOST_PIECES", "Choice", "Collective", "Routed", "choose", "fastest", "pieces", "time_of"]
 
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "all_gather", "reduce_scatter"]
 
@@ -75,17 +69,16 @@ def choose(
         devices: in slot order, the source's or the destination's included. One may be listed several times.
         nbytes: the bytes that each device receives in a broadcast, or brings to a sum.
         settings: what the user asks for. A route without a transport asks for plain copies: only they have routes.
-        unavailable: why the transport that is asked for is not available between these devices; ``None`` if it is.
-        untrusted: ordered pairs of devices that have failed `peer_check`. A call with both devices of such a pair goes
-            through the host, even if plain copies were asked for.
+        unavailable: why the transport that is asked for is not available between these devices.
+        untrusted: ordered pairs that have failed `peer_check`: a call with both goes through the host.
         links: between the accelerators.
         widened: True for 16-bit floats, which are summed in 32 bits.
 
     Raises:
-        ValueError: the transport that was asked for can do nothing between these devices; the message says why.
+        ValueError: the transport that was asked for can do nothing between these devices.
     """
     distinct = [*dict.fromkeys(devices)]
-    if len(distinct) < 2 and not (settings.isolated and len(devices) > 1):
+    if len(distinct) < 2:
         return Choice("copy", "star", "fewer than two devices, so nothing has to travel")
     broken = next((pair for pair in permutations(distinct, 2) if pair in untrusted), None)
     asked = settings.transport
@@ -128,10 +121,12 @@ def _route(
     if settings.route is not None:
         if work == "reduce_add" and settings.route == "tree":
             return "star", "a tree was asked for, but would not add in slot order"
+        if work == "broadcast" and settings.route == "shards":
+            return "chain", "shards were asked for, but are for sums: a chain passes no byte twice over a link"
         return settings.route, "it was asked for"
     number = len(distinct)
-    if number <= 2:
-        return "star", "two devices" if number == 2 else "isolated slots on one device"
+    if number == 2:
+        return "star", "two devices"
     if any(device.type == "cpu" for device in distinct):
         # Copies from and to the CPU block, so a chain would wait at each chunk.
         return "star", "the cpu is one of the devices"
@@ -151,15 +146,15 @@ def _why_not_supported(
     if transport == "nccl" and adds and settings.deterministic:
         return "nccl adds in an order of its own; pass deterministic=False if the last bits may differ"
     accelerators = [device for device in devices if device.type != "cpu"]
-    if len({*accelerators}) < 2 and not (settings.isolated and len(accelerators) > 1):
+    if len({*accelerators}) < 2:
         return f"{transport} works between accelerators, and there are fewer than two"
     if all(device.type != "cuda" for device in accelerators):
         return None  # `_why_unavailable` says so, and the call raises
     other = next((device for device in devices if device.type != "cuda"), None)
     if other is not None:
         return f"{transport} works between CUDA devices, and {other} is none"
-    twice = next((device for device in devices if devices.count(device) > 1), None) if transport == "nccl" else None
-    if twice is not None and (adds or settings.isolated):
+    twice = next((device for device in devices if devices.count(device) > 1), None)
+    if transport == "nccl" and adds and twice is not None:
         return f"nccl takes each device once, and {twice} is listed more than once"
     return None
 
@@ -177,3 +172,149 @@ def _why_unavailable(distinct: Sequence[torch.device], unavailable: str | None, 
             f"or set {PEER_CHECK_VARIABLE}=0 if you know better"
         )
     return None
+
+
+# ---- how long a route takes ------------------------------------------------------------------------------------------
+
+# Let n be the number of devices, s the bytes, k the number of pieces, a the time until a copy begins to move data, b
+# the bytes per second of a link, and t(x) = a + x/b the time of a copy. A device sends one copy at a time, and receives
+# another one meanwhile. Adding x bytes takes d(x): the latency of a kernel and three accesses to memory for each byte.
+#
+# Broadcasts. A star takes (n - 1) t(s), a binomial tree ceil(log2(n)) t(s), a chain (n - 2 + k) t(s/k); the next bucket
+# of a model follows along a chain after k steps. By shards the root would send every byte twice, 2 (n - 1) t(s/n): a
+# chain of n pieces takes no longer. So that is no route of a broadcast.
+#
+# Sums, in slot order. A star takes (n - 1) (t(s) + d(s)). A chain takes n t(s/k) + (n - 1) d(s/k) for the first piece,
+# and t(s/k) + d(s/k)/2 for each further one, because two pieces are under way on each device; partial sums of 16-bit
+# floats travel in 32 bits. By shards slot j adds the j-th part of all slots, and the root collects the sums:
+# 2 (n - 1) t(s/n) + (n - 1) d(s/n). Every pair then needs a way of its own: only where links are all-to-all.
+#
+# The host launches one operation after the other: a route takes at least the time of its launches and its last copy.
+#
+# Weights travel bucket after bucket, so a broadcast is judged by the time of one bucket and of those that follow. Sums
+# are hidden behind the backward pass, except the last ones, which are small. So a sum is judged by the time until the
+# next one may follow, and by its launches, because the host could launch the backward meanwhile. Only for a tensor that
+# is larger than any bucket its own time counts. There shards may win, because a chain has to be filled.
+
+MOST_PIECES = 16
+"""Pieces of a chain. More would save less than a tenth of the time, and each is one more launch on every device."""
+
+_FOLLOWING = 12
+"""Buckets that follow another one: twelve of 25 MiB are a model of some hundred megabytes."""
+
+_HIDDEN = 8
+"""The time of a sum is divided by this number when routes are compared, because the backward pass and other sums go on
+meanwhile. The time until the next sum may follow counts in full, or that of the host's launches if it is longer."""
+
+_LARGE = 25 * 2**20
+"""Bytes. A bucket of more is one tensor, most often an embedding, whose gradient comes last: its sum is not hidden."""
+
+_HOST = {"broadcast": 7e-6, "reduce_add": 5e-6}
+"""Seconds of the host for each launch: of a Python thread, and of a thread of the autograd engine, which makes sums."""
+
+_KERNEL = 3e-6  # seconds of a small kernel
+_MEMORY = 1.5e12  # bytes per second between a device and its own memory
+
+Routed = Literal["broadcast", "reduce_add"]
+
+
+class _Cost(NamedTuple):
+    """Of a bucket: seconds of the devices, seconds until the next bucket may follow, launches, bytes of a copy."""
+
+    seconds: float
+    until_next: float
+    launches: int
+    copied: float
+
+
+def fastest(work: Routed, number: int, nbytes: int, links: Links, widened: bool = False) -> str:
+    """The route that takes the least time; of two that take the same, the simpler one.
+
+    ``number``: of distinct devices. ``nbytes``: of a bucket. ``widened``: True for a sum of 16-bit floats.
+    """
+    if number <= 2:
+        return "star"
+    routes = ["star", "tree", "chain"] if work == "broadcast" else ["star", "chain"]
+    if links.is_all_to_all and work == "reduce_add":
+        routes.append("shards")
+    return min(routes, key=lambda route: time_of(work, route, number, nbytes, links, widened))
+
+
+def pieces(work: Routed, number: int, nbytes: int, links: Links, widened: bool = False) -> int:
+    """The number of pieces with which a chain takes the least time. The arguments are those of `fastest`.
+
+    With few pieces the last device waits long for the first one; with many the latency of each counts.
+    """
+    if number < 2:
+        return 1
+    counts = range(1, MOST_PIECES + 1)
+    return min(counts, key=lambda count: time_of(work, "chain", number, nbytes, links, widened, count))
+
+
+def time_of(
+    work: Routed, route: str, number: int, nbytes: int, links: Links, widened: bool = False, count: int | None = None
+) -> float:
+    """Seconds by which routes are compared, with ``count`` pieces in a chain (default: the best number of pieces)."""
+    if route == "chain" and count is None:
+        count = pieces(work, number, nbytes, links, widened)
+    bucket = nbytes * (2 if widened and route == "chain" else 1)
+    cost = _COSTS[work, route](number, bucket, links, count or 1)
+    launching = cost.launches * _HOST[work]
+    one = max(cost.seconds, launching + _copy(links, cost.copied))
+    if work == "reduce_add":
+        return max(launching, cost.until_next) + cost.seconds / _HIDDEN if nbytes <= _LARGE else one
+    return one + _FOLLOWING * max(cost.until_next, launching)
+
+
+def _copy(links: Links, nbytes: float) -> float:
+    return links.latency + nbytes / links.bandwidth
+
+
+def _addition(nbytes: float) -> float:
+    return _KERNEL + 3 * nbytes / _MEMORY
+
+
+def _broadcast_star(n: int, s: float, links: Links, k: int) -> _Cost:
+    seconds = (n - 1) * _copy(links, s)
+    return _Cost(seconds, seconds, n - 1, s)
+
+
+def _broadcast_tree(n: int, s: float, links: Links, k: int) -> _Cost:
+    seconds = (n - 1).bit_length() * _copy(links, s)
+    return _Cost(seconds, seconds, n - 1, s)
+
+
+def _broadcast_chain(n: int, s: float, links: Links, k: int) -> _Cost:
+    step = _copy(links, s / k)
+    return _Cost((n - 2 + k) * step, k * step, (n - 1) * k + _waits(n, k), s / k)
+
+
+def _sum_star(n: int, s: float, links: Links, k: int) -> _Cost:
+    seconds = (n - 1) * (_copy(links, s) + _addition(s))
+    return _Cost(seconds, seconds, 2 * (n - 1), s)
+
+
+def _sum_chain(n: int, s: float, links: Links, k: int) -> _Cost:
+    copy, addition = _copy(links, s / k), _addition(s / k)
+    seconds = n * copy + (n - 1) * addition + (k - 1) * (copy + addition / 2)
+    return _Cost(seconds, (k + 1) * (copy + addition / 2), (2 * n - 1) * k + _waits(n, k), s / k)
+
+
+def _sum_shards(n: int, s: float, links: Links, k: int) -> _Cost:
+    seconds = 2 * (n - 1) * _copy(links, s / n) + (n - 1) * _addition(s / n)
+    return _Cost(seconds, seconds, (n - 1) * (2 * n + 1) + n, s / n)
+
+
+def _waits(n: int, k: int) -> int:
+    """The two waits on each device with which a second stream begins and ends cost about as much as a launch."""
+    return n if k > 1 else 0
+
+
+_COSTS = {
+    ("broadcast", "star"): _broadcast_star,
+    ("broadcast", "tree"): _broadcast_tree,
+    ("broadcast", "chain"): _broadcast_chain,
+    ("reduce_add", "star"): _sum_star,
+    ("reduce_add", "chain"): _sum_chain,
+    ("reduce_add", "shards"): _sum_shards,
+}

@@ -1,27 +1,7 @@
 """Several streams on each device, so that it receives one piece of a buffer while it sends another.
 
 torch orders a copy between devices against the current streams of both. On one stream for each device, a device that
-passes data on receives or sends, never both. `piece_streams` adds streams to the current one, and pieces take them in
-turn. The routes in ``comm.chain`` and ``comm.shards`` say which copy takes which. These orders hold:
-
-- At the beginning each further stream waits for the current one. So it may use everything that was launched there, and
-  memory that was allocated there.
-- In between nothing orders the streams of a device against each other, except copies that share a stream of another
-  device.
-- At the end each current stream waits for the further ones, also after an error. So nothing needs ``record_stream``:
-  memory of the current stream may be freed as if there had been no other.
-
-With two streams a device receives a piece when it has sent the last but one. That is soon enough if all pieces take the
-same time. Where they differ, as from bucket to bucket, a third stream lets the pieces that are behind catch up.
-
-Buffers that follow each other would wait for each other there: a device begins to receive the next one only when it has
-sent the last piece of the one before. So a caller that sends several of them opens `piece_streams_kept` around them,
-and both happens once, around all. In between, the further streams know nothing of what is launched on the current ones:
-the buffers have to be there before the block. What uses a buffer inside of it waits for the streams that it came on
-(`PieceStreams.taken`).
-
-One wait costs the host as much as half a launch, and there are two for each further stream. Choosing the stream of a
-copy costs a tenth of that.
+passes data on receives or sends, never both. ``comm.routes`` and ``comm.matrices`` say which copy takes which stream.
 """
 
 from __future__ import annotations
@@ -46,10 +26,9 @@ def _further_stream(device: torch.device, number: int) -> torch.Stream:
 
 
 class PieceStreams:
-    """The caller's current stream and further ones, for each device of a call.
+    """The caller's current stream and further ones, for each device of a call. ``turn``: which gets the next piece.
 
-    Attributes:
-        turn: which of them gets the next piece. It goes on from one buffer to the next.
+    Nothing orders the streams of a device against each other, except copies that share a stream of another device.
     """
 
     def __init__(self, streams: Mapping[torch.device, Sequence[torch.Stream]]) -> None:
@@ -108,8 +87,10 @@ _kept = threading.local()
 def piece_streams(devices: Iterable[torch.device], number: int = 2) -> Iterator[PieceStreams]:
     """Inside, `PieceStreams.use` says which stream of a device is current. Afterwards the caller's streams are.
 
-    With fewer than two accelerators, or with ``number=1``, there is nothing to overlap: all work stays on the caller's
-    streams.
+    At the beginning each further stream waits for the current one. At the end, also after an error, the current one
+    waits for them, so nothing needs ``record_stream``. Two streams are enough if all pieces take the same time; with a
+    third one, pieces that are behind catch up. With fewer than two accelerators, or with ``number=1``, there is nothing
+    to overlap, and all work stays on the caller's streams.
     """
     here = current_streams(devices)
     streams: dict[torch.device, list[torch.Stream]] = {}
@@ -147,6 +128,8 @@ def piece_streams_kept(devices: Sequence[torch.device], number: int = 2) -> Iter
     """`piece_streams`, or those of a block of this function around this one in the thread, if it is for these devices.
 
     Those go on: nothing is ordered at the beginning and at the end of the block inside, and ``number`` does not count.
+    So buffers follow each other without waiting. They have to be there before the outer block, and what uses one inside
+    of it waits for the streams that it came on (`PieceStreams.taken`).
     """
     outer: PieceStreams | None = getattr(_kept, "streams", None)
     if outer is not None and outer.has(devices):

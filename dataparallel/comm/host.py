@@ -1,11 +1,7 @@
-"""The host transport: from one accelerator to another through host memory.
+"""The host transport: from one accelerator to another through host memory. It works on every device, but slowly.
 
-It serves pairs of devices whose direct copies are not trusted. It is slower than any other transport, and works on
-every device that can talk to the host. It checks nothing and chooses nothing: only ``comm.select`` hands it out.
-
-Both copies block. The first is complete before the second reads the staging buffer, and the second is complete before
-the buffer is freed, whatever streams they run on. So no memory has to be held, on any backend. As with every transport,
-a copy begins after what the current streams of both ends have been given, and what they are given next comes after it.
+Both copies block: the staging buffer is read when it is complete, and freed when it has been read, whatever streams
+they run on. So no memory has to be held. As ever, the current streams of both ends are ordered around a copy.
 """
 
 from __future__ import annotations
@@ -17,12 +13,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dataparallel.comm.buckets import travels_flat
-from dataparallel.comm.copies import same_kind
+from dataparallel.comm.buckets import same_kind, travels_flat
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.sent import note
 from dataparallel.comm.transport import Transport
 from dataparallel.devices import CPU
+from dataparallel.profiling import note_copy
 from dataparallel.streams.current import Event, current_streams
 
 __all__ = ["ThroughHost", "can_pin", "send"]
@@ -37,7 +32,7 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
         return STAR.to_device(tensor, device, own=own)
     original, tensor = tensor, tensor.detach()
     with _ordered(tensor.device, [device]):
-        note("host", original, CPU)
+        note_copy("host", original, CPU)
         if travels_flat(original) and can_pin(tensor.device.type):
             # Devices read and write pinned memory at full speed. The strides are those that `Tensor.to` gives.
             staging = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -45,7 +40,7 @@ def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
         else:
             # Sparse, quantised and lazily conjugated tensors and subclasses have their own way to the CPU.
             staging = tensor.cpu()
-        note("host", staging, device)
+        note_copy("host", staging, device)
         return same_kind(staging.to(device), original)
 
 
@@ -95,5 +90,5 @@ class ThroughHost(Transport):
             with _ordered(source.device, [buffer.device for buffer in buffers]):
                 staged = send(source, CPU)
                 for buffer in buffers:
-                    note("host", staged, buffer.device)
+                    note_copy("host", staged, buffer.device)
                     buffer.copy_(staged)

@@ -1,10 +1,7 @@
 """The links between accelerators: which of them can send at the same time, and roughly how fast.
 
-``comm.choice`` chooses routes by them, and ``comm.select`` asks `links_between` for every new kind of call. The answer
-is rough on purpose. It tells two kinds of machine apart, and nothing is measured.
-
-A device module may say that its devices are linked all-to-all, by ``links_are_all_to_all = True``. For CUDA devices
-NVML is asked, which makes no context on any device. Whoever knows better names a route (`comm.using`).
+Rough on purpose: it tells two kinds of machine apart, and nothing is measured. A device module may say
+``links_are_all_to_all = True``; for CUDA devices NVML is asked. Whoever knows better names a route (`comm.using`).
 """
 
 from __future__ import annotations
@@ -24,13 +21,10 @@ __all__ = ["ALL_TO_ALL", "SHARED", "Links", "forget", "links_between"]
 
 
 class Links(NamedTuple):
-    """What copies between accelerators share.
+    """What copies between accelerators share: ``latency`` in seconds, ``bandwidth`` in bytes per second and direction.
 
-    Attributes:
-        is_all_to_all: every pair of devices has a way of its own, so that all devices can send at the same time, each
-            to another one. If False, copies may share links: a PCIe tree, the host, or an unknown machine.
-        latency: seconds from the launch of a copy until data moves.
-        bandwidth: bytes per second, in each direction, between two devices.
+    ``is_all_to_all``: every pair of devices has a way of its own, so that all can send at the same time, each to
+    another one. If False, copies may share links: a PCIe tree, the host, or an unknown machine.
     """
 
     is_all_to_all: bool
@@ -61,13 +55,9 @@ def _are_all_to_all(device_type: str) -> bool:
 
 
 def nvlink_joins_all(nvml: Any) -> bool:
-    """True if every GPU of the machine reaches every other one over NVLink.
+    """True if every GPU of the machine reaches every other one over NVLink; False if NVML does not tell.
 
-    All GPUs are asked about, not only those of a call, because NVML's numbers may differ from CUDA's. If NVML does not
-    work, the links are unknown, and the answer is False.
-
-    Args:
-        nvml: a module with pynvml's functions.
+    All GPUs are asked about, not only those of a call, because NVML's numbers may differ from CUDA's.
     """
     try:
         nvml.nvmlInit()

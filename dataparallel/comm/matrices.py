@@ -1,18 +1,7 @@
 """Collectives of matrices that have a row for each device: ``fully_shard`` gathers parameters and adds up gradients.
 
-Where each device pulls a row from each other one, n devices launch n * n copies, and launches take longer than the
-copies of few bytes themselves. Here the copies of a device are few, however many devices there are:
-
-- `all_gather` doubles what a device has in each round: it copies all rows that another device has. So it takes about
-  log2(n) copies on each device, and each device receives each row once. (Bruck et al., "Efficient algorithms for
-  all-to-all communications in multiport message-passing systems", 1997.)
-- `reduce_scatter` passes partial sums from each device to the next, in slot order, and the last one sends each device
-  its row: two launches for each device and piece. A large matrix on few devices takes no more launches if each device
-  gets its row from each other one, and less time. For a very large one the launches do not count.
-
-A transport (``comm.transport``) calls these functions with its own copies. They run on the current streams. Large
-matrices take a second stream on each device, so that it sends while it receives (``comm.duplex``). For small ones the
-waits for that stream would take longer than what they save.
+If each device pulled a row from each other one, n devices would launch n * n copies, and launches take longer than the
+copies of few bytes. Here the copies of a device are few. A transport calls these functions with its own copies.
 """
 
 from __future__ import annotations
@@ -60,7 +49,12 @@ def are_apart(devices: Sequence[torch.device]) -> bool:
 
 
 def all_gather(copy: Copy, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    """Copies all ``rows`` into each of the matrices. The matrix at a position is where the row at it is."""
+    """Copies all ``rows`` into each of the matrices. The matrix at a position is where the row at it is.
+
+    In each round a device copies all rows that another one has: about log2(n) copies on each device, which receives
+    each row once (Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
+    systems", 1997).
+    """
     count, number = len(rows), _streams_for(matrices[0])
     for slot, (matrix, row) in enumerate(zip(matrices, rows, strict=True)):
         copy(matrix[slot], row)
@@ -107,12 +101,9 @@ def reduce_scatter(
 ) -> None:
     """Copies row j of the sum of ``matrices``, which is added in the order given, into ``out[j]``.
 
-    Args:
-        copy: of the transport.
-        matrices: one on each device. A device may have none, or several.
-        out: of one dtype, in which the terms are added; there are as many as rows.
-        empty: makes memory for what travels.
-        overwrite: the matrices may be written to.
+    Partial sums pass from each device to the next, and the last one sends each device its row: two launches for each
+    device and piece. A large matrix on few devices takes no more launches if each device gets its row from each other
+    one, and less time. For a very large one the launches do not count. See `comm.reduce_scatter`.
     """
     devices = [matrix.device for matrix in matrices]
     if len(matrices) > 2 and are_apart(devices):

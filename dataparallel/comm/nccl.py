@@ -1,9 +1,7 @@
 """The NCCL transport: flat buffers between distinct CUDA devices by torch's in-process NCCL.
 
-Broadcasts move bytes, whatever the dtype. NCCL adds in an order of its own, so it makes sums only if the caller allows
-any order (``deterministic=False``) and only of dtypes that it can add. torch copies all that is not a flat buffer. Only
-``comm.select`` uses the transport. ``machines`` launches NCCL's collectives between processes inside `launching`. This
-file has not run on GPUs: its tests look at what it asks ``torch.cuda.nccl`` for.
+Broadcasts move bytes. NCCL adds in an order of its own, so it makes sums only if the caller allows any order. This file
+has not run on GPUs: its tests look at what it asks ``torch.cuda.nccl`` for.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from torch.cuda import nccl
 from dataparallel import _torch
 from dataparallel.comm.matrices import Memory
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.sent import note
 from dataparallel.comm.transport import Transport
+from dataparallel.profiling import note_copy
 
 __all__ = ["Nccl", "launching", "why_not"]
 
@@ -58,7 +56,7 @@ class Nccl(Transport):
         """One launch on every device, on its current stream."""
         if buffers:
             for buffer in buffers:
-                note("nccl", source, buffer.device)
+                note_copy("nccl", source, buffer.device)
             # As bytes: torch refuses to hand NCCL buffers of int16, of complex numbers and of unsigned 16 to 64 bits.
             with _launching:
                 nccl.broadcast([flat.view(torch.uint8) for flat in (source, *buffers)], root=0)
@@ -72,7 +70,7 @@ class Nccl(Transport):
         if not self._sums or not places or flats[0].dtype not in _SUMMED:
             return STAR.add_up(flats, destination)
         for flat in flats:
-            note("nccl", flat, destination)
+            note_copy("nccl", flat, destination)
         total = torch.empty_like(flats[places[0]])
         with _launching:
             nccl.reduce(flats, output=total, root=places[0])
@@ -81,7 +79,7 @@ class Nccl(Transport):
     def all_gather(self, matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         """One launch on every device."""
         for row, matrix in product(rows, matrices):
-            note("nccl", row, matrix.device)
+            note_copy("nccl", row, matrix.device)
         with _launching:
             nccl.all_gather([row.view(torch.uint8) for row in rows], [m.view(torch.uint8).flatten() for m in matrices])
         increment_version(matrices)
@@ -95,7 +93,7 @@ class Nccl(Transport):
             return
         for owner, target in enumerate(out):
             for matrix in matrices:
-                note("nccl", matrix[owner], target.device)
+                note_copy("nccl", matrix[owner], target.device)
         with _launching:
             nccl.reduce_scatter([matrix.flatten() for matrix in matrices], out)
         increment_version(out)

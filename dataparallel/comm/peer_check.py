@@ -1,11 +1,7 @@
-"""Checks once, for every pair of accelerators, that direct copies between them bring the right data.
+"""Checks once, for every ordered pair of accelerators, that direct copies bring the right data.
 
-If an IOMMU or PCIe access control sits between two GPUs, a copy may return without an error and bring garbage. So for
-every ordered pair random bytes go from the host to the first device, from there to the second, and back to the host,
-and are compared. The answer holds for the process; a forked child checks again. ``comm.select`` asks; ``comm.choice``
-decides what a broken pair uses instead. ``DATAPARALLEL_PEER_CHECK=0`` turns checks off.
-
-The tests show everything on simulated devices, except that the check finds a broken pair of real GPUs.
+If an IOMMU or PCIe access control sits between two GPUs, a copy may return without an error and bring garbage.
+``comm.choice`` decides what a broken pair uses instead. No test shows that the check finds one on real GPUs.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ def is_on() -> bool:
 
 
 def trusted(source: torch.device, target: torch.device) -> bool:
-    """True if copies between these two accelerators, in this direction, can be trusted.
+    """True if copies between these two accelerators, in this direction, bring random bytes of the host as they were.
 
     The first call for a pair checks it. A failure warns once (``RuntimeWarning``).
     """

@@ -1,29 +1,35 @@
 """torch's own copies, along a route: who sends to whom, in how many pieces, in which order.
 
-``comm.times`` describes the routes. All of them give the same bits, because all of them add in slot order. Stars and
-trees are here; ``comm.chain`` and ``comm.shards`` are the routes on which a device sends while it receives.
-
-``comm.select`` picks the route of a call. This room knows flat buffers, no buckets. All work is ordered by the calling
-thread's current streams: it comes after what they have been given before, and they wait for it.
+``comm.choice`` describes the routes. All of them add in slot order, and so give the same bits. All work is ordered by
+the calling thread's current streams: it comes after what they have been given, and they wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from dataparallel.comm import chain, shards
-from dataparallel.comm.duplex import are_pieces_under_way
-from dataparallel.comm.sent import note
-from dataparallel.comm.transport import Transport
+from dataparallel.comm.duplex import (
+    RECEIVING,
+    SENDING,
+    are_pieces_under_way,
+    piece_streams,
+    piece_streams_kept,
+)
+from dataparallel.comm.transport import Transport, summed_in
+from dataparallel.profiling import note_copy
 
 __all__ = ["STAR", "TorchCopies", "hops"]
 
 P = TypeVar("P")
+
+_ALIGNED = 128
+"""Elements. Pieces begin at multiples of it, where an access of any width may begin."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +45,25 @@ class TorchCopies(Transport):
         return self.route != "star"
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Along a star or a tree one copy for each buffer; along other routes one for each piece of each buffer.
+        """Along a star or a tree one copy for each buffer; along a chain one for each piece of each buffer.
 
         A small buffer that follows others along a chain takes that too: otherwise it would wait for all their pieces,
-        and what follows would wait for it.
+        and what follows would wait for it. Only sums go by shards: see `choice`.
         """
         follows = self.route in ("star", "tree") and are_pieces_under_way([flat.device for flat in (source, *buffers)])
-        if self.route == "chain" or follows:
-            chain.broadcast(source, buffers, 1 if follows else self.pieces)
-        elif self.route == "shards":
-            shards.broadcast(source, buffers)
+        if self.route in ("chain", "shards") or follows:
+            _broadcast_along_chain(source, buffers, 1 if follows else self.pieces)
         else:
             for sender, receiver in hops(self.route, [source, *buffers]):
-                note(self.route, sender, receiver.device)
+                note_copy(self.route, sender, receiver.device)
                 receiver.copy_(sender)
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """Along a chain or by shards, if that is the route; else the destination adds one by one."""
         if self.route == "chain":
-            return chain.sum_up([*flats], destination, self.pieces)
+            return _sum_along_chain([*flats], destination, self.pieces)
         if self.route == "shards":
-            return shards.sum_up([*flats], destination)
+            return _sum_by_shards([*flats], destination)
         return super().add_up(flats, destination)
 
 
@@ -69,9 +73,147 @@ STAR = TorchCopies("star")
 def hops(route: str, places: Sequence[P]) -> list[tuple[P, P]]:
     """Pairs of sender and receiver, in order, by which a buffer gets from the first of ``places`` to all others.
 
-    The places are distinct, and the route is a star or a tree. A place sends only after an earlier hop has reached it.
-    In a tree, the number of places that have the buffer doubles in each step: place k gets it from the place whose
-    number is k without its highest bit.
+    In a tree, place k gets it from the place whose number is k without its highest bit.
     """
     senders = {"star": lambda k: 0, "tree": lambda k: k - (1 << (k.bit_length() - 1))}[route]
     return [(places[senders(k)], places[k]) for k in range(1, len(places))]
+
+
+def _split(flat: Tensor, count: int) -> Sequence[Tensor]:
+    """``count`` pieces of almost the same size, or fewer if the buffer is small."""
+    size = -(-flat.numel() // count)
+    size = -(-size // _ALIGNED) * _ALIGNED
+    return flat.split(size) if 0 < size < flat.numel() else (flat,)
+
+
+# ---- a chain: each device passes a buffer piece by piece to the next -------------------------------------------------
+
+# A piece stays on one stream of every device that it passes, so torch's own order of copies is enough: it arrives, is
+# added to, and is sent on. The next piece is on another stream and arrives meanwhile. The first device sends all pieces
+# from one stream, since two copies at a time would only share its link.
+
+
+def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int) -> None:
+    """Copies ``source`` into the first buffer in ``count`` pieces, from there into the next, and so on."""
+    flats = [source, *buffers]
+    pieces = [_split(flat, count) for flat in flats]
+    devices = [flat.device for flat in flats]
+    with piece_streams_kept(devices, min(2, len(pieces[0]))) as streams:
+        first = streams.turn
+        streams.turn += len(pieces[0])
+        for hop, piece in _wavefront(len(buffers), len(pieces[0])):
+            streams.use(devices[hop], first + piece if hop else 0)
+            streams.use(devices[hop + 1], first + piece)
+            note_copy("chain", pieces[hop][piece], devices[hop + 1])
+            pieces[hop + 1][piece].copy_(pieces[hop][piece])
+
+
+def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: int) -> Tensor:
+    """The sum of ``flats`` in the order given, on ``destination``, in ``count`` pieces. It overwrites the buffers.
+
+    The sum goes into the first buffer that lies on the destination: its own term has been added by the time a piece of
+    the sum arrives. Each device that receives needs memory for one buffer of partial sums.
+    """
+    dtype, wide = flats[0].dtype, summed_in(flats[0].dtype)
+    stations = list(_stations(flats))
+    partial = [flats[0].to(wide), *(torch.empty_like(station[0], dtype=wide) for station in stations[1:])]
+    # The last device rounds into the memory of its last term, which has been added by then.
+    total = partial[-1] if wide == dtype else flats[-1]
+    result = total
+    if total.device != destination:
+        there = [flat for flat in flats if flat.device == destination]
+        result = there[0] if there else torch.empty_like(total, device=destination)
+    sums, totals, results = [_split(flat, count) for flat in partial], _split(total, count), _split(result, count)
+    terms = [[_split(flat, count) for flat in (station if at else station[1:])] for at, station in enumerate(stations)]
+    devices = [*(flat.device for flat in partial), destination]
+    last = len(stations) - 1
+    with piece_streams(devices, min(2, len(totals))) as streams:
+        for at, piece in _wavefront(len(stations) + (result is not total), len(totals)):
+            if at:
+                streams.use(devices[at - 1], piece if at > 1 else 0)
+            # The first device sends on stream 0, so the destination, which is often the first, receives on the other.
+            streams.use(devices[at], 1 if at > last else piece if at else 0)
+            if at > last:
+                note_copy("chain", totals[piece], destination)
+                results[piece].copy_(totals[piece])
+                continue
+            if at:
+                note_copy("chain", sums[at - 1][piece], devices[at])
+                sums[at][piece].copy_(sums[at - 1][piece])
+            for term in terms[at]:
+                sums[at][piece].add_(term[piece])
+            if at == last and wide != dtype:
+                totals[piece].copy_(sums[at][piece])
+    return result
+
+
+def _stations(flats: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive buffers on one device: nothing has to travel between them."""
+    station = [flats[0]]
+    for before, flat in pairwise(flats):
+        if flat.device != before.device:
+            yield station
+            station = []
+        station.append(flat)
+    yield station
+
+
+def _wavefront(hops: int, pieces: int) -> list[tuple[int, int]]:
+    """Pairs of hop and piece in the order of their launches, in which no fast device waits for the host."""
+    steps = range(hops + pieces - 1)
+    return [(step - piece, piece) for step in steps for piece in range(pieces) if 0 <= step - piece < hops]
+
+
+# ---- by shards: slot j adds the j-th part of the buffers of all slots ------------------------------------------------
+
+# In round r slot i sends to slot i + r, counted modulo the number of slots. In a round each device sends one copy and
+# receives another. No order between the two may arise, so it sends from its second stream and receives on the caller's.
+
+
+def _sum_by_shards(flats: Sequence[Tensor], destination: torch.device) -> Tensor:
+    """The sum of ``flats`` in the order given, on ``destination``. It overwrites the buffers.
+
+    The sum goes into the first buffer that lies on the destination: its shards have been sent and added by the time
+    their sums arrive. Each slot needs memory for the shards that it receives, less than one buffer.
+    """
+    devices = [flat.device for flat in flats]
+    shards = [_split(flat, len(flats)) for flat in flats]
+    owners = range(len(shards[0]))
+    # terms[j][i]: shard j of slot i, where slot j can read it. On one device it is read where it is.
+    terms = [[shards[slot][owner] for slot in range(len(flats))] for owner in owners]
+    travelling = [(i, j) for i, j in _rounds(len(flats)) if j in owners and devices[i] != devices[j]]
+    for owner in owners:
+        senders = [i for i, j in travelling if j == owner]
+        if senders:
+            received = flats[0].new_empty((len(senders), shards[0][owner].numel()), device=devices[owner])
+            for sender, place in zip(senders, received.unbind(), strict=True):
+                terms[owner][sender] = place
+    with piece_streams(devices, min(2, len(owners))) as streams:
+        for sender, owner in travelling:
+            streams.use(devices[sender], SENDING)
+            streams.use(devices[owner], RECEIVING)
+            note_copy("shards", shards[sender][owner], devices[owner])
+            terms[owner][sender].copy_(shards[sender][owner])
+    sums = [_added(of_owner) for of_owner in terms]
+    there = [flat for flat in flats if flat.device == destination]
+    total = there[0] if there else torch.empty_like(flats[0], device=destination)
+    for place, shard in zip(_split(total, len(flats)), sums, strict=True):
+        if place.data_ptr() != shard.data_ptr():
+            note_copy("shards", shard, destination)
+            place.copy_(shard)
+    return total
+
+
+def _added(terms: Sequence[Tensor]) -> Tensor:
+    dtype = terms[0].dtype
+    total = terms[0].to(summed_in(dtype))
+    for term in terms[1:]:
+        total.add_(term)
+    return total.to(dtype)
+
+
+def _rounds(slots: int) -> Iterator[tuple[int, int]]:
+    """Pairs of sender and receiver, round after round."""
+    for distance in range(1, slots):
+        for slot in range(slots):
+            yield slot, (slot + distance) % slots

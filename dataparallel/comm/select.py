@@ -1,8 +1,6 @@
-"""Selects the transport of a call.
+"""Selects the transport of a call: it collects the facts, and ``choice`` decides.
 
-It collects the facts, lets ``choice`` decide, and compares a transport with plain copies before its first use. That
-comparison is the only data that it moves. ``comm`` calls `transport_for` before every call between devices, and the
-report calls `choose_transport`. Within one device plain copies do, unless slots are isolated: these count as devices.
+A transport that not every machine has is compared with plain copies before its first use; nothing else is moved here.
 """
 
 from __future__ import annotations
@@ -10,26 +8,26 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from dataparallel.comm import nccl, peer_check, settings, times
+from dataparallel.comm import nccl, peer_check, settings
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
-from dataparallel.comm.choice import Choice, Collective, choose
+from dataparallel.comm.choice import Choice, Collective, choose, pieces
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.links import links_between
 from dataparallel.comm.routes import STAR, TorchCopies
-from dataparallel.comm.settings import Settings, are_slots_isolated
-from dataparallel.comm.sum_check import wrong_sums
+from dataparallel.comm.settings import Settings
 from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.forks import in_forked_child
 
-__all__ = ["choose_transport", "forget", "transport_for", "why_dropped"]
+__all__ = ["choose_transport", "forget", "transport_for", "why_dropped", "wrong_sums"]
 
 _CHECKED_BYTES = 2**16 + 1
 """The size of the buffers by which a transport is compared with plain copies; no round number."""
@@ -53,19 +51,13 @@ _comparisons: dict[tuple[str, tuple[torch.device, ...]], str | None] = {}
 def transport_for(
     work: Collective, devices: Sequence[torch.device], tensors: Sequence[Tensor], cap_bytes: int = sys.maxsize
 ) -> Transport:
-    """The transport for a call.
-
-    Args:
-        work: the operation.
-        devices: where the tensors are and where they go.
-        tensors: what each device receives in a broadcast, or brings to a sum.
-        cap_bytes: size of the buckets in which they travel.
+    """The transport for a call between ``devices``; ``tensors``: what each receives in a broadcast, or brings to a sum.
 
     Raises:
         ValueError: a transport that was asked for can do nothing between these devices, or an environment variable
             names an unknown transport or route.
     """
-    if len({*devices}) < 2 and not (are_slots_isolated() and len(devices) > 1):
+    if len({*devices}) < 2:
         return STAR
     sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
     nbytes = max(min(sum(sizes), cap_bytes), *sizes, 0)  # a larger tensor is a bucket of its own
@@ -101,7 +93,7 @@ def _select(
         return _HOST
     if choice.route == "chain":
         assert work in ("broadcast", "reduce_add")
-        return TorchCopies("chain", times.pieces(work, len({*devices}), nbytes, links, widened))
+        return TorchCopies("chain", pieces(work, len({*devices}), nbytes, links, widened))
     return TorchCopies(choice.route)
 
 
@@ -109,10 +101,6 @@ def choose_transport(devices: Sequence[torch.device], work: Collective = "broadc
     """The transport and the route that a bucket of parameters would take between ``devices``, and the reason.
 
     Nothing is copied for it, CuPy is not imported, and CUDA is not asked which devices are peers.
-
-    Args:
-        devices: accelerators, or the CPU several times.
-        work: the operation.
 
     Raises:
         ValueError: a transport that was asked for can do nothing between these devices, or is unknown. Only a call
@@ -170,6 +158,66 @@ def _wrong_copies(transport: Transport, devices: tuple[torch.device, ...]) -> st
     except RuntimeError as error:
         return f"it has failed: {error}"
     return None
+
+
+# ---- sums, compared to the bit ---------------------------------------------------------------------------------------
+
+# A build that flushes subnormals to zero, or that rounds at another point, copies all data right and adds ordinary
+# numbers right. So this adds numbers at the edges of each floating-point dtype to each other.
+
+AddUp: TypeAlias = "Callable[[Sequence[Tensor], torch.device], Tensor]"
+"""Adds flat buffers of one dtype, one on each device, in the order given. The second argument is the sum's device."""
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@torch.no_grad()
+def wrong_sums(add_up: AddUp, devices: Sequence[torch.device]) -> str | None:
+    """How sums by ``add_up`` differ from those of plain copies, in words; ``None`` if they do not.
+
+    ``add_up`` adds one buffer on each of ``devices``; the sum is on the first.
+    """
+    for dtype in _DTYPES:
+        # Both may overwrite their terms, so each gets new ones.
+        expected = STAR.add_up(_terms(dtype, devices), devices[0]).cpu()
+        try:
+            found = add_up(_terms(dtype, devices), devices[0]).cpu()
+        except RuntimeError as error:
+            return f"it has failed to add: {error}"
+        wrong = _differ(found, expected).nonzero().flatten().tolist()
+        if wrong:
+            terms = [float(term[wrong[0]]) for term in _terms(dtype, devices)]
+            return (
+                f"in {dtype} it has made {float(found[wrong[0]])} of {' + '.join(map(str, terms))}, "
+                f"which are {float(expected[wrong[0]])}"
+            )
+    return None
+
+
+def _terms(dtype: torch.dtype, devices: Sequence[torch.device]) -> list[Tensor]:
+    """A buffer for each device. Those of the first two devices pair each number with each number.
+
+    In the first half of the buffers the other devices add nothing. In the second half they subtract the first two
+    terms again: that shows rounding and overflow in between.
+    """
+    info = torch.finfo(dtype)
+    normal, subnormal = info.smallest_normal, info.smallest_normal * info.eps
+    sizes = [0.0, subnormal, 3 * subnormal, normal - subnormal, normal, info.eps / 2, 1.0, 1 + info.eps, info.max]
+    edges = [sign * size for size in (*sizes, float("inf")) for sign in (1, -1)]
+    numbers = torch.tensor([*edges, float("nan")], dtype=torch.float64, device="cpu")
+    first, second = numbers.repeat(len(numbers)), numbers.repeat_interleave(len(numbers))
+    nothing = torch.full_like(first, -0.0)  # x + -0 is x, also where x is -0
+    meeting, returning = (first, second, nothing), (first, second, -first, -second)
+    return [
+        torch.cat([meeting[min(place, 2)], returning[place % 4]]).to(dtype).to(device)
+        for place, device in enumerate(devices)
+    ]
+
+
+def _differ(found: Tensor, expected: Tensor) -> Tensor:
+    """True where bits differ. Two NaNs are equal here: the device chooses their bits."""
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[found.itemsize]
+    return (found.view(bits) != expected.view(bits)) & ~(found.isnan() & expected.isnan())
 
 
 @in_forked_child

@@ -1,8 +1,6 @@
 """The user's settings for how tensors travel: the transport, the route, and whether sums keep their order.
 
-`using` sets them for a block of code, two environment variables for the process; the library chooses what is not set.
-This room only keeps the names: ``choice`` knows what they mean. Any room may call it. It also keeps whether slots are
-isolated, which is for tests: see `dataparallel.testing.isolated_slots`.
+`using` sets them for a block of code, two environment variables for the process; ``choice`` knows what they mean.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ __all__ = [
     "TRANSPORTS",
     "TRANSPORT_VARIABLE",
     "Settings",
-    "are_slots_isolated",
     "current",
     "held",
-    "isolating",
     "using",
 ]
 
@@ -43,13 +39,11 @@ class Settings:
         route: one of `ROUTES`.
         deterministic: if True, sums are added in slot order, and have the same bits in every run. If False, NCCL may
             add them, in an order of its own.
-        isolated: if True, slots on one device share nothing, as if each had a device of its own.
     """
 
     transport: str | None = None
     route: str | None = None
     deterministic: bool = True
-    isolated: bool = False
 
 
 _NOTHING: Mapping[str, Any] = {}
@@ -99,16 +93,6 @@ def using(
         yield
 
 
-def isolating() -> AbstractContextManager[None]:
-    """Inside, slots are isolated, in this thread and in copies of its context, as with `using`."""
-    return _naming({**_named.get(), "isolated": True})
-
-
-def are_slots_isolated() -> bool:
-    """True inside an `isolating` block."""
-    return bool(_named.get().get("isolated"))
-
-
 def held(settings: Settings) -> AbstractContextManager[None]:
     """Inside, `current` returns ``settings``: for later work in another thread, such as a backward pass."""
     return _naming(vars(settings))
@@ -125,7 +109,6 @@ def current() -> Settings:
         transport=named.get("transport") or _from_environment(TRANSPORT_VARIABLE, TRANSPORTS),
         route=named.get("route") or _from_environment(ROUTE_VARIABLE, ROUTES),
         deterministic=named.get("deterministic", True),
-        isolated=named.get("isolated", False),
     )
 
 

@@ -1,24 +1,15 @@
 """What every transport does: tensors are copied to slots, and summed over slots, in flat buckets.
 
-A transport is a subclass of `Transport`. It says how flat buffers go to several devices and how they are added up; the
-operations of ``comm`` follow from that, and a transport overrides those that it can do better. This room flattens,
-restores shapes, and decides which tensors travel singly. It chooses no transport and checks no arguments: only ``comm``
-calls it, with checked arguments and with gradient recording off.
-
-It works on every backend that torch knows, on several slots of one device, and on CPU slots. Sums run in slot order.
-Copies from and to the host block: the caller may reuse a pinned batch, and read a result on the CPU, as soon as a call
-returns. A copy between devices begins after what the current streams of both have been given, and what they are given
-next comes after it. So whoever makes one of the two streams wait has ordered the copy.
-
-Isolated slots count as devices: a copy from one to another is made within a device too, in the same buffers and along
-the same route as between devices.
+A transport says how flat buffers go to several devices and how they are added; the operations of ``comm`` follow from
+that. A copy begins after what the current streams of both ends have been given, and what they are given next comes
+after it: who makes one of the two wait has ordered it. Copies from and to the host block. Sums run in slot order.
 """
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -34,11 +25,11 @@ from dataparallel.comm.buckets import (
     dense_stride,
     flatten,
     plan_buckets,
+    same_kind,
     travels_flat,
     unflatten,
 )
-from dataparallel.comm.copies import same_kind
-from dataparallel.comm.sent import note
+from dataparallel.profiling import note_copy
 
 __all__ = ["FlatBroadcast", "Later", "Transport", "Travelling", "summed_in", "travel_flat_on_every_slot"]
 
@@ -83,19 +74,19 @@ class Transport(ABC):
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy of the tensor's data on ``device``. By default torch copies it."""
-        note("direct", tensor, device)
+        note_copy("direct", tensor, device)
         return tensor.to(device, copy=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies the data into ``target``, of the same shape, on any device. By default torch copies it."""
-        note("direct", source, target.device)
+        note_copy("direct", source, target.device)
         target.copy_(source)
 
     @abstractmethod
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """Copies the flat buffer ``source`` into ``buffers`` of its size.
 
-        The buffers are on distinct devices other than the source's; buffers of isolated slots may be on any device.
+        The buffers are on distinct devices other than the source's.
         """
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
@@ -128,11 +119,11 @@ class Transport(ABC):
             return same_kind(tensor.detach().clone(), tensor) if own else tensor
         return same_kind(self.send(tensor.detach(), device), tensor)
 
-    def broadcast(self, tensor: Tensor, devices: Sequence[torch.device], *, own: bool) -> list[Tensor]:
-        """One tensor for each slot. Slots on one device share one copy; if ``own``, each has its own."""
+    def broadcast(self, tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+        """One tensor for each slot. Slots on one device share one copy."""
         if self.flattens_single_tensors and travels_flat(tensor):
-            return [copy for (copy,) in self.broadcast_coalesced([tensor], devices, own=own)]
-        return self._broadcast_singly(tensor, devices, own)
+            return [copy for (copy,) in self.broadcast_coalesced([tensor], devices, own=False)]
+        return self._broadcast_singly(tensor, devices, own=False)
 
     def _broadcast_singly(self, tensor: Tensor, devices: Sequence[torch.device], own: bool) -> list[Tensor]:
         sent: dict[torch.device, Tensor] = {}
@@ -157,21 +148,21 @@ class Transport(ABC):
             for target in out:
                 self.copy(target, tensor)
 
-    def reduce_add(self, inputs: Sequence[Tensor], destination: torch.device, *, isolated: bool = False) -> Tensor:
+    def reduce_add(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
         """The sum, in slot order, on ``destination``. A single input is returned as it is."""
         if self.flattens_single_tensors and len(inputs) > 1 and all(map(travels_flat, inputs)):
-            (total,) = self.reduce_add_coalesced([[tensor] for tensor in inputs], destination, isolated=isolated)
+            (total,) = self.reduce_add_coalesced([[tensor] for tensor in inputs], destination)
             return total
-        return self._sum_singly(inputs, destination, isolated)
+        return self._sum_singly(inputs, destination)
 
-    def _sum_singly(self, inputs: Sequence[Tensor], destination: torch.device, isolated: bool) -> Tensor:
+    def _sum_singly(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
         dtype = inputs[0].dtype
         total = self.to_device(inputs[0], destination)
         if len(inputs) == 1:
             return total
         total = total.to(summed_in(dtype))
         for tensor in inputs[1:]:
-            term = self.to_device(tensor, destination, own=isolated).to(total.dtype)
+            term = self.to_device(tensor, destination).to(total.dtype)
             if total.is_sparse and not term.is_sparse:
                 # torch adds sparse to dense, not dense to sparse. The sum of two has the same bits either way.
                 total, term = term, total
@@ -188,17 +179,15 @@ class Transport(ABC):
         buffer_size: int = sys.maxsize,
         *,
         own: bool,
-        isolated: bool = False,
         planned: Planned | None = None,
         later: Later | None = None,
     ) -> list[list[Tensor]]:
         """The tensors for each slot. Tensors that have to move, move in flat buckets of ``buffer_size`` bytes.
 
-        Slots on one device share one copy; if ``own`` or ``isolated``, each has its own. ``planned``: the result of
-        `plan_buckets` for all of the tensors, if the caller has it. ``later`` takes the broadcast of each bucket
-        instead of launching it; not with ``own``, which copies what has arrived.
+        Slots on one device share one copy; if ``own``, each has its own. ``planned``: the result of `plan_buckets` for
+        all of the tensors, if the caller has it. ``later`` takes the broadcast of each bucket instead of launching it;
+        not with ``own``, which copies what has arrived.
         """
-        own = own or isolated
         results = [list(tensors) for _ in devices]
         # If all slots are on one device, tensors that are there already stay, unless slots need their own.
         stays = devices[0] if len({*devices}) == 1 and not (own and len(devices) > 1) else None
@@ -214,11 +203,10 @@ class Transport(ABC):
             needing = [slot for slot, device in enumerate(devices) if device != source or (own and slot > 0)]
             if not needing:
                 continue
-            # The first slot on each other device receives a buffer; every slot does if slots are isolated.
+            # The first slot on each other device receives a buffer.
             first_on = {device: devices.index(device) for device in devices if device != source}
-            receiving = needing if isolated else list(first_on.values())
             dtype = tensors[bucket.indices[0]].dtype
-            buffers = {slot: torch.empty(bucket.numel, dtype=dtype, device=devices[slot]) for slot in receiving}
+            buffers = {slot: torch.empty(bucket.numel, dtype=dtype, device=on) for on, slot in first_on.items()}
             received = [*buffers.values()]
             if later is None:
                 flat = flatten(bucket, tensors)
@@ -248,8 +236,6 @@ class Transport(ABC):
         inputs: Sequence[Sequence[Tensor]],
         destination: torch.device,
         buffer_size: int = sys.maxsize,
-        *,
-        isolated: bool = False,
     ) -> list[Tensor]:
         """For each position the sum over slots, in slot order. Dense tensors travel in flat buckets."""
         first = inputs[0]
@@ -259,19 +245,19 @@ class Transport(ABC):
         flat_ones = travel_flat_on_every_slot(inputs)
         buckets, _ = plan_buckets(first, buffer_size, candidates=flat_ones, keep_repeats=False)
         for index in set(range(len(first))).difference(flat_ones):
-            results[index] = self._sum_singly([tensors[index] for tensors in inputs], destination, isolated)
+            results[index] = self._sum_singly([tensors[index] for tensors in inputs], destination)
         for bucket in buckets:
-            totals = self._sum_bucket(bucket, inputs, destination, isolated)
+            totals = self._sum_bucket(bucket, inputs, destination)
             for index, total in zip(bucket.indices, totals, strict=True):
                 results[index] = total
         return results
 
     def _sum_bucket(
-        self, bucket: Bucket, inputs: Sequence[Sequence[Tensor]], destination: torch.device, isolated: bool
+        self, bucket: Bucket, inputs: Sequence[Sequence[Tensor]], destination: torch.device
     ) -> list[Tensor]:
         dtype = inputs[0][bucket.indices[0]].dtype
         is_there = [tensors[bucket.indices[0]].device == destination for tensors in inputs]
-        if summed_in(dtype) == dtype and all(is_there) and not isolated:
+        if summed_in(dtype) == dtype and all(is_there):
             # Nothing has to travel, so nothing has to be flattened.
             terms = [[tensors[i] for i in bucket.indices] for tensors in inputs]
             totals = _torch.foreach_add(terms[0], terms[1])
@@ -280,44 +266,28 @@ class Transport(ABC):
             return list(totals)
         # A generator: a star flattens the next slot's tensors when it has added the buffer before.
         flats = (flatten(bucket, tensors) for tensors in inputs)
-        return unflatten(bucket, self.add_flat(flats, destination, isolated=isolated))
+        return unflatten(bucket, self.add_up(flats, destination))
 
     def add_flat(
-        self,
-        flats: Iterable[Tensor],
-        destination: torch.device,
-        *,
-        travelling: Travelling | None = None,
-        isolated: bool = False,
+        self, flats: Iterable[Tensor], destination: torch.device, *, travelling: Travelling | None = None
     ) -> Tensor:
         """The sum of flat buffers, in the order given, on ``destination``. It may overwrite the buffers."""
-
-        def sent(flats: Iterable[Tensor]) -> Iterator[Tensor]:
-            for place, flat in enumerate(flats):
-                # The first slot is at home on the destination. Other isolated slots send their buffer even from there.
-                yield self.send(flat, destination) if isolated and place and flat.device == destination else flat
-
         if travelling is None:
-            return self.add_up(sent(flats), destination)
+            return self.add_up(flats, destination)
         flats = [*flats]
         # The memory of the sum is made outside, so that it belongs to the stream that is current there.
         total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
         with travelling([*flats, total]):
-            added = self.add_up(sent(flats), destination)
+            added = self.add_up(flats, destination)
             if added.data_ptr() != total.data_ptr():
-                note("direct", added, destination)
+                note_copy("direct", added, destination)
                 total.copy_(added)
         return total
 
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
-    def scatter(
-        self, tensor: Tensor, devices: Sequence[torch.device], sizes: Sequence[int], dim: int, *, own: bool = False
-    ) -> list[Tensor]:
-        """Consecutive chunks of the given sizes along ``dim``. Chunks that need not move are views.
-
-        If ``own``, slots other than the first get their own storage.
-        """
+    def scatter(self, tensor: Tensor, devices: Sequence[torch.device], sizes: Sequence[int], dim: int) -> list[Tensor]:
+        """Consecutive chunks of the given sizes along ``dim``. Chunks that need not move are views."""
         if len(sizes) == 1:
             return [self.to_device(tensor, devices[0])]
         if tensor.layout is torch.sparse_coo:
@@ -325,10 +295,7 @@ class Transport(ABC):
             chunks = [tensor.detach().narrow_copy(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
         else:
             chunks = list(torch.split(tensor.detach(), list(sizes), dim))
-        return [
-            same_kind(self.to_device(chunk, device, own=own and slot > 0), tensor)
-            for slot, (chunk, device) in enumerate(zip(chunks, devices, strict=True))
-        ]
+        return [same_kind(self.to_device(chunk, device), tensor) for chunk, device in zip(chunks, devices, strict=True)]
 
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:
         """The tensors one after the other along ``dim``. A single one that is there already is returned as it is."""

@@ -1,19 +1,7 @@
-"""What happens to the sum of a bucket after the slots: the protocol between `replicate` and who takes sums further.
+"""What happens to the sum of a bucket after the slots, in ``replicate`` over machines or with a communication hook.
 
-Without an `AfterSlots` the sums over the slots are the gradients. With one, every pass that sums gradients is a row of
-calls, the same on all machines ::
-
-    backward = after.begin(contents)          # before the first bucket
-    arriving = backward.launch(sums)          # each bucket once, in the order of its index, in the agreed order
-    arriving = backward.end(used)             # after the last bucket
-    arriving.wait()                           # only when all of the pass has been launched
-
-Buckets that the pass has not reached come too, with zeros. ``composable.exchanges`` makes these calls.
-``composable.machine_sums`` adds the sums of all machines, and communication hooks do what the user's function does.
-
-Streams: `launch` is called with the streams current on which the sum was made (side streams, if there are any): what
-reads the sum there, such as a copy to host memory, needs no event. `wait` of a launched bucket is called with the
-computing streams of the forward current, and orders its result on them. This file imports nothing that sends.
+Without an `AfterSlots` the sums over the slots are the gradients. With one, every pass that sums gradients is the same
+row of calls on all machines: `AfterSlots.begin`, `Backward.launch` for each bucket in order, `Backward.end`, waits.
 """
 
 from __future__ import annotations
@@ -22,11 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from dataparallel.comm.buckets import Bucket
+from dataparallel.autograd.bucket_gradients import SourceGradients
+from dataparallel.comm.buckets import Bucket, Layout, flatten
+from dataparallel.composable.gradient_sums import WaitingBucket
 
-__all__ = ["AfterSlots", "Arriving", "Backward", "BucketSum"]
+__all__ = ["AfterSlots", "Arriving", "Backward", "BucketSum", "ChainedBucket"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +77,73 @@ class AfterSlots(Protocol):
 
     def signal_failure(self, error: BaseException) -> None:
         """A pass has failed here before it began, so the others would wait for it. A recorded forward has, too."""
+
+
+class ChainedBucket:
+    """One bucket of a chain.
+
+    Attributes:
+        waiting: the gradients that wait for a later pass.
+        layout: how gradients lie in a flat buffer: each in the order of a contiguous tensor, whatever its strides are,
+            so that it is the same on all machines.
+        names: the names of the sources.
+    """
+
+    def __init__(self, waiting: WaitingBucket, names: Sequence[str]) -> None:
+        self.waiting, self.names = waiting, list(names)
+        for name, source in zip(names, waiting.sources, strict=True):
+            if source.layout is not torch.strided or source.is_nested:
+                raise TypeError(
+                    f"parameter {name!r} is {'nested' if source.is_nested else source.layout}: its gradient cannot "
+                    "travel in a flat buffer. Pass it in ignored_params, and sum its gradient yourself"
+                )
+        self.layout = Bucket.of([(i, _row_major(source)) for i, source in enumerate(waiting.sources)])
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and device of the bucket."""
+        return self.waiting.sources[0]
+
+    def describe(self) -> str:
+        """The bucket in words that are equal on all machines if the buckets are."""
+        members = [f"{self.names[i]} {list(self.waiting.sources[i].shape)}" for i in self.layout.indices]
+        return f"{self.like.dtype}: {', '.join(members)}"
+
+    def packed(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """A new flat buffer with these gradients, on the current stream.
+
+        Raises:
+            TypeError: a gradient is sparse. The message names its parameter.
+        """
+        filled = []
+        for name, source, grad in zip(self.names, self.waiting.sources, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise TypeError(
+                    f"the gradient of {name!r} has the layout {grad.layout}, and gradients go on to other machines, or "
+                    "to a hook, in flat buffers. Make it dense, with sparse=False in an Embedding; or pass the "
+                    "parameter in ignored_params, and sum its gradient yourself"
+                )
+            filled.append(torch.zeros_like(source) if grad is None else grad)
+        return flatten(self.layout, filled)
+
+    def fits(self, sums: SourceGradients) -> bool:
+        """True if ``sums.flat`` is laid out in this way already."""
+        return (
+            sums.flat is not None
+            and sums.bucket is not None
+            and sums.bucket.row_major
+            and sums.bucket.indices == self.layout.indices
+        )
+
+    def zeros(self) -> Tensor:
+        """A flat buffer for a bucket without gradients, on the current stream."""
+        return torch.zeros(self.layout.numel, dtype=self.like.dtype, device=self.like.device)
+
+
+def _row_major(tensor: Tensor) -> Layout:
+    shape = tuple(tensor.shape)
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return Layout(shape, shape, tuple(reversed(strides)), tensor.numel(), True)

@@ -1,25 +1,27 @@
-"""Communication hooks: what a user's function does with a bucket of gradients once the slots' gradients are summed.
+"""Communication hooks: a user's function does with the sum of a bucket over the slots whatever it likes.
 
-A hook is called as those of ``torch.nn.parallel.DistributedDataParallel`` are, so torch's own hooks run unchanged::
-
-    hook(state, bucket) -> torch.futures.Future[Tensor]
-
-`GradBucket` is the bucket that it gets, and `CommHook` a registered hook with its state: it calls the hook and checks
-what comes back. When a bucket is ready, and in which thread the hook runs, is up to ``composable.hooked_sums``. This
-file knows no process group, no streams and nothing of autograd.
+It is called as those of ``torch.nn.parallel.DistributedDataParallel``: ``hook(state, bucket)`` returns a
+``torch.futures.Future`` of a tensor. `HookedSums` is the `AfterSlots` of a hook where there are no machines.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CommHook", "GradBucket", "wait_for"]
+from dataparallel._torch import current_stream_at
+from dataparallel.composable.after_slots import BucketSum
+from dataparallel.devices import current_device_set
+from dataparallel.streams.current import Event, kept_stream, streams_set
+from dataparallel.streams.nodes import memory_of
+
+__all__ = ["Called", "CommHook", "GradBucket", "HookedSums", "wait_for"]
 
 
 class GradBucket:
@@ -197,3 +199,122 @@ def _name_of(hook: Any) -> str:
 
 def _what(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+class HookedSums:
+    """The `AfterSlots` of a hook."""
+
+    def __init__(self, hook: CommHook) -> None:
+        self.hook = hook
+        self._lock = threading.Lock()  # several threads may have a pass each
+        self._under_way: Any = None
+
+    def begin(self, contents: str) -> _Pass:
+        """See `AfterSlots`."""
+        return _Pass(self)
+
+    def signal_failure(self, error: BaseException) -> None:
+        """See `AfterSlots`. No other process is known."""
+
+    def call(self, bucket: GradBucket) -> Called:
+        """Calls the hook, once the call for the bucket before it is done.
+
+        Raises:
+            Exception: as `CommHook.begin`.
+        """
+        with self._lock:
+            former, self._under_way = self._under_way, None
+            if former is not None:
+                wait_for(former)
+            called = Called(self.hook, bucket)
+            if not called.future.done():
+                self._under_way = called.future
+        return called
+
+
+class _Pass:
+    """A `Backward`."""
+
+    def __init__(self, sums: HookedSums) -> None:
+        self._sums = sums
+        self._has_failed = False
+
+    def launch(self, sums: BucketSum) -> Called | None:
+        """See `Backward`. If the pass fails elsewhere, the hook is still called for the other buckets, with zeros.
+
+        After a failure of its own it is not called again, and nobody waits for what this returns.
+
+        Raises:
+            Exception: as `CommHook.begin`.
+        """
+        if self._has_failed:
+            return None
+        self._has_failed = True
+        called = self._sums.call(GradBucket(sums.index, sums.count, sums.flat, sums.parameters, sums.names))
+        self._has_failed = False
+        return called
+
+    def end(self, used: Sequence[bool], error: BaseException | None = None) -> _There:
+        """See `Backward`. Only this process is known, so a gradient is ``None`` if no slot has used the parameter."""
+        return _There(used)
+
+
+class _There:
+    """What is known at once. Who waits for the end of a pass has waited for its buckets before."""
+
+    def __init__(self, value: Sequence[bool]) -> None:
+        self._value = value
+
+    def wait(self) -> Sequence[bool]:
+        return self._value
+
+
+class Called:
+    """A call of the hook. Made with the streams current that have made the bucket's sum, or with an event behind it.
+
+    Attributes:
+        future: what the hook has returned.
+    """
+
+    def __init__(self, hook: CommHook, bucket: GradBucket, summed: Event | None = None) -> None:
+        self._hook, self._bucket = hook, bucket
+        self._device = bucket.buffer().device
+        self._stream = None if self._device.type == "cpu" else kept_stream(self._device, "hooks")
+        with self._stream_set(bucket.buffer(), summed):
+            self.future = hook.begin(bucket)
+        self._was_done = self.future.done()
+        self._event = None if self._stream is None else Event(self._stream)
+
+    def check(self) -> None:
+        """Raises as `CommHook.value`. The future has to be done."""
+        self._hook.value(self._bucket, self.future)
+
+    def wait(self) -> Tensor:
+        """The gradients, on the current stream.
+
+        Raises:
+            Exception: as `CommHook.value`.
+        """
+        wait_for(self.future)
+        if self._event is None:
+            return self._bucket.owned(self._hook.value(self._bucket, self.future))
+        here = current_stream_at(self._device.index)
+        self._event.make_wait(here)
+        if not self._was_done:
+            Event(torch.get_device_module(self._device).default_stream(self._device)).make_wait(here)
+        value = self._hook.value(self._bucket, self.future)
+        for memory in memory_of(value):  # it may have been allocated on another stream
+            memory.record_stream(here)
+        return self._bucket.owned(value)
+
+    @contextmanager
+    def _stream_set(self, flat: Tensor, summed: Event | None) -> Iterator[None]:
+        """Inside, the stream and the device of hooks are current. The stream is behind what has made ``flat``."""
+        if self._stream is None:
+            yield
+            return
+        (summed or Event(current_stream_at(self._device.index))).make_wait(self._stream)
+        # If the pass fails, nobody's stream waits for this one before the memory is used again.
+        flat.record_stream(self._stream)
+        with current_device_set(self._device), streams_set({self._device: self._stream}):
+            yield

@@ -1,45 +1,49 @@
-"""The nodes of a chain of buckets whose sums go on after the slots, in autograd's graph.
+"""The nodes of a bucket's sums in ``replicate``, in autograd's graph, and the passes of a module whose sums go on.
 
-The nodes of all buckets, whose order the engine keeps by tokens, are one chain ::
-
-    parameters <-- FromExchange <-- AllArrived <-- EndOfBackward <-- ToExchange of the last bucket
-                                                                 <-- ... <-- ToExchange of the first bucket
-
-- `ToExchange` sums a bucket over the slots and launches it. Before it launches its own bucket it launches earlier ones
-  that this pass does not reach, with zeros: the engine would have run them before. The engine runs later ones in any
-  case. So each pass launches all buckets in their order, on every machine.
-- `EndOfBackward` then says which parameters have a gradient here.
-- `AllArrived` blocks until all has arrived. Every `FromExchange` follows it, also those of buckets that this pass has
-  not reached. So nobody waits before all is launched, and no ``.grad`` is written before the pass has succeeded
-  everywhere. A parameter that is used on no machine gets ``None``.
-
-On the CPU one thread runs all nodes, and the last two run when nothing else is ready. So an error anywhere in this
-machine's backward comes before its end. The threads of accelerators never block: `AllArrived` runs in the thread that
-has called ``backward``, and `ToExchange` of the last bucket that the pass reaches does what the rest would do.
-
-``composable.exchanges`` has what the nodes call, and ``composable.persistent_copies`` makes them.
+Where sums go on after the slots (``after_slots``), the nodes of all buckets are one row, and tokens keep its order.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dataparallel import _torch
 from dataparallel.autograd.bucket_nodes import FromSource, ToSlots
-from dataparallel.autograd.node import Node
-from dataparallel.autograd.node_order import run_before_last, run_last
-from dataparallel.composable.exchanges import Chain
-from dataparallel.composable.gradient_sums import PersistentToSlots
+from dataparallel.autograd.gradient_streams import GradientStreams
+from dataparallel.autograd.node import Node, run_before_last, run_last
+from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
+from dataparallel.composable.after_slots import AfterSlots
+from dataparallel.composable.exchanges import Chain, Exchange
+from dataparallel.composable.gradient_sums import WaitingBucket
+from dataparallel.structures import tensors_in
 
-__all__ = ["make_sources", "make_to_slots"]
+__all__ = ["Passes", "PersistentToSlots", "make_sources", "make_to_slots"]
+
+_LEFTOVER = 5.0
+"""Seconds for the engine's threads to leave a pass that has failed, before the next one is refused."""
 
 
 def make_sources(chain: Chain) -> tuple[list[Tensor], Tensor]:
-    """Makes the nodes before the sums: for each bucket a handle, and the first token."""
+    """Makes the nodes that the sums go to: for each bucket a handle, and the first token. ::
+
+        parameters <-- FromExchange <-- AllArrived <-- EndOfBackward <-- ToExchange of the last bucket
+                                                                     <-- ... <-- ToExchange of the first bucket
+
+    Every `FromExchange` follows `AllArrived`, also those of buckets that a pass does not reach. So nobody waits before
+    all is launched, and no ``.grad`` is written before the pass has succeeded everywhere.
+
+    On the CPU one thread runs all nodes, and `EndOfBackward` and `AllArrived` run when nothing else is ready. So an
+    error anywhere in this machine's backward comes before its end. The threads of accelerators never block:
+    `AllArrived` runs in the thread that has called ``backward``.
+    """
     handles: list[Tensor] = []
     tokens: list[Tensor] = []
     for bucket in chain.buckets:
@@ -67,8 +71,50 @@ def make_to_slots(chain: Chain, index: int, token: Tensor) -> Callable[..., Sequ
     return to_slots
 
 
+class PersistentToSlots(ToSlots):
+    """A bucket's node, used by many passes. ``node.waiting`` is its `WaitingBucket`.
+
+    Its last input is a token: the last output of the node that was made before it. So the engine runs this node before
+    that one, and every pass launches sums in the same order, whatever the order in which gradients arrive. Collectives
+    that follow the sums need one order on all machines.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, slots: Sequence[torch.device], gradient_streams: GradientStreams | None, handle: Tensor, token: Tensor
+    ) -> tuple[Tensor, ...]:
+        """As that of `ToSlots`; the token is passed on."""
+        return (*ToSlots.forward(ctx, slots, gradient_streams, handle), token.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
+        """The sums over the slots; or nothing, while gradients wait on the slots.
+
+        A pass that is recorded always gets sums: it does not add to ``.grad`` in place, but puts another tensor there.
+        """
+        waiting: WaitingBucket = ctx.waiting
+        from_source = next(following for following, _ in ctx.next_functions if following is not None)
+        reached, written = waiting.reached(from_source)
+        by_slot = ToSlots.brought(envelopes[:-1])
+        if not reached:  # only the order of the nodes makes the engine run this one
+            return None, None, None, None
+        with ToSlots.computing_streams_set(ctx):
+            if written:
+                if waiting.has_leaves_only and not waiting.sums.are_on and not torch.is_grad_enabled():
+                    return None, None, ToSlots.handed_on(ctx, waiting.keep(by_slot, written)), None
+                kept = waiting.take(written).kept
+                if kept:
+                    with ToSlots.adding_streams_set(ctx):
+                        by_slot = waiting.added(by_slot, kept)
+            return None, None, ToSlots.summed(ctx, by_slot), None
+
+
 class ToExchange(PersistentToSlots):
-    """A bucket's node; see `PersistentToSlots`. ``node.chain`` and ``node.index`` say which one it is."""
+    """A bucket's node; see `PersistentToSlots`. ``node.chain`` and ``node.index`` say which one it is.
+
+    Before its own bucket it launches earlier ones that this pass does not reach: the engine would have run them before.
+    It runs later ones in any case. So each pass launches all buckets in their order, on every machine.
+    """
 
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
@@ -133,3 +179,84 @@ class FromExchange(FromSource):
     def backward(ctx: Any, envelope: Tensor | None, token: Tensor | None = None) -> tuple[Tensor | None, ...]:
         exchange = ctx.chain.passes.this(ctx.chain)
         return tuple(exchange.take(ctx.index)) if exchange.is_on else FromSource.backward(ctx, envelope)
+
+
+class Passes:
+    """All passes of one module. A hook on the outputs of a call notices where a pass begins.
+
+    A pass may go over the copies of several forwards: then those that were made first have their turn first.
+
+    Attributes:
+        after: what follows the slots.
+        chains: those whose graphs still exist.
+    """
+
+    def __init__(self, after: AfterSlots) -> None:
+        self.after = after
+        self.chains: weakref.WeakSet[Chain] = weakref.WeakSet()
+        self._changed = threading.Condition()
+        self._under_way: set[PassOfBackward] = set()  # those that go over a chain
+
+    def notice(self, output: Any) -> None:
+        """Notices each pass that begins with the output of a call."""
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(self.begin)
+
+    @_torch.not_traced
+    def begin(self, grad: Tensor | None = None) -> None:
+        """Notices the running pass: a hook on the outputs of calls."""
+        running = running_pass()
+        with self._changed:
+            if self in running.contents:
+                return
+            self._wait_for_leftovers()
+            running.get(self, self._begin)  # another thread of the same pass may have waited too
+
+    def this(self, chain: Chain) -> Exchange:
+        """The running pass over a chain.
+
+        Raises:
+            RuntimeError: it is nested in another one.
+        """
+        running = running_pass()
+        with self._changed:
+            if self not in running.contents and self._under_way:  # it did not come by the outputs of a call
+                raise _nested()
+            return running.get(self, self._begin)[chain]
+
+    def _begin(self, running: PassOfBackward) -> dict[Chain, Exchange]:
+        before: Exchange | None = None
+        exchanges: dict[Chain, Exchange] = {}
+        for chain in sorted(self.chains, key=lambda chain: chain.number):
+            if chain.is_reached():
+                before = exchanges[chain] = Exchange(chain, before)
+        if exchanges:
+            self._under_way.add(running)
+        running.on_end(partial(self._end, running, exchanges))
+        return exchanges
+
+    def _wait_for_leftovers(self) -> None:
+        """Waits until no other pass is under way. One that has failed may still be in a thread of the engine."""
+        until = time.monotonic() + _LEFTOVER
+        while self._under_way:
+            if not self._changed.wait(max(0.0, until - time.monotonic())):
+                raise _nested()
+
+    def _end(self, ended: PassOfBackward, exchanges: dict[Chain, Exchange], ok: bool) -> None:
+        try:
+            if not ok:
+                for exchange in exchanges.values():
+                    exchange.fail(error_of_failed_pass())
+        finally:
+            with self._changed:
+                self._under_way.discard(ended)
+                self._changed.notify_all()
+
+
+def _nested() -> RuntimeError:
+    return RuntimeError(
+        "a backward has reached the parameters of a module, whose sums go on to other machines or to a hook, while "
+        "another backward of the module is under way. If a checkpoint inside it nests them, pass "
+        "use_reentrant=False to it; if two threads run them, run one after the other"
+    )

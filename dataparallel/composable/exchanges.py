@@ -1,30 +1,16 @@
-"""Passes whose sums go on after the slots: in one order on all machines, and each to its end, whatever happens.
+"""One pass over the buckets of copies that were made together, whose sums go on after the slots (``after_slots``).
 
-What follows the slots is an `AfterSlots`. Every pass over a `Chain`, which is the row of buckets of copies that were
-made together, is one `Exchange`. The nodes of the graph, which call it, are in ``composable.exchange_nodes``.
-
-A pass is noticed where it begins, by a hook on the outputs of the call. The engine then holds an object until the
-pass ends. If it drops that object before, the pass has failed, and what the other machines wait for is sent with zeros
-and the word that this pass has failed.
-
-A backward may lead through several modules, and through several chains of one module: then the oldest chain goes first.
-
-Streams: a bucket is launched with the streams current on which it was summed, side streams if there are any. `wait`
-makes the computing stream of the root wait for the event behind the launch, and orders what arrives on that stream, to
-which `FromExchange` belongs. Until then the memory of the sum is held.
-
-``composable.persistent_tensors`` makes chains and ``composable.replicate_state`` hooks outputs.
+All machines launch the same buckets in the same order, and end the pass, whatever happens: if it fails here, the
+buckets that are missing go on with zeros, and the others hear of the failure. The nodes in ``exchange_nodes`` call it.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate, count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,21 +18,17 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.bucket_gradients import SlotGradients, SourceGradients
 from dataparallel.autograd.bucket_nodes import ToSlots
-from dataparallel.autograd.end_of_pass import at_end_of_pass
 from dataparallel.comm.buckets import unflatten
-from dataparallel.composable.after_slots import AfterSlots, Arriving, Backward, BucketSum
-from dataparallel.composable.chained_buckets import ChainedBucket
-from dataparallel.composable.exchanged_sums import Taken
-from dataparallel.composable.gradient_sums import reached_sources
+from dataparallel.composable.after_slots import Arriving, Backward, BucketSum, ChainedBucket
+from dataparallel.composable.gradient_sums import Taken
 from dataparallel.streams.current import Event, streams_set
-from dataparallel.structures import tensors_in
 
-__all__ = ["Chain", "Exchange", "Passes"]
+if TYPE_CHECKING:
+    from dataparallel.composable.exchange_nodes import Passes
+
+__all__ = ["Chain", "Exchange"]
 
 _numbers = count()
-
-_LEFTOVER = 5.0
-"""Seconds for the engine's threads to leave a pass that has failed, before the next one is refused."""
 
 _OLDER = 300.0
 """Seconds that a chain waits for an older one of the same pass. Only an error keeps that from being launched."""
@@ -92,12 +74,12 @@ class Chain:
         return end is not None and _torch.will_engine_execute_node(end)
 
     def reached(self) -> list[tuple[bool, set[int]]]:
-        """`reached_sources` of each bucket, in the running pass."""
+        """`WaitingBucket.reached` of each bucket, in the running pass."""
         end = None if self.end is None else self.end()
         assert end is not None
         ((all_arrived, _),) = [following for following in end.next_functions if following[0] is not None]
         nodes = [node for node, _ in all_arrived.next_functions if node is not None]
-        return [reached_sources(node, bucket.waiting.sources) for node, bucket in zip(nodes, self.buckets, strict=True)]
+        return [bucket.waiting.reached(node) for node, bucket in zip(nodes, self.buckets, strict=True)]
 
     def has_gradients(self) -> list[bool]:
         """For each bucket: if the running pass reaches its copies on a slot."""
@@ -148,7 +130,7 @@ class Exchange:
     # ---- in the nodes ------------------------------------------------------------------------------------------------
 
     def keep(self, index: int, by_slot: Sequence[SlotGradients | None]) -> list[Tensor | None] | None:
-        """Keeps a bucket's gradients on the slots; see `ExchangedBucket.keep`."""
+        """Keeps a bucket's gradients on the slots; see `WaitingBucket.keep`."""
         reached, written = self._reached[index]
         if not reached:
             return None
@@ -163,7 +145,8 @@ class Exchange:
     def bring(self, ctx: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> None:
         """Launches a bucket, and those around it that this pass does not reach.
 
-        The thread of a device ends what is launched, too: that of the caller may already wait for another module.
+        On an accelerator the thread that launches the last bucket also ends the row: the thread that called
+        ``backward`` may already block in `wait` of another module.
         """
         if index < self._count:  # it was launched with the bucket before it
             return
@@ -267,6 +250,7 @@ class Exchange:
                 f"after {_OLDER:g} s the gradients of an earlier forward of this backward have not been launched: "
                 "an error has ended their part of it"
             )
+        # The event behind a launch orders what arrives on the computing stream. Sums are held until then.
         with streams_set(self.chain.streams):
             while self._launched:
                 arriving, flat, sums, made = self._launched[0]
@@ -319,88 +303,3 @@ class Exchange:
         for index in range(len(self._launched), len(self.chain.buckets)):
             self._launch(index, self.chain.buckets[index].zeros(), None, {})
         self._send_end(error)
-
-
-class Passes:
-    """All passes of one module.
-
-    Attributes:
-        after: what follows the slots.
-        chains: those whose graphs still exist.
-    """
-
-    def __init__(self, after: AfterSlots) -> None:
-        self.after = after
-        self.chains: weakref.WeakSet[Chain] = weakref.WeakSet()
-        self._changed = threading.Condition()
-        self._begun: dict[int, dict[Chain, Exchange]] = {}  # by the engine's number of the pass
-
-    def notice(self, output: Any) -> None:
-        """Notices each pass that begins with the output of a call."""
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self.begin)
-
-    @_torch.not_traced
-    def begin(self, grad: Tensor | None = None) -> None:
-        """Notices the running pass: a hook on the outputs of calls."""
-        number = _torch.current_graph_task_id()
-        with self._changed:
-            if number in self._begun:
-                return
-            self._wait_for_leftovers()
-            if number not in self._begun:  # another thread of the same pass may have waited too
-                self._begin(number)
-
-    def this(self, chain: Chain) -> Exchange:
-        """The running pass over a chain.
-
-        Raises:
-            RuntimeError: it is nested in another one.
-        """
-        number = _torch.current_graph_task_id()
-        with self._changed:
-            if number not in self._begun:  # it did not come by the outputs of a call
-                if self._is_busy():
-                    raise _nested()
-                self._begin(number)
-            return self._begun[number][chain]
-
-    def _begin(self, number: int) -> None:
-        before: Exchange | None = None
-        exchanges: dict[Chain, Exchange] = {}
-        for chain in sorted(self.chains, key=lambda chain: chain.number):
-            if chain.is_reached():
-                before = exchanges[chain] = Exchange(chain, before)
-        self._begun[number] = exchanges
-        at_end_of_pass(partial(self.finish, number))
-
-    def _is_busy(self) -> bool:
-        return any(self._begun.values())
-
-    def _wait_for_leftovers(self) -> None:
-        """Waits until no other pass is under way. One that has failed may still be in a thread of the engine."""
-        until = time.monotonic() + _LEFTOVER
-        while self._is_busy():
-            if not self._changed.wait(max(0.0, until - time.monotonic())):
-                raise _nested()
-
-    def finish(self, number: int, error: BaseException | None) -> None:
-        """A pass has ended."""
-        with self._changed:
-            exchanges = self._begun.pop(number, {})
-        try:
-            if error is not None:
-                for exchange in exchanges.values():
-                    exchange.fail(error)
-        finally:
-            with self._changed:
-                self._changed.notify_all()
-
-
-def _nested() -> RuntimeError:
-    return RuntimeError(
-        "a backward has reached the parameters of a module, whose sums go on to other machines or to a hook, while "
-        "another backward of the module is under way. If a checkpoint inside it nests them, pass "
-        "use_reentrant=False to it; if two threads run them, run one after the other"
-    )

@@ -1,7 +1,6 @@
-"""What ranks tell each other when they save or load the state of a model together.
+"""What ranks tell each other when they save or load the state of a model together; without machines, nothing.
 
-Before anything is sent or changed all ranks say that they can go on and with what, so an error on one of them is an
-error on all. Without machines nothing here does anything. ``composable.full_state`` calls this file, nobody else.
+Before anything is sent or changed all ranks say that they can go on and with what: an error on one is an error on all.
 """
 
 from __future__ import annotations
@@ -54,25 +53,21 @@ def saved_parameters(optimizer: Optimizer, of_optimizer: Mapping[str, Any]) -> d
     return dict(zip(saved, present, strict=True))
 
 
-# ---- who takes part --------------------------------------------------------------------------------------------------
-
-
 def sharded_over(model: nn.Module) -> list[Machines]:
     """The machines over which tensors of the model are sharded."""
-    found: dict[Machines, None] = {}
-    for tensor in chain(model.parameters(), model.buffers()):
-        if isinstance(tensor, ShardedTensor) and tensor.over is not None:
-            from dataparallel.machines.over import OverMachines
+    tensors = chain(model.parameters(), model.buffers())
+    found = dict.fromkeys(tensor.over for tensor in tensors if isinstance(tensor, ShardedTensor))
+    if not any(found):
+        return []
+    from dataparallel.machines.group import Machines
 
-            if isinstance(tensor.over, OverMachines):
-                found[tensor.over.machines] = None
-    return [*found]
+    return [over for over in found if isinstance(over, Machines)]
 
 
 def all_machines(model: nn.Module) -> list[Machines]:
     """Also those that have the same parts as this one."""
-    replicas = [state.unit.machines.replicate for state in states_of(model) if state.unit.machines is not None]
-    return [*dict.fromkeys([*sharded_over(model), *(machines for machines in replicas if machines is not None)])]
+    of_units = (state.unit.machines for state in states_of(model))
+    return [*dict.fromkeys(machines.all for machines in of_units if machines is not None)]
 
 
 def checked_together(
@@ -82,7 +77,7 @@ def checked_together(
 
     Args:
         groups: all ranks of them call this. A failure in one of them is passed on to the next one.
-        what: all ranks do, for messages.
+        what: for messages.
         act: what this rank does by itself.
         describe: what has to be equal on all ranks.
 
@@ -100,12 +95,9 @@ def checked_together(
             compare(left.pop(0), what, description)
     except BaseException as error:
         for machines in left:
-            machines.line.signal_failure(error)
+            machines.queue.signal_failure(error)
         raise
     return result
-
-
-# ---- what they compare -----------------------------------------------------------------------------------------------
 
 
 def described(state: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dataparallel.composable.fully_shard_arguments import (
     parameters_of_unit,
     places_of,
 )
-from dataparallel.composable.fully_shard_machines import send_values, start_over_machines
+from dataparallel.composable.fully_shard_machines import compare_start, failing_together, machines_for, send_values
 from dataparallel.composable.fully_shard_state import FullyShardState
 from dataparallel.composable.fully_sharded_module import FullyShardedModule
 from dataparallel.composable.managed import own_parameters
@@ -135,11 +135,12 @@ def _prepare(
     slots = resolve_slots(devices)
     if not slots and (process_group is not None or mesh is not None):
         slots = [CPU]
-    start = start_over_machines(process_group, mesh, slots)
-    with start.failing_together():
+    machines = machines_for(process_group, mesh, slots)
+    parts, given = (1, (None, None)) if machines is None else (machines.parts, machines.given)
+    with failing_together(machines):
         for each in module:
             check_kind(each)
-            check_sync_batch_norm(each, sync_batch_norm, slots, start.given != (None, None))
+            check_sync_batch_norm(each, sync_batch_norm, slots, machines is not None)
         options = CallOptions.checked(
             module,
             slots,
@@ -154,21 +155,22 @@ def _prepare(
         check_policies(mp_policy, offload_policy)
         compiled = [CompileArgument.checked(each, compile) for each in module]
         if reshard_after_forward is not None:
-            check_reshard(reshard_after_forward, len(slots), start.parts)
+            check_reshard(reshard_after_forward, len(slots), parts)
         ignored = [] if ignored_params is None else [*ignored_params]
         named = parameters_of_unit(module, ignored)
         fully_shard.check_unshared(named)
         check_parameters(named)
-        check_children(module, slots, start.given)
+        check_children(module, slots, given)
         kept = {id(parameter) for parameter in ignored}
-        placements = places_of(named, shard_placement_fn, len(slots) * start.parts)
+        placements = places_of(named, shard_placement_fn, len(slots) * parts)
     settings = {
         "reshard_after_forward": reshard_after_forward,
         "placements": placements,
         "mp_policy": mp_policy,
         "offload_policy": type(offload_policy).__name__,
     }
-    machines = start.machines(module, named, slots, settings)
+    if machines is not None:
+        compare_start(machines, module, named, slots, settings)
     for each in module:
         prepare(each, sync_batch_norm, slots, machines is not None)
     return FullyShardState(

@@ -32,6 +32,7 @@ from dataparallel.units.unit import Precision, Unit
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall
+    from dataparallel.units.over_machines import MachinesOfTree
 
 __all__ = ["FullyShardState"]
 
@@ -90,7 +91,7 @@ class FullyShardState(StateOnSlots):
             return any(parameter is own for own in self._parameters)
         if not isinstance(parameter, ShardedTensor):  # most are not, and forms ask about each parameter of each unit
             return False
-        registered = (registry.get(name) for registry, name, _ in self.unit.places)
+        registered = (registry.get(name) for registry, name, _ in self.unit.registered.places)
         return any(parameter is own for own in (*self.unit.parameters, *registered))
 
     # ---- the parameters become sharded -------------------------------------------------------------------------------
@@ -119,11 +120,11 @@ class FullyShardState(StateOnSlots):
         for module in {id(m): m for top in modules for m in top.modules()}.values():
             for key, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in position:
-                    unit.places.append((module._parameters, key, position[id(parameter)]))
+                    unit.registered.places.append((module._parameters, key, position[id(parameter)]))
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[key] = buffer.to(self.slots[0])
-        unit.register_sharded()
+        unit.registered.show_sharded()
         self.unit = unit
         self._parameters = []  # frees the plain ones
 

@@ -85,7 +85,7 @@ class FullyShardedModule(ManagedModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module, for the gradients of the sharded parameters, also while the module has full ones."""
         for unit in _units(self) if UNIT_ON_SLOT not in vars(self) else ():
-            unit.register_sharded()
+            unit.registered.show_sharded()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:

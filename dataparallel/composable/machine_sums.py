@@ -1,11 +1,7 @@
-"""What `replicate` does over machines: it adds the sums of all machines, and has them agree before a forward.
+"""What `replicate` does over machines: it adds the sums of all machines, and has them agree before a recorded forward.
 
-`MachineSums` follows the slots (``composable.after_slots``). `Agreement` is what a recorded forward begins with: the
-buffers of rank 0, and the order of buckets after the first pass. Only these talk to other machines; a forward without
-grad mode does not, so one machine may evaluate alone.
-
-This file is imported where a group or a mesh was given, and imports ``machines``. The launcher there makes every wait
-end, and says why.
+A forward without grad mode talks to no other machine, so one machine may evaluate alone. This file is imported where a
+group or a mesh was given.
 """
 
 from __future__ import annotations
@@ -20,11 +16,10 @@ from torch import Tensor
 
 from dataparallel.composable.after_slots import Arriving, BucketSum
 from dataparallel.machines.arguments import machines_of
-from dataparallel.machines.collectives import all_reduce
+from dataparallel.machines.collectives import all_reduce, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Round
-from dataparallel.machines.staging import stage
 from dataparallel.machines.start import failing_together, send_values
 
 if TYPE_CHECKING:
@@ -50,17 +45,20 @@ class MachineSums:
 
     def begin(self, contents: str) -> _Backward:
         """A pass begins."""
-        return _Backward(self._machines, self._machines.line.begin("backward", contents), self._average)
+        round = self._machines.queue.begin_round("backward", contents)
+        return _Backward(self._machines, round, self._average)
 
     def signal_failure(self, error: BaseException) -> None:
         """A pass has failed before it began, or a recorded forward has. What all machines know of is not told again."""
         if not isinstance(error, MachinesError):
-            self._machines.line.signal_failure(error)
+            self._machines.queue.signal_failure(error)
 
 
 class _Backward:
     def __init__(self, machines: Machines, round: Round, average: bool) -> None:
-        self._machines, self._round, self._average = machines, round, average
+        self._machines, self._average = machines, average
+        self.end = round.end
+        self._round = round
 
     def launch(self, sums: BucketSum) -> Arriving:
         flat = sums.flat
@@ -72,9 +70,6 @@ class _Backward:
         what = f"bucket {sums.index} of {sums.count}, with {sums.names[0]!r}"
         launched = self._round.launch(what, issue)
         return _Complex(launched) if flat.is_complex() else launched
-
-    def end(self, used: Sequence[bool], error: BaseException | None = None) -> Arriving:
-        return self._round.end(used, error)
 
 
 class _Complex:
@@ -103,13 +98,11 @@ class Agreement:
 
     def order(self, positions: Sequence[int]) -> list[int]:
         """Rank 0's order of tensors that all machines have."""
-        round = self._machines.line.begin("order of buckets", f"{len(positions)} parameters")
-        said = round.say("the order of each rank", lambda: [*positions])
-        round.end([]).wait()
-        found: list[int] = said.wait()[0]
-        return found
+        contents = f"{len(positions)} parameters"
+        first: list[int] = self._machines.queue.all_say("order of buckets", contents, [*positions])[0]
+        return first
 
     def signal_failure(self, error: BaseException) -> None:
         """A recorded forward has failed here. What all machines know of in this group is not told again."""
         if not isinstance(error, MachinesError) or error.is_of_peers:
-            self._machines.line.signal_failure(error)
+            self._machines.queue.signal_failure(error)

@@ -17,7 +17,7 @@ import torch.fx
 from torch import nn
 
 from dataparallel import _torch
-from dataparallel.call.engine import CallEngine, CallOptions, Method, TensorStore
+from dataparallel.call.engine import CallEngine, CallOptions, Method, ReplicaMaker
 from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.composable.managed import KEY, ManagedModule, held_by, original_class
 from dataparallel.devices import resolve_slots
@@ -41,7 +41,7 @@ def state_of(module: Any) -> Any:
     return state
 
 
-class StateOnSlots(TensorStore):
+class StateOnSlots(ReplicaMaker):
     """The state of a form whose modules run on slots.
 
     Attributes:

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.gradient_streams import GradientStreams
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.transport import FlatBroadcast, Later
-from dataparallel.composable.after_slots import AfterSlots
+from dataparallel.composable.after_slots import AfterSlots, ChainedBucket
 from dataparallel.composable.bucket_order import BucketOrder, recorded_in
-from dataparallel.composable.chained_buckets import ChainedBucket
-from dataparallel.composable.exchange_nodes import make_sources, make_to_slots
-from dataparallel.composable.exchanged_sums import ExchangedBucket, ExchangedSums
-from dataparallel.composable.exchanges import Chain, Passes
-from dataparallel.composable.gradient_sums import GradientSums, PersistentToSlots, WaitingBucket
+from dataparallel.composable.exchange_nodes import Passes, PersistentToSlots, make_sources, make_to_slots
+from dataparallel.composable.exchanges import Chain
+from dataparallel.composable.gradient_sums import GradientSums, WaitingBucket
 from dataparallel.kept.tensors import ReplicaTensors
 from dataparallel.kept.values import CurrentValues, MemoryOfCopies, has_strides
 from dataparallel.modules.build import make_parameters
@@ -34,7 +33,6 @@ from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicate import copy_buffers, copy_constants, of_part, put
 from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import current_streams
-from dataparallel.streams.gradients import GradientStreams
 
 if TYPE_CHECKING:
     from dataparallel.composable.machine_sums import Agreement
@@ -98,8 +96,7 @@ class PersistentTensors(ReplicaTensors):
             return self.copies.by_slot[: len(slots)]
 
     def clear(self) -> None:
-        """Drops all tensors; gradients that wait on slots are added to the source's ``.grad``."""
-        self.sums.add_kept()
+        """Drops all tensors, except gradients that wait on slots."""
         self.sums.use([])
         self.copies = None
 
@@ -112,8 +109,7 @@ class PersistentTensors(ReplicaTensors):
             self.passes.after = after
             return
         self.clear()
-        are_on, self.sums, self.passes = self.sums.are_on, ExchangedSums(), Passes(after)
-        self.sums.are_on = are_on
+        self.sums.go_on, self.passes = True, Passes(after)
 
     def agree_by(self, agreement: Agreement, after: AfterSlots) -> None:
         """From now on there are several machines: recorded forwards begin with ``agreement``. As `take_further`."""
@@ -182,7 +178,7 @@ class _PersistentCopies:
         self._streams = current_streams(slots)
         self._settings = settings.current()
         self._parameters = set(plan.parameters)
-        self.values = CurrentValues(plan, slots, self.by_slot, self._settings.isolated)
+        self.values = CurrentValues(plan, slots, self.by_slot)
 
     def are_of(self, plan: ModulePlan) -> bool:
         """True if ``plan`` has the same tensors and the same of them need gradients."""
@@ -257,15 +253,10 @@ class _PersistentCopies:
         handles: Sequence[Tensor | None] = [None] * len(self.buckets)
         token = first_token = torch.empty(0, requires_grad=True)
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
-        if isinstance(sums, ExchangedSums) and passes is not None:
-            waiting: Sequence[WaitingBucket] = [
-                ExchangedBucket(sums, of_bucket, self._streams) for of_bucket in sources
-            ]
-            if waiting:
-                chain = self._chain(passes, waiting, order)
-                handles, token = make_sources(chain)
-        else:
-            waiting = [WaitingBucket(sums, of_bucket, self._streams) for of_bucket in sources]
+        waiting = [WaitingBucket(sums, of_bucket, self._streams) for of_bucket in sources]
+        if passes is not None and waiting:
+            chain = self._chain(passes, waiting, order)
+            handles, token = make_sources(chain)
         for position, group in reversed([*enumerate(self.buckets)]):
             # Arrival is noted on the slots: if the root's thread is late, it has a choice of many buckets.
             note = None if order.known is not None else partial(order.arrived.append, group[0])

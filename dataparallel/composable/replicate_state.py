@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.call.engine import CallOptions, Method
 from dataparallel.compiled.calls import CompileArgument, call_of, compiled_here
-from dataparallel.composable.comm_hooks import CommHook, GradBucket
-from dataparallel.composable.hooked_sums import HookedSums
+from dataparallel.composable.comm_hooks import CommHook, GradBucket, HookedSums
 from dataparallel.composable.managed import KEY, Twin
 from dataparallel.composable.on_slots import StateOnSlots
 from dataparallel.composable.persistent_tensors import PersistentTensors

@@ -20,8 +20,7 @@ from dataparallel.modules.plan import UNIT_ON_SLOT, ModuleEntry, ModulePlan, dot
 from dataparallel.modules.references import Rebinding, reached
 from dataparallel.replicate import put
 from dataparallel.streams.arrivals import Arrivals
-from dataparallel.units.calls import ModuleOnSlot, UnitInReplica
-from dataparallel.units.tree import ForwardCall
+from dataparallel.units.calls import ForwardCall, ModuleOnSlot, UnitInReplica
 from dataparallel.units.unit import Unit
 
 __all__ = ["UnitTensors"]
@@ -102,7 +101,11 @@ class UnitTensors(ReplicaTensors):
         found = [[module() for module in modules] for modules in self._modules]
         self._tops = [[paths[id(module)] for module in modules if id(module) in paths] for modules in found]
         self._places = [
-            [(registries[id(registry)], name, i) for registry, name, i in unit.places if id(registry) in registries]
+            [
+                (registries[id(registry)], name, i)
+                for registry, name, i in unit.registered.places
+                if id(registry) in registries
+            ]
             for unit in self._units
         ]
 

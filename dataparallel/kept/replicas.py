@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from dataparallel import ownership
-from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.compiled.calls import CompileArgument
 from dataparallel.forks import in_forked_child
 from dataparallel.kept.modules import ReplicaModules, TreeSnapshot
@@ -212,25 +211,19 @@ class _FrozenSet:
         self._network, self._slots = network, slots
         # Nothing orders other streams after these copies were made, nor before their memory is used again.
         self._streams = current_streams(slots)
-        self._isolated = are_slots_isolated()
         self._leased: weakref.ref[_Lease] | None = None
 
     def serves(self, network: nn.Module, slots: list[torch.device]) -> bool:
         """True if a call of ``network`` on ``slots`` and on the current streams may use the set."""
-        return self._fits(network, slots, are_slots_isolated(), current_streams(slots))
+        return self._fits(network, slots, current_streams(slots))
 
     def is_part_of(self, other: _FrozenSet) -> bool:
         """True if ``other`` serves every call that this set serves."""
-        return other._fits(self._network, self._slots, self._isolated, self._streams)
+        return other._fits(self._network, self._slots, self._streams)
 
-    def _fits(
-        self, network: nn.Module, slots: list[torch.device], isolated: bool, streams: dict[torch.device, torch.Stream]
-    ) -> bool:
+    def _fits(self, network: nn.Module, slots: list[torch.device], streams: dict[torch.device, torch.Stream]) -> bool:
         return (
-            network is self._network
-            and self._slots[: len(slots)] == slots
-            and self._isolated == isolated
-            and streams.items() <= self._streams.items()
+            network is self._network and self._slots[: len(slots)] == slots and streams.items() <= self._streams.items()
         )
 
     def is_free(self) -> bool:

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch, comm, ownership
-from dataparallel.comm.buckets import Bucket, flatten, plan_buckets, unflatten
-from dataparallel.comm.copies import alias
-from dataparallel.comm.settings import are_slots_isolated
+from dataparallel.comm.buckets import Bucket, alias, flatten, plan_buckets, unflatten
 from dataparallel.modules.build import make_parameters
 from dataparallel.modules.plan import ModulePlan
 from dataparallel.replica_parameter import ReplicaParameter
@@ -58,11 +56,11 @@ class ReplicaTensors:
 class KeptCopies(ReplicaTensors):
     """New tensors for a call that records a graph; for other calls copies that are used again.
 
-    It keeps at most one copy for each slot on another device than the first; isolated slots count as slots on other
-    devices. Each call sends the values again, by one transfer for each bucket and device. A copy is used again if
-    nobody else holds a part of it and only its values have changed. But ``forward`` may have returned a parameter,
-    stored a view of it, put it into a graph, given it other memory (``.data =``) or a gradient. Then the copy is left
-    to its holder and a new one is made. ``ownership`` tells who holds what.
+    It keeps at most one copy for each slot on another device than the first. Each call sends the values again, by one
+    transfer for each bucket and device. A copy is used again if nobody else holds a part of it and only its values have
+    changed. But ``forward`` may have returned a parameter, stored a view of it, put it into a graph, given it other
+    memory (``.data =``) or a gradient. Then the copy is left to its holder and a new one is made. ``ownership`` tells
+    who holds what.
     """
 
     def __init__(self) -> None:
@@ -113,17 +111,15 @@ class KeptCopies(ReplicaTensors):
     ) -> list[list[Tensor]]:
         """The plan's tensors for each slot, with their values now. Parameters are ``nn.Parameter``.
 
-        Slots on one device share the memory of parameters; on the first slot's device it is the source's. Isolated
-        slots, except the first, have their own. Each slot has its own buffers; slot 0 has the source's. ``arrivals``:
-        parameters may still be on their way.
+        Slots on one device share the memory of parameters; on the first slot's device it is the source's. Each
+        slot has its own buffers; slot 0 has the source's. ``arrivals``: parameters may still be on their way.
         """
         parameters = set(plan.parameters)
         buffers = [i for i in range(len(plan.tensors)) if i not in parameters]
         self._plan_buckets(plan, buffers, cap_bytes)
         copies = [list(plan.tensors) for _ in slots]
-        isolated = are_slots_isolated()
         # For each slot the slot whose memory its parameters share.
-        homes = [slot if isolated else slots.index(device) for slot, device in enumerate(slots)]
+        homes = [slots.index(device) for device in slots]
         away = [slot for slot, home in enumerate(homes) if slot == home and slot > 0]
         if away:
             self._send(plan, slots, away, copies, arrivals)
@@ -140,8 +136,7 @@ class KeptCopies(ReplicaTensors):
 
     def _plan_buckets(self, plan: ModulePlan, buffers: list[int], cap_bytes: int) -> None:
         """Plans new buckets if the kind of a tensor has changed: ``.data =`` may change everything but its class."""
-        # Calls with isolated slots and calls without never share a copy.
-        kinds: list[Any] = [cap_bytes, are_slots_isolated(), plan.parameters, *map(_kind, plan.tensors)]
+        kinds: list[Any] = [cap_bytes, plan.parameters, *map(_kind, plan.tensors)]
         if kinds != self._kinds:
             self._copies = {}
             # Buffers have buckets of their own, because their copies may not be late. These come first.

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.comm.buckets import Bucket, flatten, plan_buckets, unflatten
-from dataparallel.comm.sent import note
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.modules.plan import ModulePlan
+from dataparallel.profiling import note_copy
 from dataparallel.streams.arrivals import Arrivals
 
 __all__ = ["CurrentValues", "MemoryOfCopies", "has_strides"]
@@ -76,13 +76,10 @@ class CurrentValues:
     Args:
         plan, slots: the source, and where its copies are.
         by_slot: for each slot a copy of each of the plan's tensors, as soon as it is made. The caller fills it in.
-        isolated: if true, each slot has copies with their own memory, on one device too.
     """
 
-    def __init__(
-        self, plan: ModulePlan, slots: list[torch.device], by_slot: list[list[Tensor]], isolated: bool
-    ) -> None:
-        self._tensors, self._slots, self._by_slot, self._isolated = plan.tensors, slots, by_slot, isolated
+    def __init__(self, plan: ModulePlan, slots: list[torch.device], by_slot: list[list[Tensor]]) -> None:
+        self._tensors, self._slots, self._by_slot = plan.tensors, slots, by_slot
         self._parameters = set(plan.parameters)
         recorded = (i for i, tensor in enumerate(plan.tensors) if tensor.requires_grad)
         self._at_once = plan.read_directly.union(i for i in recorded if i not in self._parameters)
@@ -122,7 +119,6 @@ class CurrentValues:
 
     def _slots_with_memory(self, source: torch.device, own: bool) -> list[int]:
         """One slot for each copy that has its own memory. Tensors come from the device ``source``."""
-        own = own or self._isolated
         found: dict[Any, int] = {}
         for slot, device in enumerate(self._slots):
             if slot > 0 and (own or device != source):
@@ -145,7 +141,7 @@ class CurrentValues:
             self.launch(late, arrivals)
         for i, copies in self._singles:
             for copy in copies:
-                note("direct", tensors[i], copy.device)
+                note_copy("direct", tensors[i], copy.device)
                 copy.copy_(tensors[i])
         for i, own in self._sparse:  # in new memory: a write may replace its indices
             sent = comm.broadcast_coalesced([tensors[i]], self._slots, own_storage=own)

@@ -1,7 +1,6 @@
 """What ``process_group=``, ``mesh=`` and ``device_id=`` mean, and which modules cannot take part.
 
 Everything is checked here before anything is sent: each error says what was passed, what was expected and what to do.
-This file knows what torch's groups and meshes are, and makes none. The forms in ``composable`` call it.
 """
 
 from __future__ import annotations

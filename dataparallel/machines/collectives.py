@@ -1,44 +1,40 @@
-"""Collectives of a group, as calls that return at once. `Transfer.wait` gives the result.
+"""Collectives of a group, as calls that return at once. All ranks have to issue the same ones in the same order, which
+the launcher sees to. What only moves values moves bytes, so it takes every dtype.
 
-The issuing thread calls them, or a thread while the launcher has nothing under way: all ranks have to issue the same
-collectives in the same order. Nothing here checks that; ``launcher`` does. A tensor is given as it is, which is right
-if the calling thread's current stream has computed it, or staged by the thread whose stream has (``staging``).
-
-Tensors that the group cannot send travel through host memory. Collectives that only move values move bytes, so they
-take every dtype.
-
-NCCL: torch's documentation says that a collective runs on a stream of NCCL's own, behind what the launching thread's
-current stream has been given, and that ``Work.wait`` makes the current stream wait for it. So the launch is made on a
-stream that is kept for this, after it has waited for the staging's event; the streams that compute wait for nothing
-until the result is taken. The result belongs to the stream that takes it. What is sent is held until then, and belongs
-to the stream that has staged it, which waits then too. So ``record_stream`` is not needed, with which a host that is
-ahead would hold memory that nothing uses any more. This has not run on GPUs.
+A tensor is staged first, by the thread whose stream has computed it. NCCL's part has not run on GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, distributed
 from torch.futures import Future
 
-from dataparallel.machines.backend import Group
+from dataparallel._torch import current_stream_at
+from dataparallel.comm.host import can_pin
+from dataparallel.devices import CPU
 from dataparallel.machines.errors import MachinesError
-from dataparallel.machines.staging import Staged, stage
-from dataparallel.machines.waiting import Check, wait_for
-from dataparallel.streams.current import kept_stream, streams_set
+from dataparallel.machines.health import SLICE, Check
+from dataparallel.streams.current import Event, kept_stream, streams_set
+
+if TYPE_CHECKING:
+    from dataparallel.machines.group import Group
 
 __all__ = [
     "Operator",
+    "Staged",
     "Transfer",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
     "reduce_scatter",
+    "stage",
 ]
 
 Operator = Literal["sum", "max", "min", "product"]
@@ -51,14 +47,97 @@ OPERATORS = {
 }
 
 
-class Transfer:
-    """A collective that has been issued.
+class Staged:
+    """A tensor that another thread can send, and that is held until the result is taken.
+
+    Attributes:
+        tensor: what was given.
+        host: what is sent: the tensor itself, or its copy in host memory.
+        event: behind the copy, or behind what has computed the tensor; `None` on the CPU.
+        is_copied: a copy in host memory is sent.
+        room: what is received is written there, if it does not take the place of what is sent.
+        is_free: behind the former uses of ``room``, if another stream than that of ``event`` has made them.
+        stream: that of ``event``, to which the memory of ``tensor`` belongs.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        host: Tensor,
+        event: Event | None,
+        is_copied: bool,
+        room: Tensor | None = None,
+        is_free: Event | None = None,
+        stream: torch.Stream | None = None,
+    ) -> None:
+        self.tensor, self.host, self.event, self.is_copied = tensor, host, event, is_copied
+        self.room, self.is_free, self.stream = room, is_free, stream
+
+    def with_host(self, host: Tensor) -> Staged:
+        """The same with something else to send, which was received for it."""
+        return Staged(self.tensor, host, self.event, self.is_copied, stream=self.stream)
+
+    def arrive(self, result: Tensor) -> Tensor:
+        """``result`` in host memory, copied to the tensor's device on the current stream, whichever that is.
+
+        torch's host allocator holds the pinned memory until the copy is done.
+        """
+        device = self.tensor.device
+        assert self.event is not None
+        self.event.make_wait(current_stream_at(device.index))
+        return result.to(device, non_blocking=True)
+
+
+def stage(
+    group: Group,
+    tensor: Tensor,
+    receives: int | None = None,
+    taken_on: Mapping[torch.device, torch.Stream] | None = None,
+) -> Staged:
+    """``tensor`` ready for a collective of ``group``; it must not be written to until the result is taken.
+
+    What the group cannot send is copied to host memory here, on the current stream. What is received is allocated here
+    too, for the stream that takes it: so its memory can be used again as soon as the result is dropped.
 
     Args:
         group: the machines.
-        work: torch's.
-        staged: what is sent; held until the result is taken.
-        result: what the collective writes.
+        tensor: what is sent, computed on the current stream.
+        receives: how many elements come, if they do not take the place of the tensor.
+        taken_on: streams on which what comes is taken, if not on the current ones. Only NCCL needs to know.
+
+    Raises:
+        ValueError: if it is not dense, or not contiguous.
+    """
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise ValueError(
+            f"a collective takes dense contiguous tensors; got layout {tensor.layout} and strides "
+            f"{tensor.stride() if tensor.layout is torch.strided else None}: flatten it first"
+        )
+    device = tensor.device
+    if device != CPU and group.is_nccl(device):
+        room, is_free = None, None
+        if receives is not None:
+            with streams_set(taken_on or {}):
+                room, is_free = tensor.new_empty(receives), Event(current_stream_at(device.index))
+        stream = current_stream_at(device.index)
+        return Staged(tensor, tensor, Event(stream), False, room, is_free, stream)
+    host, is_pinned = tensor, device != CPU and can_pin(device.type)
+    if device != CPU:
+        host = torch.empty_like(tensor, device=CPU, pin_memory=is_pinned)
+        host.copy_(tensor, non_blocking=is_pinned)
+    room = None if receives is None else torch.empty(receives, dtype=tensor.dtype, pin_memory=is_pinned)
+    event = None if device == CPU else Event(current_stream_at(device.index))
+    return Staged(tensor, host, event, device != CPU, room)
+
+
+class Transfer:
+    """A collective that has been issued.
+
+    With NCCL it runs on a stream of NCCL's own, behind the stream that was current at the launch: that is one that is
+    kept for this, and has waited for the staging's event. So the streams that compute wait for nothing until the result
+    is taken. The result belongs to the stream that takes it, and what is sent to the stream that has staged it, which
+    waits then too. So ``record_stream`` is not needed, with which a host that is ahead would hold unused memory.
     """
 
     def __init__(self, group: Group, work: distributed.Work | None, staged: Staged, result: Tensor) -> None:
@@ -85,7 +164,7 @@ class Transfer:
                 self._work.wait()
             self._work.wait()
             return self._result
-        wait_for(self._work, check)
+        _wait_for(self._work, check)
         return self._staged.arrive(self._result) if self._staged.is_copied else self._result
 
     def when_done(self, call: Callable[[object], None]) -> None:
@@ -227,3 +306,21 @@ def _launching(staged: Staged) -> AbstractContextManager[object]:
         if event is not None:
             event.make_wait(stream)
     return streams_set({device: stream})
+
+
+def _wait_for(work: distributed.Work, check: Check) -> None:
+    """Until the collective of a backend that works on the host is done, or ``check`` raises; torch's waits are longer.
+
+    Raises:
+        RuntimeError: torch's own, if the collective has failed.
+    """
+    piece = timedelta(seconds=SLICE)
+    while True:
+        try:
+            work.wait(piece)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait(piece)  # it has ended just now, or raises its own error
+                return
+        check()

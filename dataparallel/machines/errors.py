@@ -1,13 +1,12 @@
-"""The errors of a group of machines. What a wait raises on one rank names the ranks and what was waited for.
-
-Any room may catch them. They are raised by this room, and by ``composable`` and ``units`` for what they compare.
+"""The errors of a group of machines. What a wait raises names the ranks and what was waited for. Any room may catch
+them; ``composable`` and ``units`` raise them too, for what they compare.
 """
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-__all__ = ["MachinesDiffer", "MachinesError", "PeerFailed", "PeerGone", "again"]
+__all__ = ["MachinesDiffer", "MachinesError", "PeerFailed", "PeerGone", "again", "in_words"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -16,7 +15,7 @@ class MachinesError(RuntimeError):
     """Something has failed between machines.
 
     Attributes:
-        is_of_peers: it comes from the group of ``peer_rounds``, so a form's other groups do not know of it yet.
+        is_of_peers: a collective of replicas has raised it, so a form's other rounds do not know of it yet.
     """
 
     is_of_peers = False
@@ -47,3 +46,8 @@ def again(error: E) -> E:
     other = type(error)(*error.args)
     other.__cause__ = error.__cause__
     return other
+
+
+def in_words(error: BaseException) -> str:
+    """The error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,8 +1,7 @@
 """`Machines`: the ranks of a process group, for one purpose. ``units`` and ``composable`` pass it around.
 
 A group that the user has given is sent nothing. Beside it there is one group of ours that sends tensors, whatever
-number of purposes there are: with NCCL that is one communicator for each device, made at the start. Each purpose has a
-`Line` of rounds, and all of them share one `Health`.
+number of purposes there are: with NCCL that is one communicator for each device, made at the start.
 """
 
 from __future__ import annotations
@@ -10,46 +9,114 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from dataparallel import _torch
+from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
-from dataparallel.machines.backend import Group
-from dataparallel.machines.collectives import all_reduce
+from dataparallel.machines.collectives import all_gather, all_reduce, stage
 from dataparallel.machines.health import Health
 from dataparallel.machines.launcher import launcher
-from dataparallel.machines.line import Line
-from dataparallel.machines.staging import stage
+from dataparallel.machines.round_queue import RoundQueue
 
-__all__ = ["Machines"]
+__all__ = ["Group", "Machines"]
 
 _given: dict[int, Machines] = {}
 """Those of the users' groups, by the id of the group, which they hold: until it is destroyed, on all ranks alike."""
 _lock = threading.Lock()
 
 
+class Group:
+    """A process group of torch, asked once: its ranks, its timeout, and the devices whose tensors it sends.
+
+    Attributes:
+        group: torch's.
+        rank: of this process, in the group.
+        size: how many ranks there are.
+        ranks: their global ranks, which messages name.
+        backends: by type of device.
+        timeout: seconds, the group's own.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self.group = group
+        self.rank = distributed.get_rank(group)
+        self.size = distributed.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is no rank of the process group: give a group to each of its ranks only")
+        self.ranks = distributed.get_process_group_ranks(group)
+        self.backends = _backends(group)
+        self.timeout = _torch.group_timeout(group, torch.device(next(iter(self.backends)))).total_seconds()
+
+    def can_send(self, device: torch.device) -> bool:
+        """True if the group takes tensors on the device as they are. Else they go through host memory.
+
+        gloo takes tensors of accelerators too, by copies of its own that no event of ours orders, so it gets them in
+        host memory.
+        """
+        return device == CPU if CPU.type in self.backends and device == CPU else self.is_nccl(device)
+
+    def is_nccl(self, device: torch.device) -> bool:
+        """True if tensors on the device go through NCCL, whose collectives run on streams."""
+        return self.backends.get(device.type) == "nccl"
+
+    @property
+    def exists(self) -> bool:
+        """False if the group has been destroyed."""
+        try:
+            return distributed.get_process_group_ranks(self.group) == self.ranks
+        except (KeyError, ValueError):
+            return False
+
+    @property
+    def has_nccl(self) -> bool:
+        """True if tensors on some type of device go through NCCL."""
+        return "nccl" in self.backends.values()
+
+    @property
+    def bound_device(self) -> torch.device | None:
+        """The only CUDA device that torch lets the group send from, if ``device_id`` was given to it."""
+        bound: torch.device | None = self.group.bound_device_id
+        return bound
+
+    @cached_property
+    def store(self) -> Any:
+        """The store of all ranks of the job."""
+        world: Any = distributed.group.WORLD
+        return world.get_group_store()
+
+    def names(self, ranks: list[int]) -> str:
+        """Ranks of the group in words, by their global numbers: ``rank 3``, ``ranks 0 and 2``."""
+        numbers = [str(self.ranks[rank]) for rank in ranks]
+        if len(numbers) == 1:
+            return f"rank {numbers[0]}"
+        return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
 class Machines(Group):
-    """The machines of a process group; see `Group` for what it tells. `of` makes it.
+    """The machines of a process group. Tensors may be sharded over them: it is an ``Over`` of ``sharded.owners``.
 
     Args:
         group: whose ranks they are, and which sends.
-        health: of the group.
+        health: of the group; of its own if ``None``.
         number: of the purpose, among those of the group.
 
     Attributes:
-        line: for the rounds of this purpose.
+        queue: for the rounds of this purpose.
     """
 
     def __init__(self, group: distributed.ProcessGroup, health: Health | None = None, number: int = 0) -> None:
         super().__init__(group)
         self._health = health or Health(Group(group), launcher())
         self._health.include_group(self)
-        self.line = Line(Group(group), self._health, f"{group.group_name}/{number}")
-        self._sender: Sender | None = None
+        self.queue = RoundQueue(Group(group), self._health, f"{group.group_name}/{number}")
+        self._sender: Machines | None = None  # the first one of the group of ours
+        self._purposes = 1  # how many share that group
+        self._has_communicators: set[torch.device] = set()
         self._own: dict[str, Machines] = {}
 
     @staticmethod
@@ -79,6 +146,8 @@ class Machines(Group):
                 found = _given[id(group)] = Machines(group)
             return found
 
+    # ---- more of them
+
     def another(self) -> Machines:
         """The same ranks for another purpose. All ranks of the group call it, in one order.
 
@@ -86,9 +155,14 @@ class Machines(Group):
             RuntimeError: on every rank, if torch would give the group that sends different names on them.
             PeerGone: a rank did not come within the group's timeout.
         """
-        if self._sender is None:
-            self._sender = Sender(Group(self._with_ranks(self.ranks, [self])), self._health)
-        return self._sender.another()
+        sender = self._sender
+        if sender is None:
+            self._sender = self._sending(self._with_ranks(self.ranks, [self]), self._health)
+            return self._sender
+        machines = Machines(sender.group, sender._health, sender._purposes)
+        machines._sender = sender
+        sender._purposes += 1
+        return machines
 
     def own(self, purpose: str) -> Machines:
         """`another` for a purpose that has a name: the same object each time."""
@@ -106,16 +180,20 @@ class Machines(Group):
         if purpose not in self._own:
             rows = other.all_say(self.ranks)
             group = self._with_ranks(sorted({rank for row in rows for rank in row}), [self, other])
-            self._own[purpose] = Sender(Group(group), Health(Group(group), launcher())).another()
+            self._own[purpose] = self._sending(group)
         return self._own[purpose]
 
-    def all_say(self, value: Any) -> list[Any]:
-        """What each rank says, in their order; small, and can be pickled. The calling thread waits."""
-        round = self.line.begin("a word of each rank", "")
-        said = round.say("what the ranks say", lambda: value)
-        round.close()
-        found: list[Any] = said.wait()
-        return found
+    def part(self, ranks: list[int]) -> Machines:
+        """Some of the ranks, among them this one; the same object each time. All ranks call it, in one order.
+
+        What fails among them has failed among all: their rounds and those of all share one health.
+        """
+        if ranks == self.ranks:
+            return self.own("a part")
+        purpose = f"of {ranks}"
+        if purpose not in self._own:
+            self._own[purpose] = self._sending(self._with_ranks(ranks, [self]), self._health)
+        return self._own[purpose]
 
     def make_communicators(self, devices: Iterable[torch.device]) -> None:
         """Makes what NCCL needs on these devices now, which would block the first collective of each otherwise.
@@ -123,21 +201,42 @@ class Machines(Group):
         All ranks of the group call it, in one order, with as many devices. It does nothing for other backends.
         """
         sender = self._sender
-        if sender is not None:
-            sender.make_communicators(devices)
+        if sender is None:
+            return
+        known = sender._has_communicators
+        new = [each for each in dict.fromkeys(devices) if sender.is_nccl(each) and each not in known]
+        if not new:
+            return
+        round = sender.queue.begin_round("communicators", f"for {len(new)} devices")
+        staged = [stage(sender, torch.zeros(1, device=device)) for device in new]
+        launched = round.launch_together(
+            [f"the communicator of {device}" for device in new], [partial(all_reduce, sender, each) for each in staged]
+        )
+        round.end([]).wait()
+        for each in launched:
+            each.wait().item()
+        known.update(new)
+
+    @staticmethod
+    def _sending(group: distributed.ProcessGroup, health: Health | None = None) -> Machines:
+        machines = Machines(group, health)
+        machines._sender = machines
+        return machines
 
     def _with_ranks(self, ranks: list[int], groups: Sequence[Machines]) -> distributed.ProcessGroup:
         """A group of torch. ``groups``: those over which a word of one rank comes to all."""
         is_whole = len(ranks) == distributed.get_world_size()
-        names = set() if is_whole else {_torch.name_of_group(ranks)}
+        names = {tuple(ranks): {"" if is_whole else _torch.name_of_group(ranks)}}
         for known in () if is_whole else groups:
-            names = names.union(*known.all_say(names))
-        if len(names) > 1:
-            raise RuntimeError(
-                f"a second group of the ranks {ranks} is needed, and torch {torch.__version__} has different "
-                "names for it on these ranks, because they are in different numbers of groups: make process groups so "
-                "that every rank is in as many, as init_device_mesh does"
-            )
+            for said in known.all_say(names):
+                names |= {each: names.get(each, set()) | found for each, found in said.items()}
+        for each, found in names.items():
+            if len(found) > 1:
+                raise RuntimeError(
+                    f"a second group of the ranks {[*each]} is needed, and torch {torch.__version__} has different "
+                    "names for it on these ranks, because they are in different numbers of groups: make process groups "
+                    "so that every rank is in as many, as init_device_mesh does"
+                )
         try:
             group: distributed.ProcessGroup = distributed.new_group(
                 ranks,
@@ -149,45 +248,36 @@ class Machines(Group):
             raise self._health.break_because(error, "the beginning of 'another group'") from error
         return group
 
+    # ---- small rounds
 
-class Sender:
-    """The group that sends for all purposes of the same ranks.
+    def all_say(self, value: Any) -> list[Any]:
+        """What each rank says, in their order; small, and can be pickled. The calling thread waits."""
+        return self.queue.all_say("a word of each rank", "", value)
 
-    Args:
-        group: of ours.
-        health: of the ranks.
-    """
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """``[size, *shape]``: the tensors of all machines, which have one shape and dtype. All ranks call it."""
+        flat = tensor.detach().contiguous().view(-1)
+        staged = stage(self, flat, self.size * flat.numel())  # here, where the current stream has computed it
+        round = self.queue.begin_round("an operator on sharded tensors", f"all_gather: {flat.numel()} x {flat.dtype}")
+        launched = round.launch("all_gather", lambda: all_gather(self, staged))
+        round.close()
+        gathered: Tensor = launched.wait()
+        return gathered.view(self.size, *tensor.shape)
 
-    def __init__(self, group: Group, health: Health) -> None:
-        self._group, self._health, self._count = group, health, 0
-        health.include_group(group)
-        self._has_communicators: set[torch.device] = set()
-        self._first: Machines | None = None
+    def describe(self) -> str:
+        """In words, for messages: which machine of how many this is."""
+        return f"machine {self.rank} of {self.size}"
 
-    def another(self) -> Machines:
-        """See `Machines.another`."""
-        machines = Machines(self._group.group, self._health, self._count)
-        machines._sender = self
-        self._count += 1
-        self._first = self._first or machines
-        return machines
 
-    def make_communicators(self, devices: Iterable[torch.device]) -> None:
-        """See `Machines.make_communicators`."""
-        first = self._first
-        assert first is not None
-        new = [each for each in dict.fromkeys(devices) if first.is_nccl(each) and each not in self._has_communicators]
-        if not new:
-            return
-        round = first.line.begin("communicators", f"for {len(new)} devices")
-        staged = [stage(first, torch.zeros(1, device=device)) for device in new]
-        launched = round.launch_together(
-            [f"the communicator of {device}" for device in new], [partial(all_reduce, first, each) for each in staged]
-        )
-        round.end([]).wait()
-        for each in launched:
-            each.wait().item()
-        self._has_communicators.update(new)
+def _backends(group: distributed.ProcessGroup) -> dict[str, str]:
+    """The backend of each type of device, by torch's own words: ``cpu:gloo,cuda:nccl``."""
+    found = {}
+    for part in distributed.get_backend_config(group).split(","):
+        device, _, name = part.partition(":")
+        # gloo and NCCL are also configured for devices that they do not take.
+        if name != "nccl" or device == "cuda":
+            found[device] = name
+    return found
 
 
 @in_forked_child

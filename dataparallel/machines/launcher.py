@@ -1,46 +1,157 @@
 """`Launcher`: one thread of this process has the collectives of all groups issued, in an order that all ranks have.
 
 Gradients come in any order and from any thread. A backend pairs collectives by the order in which each rank issues
-them, and NCCL needs one order over all groups. So each purpose of each group has a ``line``, whose items come in one
-order on all ranks, and ``order`` says in which order items of different lines are issued. The thread lets each line go
-on until it waits for something, and sleeps when all of them wait. It never blocks: calls that may block are made by the
-issuing thread (``issuing``).
-
-The thread holds a line only while that has rounds, and ends when there have been none for a while. It is a daemon, and
-is stopped before the interpreter ends.
+them, and NCCL needs one order over all groups: the items of a queue of rounds come in one order, and `Order` says which
+of two queues comes first.
 """
 
 from __future__ import annotations
 
 import atexit
+import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from dataparallel.forks import in_forked_child
-from dataparallel.machines.issuing import Issuing
-from dataparallel.machines.order import Order
-from dataparallel.machines.waiting import SLICE
+from dataparallel.machines.health import AT_EXIT, SLICE, Health
 
 if TYPE_CHECKING:
-    from dataparallel.machines.health import Health
-    from dataparallel.machines.line import Line
+    from dataparallel.machines.round_queue import RoundQueue
 
-__all__ = ["Launcher", "launcher"]
-
-AT_EXIT = 1.0
-"""Seconds that the end of the interpreter waits for a thread."""
+__all__ = ["Issuing", "Launcher", "Order", "launcher"]
 
 IDLE = 2.0
-"""Seconds after which the thread ends if there is nothing to do."""
+"""Seconds after which a thread ends if there is nothing to do."""
+
+
+class Order:
+    """In which order this process issues what its queues send, so that no two ranks differ.
+
+    A process is in several sets of ranks: a row and a column of a mesh, for example. NCCL hangs if ranks that share two
+    of them issue their collectives in different orders, or if more than two do so in a circle. Which queue has
+    something to send first depends on time, and differs between ranks. So the ranks of a queue agree on a number for
+    each of its items, and every process issues by these numbers. That is Skeen's total order of multicasts, in Birman
+    and Joseph, "Reliable communication in the presence of failures" (1987):
+
+    - When all ranks of a queue have said that they have the item, each proposes a number larger than all that it knows.
+    - The largest proposal is the item's number, on all ranks of the queue.
+    - A rank issues the item with the smallest number, if no other one that has been proposed can get a smaller one.
+
+    Nobody proposes before all ranks have the item. So a proposal waits only for other launchers, which never block, and
+    not for what a rank still computes or issues. The numbers grow along every row of waits, so there is no circle.
+
+    Only the launcher's thread uses it. A queue has a name, equal on all of its ranks, and one item at a time here.
+    """
+
+    def __init__(self) -> None:
+        self._largest = 0
+        self._numbers: dict[str, int] = {}
+
+    def propose(self, name: str) -> int:
+        """This process's number for the next item of a queue."""
+        self._largest += 1
+        self._numbers[name] = self._largest
+        return self._largest
+
+    def settle(self, name: str, number: int) -> None:
+        """The ranks of the queue have agreed on the number."""
+        self._numbers[name] = number
+        self._largest = max(self._largest, number)
+
+    def is_first(self, name: str) -> bool:
+        """True if the queue's item, whose number is settled, comes before all others. Names decide between equals."""
+        return min((number, each) for each, number in self._numbers.items())[1] == name
+
+    def leave(self, name: str) -> None:
+        """The queue's item has been issued, or never will be."""
+        self._numbers.pop(name, None)
+
+
+class Issuing:
+    """A thread that issues collectives one after the other, in the order that the launcher gives.
+
+    A launch may block until all ranks have come to it: NCCL's first one on a device, and some of gloo. Meanwhile the
+    other ranks need this one's proposals for other collectives, and the launcher makes them: if one thread did both,
+    ranks would wait for each other in a circle. It is a daemon: at the end of the interpreter it may block.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the thread, and that it sees every call
+        self._queue: queue.Queue[tuple[Callable[[], object], Future[None]] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, call: Callable[[], object]) -> Future[None]:
+        """``call`` is called when the calls before have returned. The result says when it has returned or raised.
+
+        An error that is no ``Exception`` would end the thread that asks for the result: it becomes a ``RuntimeError``.
+        """
+        future: Future[None] = Future()
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="machines: issuing", daemon=True)
+                thread.start()  # if there can be no thread, nothing has changed
+                self._thread = thread
+            self._queue.put((call, future))
+        return future
+
+    def close(self, until: float) -> bool:
+        """Makes no more calls, and waits for the one that is being made until this time, of the monotonic clock.
+
+        Returns true if no call is being made any more.
+        """
+        with self._lock:
+            while not self._queue.empty():
+                self._queue.get_nowait()
+            thread = self._thread
+            if thread is not None:
+                self._queue.put(None)
+        if thread is not None:
+            thread.join(max(0.0, until - time.monotonic()))
+        return thread is None or not thread.is_alive()
+
+    def _run(self) -> None:
+        while (found := self._next()) is not None:
+            call, future = found
+            try:
+                call()
+            except Exception as error:
+                future.set_exception(error)
+            except BaseException as error:
+                other = RuntimeError(f"{type(error).__name__}: {error}")
+                other.__cause__ = error
+                future.set_exception(other)
+                del other
+            else:
+                future.set_result(None)
+            del call, future, found  # nothing is held while there is nothing to do
+
+    def _next(self) -> tuple[Callable[[], object], Future[None]] | None:
+        """The next call. ``None`` if there is none: the thread ends, and the next `put` starts another one."""
+        try:
+            found = self._queue.get(timeout=IDLE)
+        except queue.Empty:
+            found = None
+        if found is None:
+            with self._lock:
+                while found is None and not self._queue.empty():  # put meanwhile
+                    found = self._queue.get_nowait()
+                if found is None:
+                    self._thread = None
+        return found
 
 
 class Launcher:
-    """The thread, and what is guarded for it.
+    """The thread lets each queue go on until that waits for something, and sleeps when all of them wait.
+
+    It never blocks: the issuing thread makes the calls that may. It holds a queue only while that has rounds, and ends
+    when there have been none for a while. It is a daemon, and is stopped before the interpreter ends.
 
     Attributes:
-        changed: guards the rounds of all lines. It is told when something has come that a line may wait for.
+        changed: guards the rounds of all queues. It is told when something has come that a queue may wait for.
         order: of items that are ready.
         issuing: the thread that issues them.
         is_closed: the interpreter ends.
@@ -52,7 +163,7 @@ class Launcher:
         self.issuing = Issuing()
         self.is_closed = False
         self._healths: weakref.WeakSet[Health] = weakref.WeakSet()
-        self._playing: dict[Line, None] = {}
+        self._playing: dict[RoundQueue, None] = {}
         self._is_awake = self._is_parked = False
         self._thread: threading.Thread | None = None
 
@@ -60,18 +171,18 @@ class Launcher:
         """It is closed when the interpreter ends."""
         self._healths.add(health)
 
-    def play(self, line: Line) -> None:
-        """The line has a round."""
+    def play(self, rounds: RoundQueue) -> None:
+        """The queue has a round."""
         with self.changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="machines: launcher", daemon=True)
                 thread.start()  # if there can be no thread, nothing has changed
                 self._thread = thread
-            self._playing[line] = None
+            self._playing[rounds] = None
             self.wake()
 
     def wake(self, _: object = None) -> None:
-        """Something has come that a line may wait for."""
+        """Something has come that a queue may wait for."""
         with self.changed:
             self._is_awake = True
             self.changed.notify_all()
@@ -113,12 +224,12 @@ class Launcher:
         with self.changed:
             self._is_awake = False
             playing = [*self._playing]
-        for line in playing:
-            line.advance()
+        for each in playing:
+            each.advance()
             with self.changed:
-                if not line.has_rounds:
-                    del self._playing[line]
-        return any(line.waits for line in playing)
+                if not each.has_rounds:
+                    del self._playing[each]
+        return any(each.waits for each in playing)
 
 
 _launcher = Launcher()

@@ -1,56 +1,49 @@
-"""Collectives of replicas across machines: their rounds, in forwards and in passes of backward.
+"""Collectives of replicas across machines: their rounds, and the node of the graph in which machines exchange values.
 
-A form that spans machines has one `PeerRounds`, with a group of its own: a pass of backward has an open round in the
-form's other group until all gradients have come, and gradients may wait for a collective here. Each collective is one
-or two rounds, so machines that come to different ones raise, and none waits for a machine that is gone.
-
-How a machine that fails is missed by nobody: a forward that has begun a collective has it begun on all machines, and
-ends with a round on all of them. If it fails on one, this one's round is a failure, and all others raise in their next
-round, whether that is a collective or the end. The same holds for a pass of backward that leads through a collective.
-A machine that comes to no collective, because it fails before or has none, cannot know if the others come to one. It
-assumes what the last forward in the same mode did; for a pass, the graph says it.
-
-So that all machines run the backwards of collectives in one order, whatever comes first in their engines, each
-collective of a forward takes a token from the one before (`PeerCall.token`): in backward it runs after those that
-followed it. ``peers`` computes with what is exchanged here; the forms in ``composable`` make these objects.
+``peers.across_machines`` makes collectives of this node and of torch's operators. Each form that spans machines has one
+`PeerRounds`, with a queue of its own: gradients may wait for a collective here while the pass of backward has a round
+open in the form's other queue.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dataparallel import _torch
-from dataparallel.autograd.end_of_pass import at_end_of_pass
-from dataparallel.machines.collectives import all_to_all
+from dataparallel.autograd.node import Node
+from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
+from dataparallel.machines.collectives import all_to_all, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
-from dataparallel.machines.packed import Part, packed, unpacked
-from dataparallel.machines.peer_values import FORWARD, Exchange, has_gradients
-from dataparallel.machines.staging import stage
 from dataparallel.structures import tensors_in
 
-__all__ = ["PeerCall", "PeerRounds"]
+__all__ = ["Part", "PeerCall", "PeerRounds"]
+
+_FORWARD, _BACKWARD = "a collective across machines", "the backward of a collective across machines"
+
+_ALIGNED = 16  # bytes, the largest element of any dtype
 
 
 class PeerRounds:
     """The rounds of one form. Its calls come one after the other; passes of backward may come in any thread.
 
-    Args:
-        machines: a group that nobody else uses.
+    A collective is one or two rounds. A forward or a pass with collectives ends with one more, on all machines. So if
+    one machine fails after its first collective, it signals that instead of its next round, and the others raise in
+    theirs. A machine that fails before its first collective, or comes to none, cannot know if the others come to one:
+    for a forward it assumes what the last one in the same mode did, and for a pass the graph says it.
     """
 
     def __init__(self, machines: Machines) -> None:
         self.machines = machines
         self._has_collectives: dict[Hashable, bool] = {}  # the last call in each mode
-        self._passes: dict[int, _Pass] = {}  # by the engine's number
-        self._lock = threading.Lock()
 
     @contextmanager
     def calling(self, mode: Hashable) -> Iterator[PeerCall]:
@@ -60,70 +53,66 @@ class PeerRounds:
             MachinesError: another machine has failed in this forward, or is gone.
         """
         call = PeerCall(self)
+        is_expected = self._has_collectives.get(mode, False)
         try:
             yield call
         except BaseException as error:
-            if not call.is_over and (call.has_begun or self._has_collectives.get(mode, False)):
-                self.machines.line.signal_failure(error)
+            if not call.is_over and (call.has_begun or is_expected):
+                self.machines.queue.signal_failure(error)
             raise
         finally:
             call.token = None  # it leads to the graph
-        is_expected = self._has_collectives.get(mode, False)
         self._has_collectives[mode] = call.has_begun
         if call.has_begun or is_expected:
-            self.end("forward")
+            self._end("forward")
 
     def say(self, kind: str, text: str, value: Any) -> list[Any]:
         """What each machine says, in their order. ``text`` is equal on all; ``value`` can be pickled."""
         with _errors_of_peers():
-            round = self.machines.line.begin(kind, text)
-            said = round.say("what machines bring", lambda: value)
-            round.close()
-            found: list[Any] = said.wait()
-            return found
+            return self.machines.queue.all_say(kind, text, value)
 
     def exchange(self, kind: str, text: str, parts: Sequence[Part]) -> list[Tensor]:
         """What each machine has for this one, as one message: see `collectives.all_to_all`. For the current stream."""
-        flat, send, receive = packed(parts)
+        flat, send, receive = _packed(parts)
         with _errors_of_peers():
             staged = stage(self.machines, flat, sum(receive))
-            round = self.machines.line.begin(f"the values of {kind}", text)
+            round = self.machines.queue.begin_round(f"the values of {kind}", text)
             launched = round.launch("the values", partial(all_to_all, self.machines, staged, send, receive))
             round.close()
             found: Tensor = launched.wait()
-        return unpacked(parts, found)
-
-    def end(self, what: str) -> None:
-        """The end of a forward or a pass: the machines learn if one has failed."""
-        with _errors_of_peers():
-            self.machines.line.begin(f"the end of a {what} with collectives across machines", "").end([]).wait()
+        return _unpacked(parts, found)
 
     def pass_now(self, first: Any = None) -> _Pass:
-        """The running pass of backward. ``first``: the first collective of a forward that the pass leads to."""
-        number = _torch.current_graph_task_id()
-        with self._lock:
-            found = self._passes.get(number)
-            if found is None:
-                found = self._passes[number] = _Pass()
-                at_end_of_pass(partial(self.finish, number))
+        """The running pass of backward. ``first``: the first collective of a forward that the pass may lead to."""
+        found = running_pass().get(self, self._begin_pass)
         if first is None or _torch.will_engine_execute_node(first):
             found.has_collectives = True
         return found
 
-    def finish(self, number: int, error: BaseException | None) -> None:
-        """A pass has ended, or failed."""
-        with self._lock:
-            this = self._passes.pop(number)
+    def _begin_pass(self, running: PassOfBackward) -> _Pass:
+        found = _Pass()
+        running.on_end(partial(self._end_pass, found))
+        return found
+
+    def _end_pass(self, this: _Pass, ok: bool) -> None:
         if not this.has_collectives or this.is_over:
             return
-        if error is None:
-            self.end("backward")
+        if ok:
+            self._end("backward")
         else:
-            self.machines.line.signal_failure(error)
+            self.machines.queue.signal_failure(error_of_failed_pass())
+
+    def _end(self, what: str) -> None:
+        """The machines learn if one has failed."""
+        with _errors_of_peers():
+            self.machines.queue.begin_round(f"the end of a {what} with collectives across machines", "").end([]).wait()
 
 
 class PeerCall:
     """The collectives across machines of one forward. The replica that comes last calls it, for all of its machine.
+
+    Each collective takes a token from the one before, and in backward runs after those that followed it: so all
+    machines run the backwards in one order, whatever comes first in their engines.
 
     Attributes:
         counts: how many replicas each machine has, once `begin` has been called.
@@ -152,7 +141,7 @@ class PeerCall:
     def say(self, text: str, value: Any) -> list[Any]:
         """See `PeerRounds.say`."""
         with self._over_if_failed():
-            return self.rounds.say(FORWARD, text, value)
+            return self.rounds.say(_FORWARD, text, value)
 
     def exchange(
         self, text: str, pieces: Sequence[Sequence[Tensor]], receive: Sequence[Sequence[int]], in_graph: bool
@@ -178,14 +167,14 @@ class PeerCall:
         send = [[piece.numel() for piece in of_dtype] for of_dtype in others]
         receive = [[0 if rank == self.rank else size for rank, size in enumerate(sizes)] for sizes in receive]
         with self._over_if_failed():
-            if in_graph and any(has_gradients(own.dtype) for own in owns):
+            if in_graph and any(_has_gradients(own.dtype) for own in owns):
                 token = torch.empty(0, device=flats[0].device) if self.token is None else self.token
                 before = token if token.requires_grad else token.requires_grad_()
-                self.token, *found = Exchange.apply(self.rounds, text, send, receive, before, *flats, *owns)
+                self.token, *found = _Exchange.apply(self.rounds, text, send, receive, before, *flats, *owns)
                 found, owns = found[: len(flats)], found[len(flats) :]
                 self._first = self._first or self.token.grad_fn
             else:
-                found = self.rounds.exchange(FORWARD, text, [*map(Part, flats, send, receive)])
+                found = self.rounds.exchange(_FORWARD, text, [*map(Part, flats, send, receive)])
         parts = [[*flat.split(sizes)] for flat, sizes in zip(found, receive, strict=True)]
         for of_dtype, own in zip(parts, owns, strict=True):
             of_dtype[self.rank] = own
@@ -216,15 +205,62 @@ class PeerCall:
 
 
 class _Pass:
-    """A pass of backward.
-
-    Attributes:
-        has_collectives: it leads to a collective, on every machine.
-        is_over: it has failed on all machines.
-    """
+    """A pass of backward. It may lead to a collective, on every machine; it may be over, failed on all machines."""
 
     def __init__(self) -> None:
         self.has_collectives = self.is_over = False
+
+
+class _Exchange(Node):
+    """``_Exchange.apply(rounds, text, sends, receives, token, *flats, *owns)``: another token, what has come, and owns.
+
+    Each of ``flats`` is a `Part` with the sizes of ``sends`` and ``receives``; all of them are one message, there and
+    back. ``owns`` are what this machine has for itself. They pass through the node, so that a backward through any
+    result comes here, on every machine. The tokens have no elements.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rounds: PeerRounds,
+        text: str,
+        sends: Sequence[Sequence[int]],
+        receives: Sequence[Sequence[int]],
+        token: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """The exchange; the host waits for what comes."""
+        ctx.rounds, ctx.text, ctx.sends, ctx.receives = rounds, text, sends, receives
+        flats, owns = tensors[: len(sends)], tensors[len(sends) :]
+        kind = _BACKWARD if _torch.is_in_backward() else _FORWARD
+        found = [*rounds.exchange(kind, text, [*map(Part, flats, sends, receives)]), *(own.clone() for own in owns)]
+        ctx.mark_non_differentiable(*(each for each in found if not _has_gradients(each.dtype)))
+        ctx.which = [i for i, flat in enumerate(flats) if _has_gradients(flat.dtype)]
+        return (token.new_empty(0), *found)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:
+        """The exchange of the gradients, the other way. All are on one device, so the engine knows their stream."""
+        rounds, text, which, count = ctx.rounds, f"of {ctx.text}", ctx.which, len(ctx.sends)
+        sends, receives = [ctx.receives[i] for i in which], [ctx.sends[i] for i in which]
+        running = rounds.pass_now()
+        returned: list[Any] = [None] * 2 * count
+        try:
+            sent, found = [grads[i].contiguous() for i in which], [grads[count + i] for i in which]
+            if torch.is_grad_enabled():
+                token, *found = _Exchange.apply(rounds, text, sends, receives, token, *sent, *found)
+            else:
+                found = [*rounds.exchange(_BACKWARD, text, [*map(Part, sent, sends, receives)]), *found]
+        except MachinesError:
+            running.is_over = True
+            raise
+        for at, i in enumerate(which):
+            returned[i], returned[count + i] = found[at], found[len(which) + at]
+        return (None, None, None, None, token, *returned)
+
+
+def _has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 @contextmanager
@@ -234,3 +270,48 @@ def _errors_of_peers() -> Iterator[None]:
     except MachinesError as error:
         error.is_of_peers = True
         raise
+
+
+# ---- tensors of several dtypes as one message, in bytes --------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """One tensor of an exchange: 1-D, with what goes to each machine one after the other; sizes are in elements."""
+
+    flat: Tensor
+    send: Sequence[int]
+    receive: Sequence[int]
+
+
+def _packed(parts: Sequence[Part]) -> Part:
+    """The parts as one. A single one stays as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = [[_bytes(piece) for piece in part.flat.split([*part.send])] for part in parts]
+    messages = [*zip(*rows, strict=True)]
+    flat = torch.cat([piece for message in messages for piece in message])
+    send = [sum(piece.numel() for piece in message) for message in messages]
+    return Part(flat, send, [sum(sizes) for sizes in zip(*map(_room, parts), strict=True)])
+
+
+def _unpacked(parts: Sequence[Part], found: Tensor) -> list[Tensor]:
+    """What has come for each part: from each machine, one after the other."""
+    if len(parts) == 1:
+        return [found]
+    pieces: list[list[Tensor]] = [[] for _ in parts]
+    sizes = [room for of_machine in zip(*map(_room, parts), strict=True) for room in of_machine]
+    for at, first in enumerate([0, *accumulate(sizes)][:-1]):
+        part, machine = parts[at % len(parts)], at // len(parts)
+        used = part.receive[machine] * part.flat.element_size()
+        pieces[at % len(parts)].append(found[first : first + used].view(part.flat.dtype))
+    return [torch.cat(of_part) for of_part in pieces]
+
+
+def _room(part: Part) -> list[int]:
+    """The bytes that come from each machine."""
+    return [-(-size * part.flat.element_size() // _ALIGNED) * _ALIGNED for size in part.receive]
+
+
+def _bytes(piece: Tensor) -> Tensor:
+    found = piece.contiguous().view(torch.uint8)
+    return pad(found, (0, -found.numel() % _ALIGNED))

@@ -1,14 +1,11 @@
-"""`Round` and `Launched`: what the launcher's callers hold.
+"""`Round`: what all ranks do together, for example one backward; and `Launched`, each thing in it that is waited for.
 
-A round is what all ranks do together, for example one backward: it begins with a text that has to be equal on all
-ranks, has collectives in one order, and an end. Its methods may be called by any thread and return at once. Waits are
-on `Launched`, and every failure ends them. ``line`` makes rounds and plays them; ``units`` and
-``composable`` fill them.
+A round begins with a text that has to be equal on all ranks (`RoundQueue.begin_round`), has collectives in one order,
+and an end. Its methods may be called by any thread and return at once. Every failure ends every wait.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -16,45 +13,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from dataparallel.machines.agreement import in_words
-from dataparallel.machines.board import LATE
-from dataparallel.machines.collectives import Transfer
-from dataparallel.machines.errors import MachinesError, again
-from dataparallel.machines.health import Health
-from dataparallel.machines.staging import Staged
-from dataparallel.machines.waiting import wait_for_event
+from torch.futures import Future
+
+from dataparallel.machines.agreement import Steps, failures
+from dataparallel.machines.collectives import Staged, Transfer
+from dataparallel.machines.errors import MachinesError, again, in_words
+from dataparallel.machines.health import Check, Health, Watch, wait_for_event, wait_for_future
 
 if TYPE_CHECKING:
-    from dataparallel.machines.line import Line
+    from dataparallel.machines.round_queue import RoundQueue
 
-__all__ = ["Item", "Launched", "Round", "Watch", "check_process"]
+__all__ = ["Item", "Launched", "Round", "make_call"]
 
-
-class Watch:
-    """The check of one wait: it tells the board that the wait lasts, and raises when the group is broken."""
-
-    def __init__(self, health: Health, what: str) -> None:
-        self._health, self._what, self._began = health, what, time.monotonic()
-        self._is_told = False
-
-    def __call__(self) -> None:
-        """Raises if the wait is over."""
-        seconds = time.monotonic() - self._began
-        self._is_told = self._is_told or seconds > LATE
-        self._health.look(self, self._what, seconds)
-
-    def end(self) -> None:
-        """Has to be called when the wait has ended."""
-        if self._is_told:
-            self._health.board.forget_wait(self)
+GRACE = 2.0
+"""Seconds that a call has to end after it has failed on another rank."""
 
 
 class Launched:
-    """Something of a round. `wait` returns its result.
-
-    Attributes:
-        what: in words, for messages.
-    """
+    """Something of a round, ``what`` in words."""
 
     def __init__(self, what: str, health: Health) -> None:
         self.what = what
@@ -64,7 +40,7 @@ class Launched:
         self._result: Any = None
 
     def wait(self) -> Any:
-        """The result: of a collective its tensor, of a call what it returns, of an end a list of bool.
+        """The result: of a collective its tensor, of what ranks say a list of it, of an end a list of bool.
 
         A tensor is ready for the calling thread's current stream.
 
@@ -74,24 +50,20 @@ class Launched:
             MachinesDiffer: the ranks have begun different rounds.
             Exception: what a collective or a call has raised on this rank.
         """
-        check_process(self._health)
-        watch = Watch(self._health, self.what)
-        try:
+        self._health.check_process()
+        with Watch(self._health, self.what) as watch:
             wait_for_event(self._decided, watch)
             if self._error is not None:
                 raise again(self._error)
-            result = self._result
-            if isinstance(result, Transfer):
+            if isinstance(self._result, Transfer):
                 # The result is taken once: a second wait gets the tensor.
                 try:
-                    result = self._result = result.wait(watch)
+                    self._result = self._result.wait(watch)
                 except MachinesError:
                     raise
                 except RuntimeError as error:
                     raise again(self._health.break_because(error, self.what)) from error
-            return result
-        finally:
-            watch.end()
+            return self._result
 
     @property
     def is_decided(self) -> bool:
@@ -103,7 +75,7 @@ class Launched:
         return self.is_decided and (not isinstance(self._result, Transfer) or self._result.has_arrived())
 
     def received(self) -> Staged:
-        """What a collective has received, where it was received, for the launcher's thread to send on.
+        """What a collective has received, where it was received, for the issuing thread to send on.
 
         Raises:
             Exception: as `wait`.
@@ -114,12 +86,12 @@ class Launched:
         return transfer.received()
 
     def succeed(self, result: Any) -> None:
-        """The launcher has issued it, or has its result."""
+        """It has been issued, or has its result."""
         self._result = result
         self._decided.set()
 
     def fail(self, error: BaseException) -> None:
-        """The launcher will not issue it, or it has failed."""
+        """It will not be issued, or has failed."""
         self._error = error
         self._decided.set()
 
@@ -129,15 +101,15 @@ class Item:
     """What a round has to do next.
 
     Attributes:
-        kind: "collective": ``calls`` return a `Transfer` each, and are issued together. A "call" may do anything, and
-            "say" returns what this rank says. An "end" has ``used`` and ``failed`` instead, a "close" nothing.
-        launched: what the caller holds, one for each of ``calls``.
+        kind: "collective": ``calls`` return a `Transfer` each, and are issued together. Those of a "call" are its
+            beginning and its check; that of a "say" returns what this rank says. An "end" has ``used`` and ``failed``.
+        launched: what the caller holds; for collectives one for each.
         after: what has to have arrived before.
     """
 
     kind: Literal["collective", "call", "say", "end", "close"]
     launched: Sequence[Launched]
-    calls: Sequence[Callable[..., Any]] = ()
+    calls: Sequence[Callable[[], Any]] = ()
     after: Sequence[Launched] = ()
     used: Sequence[bool] = ()
     failed: str | None = None
@@ -153,7 +125,7 @@ class Item:
 
 
 class Round:
-    """What all ranks do together. `Launcher.begin` makes it.
+    """What all ranks do together.
 
     Attributes:
         kind: a word for messages.
@@ -162,25 +134,25 @@ class Round:
         until_all: of such a round: it says so until all ranks do.
         items: what is still to be done.
         error: why nothing more of the round is done.
-        failed_call: why a call of the round has failed; see ``hook_calls``.
+        failed_call: why a call of the round has failed, here or on another rank.
     """
 
     def __init__(
-        self, line: Line, kind: str, contents: str, failed: str | None = None, until_all: bool = False
+        self, queue: RoundQueue, kind: str, contents: str, failed: str | None = None, until_all: bool = False
     ) -> None:
         self.kind, self.contents, self.failed, self.until_all = kind, contents, failed, until_all
         self.items: deque[Item] = deque()
         self.error: BaseException | None = None
         self.failed_call: BaseException | None = None
-        self._line = line
+        self._queue = queue
         self._is_ended = failed is not None
 
     def launch(self, what: str, collective: Callable[[], Transfer], after: Sequence[Launched] = ()) -> Launched:
         """``collective`` is called by the issuing thread, when it is its turn: in the order of these calls.
 
-        ``collective`` has to issue the same on every rank. Tensors of accelerators have to be staged before this call,
-        by the thread whose stream has computed them (``staging``). If it raises, its error is raised by this wait, and
-        the group is broken: what the other ranks have sent has no partner.
+        ``collective`` has to issue the same on every rank, over the group of the queue or a part of it. Tensors of
+        accelerators have to be staged before this call. If it raises, its error is raised by this wait, and the group
+        is broken: what the other ranks have sent has no partner.
 
         Args:
             what: in words, for messages.
@@ -201,23 +173,24 @@ class Round:
             self._add(Item("collective", launched, collectives, after))
         return launched
 
-    def call(self, what: str, call: Callable[[Watch, Line], Any]) -> Launched:
-        """As `launch`, but ``call`` may send anything itself, and nothing after it is issued before it returns.
+    def call(self, what: str, begin: Callable[[], Future[Any]], check: Callable[[], object]) -> Launched:
+        """As `launch`, but ``begin`` may send anything itself: a communication hook.
 
-        It gets the check that has to end each of its waits, and the line. It keeps the issuing thread, so nothing
-        of another group is issued either.
+        The issuing thread calls it, waits for its future, and calls ``check``. Until then it issues nothing else, of
+        other groups neither. If either raises on a rank, later calls of the round are not made, every rank's waits for
+        calls raise, and the next round works, unless what was sent gets no answer: then the group is broken.
         """
         launched = self._launched(what)
-        self._add(Item("call", [launched], [call]))
+        self._add(Item("call", [launched], [begin, check]))
         return launched
 
-    def say(self, what: str, value: Callable[[], Any], after: Sequence[Launched] = ()) -> Launched:
-        """The result: what each rank says, in their order. ``value`` is called by the launcher's thread, after `after`.
+    def say(self, what: str, value: Callable[[], Any]) -> Launched:
+        """The result: what each rank says, in their order. ``value`` is called by the launcher's thread.
 
         What it returns can be pickled, and is small.
         """
         launched = self._launched(what)
-        self._add(Item("say", [launched], [value], after))
+        self._add(Item("say", [launched], [value]))
         return launched
 
     def end(self, used: Sequence[bool], error: BaseException | None = None) -> Launched:
@@ -238,27 +211,82 @@ class Round:
         self._add(Item("close", []))
 
     def _launched(self, what: str) -> Launched:
-        return Launched(f"{what} of {self.kind!r}", self._line.health)
+        return Launched(f"{what} of {self.kind!r}", self._queue.health)
 
     def _add(self, item: Item) -> None:
-        check_process(self._line.health)
-        with self._line.changed:
+        self._queue.health.check_process()
+        with self._queue.changed:
             if self._is_ended:
                 raise RuntimeError(f"the round {self.kind!r} has ended: nothing can be added to it")
             self._is_ended = item.kind in ("end", "close")
-            error = self.error or self._line.health.broken
+            error = self.error or self._queue.health.broken
             if error is None:
                 self.items.append(item)
-                self._line.wake()
+                self._queue.wake()
                 return
         for launched in item.launched:
             launched.fail(error)
 
 
-def check_process(health: Health) -> None:
-    """Raises in a forked child. It is called before a lock is taken, which a thread of the parent may hold for ever."""
-    if health.process != os.getpid():
-        raise MachinesError(
-            "this process was forked from one that is a rank of the process group, and is no rank itself: let the "
-            "children of a rank, a DataLoader's workers for example, call no module that spans machines"
-        )
+def make_call(queue: RoundQueue, round: Round, item: Item) -> None:
+    """Makes a call that sends something itself, over a group that nobody here knows.
+
+    If it fails on one rank, the others may have what they wait for, or may wait for something that never comes. So the
+    ranks say after each call whether it has failed, and this one also at once, beside it. A rank that still waits
+    `GRACE` seconds after it has heard that will get no answer, and later collectives would be paired with what it has
+    sent: the group is broken.
+    """
+    (launched,), (begin, check) = item.launched, item.calls
+    if round.failed_call is None:
+        queue.calls += 1
+        key, failed = f"call {queue.calls} of {queue.name}", None
+        with Watch(queue.health, item.what) as watch:
+            try:
+                wait_for_future(begin(), _patience(watch, queue.health, key))
+                check()
+            except (MachinesError, _Unanswered):
+                raise
+            except Exception as error:
+                failed = error
+                launched.fail(error)
+                queue.health.notices.say(key, in_words(error))
+            steps = queue.connections.all(None if failed is None else f": {in_words(failed)}")
+            said = _waited(steps, watch)
+            round.failed_call = failed or failures(queue.group, said)
+    if round.failed_call is None:
+        launched.succeed(None)
+    elif not launched.is_decided:
+        launched.fail(round.failed_call)
+
+
+def _waited(steps: Steps, check: Check) -> Any:
+    value = None
+    try:
+        while True:
+            future = steps.send(value)
+            wait_for_future(future, check)
+            value = future.value()
+    except StopIteration as end:
+        return end.value
+
+
+def _patience(watch: Watch, health: Health, key: str) -> Check:
+    """The check of a wait for a call, which gives up some time after that has failed on another rank."""
+    notices, since = health.notices, [0.0]
+    notices.ask(key)
+
+    def check() -> None:
+        watch()
+        heard = notices.heard(key)
+        if heard is not None:
+            since[0] = since[0] or time.monotonic()
+            if time.monotonic() - since[0] > GRACE:
+                raise _Unanswered(
+                    f"what it has sent here gets no answer, because it has failed on another rank: {heard}"
+                )
+
+    return check
+
+
+class _Unanswered(RuntimeError):
+    pass

@@ -1,8 +1,6 @@
-"""The start: all ranks check that they are about to do the same, and rank 0's values go to all.
+"""The start: all ranks check that they are about to do the same, and rank 0's values go to all. Nothing is kept here.
 
-A form calls `compare` with a description of what it has (`describe`), then `send_values` with its parameters and
-buffers. The launcher compares descriptions before anything else is sent, so a difference is an error on every rank and
-changes nothing. Only the forms in ``composable`` and their states call this file. It keeps nothing.
+Descriptions are compared before anything else is sent, so a difference is an error on every rank and changes nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,13 +19,12 @@ from torch.nn.parameter import is_lazy
 from dataparallel import _torch
 from dataparallel.comm.buckets import layout_of
 from dataparallel.comm.checks import why_not_movable
+from dataparallel.machines.agreement import as_text
 from dataparallel.machines.arguments import check_sendable
-from dataparallel.machines.collectives import broadcast
-from dataparallel.machines.differences import as_text
+from dataparallel.machines.collectives import broadcast, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
-from dataparallel.machines.rounds import Launched, Round
-from dataparallel.machines.staging import stage
+from dataparallel.machines.rounds import Launched
 
 __all__ = ["CAP_BYTES", "compare", "describe", "failing_together", "send_values"]
 
@@ -88,7 +86,7 @@ def failing_together(machines: Machines | None) -> Iterator[None]:
         raise  # all ranks know of it
     except BaseException as error:
         if machines is not None:
-            machines.line.signal_failure(error)
+            machines.queue.signal_failure(error)
         raise
 
 
@@ -104,7 +102,7 @@ def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> No
     Raises:
         MachinesDiffer: on every rank, with the same message: it lists what differs and on which ranks.
     """
-    machines.line.begin(f"the start of {what}", as_text(description)).end([]).wait()
+    machines.queue.begin_round(f"the start of {what}", as_text(description)).end([]).wait()
 
 
 def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int = CAP_BYTES) -> None:
@@ -128,19 +126,19 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
             the way, otherwise nothing is changed.
     """
     with failing_together(machines):
-        named = _once(named)
+        # Each tensor under its first name.
+        first = {id(tensor): name for name, tensor in reversed([*named.items()])}
+        named = {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
         _check_values(named)
         check_sendable(machines, [tensor.device for tensor in named.values()])
-        buckets = _plan(named, cap_bytes)
-        # Made before anything is sent: a lack of memory later would leave the other ranks waiting.
-        memory = _memory(buckets)
-    exchange = machines.line.begin("values of rank 0", as_text(_described(named, cap_bytes)))
+        buckets = _planned(named, cap_bytes)
+    exchange = machines.queue.begin_round("values of rank 0", as_text(_described(named, cap_bytes)))
     under_way: deque[tuple[_Bucket, Launched]] = deque()
     try:
-        for number, bucket in enumerate(buckets):
+        for bucket in buckets:
             if len(under_way) == UNDER_WAY:
                 _arrive(machines, *under_way.popleft())
-            flat = memory[bucket.device][number % UNDER_WAY][: bucket.nbytes]
+            flat = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=bucket.device)
             if machines.rank == 0:
                 _fill(bucket, flat)
             # Staged here, where the current stream has filled it.
@@ -149,7 +147,12 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
     except MachinesError:
         raise  # all ranks know of it
     except BaseException as error:
-        _raise_in_launcher(exchange, error)
+
+        def fail(error: BaseException = error) -> NoReturn:
+            raise error
+
+        # The other ranks wait for the rest of the round: the launcher breaks the group.
+        exchange.launch("the rest", fail)
         raise
     ended = exchange.end([])
     while under_way:
@@ -157,37 +160,19 @@ def send_values(machines: Machines, named: Mapping[str, Tensor], cap_bytes: int 
     ended.wait()
 
 
-def _raise_in_launcher(exchange: Round, error: BaseException) -> None:
-    """Tells the other ranks, which wait for the rest of the round: the launcher breaks the group."""
-
-    def fail() -> NoReturn:
-        raise error
-
-    exchange.launch("the rest", fail)
-
-
 class _Part(NamedTuple):
-    """One tensor in a bucket, and where its first byte is."""
-
     name: str
     tensor: Tensor
-    offset: int
+    offset: int  # in bytes
 
 
-class _Bucket(NamedTuple):
+@dataclass
+class _Bucket:
     """Tensors of one device that travel as one flat buffer."""
 
     device: torch.device
     parts: list[_Part]
-    nbytes: int
-
-
-def _once(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor under its first name."""
-    first: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in named.items():
-        first.setdefault(id(tensor), (name, tensor))
-    return dict(first.values())
+    nbytes: int = 0
 
 
 def _check_values(named: Mapping[str, Tensor]) -> None:
@@ -225,33 +210,21 @@ def _described(named: Mapping[str, Tensor], cap_bytes: int) -> dict[str, Any]:
     }
 
 
-def _plan(named: Mapping[str, Tensor], cap_bytes: int) -> list[_Bucket]:
+def _planned(named: Mapping[str, Tensor], cap_bytes: int) -> list[_Bucket]:
     """Buckets of at most ``cap_bytes``, or of one tensor. It depends only on what `_described` has."""
     buckets: list[_Bucket] = []
-    filling: dict[torch.device, int] = {}
+    filling: dict[torch.device, _Bucket] = {}
     for name, tensor in named.items():
         nbytes = tensor.numel() * tensor.itemsize
         if not nbytes:
             continue
-        index = filling.get(tensor.device)
-        if index is None or buckets[index].nbytes + nbytes > cap_bytes:
-            index = filling[tensor.device] = len(buckets)
-            buckets.append(_Bucket(tensor.device, [], 0))
-        bucket = buckets[index]
+        bucket = filling.get(tensor.device)
+        if bucket is None or bucket.nbytes + nbytes > cap_bytes:
+            bucket = filling[tensor.device] = _Bucket(tensor.device, [])
+            buckets.append(bucket)
         bucket.parts.append(_Part(name, tensor, bucket.nbytes))
-        buckets[index] = bucket._replace(nbytes=-(-(bucket.nbytes + nbytes) // ALIGNED) * ALIGNED)
+        bucket.nbytes += -(-nbytes // ALIGNED) * ALIGNED
     return buckets
-
-
-def _memory(buckets: Sequence[_Bucket]) -> dict[torch.device, list[Tensor]]:
-    """For each device the buffers that its buckets take turns to use."""
-    largest: dict[torch.device, int] = {}
-    for bucket in buckets:
-        largest[bucket.device] = max(bucket.nbytes, largest.get(bucket.device, 0))
-    return {
-        device: [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(min(UNDER_WAY, len(buckets)))]
-        for device, nbytes in largest.items()
-    }
 
 
 def _views(bucket: _Bucket, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

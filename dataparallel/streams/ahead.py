@@ -1,26 +1,7 @@
 """Copies from the host to the slots on side streams, before the chunks are used.
 
-``prefetch`` sends the tensors of a batch before the call that uses them. ``scatter_gather`` sends those of a call that
-can be sent and are not sent yet. It takes the chunks where it would otherwise copy one after the other, behind all work
-that the current streams have. Those two give the tensors and their chunk sizes, and say when a batch ends. Copies start
-in pinned host memory and run on one side stream for each device, at the same time as each other and as the current
-streams' work. These events order the streams:
-
-- A side stream waits for no other stream, so a copy starts while the step before still runs. A chunk's memory is
-  allocated on the side stream, where nothing but earlier copies has used it.
-- The stream that is current in the call waits for the copies before chunks are handed out. ``record_stream`` names it
-  for each chunk: when the last reference goes, the allocator records an event there, and a later copy can have the
-  memory after that event. This room cannot hold chunks until an event instead. Their last use is in a backward, in an
-  engine's thread, or where the user drops them, and it sees none of these. ``torch.nn.DataParallel`` records too.
-- Pageable memory is first copied into pinned memory, by the host, and is the caller's at once. A copy straight from it
-  would stop the host until the device has done all work that was launched before. Nobody waits for the copies from that
-  pinned memory: torch's host allocator notes the streams that read it, and uses it again when they have done so.
-- Pinned memory of the caller is read where it is. `HostReads` waits for these copies: before the call returns, or
-  before a loop gets its next batch. They depend on nothing but earlier copies.
-
-The host waits for nothing that is computed. This costs memory on CUDA: a chunk's memory is free when the host sees that
-the event has passed. A host that is some steps ahead of the devices takes chunks of that many steps, and as many
-batches of pinned memory. Both stay with the allocators. Memory of a side stream serves copies only.
+``prefetch`` sends the tensors of a batch before the call that uses them, ``scatter_gather`` those of a call, at once.
+The host waits for nothing that is computed. `Sender`, `SentTensor` and `HostReads` say what orders the streams.
 """
 
 from __future__ import annotations
@@ -36,13 +17,10 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from dataparallel import _torch
-from dataparallel.comm import copies
-from dataparallel.comm.buckets import PLAIN_TYPES, is_dense
-from dataparallel.comm.copies import alias
+from dataparallel.comm.buckets import PLAIN_TYPES, alias, is_dense, same_kind
 from dataparallel.comm.host import can_pin
-from dataparallel.comm.sent import note
-from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.devices import CPU
+from dataparallel.profiling import note_copy
 from dataparallel.streams.current import Event, current_streams, kept_stream, streams_set
 
 __all__ = ["HostReads", "Sender", "SentBatch", "SentTensor", "can_be_sent", "copied_at_once", "take_sent_chunks"]
@@ -76,15 +54,8 @@ def take_sent_chunks(
 ) -> Sequence[Tensor] | None:
     """The chunks of ``tensor`` that were sent ahead, ready for the current streams; ``None`` if no sent chunks fit.
 
-    Chunks fit if nobody has written to the tensor since it was sent, and if slots, sizes, dimension and isolation are
-    those with which it was sent; a whole tensor fits fewer slots too. Chunks made in inference mode fit only inside of
-    it. All are handed out once: a second call needs its own, because a module may write to its input.
-
-    Args:
-        tensor: the host tensor itself, not a view or a copy of it.
-        slots: the slots that get a chunk.
-        sizes: the chunks' sizes along ``dim``; ``None`` for the whole tensor on every slot.
-        dim: the dimension along which the tensor is cut.
+    ``tensor`` is the host tensor itself; ``sizes`` is ``None`` for the whole tensor on every slot. Chunks are handed
+    out once: a second call needs its own, because a module may write to its input.
     """
     if not _waiting:
         return None
@@ -109,7 +80,11 @@ def _withdraw(sent: SentTensor) -> bool:
 
 
 class HostReads:
-    """Copies that still read pinned memory of the caller. As a context, it waits for them at the end of the block."""
+    """Copies that still read pinned memory of the caller. As a context, it waits for them at the end of the block.
+
+    They depend on nothing but earlier copies. Copies from the library's own pinned memory need no wait: torch's host
+    allocator notes the streams that read it.
+    """
 
     def __init__(self) -> None:
         # The memory is held too: it may have been pinned by somebody whose allocator knows of no copies.
@@ -138,16 +113,19 @@ class HostReads:
 
 
 class SentTensor:
-    """One host tensor and its chunks on the slots. Chunks are allocated on the streams that are current."""
+    """One host tensor and its chunks on the slots. Chunks are allocated on the streams that are current.
+
+    Pageable memory is first copied into pinned memory, by the host, and is the caller's at once: a copy straight from
+    it would stop the host until the device has done all that was launched before.
+    """
 
     def __init__(self, tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> None:
         self.tensor, self.sizes, self.dim = tensor, sizes, dim
         self.slots = list(slots if sizes is None else slots[: len(sizes)])
-        self.isolated = are_slots_isolated()
         self.version = _version(tensor)
         detached = tensor.detach()
         if sizes is None:
-            devices = self.slots if self.isolated else list(dict.fromkeys(self.slots))
+            devices = list(dict.fromkeys(self.slots))
             parts = [detached]
         else:
             devices = self.slots
@@ -162,11 +140,11 @@ class SentTensor:
         """Copies the chunks of one device, on its current stream."""
         for chunk, part in zip(self.chunks, self.pinned, strict=True):
             if chunk.device == device:
-                note("direct", part, device)
+                note_copy("direct", part, device)
                 chunk.copy_(part, non_blocking=True)
 
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:
-        """True if a scatter would cut the tensor into the same chunks now."""
+        """True if a scatter would cut the tensor into the same chunks now. A whole tensor fits fewer slots too."""
         if sizes is None or self.sizes is None:
             same_cut = sizes is None and self.sizes is None
         else:
@@ -174,14 +152,17 @@ class SentTensor:
         return (
             same_cut
             and self.slots[: len(slots)] == list(slots)
-            and self.isolated == are_slots_isolated()
             and self.version == _version(self.tensor)
             # Chunks that were made in inference mode cannot be saved for backward outside of it.
             and (torch.is_inference_mode_enabled() or not self.chunks[0].is_inference())
         )
 
     def hand_out(self, slots: Sequence[torch.device]) -> list[Tensor]:
-        """The chunks of the first ``slots``. Makes the current streams wait for the copies."""
+        """The chunks of the first ``slots``. Makes the current streams wait for the copies.
+
+        The last use of a chunk is in a backward or where the user drops it, which nothing here sees. So
+        ``record_stream`` is called on it, as in ``torch.nn.DataParallel``.
+        """
         chunks, self.chunks = self.chunks, []
         for device, here in current_streams(chunk.device for chunk in chunks).items():
             self.copy_events[device].make_wait(here)
@@ -190,12 +171,12 @@ class SentTensor:
                 for chunk in chunks:
                     if chunk.device == device:
                         chunk.record_stream(here)
-        if self.sizes is None and not self.isolated:
+        if self.sizes is None:
             on_device = {chunk.device: chunk for chunk in chunks}
             first = {device: self.slots.index(device) for device in on_device}
             whole = [on_device[device] for device in slots]
             chunks = [copy if first[copy.device] == slot else alias(copy, slot) for slot, copy in enumerate(whole)]
-        return [copies.same_kind(chunk, self.tensor) for chunk in chunks[: len(slots)]]
+        return [same_kind(chunk, self.tensor) for chunk in chunks[: len(slots)]]
 
 
 class SentBatch:
@@ -221,7 +202,12 @@ class SentBatch:
 
 
 class Sender:
-    """Sends batches on the side streams of the devices in ``slots``, all of which are accelerators."""
+    """Sends batches on the side streams of the devices in ``slots``, all of which are accelerators.
+
+    A side stream waits for no other stream, so a copy starts while the step before still runs. Its memory serves copies
+    only. A host that is some steps ahead takes chunks, and pinned memory, of that many steps: both stay with torch's
+    allocators.
+    """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self.slots = list(slots)
@@ -268,13 +254,8 @@ def copied_at_once(
     """Sends tensors to all slots at once; inside the block, `take_sent_chunks` finds their chunks.
 
     Tensors for which `can_be_sent` is false are left out, and so are tensors with fitting chunks that were sent before:
-    those that ``prefetch`` sent may be read until its next batch. On CPU slots nothing is sent.
-
-    Args:
-        tensors: each with its chunk sizes, or ``None``, as for `Sender.send`.
-        slots: the slots that get a chunk.
-        dim: the dimension along which tensors are cut.
-        reads: gets the copies that may read the caller's memory when the block ends.
+    those that ``prefetch`` sent may be read until its next batch. ``reads`` gets the copies that may read the caller's
+    memory when the block ends. On CPU slots nothing is sent.
     """
     new = []
     if slots and slots[0] != CPU and _has_side_streams(slots[0].type):

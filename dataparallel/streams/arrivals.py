@@ -1,33 +1,7 @@
 """Copies of parameters that travel while replicas already compute, and who has to wait for which of them.
 
 A forward needs the first layer's parameters first. So buckets are sent in the order of use, on one side stream for each
-device, and a lookup of a parameter makes the current stream wait for the parameter's bucket only
-(``modules.registry``). `arrivals_for` says if a call's copies may be late: only if they are launched inside
-`LateCopies.may_begin`, which is the stage ``replicate`` of a ``stages.Call``, and only on two or more accelerators or
-isolated slots. Copies of a model below 16 MiB (`LATE_FROM_BYTES`) are never late. `LateCopies.end`, at the end of the
-call, waits for them. Those who make replicas' tensors (``replicate``, ``kept.tensors``,
-``composable.persistent_tensors``) bring the copies.
-
-These events order the streams:
-
-- The side streams wait for the computing streams before they read a source or write a copy. The memory of copies
-  belongs to the computing streams, and earlier work there may still use it.
-- The root fills flat buffers on a stream of its own (`filling_stream`), so that it fills one while it sends another.
-  The buffers are memory of this stream, so each is held until this stream waits for its send. There are at most two:
-  before the root fills a third one, the stream waits for the send of the first, which is then freed, and so on.
-- Buckets follow each other on the streams of ``comm.duplex``, without waiting for each other: while a device sends the
-  last piece of a bucket, it receives the first one of the next.
-- On each device an event follows each bucket, on each of the streams that it came on. A stream waits for these before
-  it uses a parameter of the bucket. On the root, where replicas share the source's memory, an event follows the read of
-  the source: a forward may write to it.
-- When the call ends, also if it fails, the computing streams wait for the side streams. Everything later on them comes
-  after the copies: backward, the optimizer, the next call, other use of the memory. Until then the copies are held, and
-  the memory of the sources too: somebody may give a source other memory. Until then only slot 0's lookups order writes
-  to the source.
-
-Buffers and single tensors travel on the computing streams. So do all tensors once something has been compiled
-with ``torch.compile``: compiled code may read parameters past the registries.
-With ``DATAPARALLEL_LATE_COPIES=0`` all tensors always do.
+device, and a lookup of a parameter makes the current stream wait for its bucket only (``modules.registry``).
 """
 
 from __future__ import annotations
@@ -42,11 +16,9 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.comm.duplex import PieceStreams, piece_streams_kept
-from dataparallel.comm.settings import are_slots_isolated
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.environment import says_no
-from dataparallel.streams.current import Event, current_streams, kept_stream, streams_set
-from dataparallel.streams.isolated import run_apart
+from dataparallel.streams.current import Event, current_streams, kept_stream, run_apart, streams_set
 
 __all__ = ["Arrival", "Arrivals", "Expected", "LateCopies", "arrivals_for", "parameter_stream"]
 
@@ -89,12 +61,7 @@ class Arrival:
 
 
 class Expected:
-    """What one replica waits for.
-
-    Attributes:
-        index: the index of the replica's device.
-        by_position: for each position in the plan its bucket's `Arrival`; ``None`` if nobody has to wait.
-    """
+    """What one replica waits for: the index of its device, and for each position in the plan its bucket's `Arrival`."""
 
     __slots__ = ("by_position", "index")
 
@@ -104,12 +71,23 @@ class Expected:
 
 
 class Arrivals:
-    """The late copies of one call, for replicas on ``slots``, which are accelerators. The first slot is the root."""
+    """The late copies of one call, for replicas on ``slots``, which are accelerators. The first slot is the root.
+
+    - The side streams wait for the computing streams before they read a source or write a copy. The memory of copies
+      belongs to the computing streams, and earlier work there may still use it.
+    - The root fills flat buffers on a stream of its own, so that it fills one while it sends another. They are memory
+      of this stream, so each is held until it waits for the send; before it fills a third one, it waits for the first.
+    - Buckets follow each other on the streams of ``comm.duplex``, without waiting for each other.
+    - An event follows each bucket on each stream that it came on. On the root, where replicas share the source's
+      memory, an event follows the read of the source: a forward may write to it.
+    - When the call ends, also if it fails, the computing streams wait for the side streams, so that all that comes
+      later there comes after the copies. Until then the copies are held, and the memory of the sources too: somebody
+      may give a source other memory. Until then only slot 0's lookups order writes to the source.
+    """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self._slots = list(slots)
         self._computing = current_streams(slots)
-        self._isolated = are_slots_isolated()
         self._read: dict[int, Arrival] = {}
         self._arrived: dict[torch.device, dict[int, Arrival]] = {device: {} for device in self._computing}
         self._held: list[object] = []  # memory that side streams may still use
@@ -118,10 +96,8 @@ class Arrivals:
     def launch(self, broadcasts: Iterable[FlatBroadcast], at_once: Set[int]) -> None:
         """Sends buckets from the root, in this order, and returns when all are launched.
 
-        Args:
-            broadcasts: the buckets; ``indices`` are positions in the plan.
-            at_once: positions of tensors that are read without a lookup. Their buckets go first, and the computing
-                streams wait for them.
+        ``at_once``: positions of tensors that are read without a lookup. Their buckets go first, and the computing
+        streams wait for them.
         """
         root = self._slots[0]
         sides = {device: parameter_stream(device) for device in self._computing}
@@ -168,14 +144,9 @@ class Arrivals:
         return flat, Event(sides[root])
 
     def expect(self, expected: Expected, slot: int, positions: int) -> None:
-        """Fills ``expected`` for a replica.
-
-        ``positions``: the number of positions in the plan: its tensors, what is shared, and ``None``. Negative
-        positions count from the end.
-        """
+        """Fills ``expected`` for a replica. Negative positions count from the end of the plan."""
         device = self._slots[slot]
-        shares_source = device == self._slots[0] and (slot == 0 or not self._isolated)
-        arrivals = self._read if shares_source else self._arrived[device]
+        arrivals = self._read if device == self._slots[0] else self._arrived[device]
         expected.index = device.index
         expected.by_position = [*map(arrivals.get, range(positions))]
 
@@ -195,11 +166,7 @@ _open = threading.local()
 
 
 class LateCopies:
-    """The sets of late copies that one call makes. ``stages.Call`` has one.
-
-    Args:
-        allowed: false if all copies have to be ordered on the computing streams.
-    """
+    """The sets of late copies that one call makes. Inside `may_begin` they may be late, if ``allowed``."""
 
     def __init__(self, allowed: bool) -> None:
         self._allowed = allowed
@@ -229,7 +196,8 @@ class LateCopies:
 def arrivals_for(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> Arrivals | None:
     """The late copies for new replicas on ``slots``; ``None`` if copies have to be ordered on the computing streams.
 
-    ``tensors``: those of which each replica gets copies.
+    So they are where something has been compiled: compiled code may read parameters past the registries. ``tensors``:
+    those of which each replica gets copies.
     """
     call: LateCopies | None = getattr(_open, "copies", None)
     if call is None or sum([tensor.numel() * tensor.itemsize for tensor in tensors]) < LATE_FROM_BYTES:

@@ -1,24 +1,14 @@
 """Current streams, kept streams and events, safe for several threads and for devices that nobody uses.
 
-torch has current streams and events too, but three of their effects hurt a library that runs in one process:
-
-- ``with stream:`` stores the former stream on the stream object. If two threads enter one stream at the same time, each
-  can end on the other's stream. `streams_set` stores the former streams in the call.
-- Making a device current creates a context on it. A context takes hundreds of megabytes, and cannot be created where
-  another process has the device for itself. ``torch.accelerator.set_device_index`` creates one when it goes back to a
-  device that was current but not used. So does a ``torch.Event`` of another device when it is freed and, before
-  torch 2.15, when it is recorded or waited for. Here the stream's device is current meanwhile, and torch goes back to
-  the former device only when that is used again.
-- ``torch.Stream.wait_event`` reads what a ``torch.Event`` holds. A ``torch.cuda.Event`` holds its event elsewhere: the
-  stream does not wait for it, without an error. ``event.wait(stream)`` is right for every class of events.
-
-The other rooms decide which stream does what.
+torch has these too, but some of their effects hurt a library that runs in one process: see `streams_set`, `Event` and
+`GivenEvents`. The other rooms decide which stream does what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,12 +16,15 @@ from dataparallel._torch import current_stream_at, exchange_device, go_back_to_d
 from dataparallel.devices import CPU, current_device_set
 
 __all__ = [
+    "DeviceClock",
     "Event",
     "GivenEvents",
+    "Marks",
     "TimedEvent",
     "current_streams",
     "kept_stream",
     "make_current",
+    "run_apart",
     "streams_joined",
     "streams_set",
 ]
@@ -95,11 +88,17 @@ def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch
     return {device: current_stream_at(device.index) for device in {*devices} if device != CPU}
 
 
+def run_apart(slots: Sequence[torch.device]) -> bool:
+    """True if slots compute on several streams: on two or more accelerators."""
+    return len({*slots} - {CPU}) > 1
+
+
 @contextmanager
 def streams_set(streams: Mapping[torch.device, torch.Stream]) -> Iterator[None]:
     """Makes each of ``streams`` its device's current stream inside the block. The current device does not change.
 
-    Without accelerators ``streams`` is empty, and nothing is done.
+    ``with stream:`` stores the former stream on the stream object: of two threads that enter one stream at the same
+    time, each could end on the other's. This stores it in the call. Without accelerators nothing is done.
     """
     before = [current_stream_at(device.index) for device in streams]
     try:
@@ -136,7 +135,12 @@ def make_current(streams: Collection[torch.Stream]) -> None:
 
 
 class Event:
-    """The work that ``stream`` has been given until the event is made. Any thread may use the event."""
+    """The work that ``stream`` has been given until the event is made. Any thread may use the event.
+
+    A ``torch.Event`` creates a context, which takes hundreds of megabytes, on the device that is current but not used,
+    when it is freed and, before torch 2.15, when it is recorded or waited for. So the stream's device is current
+    meanwhile, and torch goes back to the former one only when that is used again.
+    """
 
     def __init__(self, stream: torch.Stream) -> None:
         self._index = stream.device_index
@@ -175,7 +179,10 @@ class Event:
 
 
 class GivenEvents(Event):
-    """Events that a user has recorded, of torch's class or of the backend's. All of them have to pass."""
+    """Events that a user has recorded, of torch's class or of the backend's. All of them have to pass.
+
+    ``stream.wait_event`` does not wait for a backend's event, without an error; ``event.wait(stream)`` is always right.
+    """
 
     def __init__(self, events: Iterable[torch.Event]) -> None:
         self._events = [*events]
@@ -207,11 +214,7 @@ def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
 
 
 class TimedEvent(Event):
-    """An event that knows when it has passed.
-
-    Raises:
-        RuntimeError, NotImplementedError: the backend has no events with times.
-    """
+    """An event that knows when it has passed. A backend without such events raises as torch does."""
 
     def __init__(self, stream: torch.Stream) -> None:
         self._index = stream.device_index
@@ -225,3 +228,44 @@ class TimedEvent(Event):
     def seconds_until(self, later: TimedEvent) -> float:
         """The seconds between two events of one device. Both must have passed."""
         return 1e-3 * float(self._event.elapsed_time(later._event))
+
+
+Marks: TypeAlias = "dict[Any, TimedEvent]"
+"""An event for each device, or for each stream."""
+
+
+class DeviceClock:
+    """Marks streams, and says later how long devices took between two marks. Any thread may use it.
+
+    A time includes what a stream waits for: other streams, and a host that has launched nothing yet. It has not run on
+    GPUs.
+    """
+
+    def __init__(self) -> None:
+        self._has_times = True
+
+    def marks(self, streams: Mapping[Any, torch.Stream]) -> Marks:
+        """An event on each stream; none if the backend has no events with times."""
+        if not self._has_times:
+            return {}
+        try:
+            return {key: TimedEvent(stream) for key, stream in streams.items()}
+        except (RuntimeError, NotImplementedError):
+            self._has_times = False
+            return {}
+
+    def seconds(self, begin: Marks, end: Marks) -> dict[Any, float]:
+        """For each key of both the seconds between its marks, to which the devices have come."""
+        return {key: begin[key].seconds_until(end[key]) for key in begin.keys() & end.keys()}
+
+    @staticmethod
+    def have_passed(marks: Marks) -> bool:
+        """True if the devices have come to all of these marks. The host does not wait."""
+        return all(event.has_passed() for event in marks.values())
+
+    @staticmethod
+    def wait_for(marks: Iterable[Marks]) -> None:
+        """Makes the host wait for marks."""
+        for each in marks:
+            for event in each.values():
+                event.synchronize()

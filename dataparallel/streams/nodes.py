@@ -1,12 +1,7 @@
 """Runs the backward of a graph node that spans several devices on the streams of its forward.
 
-The engine knows one stream of each node: that of its first output on an accelerator. On all other devices the engine's
-threads see default streams. So a node's forward notes the streams that are current on all of its devices
-(`note_forward_streams`), and its backward runs on them (`forward_streams_set`). A backward that is recorded makes new
-nodes in a thread of the engine. They note the caller's streams too, not those of that thread.
-
-``autograd.functions``, ``autograd.bucket_nodes`` and ``composable.gradient_sums`` have such nodes. ``bucket_nodes`` and
-``streams.isolated`` use `memory_of`. This room does not decide which streams are current in a replica.
+The engine knows one stream of each node: that of its first output on an accelerator. On all other devices its threads
+see default streams. So a node's forward notes the streams of all its devices, and its backward runs on them.
 """
 
 from __future__ import annotations
@@ -38,12 +33,10 @@ def note_forward_streams(node: Any, inputs: Sequence[torch.device], outputs: Seq
 def forward_streams_set(node: Any, grads: Sequence[Tensor | None]) -> Iterator[None]:
     """Makes the streams of the node's forward current again inside its backward, in order with other nodes.
 
-    The engine makes the stream of the node's first output on an accelerator current, makes it wait for all gradients,
-    and makes users of a result wait for it. On other devices its threads see default streams, which nothing orders
-    against the caller's. So the streams of gradients on other devices wait for the engine's stream first, and at the
-    end it waits for the streams of results. A gradient of another device may have been made on any stream there, so
-    ``record_stream`` is called on its memory. A node whose outputs are all on the CPU has no such stream. Then the
-    engine orders each device's current stream.
+    The engine orders the stream of the node's first output on an accelerator. So the streams of gradients on other
+    devices wait for the engine's stream first, and at the end it waits for the streams of results. A gradient of
+    another device may have been made on any stream there, so ``record_stream`` is called on its memory. For a node
+    whose outputs are all on the CPU the engine orders each device's current stream.
     """
     current = current_streams(node.streams)
     engine_streams = {device: current[node.engine_device or device] for device in node.streams}

@@ -5,8 +5,7 @@ has the parts of the first. `parity` compares a module on several slots with the
 library's models and for your own; `steps` has its comparisons. `simulated` makes accelerators on a machine without any,
 and `cuda` runs torch's CUDA build on a machine without a GPU. They share ``csrc``, which `compiling` compiles, and
 `host_threads`. `ranks` runs tests on slots, on threads and in processes; `sharding` runs operators on tensors that are
-sharded in every way. ``dataparallel.testing.pytest`` is a plugin with fixtures for these. `isolated_slots` makes slots
-on one device behave as separate devices.
+sharded in every way. ``dataparallel.testing.pytest`` is a plugin with fixtures for these.
 
 Nothing in the library imports this package. Importing it touches no device and does not import torch: each name is
 imported when it is first asked for.
@@ -18,7 +17,6 @@ from dataparallel._on_demand import import_on_demand
 
 if TYPE_CHECKING:
     from dataparallel.testing.compiling import SimulationUnavailable, ToolsMissing
-    from dataparallel.testing.isolation import isolated_slots
     from dataparallel.testing.models import MLP, ModelArgs, RMSNorm, StackedMLP, Transformer
     from dataparallel.testing.ranks import (
         ProcessTest,
@@ -51,7 +49,6 @@ __all__ = [
     "ToolsMissing",
     "Transformer",
     "check_op",
-    "isolated_slots",
     "run_subtests",
     "simulate",
     "skip_unless_devices",
@@ -63,7 +60,6 @@ import_on_demand(
     __name__,
     {
         "compiling": ("SimulationUnavailable", "ToolsMissing"),
-        "isolation": ("isolated_slots",),
         "models": ("MLP", "ModelArgs", "RMSNorm", "StackedMLP", "Transformer"),
         "ranks": (
             "ProcessTest",

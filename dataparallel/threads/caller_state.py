@@ -15,9 +15,8 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.streams.current import current_streams
-from dataparallel.streams.isolated import isolated_streams
 from dataparallel.threads import settings
-from dataparallel.threads.settings import CURRENT_STREAM, INTRA_OP_THREADS, TRANSLATED, Setting
+from dataparallel.threads.settings import INTRA_OP_THREADS, TRANSLATED, Setting
 
 __all__ = ["CallerState"]
 
@@ -32,7 +31,6 @@ class CallerState:
         self.slots = slots
         self._carried = [(setting, setting.read(slots)) for setting in settings.CARRIED]
         self._translated = [(setting, setting.read(slots)) for setting in TRANSLATED]
-        self.isolated_streams = isolated_streams(slots)
         # Two threads cannot enter one context, so each replica has a copy. Values that it sets there are dropped.
         self._contexts = [contextvars.copy_context() for _ in slots]
 
@@ -43,8 +41,8 @@ class CallerState:
 
     @property
     def streams(self) -> list[torch.Stream]:
-        """The caller's current streams on the slots' accelerators, and the streams of isolated slots."""
-        return [*current_streams(self.slots).values(), *(own.stream for own in self.isolated_streams.values())]
+        """The caller's current streams on the slots' accelerators."""
+        return [*current_streams(self.slots).values()]
 
     @contextmanager
     def intra_op_threads_divided(self, workers: int, here: bool = False) -> Iterator[None]:
@@ -97,15 +95,9 @@ class CallerState:
 
     def _run(self, slot: int, task: Callable[[], T], held: list[tuple[Setting, Any]]) -> T:
         ends: list[Callable[[], object]] = []
-        device, own = self.slots[slot], self.isolated_streams.get(slot)
         try:
-            if own is not None:
-                own.wait_for_caller()
-                ends.append(own.note_end)
             for setting, value in held:
-                if own is not None and setting.name == CURRENT_STREAM:
-                    value = {device: own.stream}
-                end = setting.hold(value, self.slots, device)
+                end = setting.hold(value, self.slots, self.slots[slot])
                 if end is not None:
                     ends.append(end)
             return self._contexts[slot].run(task)

@@ -31,7 +31,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
-from dataparallel.streams.device_times import DeviceClock, Marks
+from dataparallel.streams.current import DeviceClock, Marks
 from dataparallel.structures import tensors_in
 
 __all__ = ["CallPermits", "PermitChooser", "kind_of_call", "size_of"]

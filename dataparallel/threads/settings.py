@@ -23,7 +23,6 @@ from dataparallel.threads.holding import Setting, entered, switch
 
 __all__ = [
     "CARRIED",
-    "CURRENT_STREAM",
     "INTRA_OP_THREADS",
     "REFUSED",
     "TRANSLATED",
@@ -33,7 +32,6 @@ __all__ = [
 ]
 
 INTRA_OP_THREADS = "intra-op threads"
-CURRENT_STREAM = "current stream"
 
 CARRIED: tuple[Setting, ...] = (
     # Inference mode changes grad mode, so it comes first.
@@ -63,10 +61,10 @@ def carry(setting: Setting) -> None:
 
 TRANSLATED: tuple[Setting, ...] = (
     Setting("current device", lambda slots: None, lambda value, slots, device: entered(current_device_set(device))),
-    Setting(CURRENT_STREAM, current_streams, holding.hold_stream),
+    Setting("current stream", current_streams, holding.hold_stream),
     Setting("default device", holding.read_default_device, holding.hold_default_device),
 )
-"""Settings that depend on the slot: its device, and the caller's current stream there or the slot's isolated stream."""
+"""Settings that depend on the slot: its device, and the caller's current stream there."""
 
 
 def _capturing_cuda_graph() -> bool:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from types import TracebackType
 
-from dataparallel.tracing import picture, saved
-from dataparallel.tracing.advice import advice
-from dataparallel.tracing.clocks import ThreadClocks
-from dataparallel.tracing.memory import DeviceMemory, MemoryBefore
-from dataparallel.tracing.recorder import Recorder, start, stop
-from dataparallel.tracing.results import Results, results
-from dataparallel.tracing.table import text_of
+import torch
+
+from dataparallel.devices import all_devices
+from dataparallel.tracing import timeline
+from dataparallel.tracing.recorder import Recorder, ThreadClocks, start, stop
+from dataparallel.tracing.results import DeviceMemory, Results, results
+from dataparallel.tracing.table import advice, text_of
 from dataparallel.tracing.torch_calls import recorded
 
 __all__ = ["Trace", "trace"]
@@ -122,11 +123,11 @@ class Trace:
         modules = ", ".join(found.modules)
         steps = f", {found.steps} steps" if found.steps > 1 else ""
         title = f"{modules}: {1e3 * found.seconds:.1f} ms{steps}" if modules else "no replica ran"
-        picture.draw(recorder, self._begin, found.seconds, path, title)
+        timeline.draw(recorder, self._begin, found.seconds, path, title)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file that https://ui.perfetto.dev and ``chrome://tracing`` show: ``trace.save("step.json")``."""
-        saved.save(self._ended, self._begin, path)
+        timeline.save(self._ended, self._begin, path)
 
 
 def trace() -> Trace:
@@ -156,3 +157,33 @@ def _cost_of_a_record() -> float:
                 pass
         seconds = min(seconds, (time.perf_counter() - begin) / _RANGES)
     return seconds
+
+
+class MemoryBefore:
+    """Reads the counters when a block begins, and sets back their peaks, so that a later peak is that of the block.
+
+    Host memory has no such counters. To read them makes no context on a device.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[torch.device, int] = {}
+        for device in all_devices():
+            try:
+                torch.accelerator.reset_peak_memory_stats(device)
+                self._before[device] = torch.accelerator.memory_allocated(device)
+            except (RuntimeError, NotImplementedError):  # the backend has no such counters
+                continue
+
+    def until_now(self, slots: Sequence[torch.device]) -> list[DeviceMemory]:
+        """For each device of ``slots`` what has happened since the beginning."""
+        return [
+            DeviceMemory(
+                device,
+                tuple(slot for slot, other in enumerate(slots) if other == device),
+                self._before[device],
+                torch.accelerator.memory_allocated(device),
+                torch.accelerator.max_memory_allocated(device),
+            )
+            for device in dict.fromkeys(slots)
+            if device in self._before
+        ]

@@ -1,7 +1,4 @@
-"""Intervals of time: their union, what two sets have in common, and what remains of nested ones.
-
-Plain arithmetic with numbers. A unit has to be the same in one call, and that is all.
-"""
+"""Intervals of time: their union, what two sets have in common, and which one contains which."""
 
 from __future__ import annotations
 
@@ -34,10 +31,10 @@ def length_of_union(intervals: Iterable[Interval]) -> float:
 def covered(interval: Interval, by: Sequence[Interval]) -> float:
     """For how long of ``interval`` one of these lasts, which are disjoint and in order."""
     start, end = interval
-    return sum([min(end, b) - max(start, a) for a, b in _meeting(start, end, by)])
+    return sum([min(end, b) - max(start, a) for a, b in _overlapping(start, end, by)])
 
 
-def _meeting(start: float, end: float, by: Sequence[Interval]) -> Iterator[Interval]:
+def _overlapping(start: float, end: float, by: Sequence[Interval]) -> Iterator[Interval]:
     for a, b in islice(by, max(0, bisect_left(by, (start,)) - 1), None):
         if a >= end:
             return

@@ -1,7 +1,6 @@
-"""Files in the Chrome trace event format, which Perfetto and ``chrome://tracing`` show.
+"""Files in the Chrome trace event format ("Trace Event Format", Google, 2016), which Perfetto shows.
 
-The format is described in "Trace Event Format" (Google, 2016). Its times are microseconds; here they have three digits
-after the point, since Perfetto counts nanoseconds. Timelines of simulated devices are written with this too.
+Times are microseconds, with three digits after the point, since Perfetto counts nanoseconds.
 """
 
 from __future__ import annotations

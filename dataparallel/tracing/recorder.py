@@ -1,31 +1,29 @@
 """Takes down what happens while a trace runs, from any thread: ranges, waits for permits, copies, gradients.
 
-It is the `dataparallel.profiling.Recorder` of the process between `start` and `stop`. It computes nothing: the results
-are made after the block. Nothing here waits, and lists are only appended to, which is one step of the interpreter. So
-threads need no lock, and a range that another thread ends after the block is in no result.
-
-Times are nanoseconds of ``time.perf_counter_ns``.
+Nothing here waits, and lists are only appended to, which is one step of the interpreter: threads need no lock, and a
+range that another thread ends after the block is in no result. Times are nanoseconds of ``time.perf_counter_ns``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
+from io import FileIO
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from dataparallel import _torch, profiling
 from dataparallel.forks import in_forked_child
-from dataparallel.streams.current import current_streams
-from dataparallel.streams.device_times import DeviceClock, Marks
-from dataparallel.tracing.clocks import ThreadClocks
+from dataparallel.streams.current import DeviceClock, Marks, current_streams
 
-__all__ = ["ENGINE", "Copy", "Gradients", "Recorder", "Span", "Thread", "Wait", "start", "stop"]
+__all__ = ["ENGINE", "Copy", "Gradients", "Recorder", "Span", "Thread", "ThreadClocks", "Wait", "start", "stop"]
 
 T = TypeVar("T")
 
@@ -43,19 +41,11 @@ class Thread:
 
 @dataclass
 class Span:
-    """A range that has ended.
+    """A range that has ended: when, for how long its thread ran, and what it belongs to.
 
-    Attributes:
-        name: of the stage; "replica" for a replica's forward.
-        detail: what it belongs to: a form, or the class of a replica or of an optimizer.
-        slot: the slot that it works for, if it is one slot's.
-        call: the number of the call whose replica it is, or of the optimizer; else -1.
-        thread: the thread that it ran in.
-        start, end: when.
-        ran: for how long its thread ran.
-        core: for how long its thread had no core; ``None`` if the system does not tell, or if it was not asked. Ranges
-            of one slot inside of others are many and short, and asking would take longer than anything else here.
-        marks: marks on a device's stream at both ends, if it is timed there.
+    ``call`` is the number of the call whose replica it is, or of the optimizer; else -1. ``core`` is for how long its
+    thread had no core, if that is known. It is not asked for ranges of one slot inside of others: these are many and
+    short. ``marks`` are on a device's stream at both ends, if it is timed there.
     """
 
     name: str
@@ -98,6 +88,50 @@ class Gradients(NamedTuple):
     time: int
 
 
+_SCHEDSTAT = "/proc/thread-self/schedstat"
+_LONGEST = 96
+"""Bytes. Three numbers of 64 bits are shorter."""
+
+
+class ThreadClocks:
+    """The clocks of the thread that makes this object: how long it has run, and has waited for a core.
+
+    No other thread may read them. Linux tells the second in ``/proc/thread-self/schedstat``, as the second of three
+    numbers (Documentation/scheduler/sched-stats.rst in its source). Where there is no such file, it is unknown.
+
+    Python's own functions for files give its lock away for the time of a call, and the thread may get it back only
+    after milliseconds. So the C library's ``pread`` reads the file, through ``ctypes.PyDLL``, which keeps the lock.
+    """
+
+    def __init__(self, path: str = _SCHEDSTAT) -> None:
+        self._file: FileIO | None = None
+        self._read = ctypes.create_string_buffer(_LONGEST)
+        try:
+            self._file = FileIO(path)
+            self.waited_for_core()
+        except (OSError, AttributeError, IndexError, ValueError):  # no such file, no such function, or another format
+            self._file = None
+
+    def ran(self) -> int:
+        """Nanoseconds for which the thread has run."""
+        return time.thread_time_ns()
+
+    def waited_for_core(self) -> int | None:
+        """Nanoseconds in which the thread could run and had no core; ``None`` if the system does not tell."""
+        if self._file is None:
+            return None
+        _pread()(self._file.fileno(), self._read, _LONGEST, 0)
+        return int(self._read.value.split()[1])
+
+
+@cache
+def _pread() -> Callable[..., int]:
+    found = ctypes.PyDLL(None).pread
+    found.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_long)
+    found.restype = ctypes.c_ssize_t
+    return found
+
+
 class _OfThread(threading.local):
     """What one thread has of one recorder."""
 
@@ -109,12 +143,7 @@ class _OfThread(threading.local):
 
 
 class Recorder:
-    """What is recorded.
-
-    Attributes:
-        spans, waits, copies, marks: see the classes; in the order in which they ended.
-        devices: of the slots that have run, in order.
-    """
+    """What is recorded: see the classes. ``devices`` are those of the slots that have run."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -136,28 +165,28 @@ class Recorder:
             return Thread(next(self._numbers), ENGINE)
         return Thread(next(self._numbers), thread.name)
 
-    # ---- profiling.Recorder ------------------------------------------------------------------------------------------
+    # ---- what `profiling` tells --------------------------------------------------------------------------------------
 
     def stage(
         self, name: str, detail: str = "", slot: int | None = None, profiled: AbstractContextManager[Any] | None = None
     ) -> _Range:
-        """See `profiling.Recorder`."""
+        """A context that records the range of a stage, with ``profiled`` inside."""
         return _Range(self, self._of_thread, name, detail, slot, profiled=profiled)
 
     def replicas(self, module: str, devices: list[torch.device]) -> _Replicas:
-        """See `profiling.Recorder`."""
+        """What watches the replicas of a call of ``module``, which is the name of a class."""
         self.devices.update(enumerate(devices))
         return _Replicas(self, next(self._calls), module, devices)
 
     def sent(self, route: str, number_of_bytes: int, source: torch.device, target: torch.device) -> None:
-        """See `profiling.Recorder`."""
+        """A copy between devices has been launched."""
         now, ranges = time.perf_counter_ns(), self._of_thread.open
         # In a thread of the engine most copies are in no range: those of the gather's backward, for example.
         stage = ranges[-1] if ranges else "backward" if _torch.is_in_backward() else ""
         self.copies.append(Copy(stage, route, number_of_bytes, source, target, now))
 
     def gradients(self, slot: int) -> None:
-        """See `profiling.Recorder`."""
+        """A bucket of gradients is complete on a slot."""
         self.marks.append(Gradients(slot, self._of_thread.thread, time.perf_counter_ns()))
 
     # ---- what `torch_calls` sees -------------------------------------------------------------------------------------
@@ -241,7 +270,7 @@ class _Range:
             self._profiled.__exit__(kind, error, traceback)
 
 
-class _Replicas:
+class _Replicas(profiling.Replicas):
     """The `profiling.Replicas` of one call."""
 
     def __init__(self, recorder: Recorder, call: int, module: str, devices: list[torch.device]) -> None:

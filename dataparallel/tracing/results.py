@@ -1,6 +1,6 @@
 """From what was recorded to figures: the stages on the caller's thread, the slots, the bytes.
 
-A thread's ranges are nested. The *exclusive* time of a range is its time without that of ranges inside it, so that the
+The ranges of a thread are nested. The *exclusive* time of a range is its time without that of ranges inside it. So the
 exclusive times of a thread, and the time outside of all ranges, add up to the time of the block.
 """
 
@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 
 from dataparallel.tracing.intervals import covered, parents, union
-from dataparallel.tracing.memory import DeviceMemory
 from dataparallel.tracing.recorder import Recorder, Span, Thread
 
-__all__ = ["REST", "STAGES", "Results", "Sent", "Slot", "Stage", "results", "stage_of"]
+__all__ = ["REST", "STAGES", "DeviceMemory", "Results", "Sent", "Slot", "Stage", "results", "stage_of"]
 
 STAGES = {
     "scatter": "scatter",
@@ -32,11 +31,9 @@ STAGES = {
 }
 """The stage of each range, in the order of a step. A range of another name is a stage of its own."""
 
-REST = "your code"
-"""The stage of time outside of all ranges."""
+REST = "your code"  # the stage of time outside of all ranges
 
-_WAITING = frozenset({"parallel_apply", "backward"})
-"""Ranges in which a thread mostly waits for others, so that it does not hold Python's lock."""
+_WAITING = frozenset({"parallel_apply", "backward"})  # mostly for others: the thread does not hold Python's lock
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,7 @@ class Stage:
         seconds: their exclusive time.
         running: for how much of it the caller's thread ran. In the rest it waited: for other threads, a lock, a core or
             a device. ``None`` for `REST`.
-        no_core: for how much of it the caller's thread could run and had no core; ``None`` if that is not known. For
-            short ranges of one slot (`recorder.Span.core`) it is part of the range around them.
+        no_core: for how much of it the caller's thread could run and had no core; ``None`` if that is not known.
         elsewhere: the exclusive time of the stage in all other threads together.
         elsewhere_running: for how much of that these threads ran.
     """
@@ -69,16 +65,14 @@ class Slot:
     """The forward passes of the replicas of one slot, in seconds of all calls together.
 
     Attributes:
-        slot, device: the number of the slot, and its device.
-        calls: how many forward passes it had.
+        calls: how many forward passes the slot had.
         forward: from their beginning to their end.
         running: for how much of it the thread ran.
         no_permit: for how long they had no permit: before they began, and after nested calls.
         no_core: for how long the thread could run and had no core; ``None`` if the system does not tell.
-        lock: for how long they waited for Python's lock, at most: for how long the thread neither ran nor waited for
-            any of the above, while other threads were in ranges too. Waits for a device, for intra-op threads, or in
-            the module's own code may be in it.
-        work: without waits that are known, and without ranges inside; on the device if its events tell.
+        lock: for how long they waited for Python's lock, at most: the thread neither ran nor waited for any of the
+            above, while other threads were in ranges too. Waits for a device or for intra-op threads may be in it.
+        work: without known waits and ranges inside; on the device if its events tell.
         device_forward, device_backward: how long it took on the device, if its events tell.
     """
 
@@ -107,22 +101,30 @@ class Sent:
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of tensors on one device, which its slots share: before and after the block, and at most in between."""
+
+    device: torch.device
+    slots: tuple[int, ...]
+    before: int
+    after: int
+    peak: int
+
+
+@dataclass(frozen=True)
 class Results:
     """What a trace has found.
 
     Attributes:
-        seconds: the time of the block.
+        seconds: of the block.
         behind: for how long the host waited for devices when the block had ended.
-        steps: how many training steps it had: steps of the optimizer that made most of them, else backward passes,
-            else calls.
+        steps: steps of the optimizer that made most of them, else backward passes, else calls.
         stages: in the order of a step; their ``seconds`` add up to those of the block.
         slots: those that have run.
-        imbalance: how many times as long as the mean of its call the slowest replica worked (`Slot.work`); 1.0 if there
-            was no call with several replicas.
+        imbalance: how many times as long as the mean of its call the slowest replica worked (`Slot.work`), else 1.0.
         sent: by stage and route.
         memory: of the accelerators that have run.
-        modules: the classes of the modules that were called, and how often.
-        forms: the forms that called them.
+        modules, forms: the classes of the modules that were called, and how often; and the forms that called them.
         records: how many ranges, waits and copies were recorded.
     """
 
@@ -170,10 +172,7 @@ def results(recorder: Recorder, seconds: float, behind: float, memory: list[Devi
 
 @dataclass
 class _Own:
-    """A range and its exclusive times in nanoseconds.
-
-    ``is_inner``: the range around it is of the same stage.
-    """
+    """A range and its exclusive times in nanoseconds. ``is_inner``: the range around it is of the same stage."""
 
     span: Span
     time: int
@@ -209,12 +208,7 @@ def _steps(spans: Sequence[Span], caller: Thread, calls: int) -> int:
 
 
 def _stages(spans: Sequence[_Own], caller: Thread, seconds: float) -> list[Stage]:
-    calls: Counter[str] = Counter()
-    here: Counter[str] = Counter()
-    ran: Counter[str] = Counter()
-    core: Counter[str] = Counter()
-    elsewhere: Counter[str] = Counter()
-    ran_elsewhere: Counter[str] = Counter()
+    calls, here, ran, core, elsewhere, ran_elsewhere = (Counter[str]() for _ in range(6))
     for own in spans:
         name = stage_of(own.span.name)
         if own.span.thread == caller:
@@ -229,9 +223,9 @@ def _stages(spans: Sequence[_Own], caller: Thread, seconds: float) -> list[Stage
     untold = {stage_of(own.span.name) for own in spans if own.core is None}
     found = [
         Stage(
-            name=name,
-            calls=calls[name],
-            seconds=1e-9 * here[name],
+            name,
+            calls[name],
+            1e-9 * here[name],
             running=1e-9 * min(ran[name], here[name]),
             no_core=None if name in untold else 1e-9 * min(core[name], here[name]),
             elsewhere=1e-9 * elsewhere[name],
@@ -244,7 +238,7 @@ def _stages(spans: Sequence[_Own], caller: Thread, seconds: float) -> list[Stage
 
 
 class _Replica(NamedTuple):
-    """One replica's forward, in seconds. ``work`` is its time without waits that are known, on the device if known."""
+    """One replica's forward, in seconds. ``work``: see `Slot`."""
 
     call: int
     slot: int

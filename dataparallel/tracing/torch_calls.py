@@ -1,9 +1,7 @@
 """Records what torch itself does in a step: backward, and the steps of optimizers.
 
-torch has public hooks around the step of every optimizer. It has none around a backward pass, so for the time of a
-trace ``torch.autograd.backward`` and ``torch.autograd.grad`` are functions of this room, which call torch's.
-``Tensor.backward`` calls the first. They go when the trace ends, so nothing costs anything without one. Code that has
-imported the functions by name (``from torch.autograd import grad``) is not seen; its time counts as the user's own.
+torch has no hooks around a backward pass. So while a trace runs, ``torch.autograd.backward`` (which ``Tensor.backward``
+calls) and ``grad`` are functions of this room. Code that has imported them by name before is not seen.
 """
 
 from __future__ import annotations

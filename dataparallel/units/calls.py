@@ -1,12 +1,7 @@
-"""What happens around a call of a unit's module in a replica, and in backward around its nodes.
+"""What happens around a call of a unit's module in a replica and in backward around its nodes; one call of the root.
 
 Forward: the unit's gather is started and the next unit's too; the parameters are full while the module runs, and then
-they are freed. Backward: the gradient of an output announces the unit, so it is gathered again and the one before it is
-started. The unit is done when all gradients of its parameters and of the call's inputs are there; then it is freed. A
-call inside a backward is a recomputation for a checkpoint. It gathers as well, and leaves the freeing to the backward.
-
-Hooks on tensors do this. One tensor often is the output of one unit and the input of the next. Then the hook first ends
-the unit that takes it and then begins the unit that made it, so that the first one's memory is free for the second.
+they are freed. In backward hooks on tensors do the same, from the last unit to the first.
 """
 
 from __future__ import annotations
@@ -14,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +17,19 @@ from torch import Tensor, nn
 
 from dataparallel import _torch
 from dataparallel.modules.plan import UNIT_ON_SLOT
+from dataparallel.streams.current import Event, current_streams
 from dataparallel.structures import tensors_in
+from dataparallel.units.nodes import TensorHooks, with_one_node
 from dataparallel.units.on_slot import UnitOnSlot
-from dataparallel.units.outputs import with_one_node
+from dataparallel.units.passes import BackwardPass
+from dataparallel.units.unit import Unit
 
 if TYPE_CHECKING:
-    from dataparallel.units.tree import ForwardCall
+    from dataparallel.units.passes import BackwardPass
+    from dataparallel.units.tree import Tree
+    from dataparallel.units.unit import Unit
 
-__all__ = ["ModuleOnSlot", "TensorHooks", "UnitCall", "UnitInReplica"]
+__all__ = ["ForwardCall", "ModuleOnSlot", "UnitCall", "UnitInReplica"]
 
 
 class ModuleOnSlot:
@@ -222,62 +223,119 @@ class UnitCall:
         self._on_slot.backward_ended(self)
 
 
-class TensorHooks:
-    """The hook of one tensor: ends units that take it, then begins units that made it.
-
-    An input may outlive the graphs that use it: a leaf, or a parameter of another unit. So the tensor refers weakly to
-    this object, until a unit has made it, and the hook goes with the object. The calls that take it keep it.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.ends: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._begins: list[Callable[[], None]] = []
-        self._of = weakref.ref(tensor)
-        hook = _Hook(self)
-        self._hook = weakref.ref(hook)  # the tensor has it
-        self._handles: list[Any] = [tensor.register_hook(hook)]
-        base = _torch.base_of(tensor)
-        if base is not None and base.grad_fn is not None:
-            # If the view is changed in place, its gradient does not pass the hook, but that of its base's node.
-            self._handles.append(base.grad_fn.register_prehook(hook))
-
-    def __del__(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def begin(self, function: Callable[[], None]) -> None:
-        """Has the function called when the tensor has its gradient. The tensor keeps it."""
-        self._begins.append(function)
-        hook = self._hook()
-        assert hook is not None
-        hook.keeps = self
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """False if it was made for another tensor at the same address."""
-        return self._of() is tensor
-
-    def run(self) -> None:
-        """The gradient is there."""
-        for end in self.ends:
-            if (input_done := end()) is not None:
-                input_done()
-        for begin in self._begins:
-            begin()
-
-
-class _Hook:
-    """What a tensor has of `TensorHooks`."""
-
-    def __init__(self, hooks: TensorHooks) -> None:
-        self._hooks = weakref.ref(hooks)
-        self.keeps: TensorHooks | None = None
-
-    @_torch.not_traced
-    def __call__(self, grad: object) -> None:
-        hooks = self._hooks()
-        if hooks is not None:
-            hooks.run()
-
-
 def _cast(structure: Any, dtype: torch.dtype) -> Any:
     return _torch.pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, structure)
+
+
+class ForwardCall:
+    """One call of the root.
+
+    Attributes:
+        slots: the devices of its replicas.
+        computing: for each accelerator the stream that was current when the call began.
+        ready: for each accelerator an event after which shards may be read.
+    """
+
+    def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:
+        self._tree, self.slots = tree, list(slots)
+        tree.last_call = self
+        tree._room.renew()
+        for number, unit in enumerate(tree.units):
+            unit.note_versions()
+            unit.renew_sources(len(slots))
+            unit.level(len(slots))
+            unit.in_tree = tree.places[number]
+        self.computing = current_streams(tree.slots)
+        ready = tree.take_post_optim_event() or tree.units[0].streams.meet("calls", map(Event, self.computing.values()))
+        self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
+        self._versions: dict[Unit, list[int]] = {}
+        self._begun: list[list[Unit]] = [[] for _ in slots]
+        self._ended: list[list[Unit]] = [[] for _ in slots]
+        # Until the forward ends, so that a tensor between two units has one hook.
+        self._hooks: list[dict[int, TensorHooks]] = [{} for _ in slots]
+
+    def hooks_of(self, slot: int, tensor: Tensor) -> TensorHooks:
+        """The hooks of this tensor."""
+        found = self._hooks[slot].get(id(tensor))
+        if found is None or not found.is_of(tensor):
+            found = self._hooks[slot][id(tensor)] = TensorHooks(tensor)
+        return found
+
+    def began(self, on_slot: UnitOnSlot) -> list[int]:
+        """A unit begins: gathers of those that come next are started. Returns its versions."""
+        unit, begun = self._unit_of(on_slot), self._begun[on_slot.slot]
+        if not begun or begun[-1] is not unit:
+            begun.append(unit)
+        versions = self._versions[unit] = unit.versions()
+        ahead = unit.forward_prefetch
+        if ahead is None:
+            following = self._tree.next_unit.get(unit)
+            ahead = [] if following is None else [following]
+        for other in ahead:
+            other.on_slots[on_slot.slot].start(self.ready, ahead=True)
+        return versions
+
+    def ended(self, on_slot: UnitOnSlot) -> int:
+        """A unit ends: its position in the order of ends."""
+        unit, ended = self._unit_of(on_slot), self._ended[on_slot.slot]
+        ended.append(unit)
+        if unit is self._tree.units[0]:
+            self._tree._room.ended(on_slot.slot)
+        return len(ended) - 1
+
+    def gives_one_node(self, on_slot: UnitOnSlot) -> bool:
+        """True if the outputs of the unit's calls get one node, so that their gradients come together.
+
+        Losses of the root's outputs may be separate. They come together only where units are sharded over machines,
+        which have to gather in the same order.
+        """
+        machines = self._tree.machines
+        is_gathered_over_machines = machines is not None and machines.gathers is not None
+        return is_gathered_over_machines or self._unit_of(on_slot) is not self._tree.units[0]
+
+    def join_pass(self) -> BackwardPass:
+        """The pass of backward that runs now, begun if this is its first node in the tree."""
+        running = self._tree.join_pass(self)
+        running.is_recorded |= torch.is_grad_enabled()
+        return running
+
+    def backward_begins(self, on_slot: UnitOnSlot, position: int, running: BackwardPass) -> None:
+        """The backward of a unit that ended at this position comes next. Starts those that come after it."""
+        unit = self._unit_of(on_slot)
+        unit.in_tree = self._tree.place_of(unit)
+        running.begins(on_slot.slot, position, self._ended)
+        running.wait_for_others(on_slot.slot)
+        if unit.unshard_in_backward:
+            on_slot.make_full(self.ready)
+        ahead = unit.backward_prefetch
+        if ahead is None:
+            ahead = self._ended[on_slot.slot][max(position - 1, 0) : position]
+        # Sums go first: the slot's next delivery waits for them, and links serve copies in the order of their launches.
+        latest, receiving = running.sums.latest, unit.streams.receiving[on_slot.slot]
+        for other in ahead:
+            # One whose parameters have changed is left to its own call, which refuses them: `ready` does not cover
+            # the change.
+            if not other.unshard_in_backward or other.versions() != self._versions.get(other):
+                continue
+            if not other.on_slots[on_slot.slot].is_started:
+                if latest is not None and receiving is not None:
+                    latest.make_wait(receiving)
+                other.on_slots[on_slot.slot].start(self.ready, ahead=True)
+
+    def end_forward(self, has_failed: bool) -> None:
+        """The forward has ended on all slots."""
+        self._hooks = [{} for _ in self.slots]
+        order = self._begun[0]
+        if not has_failed:
+            self._tree.next_unit = dict(reversed([*pairwise(order)]))
+        for unit in self._tree.units:
+            unit.forget_versions()
+            for on_slot in unit.on_slots:
+                on_slot.forward_ended(has_failed)
+            if has_failed:
+                unit.pieces.drop()
+            unit.renew_sources()  # slots that have not pulled will not: drops the copies
+            unit.registered.show_what_is_there()
+
+    def _unit_of(self, on_slot: UnitOnSlot) -> Unit:
+        return self._tree.unit_of[id(on_slot.unit)]

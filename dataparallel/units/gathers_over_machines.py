@@ -1,39 +1,29 @@
 """Gathers of units that are sharded over machines: an owner collects its parts of all machines, and slots pull them.
 
-A slot that starts a gather only has it sent (`SourceOverMachines.begin`); it pulls when it needs the parameters, and
-waits then. All machines have to gather the same units in the same order, whichever of their slots comes first. So a
-slot's first gather of a unit in a call belongs with the first ones of the other slots, its second with their second
-(`SourcesOverMachines`). Then all machines gather in the order of one slot, because each slot runs the same units in the
-same order. Each gather is a round of the launcher: if the order differs, every machine raises an error that names both
-units, and nothing has been sent.
+All machines have to gather the same units in one order, whichever of their slots comes first. So a slot's first gather
+of a unit in a call belongs with the first ones of the other slots, its second with their second: then the order is that
+of any one slot, because each slot runs the same units in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dataparallel.machines.collectives import all_gather, stage
+from dataparallel.machines.group import Machines
+from dataparallel.machines.rounds import Launched
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.units.owned import LastCopies, OwnedShards, Source
-
-if TYPE_CHECKING:
-    from dataparallel.machines.group import Machines
 
 __all__ = ["SourceOverMachines", "SourcesOverMachines"]
 
 
 class SourceOverMachines(Source):
-    """What slots pull from in one round of gathers: each owner's parts of all machines, one after the other.
-
-    Args:
-        owned, dtype, pulls, streams, copies: as of `Source`.
-        machines: over which the parts are sharded.
-        name: of the unit, for messages.
-    """
+    """What slots pull from: each owner's parts of all machines, one after the other. ``name``: of the unit."""
 
     def __init__(
         self,
@@ -47,7 +37,7 @@ class SourceOverMachines(Source):
     ) -> None:
         super().__init__(owned, dtype, pulls, streams, copies)
         self._machines, self._name = machines, name
-        self._launched: list[Any] | None = None
+        self._launched: list[Launched] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -60,10 +50,7 @@ class SourceOverMachines(Source):
             if self._launched is None:
                 self._launched = self._launch(ready)
 
-    def _launch(self, ready: Mapping[torch.device, Event]) -> list[Any]:
-        from dataparallel.machines.collectives import all_gather
-        from dataparallel.machines.staging import stage
-
+    def _launch(self, ready: Mapping[torch.device, Event]) -> list[Launched]:
         machines, owned = self._machines, self._owned
         for device, event in ready.items():
             event.make_wait(self._streams[device])
@@ -74,7 +61,9 @@ class SourceOverMachines(Source):
         finally:
             self._copies.record(self._streams)
 
-        round = machines.line.begin("gather", f"{len(staged)} x {owned.layout.numel} {self._dtype} of {self._name!r}")
+        round = machines.queue.begin_round(
+            "gather", f"{len(staged)} x {owned.layout.numel} {self._dtype} of {self._name!r}"
+        )
         launched = round.launch_together(
             [f"the parameters of {self._name!r} for {owner}" for owner in owned.owners],
             [partial(all_gather, machines, shard) for shard in staged],
@@ -88,11 +77,7 @@ class SourceOverMachines(Source):
         return flat.to(owner, non_blocking=True).to(self._dtype)
 
     def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
-        """As of `Source`. The calling thread waits until the shards of all machines are there.
-
-        Raises:
-            dataparallel.machines.errors.MachinesError: a machine is gone, has failed or gathers another unit.
-        """
+        """As of `Source`. The calling thread waits until the shards of all machines are there, or raises."""
         self.begin(ready)
         with self._lock:
             if self._made is None:
@@ -109,26 +94,22 @@ class SourceOverMachines(Source):
 
 
 class SourcesOverMachines:
-    """The sources of one unit in a call or a pass of backward, for each slot in its own order. Any thread may use it.
+    """The sources of one unit in a call or a pass of backward, for each slot in its own order, under the unit's lock.
 
-    The unit guards it with its lock.
-
-    Args:
-        slots: how many there are.
-        make: makes the sources of a round, one for each dtype.
+    ``make`` makes the sources of one gather, one for each dtype.
     """
 
     def __init__(self, slots: int, make: Callable[[], Sequence[SourceOverMachines]]) -> None:
         self._make = make
-        self._rounds: list[Sequence[SourceOverMachines]] = []
+        self._gathers: list[Sequence[SourceOverMachines]] = []
         self._next = [0] * slots
 
     def next(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[SourceOverMachines]:
         """The slot's next ones. They have been sent when this returns."""
         number = self._next[slot]
         self._next[slot] += 1
-        if number == len(self._rounds):
-            self._rounds.append(self._make())
-            for source in self._rounds[number]:
+        if number == len(self._gathers):
+            self._gathers.append(self._make())
+            for source in self._gathers[number]:
                 source.begin(ready)
-        return self._rounds[number]
+        return self._gathers[number]

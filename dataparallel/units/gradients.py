@@ -25,13 +25,11 @@ from torch import Tensor
 
 from dataparallel.profiling import stage
 from dataparallel.streams.current import Event, current_streams, streams_joined, streams_set
-from dataparallel.units.deliveries import Delivery, Group, SumsOfPass, added_in
-from dataparallel.units.former_grad import FormerGrad, zeros_of
+from dataparallel.units.deliveries import Delivery, Group, Summed, SumsOfPass, added_in
 from dataparallel.units.layout import Layout
-from dataparallel.units.lines import Lines
-from dataparallel.units.no_room import named_if_no_room
-from dataparallel.units.partial_sums import PartialSums
-from dataparallel.units.summed import Summed
+from dataparallel.units.memory import named_if_no_room
+from dataparallel.units.partial_sums import FormerGrad, PartialSums, zeros_of
+from dataparallel.units.streams import TreeStreams
 from dataparallel.units.sums import UnitSums
 
 if TYPE_CHECKING:
@@ -46,18 +44,18 @@ class UnitGradients:
     Args:
         unit: the unit; its parameters, dtypes and settings.
         recorded: positions of the parameters that need gradients.
-        lines: the streams of the tree.
+        tree_streams: the streams of the tree.
 
     Attributes:
         groups: for each dtype the parameters that need gradients, and their layout.
         partial: sums of this machine, or of its shard group, that wait for those of other machines.
     """
 
-    def __init__(self, unit: Unit, recorded: Sequence[int], lines: Lines) -> None:
-        self._unit, self._lines = unit, lines
+    def __init__(self, unit: Unit, recorded: Sequence[int], tree_streams: TreeStreams) -> None:
+        self._unit, self._tree_streams = unit, tree_streams
         self._lock = threading.Lock()
         # While a slot's gradients are packed, with those that it holds: on the CPU passes of several threads deliver.
-        self._packing = [threading.Lock() for _ in lines.slots]
+        self._packing = [threading.Lock() for _ in tree_streams.slots]
         needs = set(recorded)
         self.recorded = list(recorded)
         self._order = {parameter: at for at, parameter in enumerate(recorded)}
@@ -67,9 +65,9 @@ class UnitGradients:
             if kept:
                 parts, part = unit.sharded_over
                 shapes, cuts = [unit.shapes[i] for i in kept], [unit.cuts[i] for i in kept]
-                layout = Layout(shapes, cuts, len(lines.slots), machines=parts, machine=part)
+                layout = Layout(shapes, cuts, len(tree_streams.slots), machines=parts, machine=part)
                 self.groups.append((kept, layout, owned.dtype))
-        self._sums = UnitSums(unit, self.groups, self._order, lines)
+        self._sums = UnitSums(unit, self.groups, self._order, tree_streams)
         self._rounds: list[dict[int, Delivery]] = []
         self._delivered: dict[int, int] = {}
         self._held: dict[int, Delivery] = {}
@@ -90,7 +88,7 @@ class UnitGradients:
         stream takes them, so everything that is made here belongs to it. Returns true if they have been added up, false
         if they wait for other slots, and ``None`` if they stay on the slot.
         """
-        device = self._lines.slots[slot]
+        device = self._tree_streams.slots[slot]
         joined = streams_joined({device: sums.computing[device]} if device in sums.computing else {})
         with stage("reduce_add", slot=slot), self._packing[slot], joined:
             return self._take(slot, grads, sums)
@@ -99,7 +97,7 @@ class UnitGradients:
         """`deliver` on the computing stream of the pass."""
         sums.release(slot)
         is_new = slot not in self._held or slot in self._new
-        with named_if_no_room("gradients", self._unit.name, self._lines.slots[slot], self.full_bytes):
+        with named_if_no_room("gradients", self._unit.name, self._tree_streams.slots[slot], self.full_bytes):
             delivery = self._packed(slot, grads)
         with self._lock:
             if not self._unit.requires_gradient_sync:
@@ -256,7 +254,7 @@ class UnitGradients:
             TypeError: a gradient is sparse.
         """
         self._refuse_sparse(grads)
-        device = self._lines.slots[slot]
+        device = self._tree_streams.slots[slot]
         held = self._held.get(slot)
         matrices: list[Tensor] = []
         sums: list[Tensor] = []
@@ -265,7 +263,7 @@ class UnitGradients:
             summed = self._unit.dtype_of_sums(dtype)
             matrix = torch.empty(layout.owners, layout.numel, dtype=summed, device=device)
             layout.copy_in([grads[self._order[i]] for i in kept], matrix)
-            matrix = matrix.view(len(self._lines.slots), -1)  # what an owner sums, for all machines, is a row
+            matrix = matrix.view(len(self._tree_streams.slots), -1)  # what an owner sums, for all machines, is a row
             if held is not None:
                 matrix.add_(held.matrices[at])
             matrices.append(matrix)

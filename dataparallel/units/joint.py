@@ -1,21 +1,13 @@
-"""Gathers of a unit for all slots at once: who needs the unit first launches them.
+"""Gathers of a unit for all slots at once, launched by the slot that needs the unit first; and how far they run ahead.
 
 Where each slot pulls from each owner, N slots launch N * N copies, which takes longer than the copies of few bytes
-themselves. A joint gather takes few launches for each slot. There are two ways:
-
-- Of a unit that is not large, one slot collects the pieces of all owners, and passes the matrix on: 2 N launches.
-- The slots of a large unit exchange what they have (``comm.all_gather``), so that all links are busy at the same time.
-
-So parameters arrive at slots that have not asked for them. ``units.room`` limits how many. In backward, where there are
-gradients too, large units are launched by the slot that asks for them last. Pieces, the matrix and what
-arrives belong to the receiving streams of their devices, which are joined by the copies between them. Only
-``units.on_slot`` takes from here.
+themselves. A joint gather takes few launches for each slot. Only ``units.on_slot`` takes from here.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,16 +17,136 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.comm import settings
+from dataparallel.compiled.gate import gate
+from dataparallel.parallel_apply import is_serial
 from dataparallel.streams.current import Event, streams_set
-from dataparallel.units.lines import Lines, wait_for
-from dataparallel.units.no_room import named_if_no_room
+from dataparallel.threads.meetings import Place, Turns, here
+from dataparallel.threads.slot_times import waiting
+from dataparallel.units.memory import named_if_no_room
 from dataparallel.units.owned import OwnedShards, Source
-from dataparallel.units.room import Room
+from dataparallel.units.streams import TreeStreams, wait_for
 
 if TYPE_CHECKING:
     from dataparallel.units.unit import Unit
 
-__all__ = ["Arrived", "JointGathers"]
+__all__ = ["Arrived", "JointGathers", "Room"]
+
+_MAY_HAVE_ARRIVED = 2**20
+"""Bytes of small units that may be on a slot at a time before it has asked for them."""
+
+_PATIENCE = 0.25
+"""Seconds."""
+
+
+class Room:
+    """How many parameters may be at slots that have not asked for them. Any thread may use it.
+
+    A few small units may wait there, or one unit of any size. A slot that needs a further unit waits until the others
+    have taken theirs. In forward it has no permit meanwhile. What a slot has passed by is dropped: it took a later
+    unit, or has ended its forward. Where waiting is in vain the slot pulls by itself: what has arrived for it is needed
+    later than the unit that it waits for, because another slot has skipped that unit. A slot that waits may also be
+    needed for the others to go on: when it has seen nothing move for `_PATIENCE` seconds, it waits no more in its call.
+    Waiting saves launches, and is not needed for correct results.
+
+    Attributes:
+        was_taken: by a gather of this call or backward.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used = 0
+        self._arrived: list[JointGathers] = []  # in the order in which they were launched
+        self._aside: dict[int, Turns] = {}  # slots that wait without a permit
+        self._movements = 0
+        self._has_given_up = self.was_taken = False
+
+    def renew(self) -> None:
+        """A new call or backward begins."""
+        self._has_given_up = self.was_taken = False
+
+    def is_large(self, number_of_bytes: int) -> bool:
+        """True if a unit of this size waits alone."""
+        return number_of_bytes > _MAY_HAVE_ARRIVED
+
+    def take(self, gather: JointGathers, number_of_bytes: int) -> bool:
+        """Returns false if there is no room for them."""
+        with self._lock:
+            if self._used and self._used + number_of_bytes > _MAY_HAVE_ARRIVED:
+                return False
+            self._used += number_of_bytes
+            self._arrived.append(gather)
+            self.was_taken = True
+            return True
+
+    def give_back(self, gather: JointGathers, number_of_bytes: int) -> None:
+        """All slots have taken the parameters, or they are dropped. Slots that wait for room look again."""
+        with self._lock:
+            self._used -= number_of_bytes
+            self._arrived.remove(gather)
+            self._movements += 1
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Lets slots that wait go on."""
+        with self._lock:
+            aside, self._aside = self._aside, {}
+        for turns in {*aside.values()}:
+            turns.let_go_on([slot for slot, of in aside.items() if of is turns])
+
+    def launched(self) -> None:
+        """A gather has arrived at slots. Those that wait look again: they may have passed its unit by."""
+        with self._lock:
+            self._movements += 1
+        self.look_again()
+
+    def took(self, slot: int, gather: JointGathers) -> None:
+        """The slot has passed by what was launched before this."""
+        with self._lock:
+            passed = self._arrived[: self._arrived.index(gather)] if gather in self._arrived else []
+        self._drop(slot, passed)
+
+    def ended(self, slot: int) -> None:
+        """The forward of the slot has ended: it takes nothing any more."""
+        self._drop(slot, [*self._arrived])
+
+    def _drop(self, slot: int, passed: list[JointGathers]) -> None:
+        for gather in passed:
+            gather.drop(slot)
+
+    def wait(self, needed: JointGathers, has_come: Callable[[], bool]) -> bool:
+        """Waits until ``has_come()``, which looks if there is room. Returns false if the slot waits no more.
+
+        Only the thread of a replica's forward waits: others might be those that have to take what is there.
+        """
+        place = here()
+        if place is None or place.count == 1 or place.meeting.turns is None or place.thread != threading.get_ident():
+            return False
+        if is_serial(None):  # all run in one thread, one after the other
+            return False
+        return gate.run_aside(self._wait, place, place.meeting.turns, needed, has_come)
+
+    def _wait(self, place: Place, turns: Turns, needed: JointGathers, has_come: Callable[[], bool]) -> bool:
+        while not self._has_given_up:
+            before = self._movements
+            self._drop(place.index, [gather for gather in [*self._arrived] if gather.number < needed.number])
+            if has_come():
+                return True
+            if any(gather is not needed and gather.waits_for(place.index) for gather in [*self._arrived]):
+                return False
+            with waiting():
+                turn = turns.step_aside(place.index)
+                with self._lock:
+                    self._aside[place.index] = turns
+                    is_late = self._movements != before
+                if is_late:
+                    self.look_again()
+                while not turn.wait(_PATIENCE):
+                    if self._movements == before:
+                        self._has_given_up = True
+                        self.look_again()
+                    before = self._movements
+        return False
+
 
 _COLLECTED = 2**22
 """Bytes of a unit's parameters up to which one slot collects them. That takes three times the time for the bytes, and
@@ -59,28 +171,37 @@ class Arrived:
 class JointGathers:
     """The joint gathers of one unit. Any thread may use it.
 
+    Of a unit that is not large, one slot collects the pieces of all owners, and passes the matrix on: 2 N launches. The
+    slots of a large unit exchange what they have (``comm.all_gather``), so that all links are busy. In backward, where
+    there are gradients too, large units are launched by the slot that asks for them last. What arrives belongs to the
+    receiving streams of its devices, which are joined by the copies between them.
+
     Args:
         unit: the unit.
-        lines: the streams of the tree.
-
-    Attributes:
-        room: of the unit's tree, which sets it.
-        number: of the unit in its tree, which sets it: units are collected on distinct slots.
+        tree_streams: the streams of the tree.
     """
 
-    def __init__(self, unit: Unit, lines: Lines) -> None:
-        self._unit, self._lines = unit, lines
-        slots = lines.slots
+    def __init__(self, unit: Unit, tree_streams: TreeStreams) -> None:
+        self._unit, self._tree_streams = unit, tree_streams
+        slots = tree_streams.slots
         # Over machines slots wait for gathers when they need them, so nothing is launched for others.
         self._are_joint = comm.are_apart(slots) and unit.sharded_over[0] == 1 and unit.full_bytes > 0
-        self._streams = {device: s for device, s in zip(slots, lines.receiving, strict=True) if s is not None}
-        self.room, self.number = Room(), 0
+        self._streams = {device: s for device, s in zip(slots, tree_streams.receiving, strict=True) if s is not None}
         self._lock = threading.Lock()
         self._slots = len(slots)
         self._waiting: dict[int, Arrived] = {}  # of the last gather, for slots that have not taken it
         self._are_together = True
         self._asked: set[int] = set()  # slots that have asked for a large unit in this backward
         self._last_pull: Event | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the unit in its tree."""
+        return self._unit.in_tree.number
+
+    @property
+    def _room(self) -> Room:
+        return self._unit.in_tree.room
 
     def renew(self, slots: int) -> None:
         """Drops what waits. The next gathers are for the first few slots."""
@@ -111,7 +232,7 @@ class JointGathers:
             arrived[:] = [self._take(slot, ready, ahead)]
             return arrived[0] is not None
 
-        if not self.room.wait(self, has_come):
+        if not self._room.wait(self, has_come):
             return False
         assert arrived[0] is not None
         return arrived[0]
@@ -132,7 +253,7 @@ class JointGathers:
                 # A slot that comes again before others have come at all, as for a module that is used twice, would
                 # have one gather launched for each slot.
                 self._are_together = slot in self._waiting
-            elif self.room.take(self, self._unit.full_bytes):
+            elif self._room.take(self, self._unit.full_bytes):
                 self._launch_in_room(ready)
                 is_new = True
             else:
@@ -140,11 +261,11 @@ class JointGathers:
             found = self._waiting.pop(slot, False)
             is_last = not self._waiting
         if is_new:
-            self.room.launched()
+            self._room.launched()
         if is_last:
-            self.room.give_back(self, self._unit.full_bytes)
+            self._room.give_back(self, self._unit.full_bytes)
         elif found:
-            self.room.took(slot, self)
+            self._room.took(slot, self)
         return found
 
     def _is_too_early(self, slot: int) -> bool:
@@ -153,17 +274,17 @@ class JointGathers:
         A slot that asks for a large unit, most often ahead, has freed the one before the unit that it computes. The
         first unit of a backward is needed by all, and there are no gradients yet.
         """
-        if not self.room.is_large(self._unit.full_bytes) or not _torch.is_in_backward():
+        if not self._room.is_large(self._unit.full_bytes) or not _torch.is_in_backward():
             return False
         self._asked.add(slot)
-        return len(self._asked) < self._slots and self.room.was_taken
+        return len(self._asked) < self._slots and self._room.was_taken
 
     def drop(self, slot: int) -> None:
         """What has arrived for the slot is not taken any more. Memory of the receiving streams, which alone use it."""
         with self._lock:
             is_last = self._waiting.pop(slot, None) is not None and not self._waiting
         if is_last:
-            self.room.give_back(self, self._unit.full_bytes)
+            self._room.give_back(self, self._unit.full_bytes)
 
     def waits_for(self, slot: int) -> bool:
         """True if something has arrived for the slot, which has not taken it."""
@@ -182,7 +303,7 @@ class JointGathers:
     def _drop(self) -> None:
         if self._waiting:
             self._waiting = {}  # memory of the receiving streams, which alone have used it
-            self.room.give_back(self, self._unit.full_bytes)
+            self._room.give_back(self, self._unit.full_bytes)
 
     def _launch_in_room(self, ready: Mapping[torch.device, Event]) -> None:
         """Launches a gather. If that fails, its room is free again."""
@@ -191,21 +312,21 @@ class JointGathers:
             with torch.no_grad(), streams_set(self._streams):
                 arrived = self._launch(ready)
         except BaseException:
-            self.room.give_back(self, self._unit.full_bytes)
+            self._room.give_back(self, self._unit.full_bytes)
             raise
-        events = [Event(self._streams[device]) for device in self._lines.slots[: self._slots]]
+        events = [Event(self._streams[device]) for device in self._tree_streams.slots[: self._slots]]
         for slot, event in enumerate(events):
             matrices = [of_slots[slot] for of_slots in arrived]
             self._waiting[slot] = Arrived(matrices, event, versions)
 
     def _launch(self, ready: Mapping[torch.device, Event]) -> list[list[Tensor]]:
         """Launches the copies on the receiving streams, and returns for each dtype what arrives at each slot."""
-        unit, devices = self._unit, self._lines.slots[: self._slots]
+        unit, devices = self._unit, self._tree_streams.slots[: self._slots]
         are_exchanged = self._are_exchanged()
         wait_for({*ready.values()}, self._streams.values())
         arrived: list[list[Tensor]] = []
         for owned in unit.owned:
-            source = Source(owned, unit.dtype_on_slots(owned.dtype), 1, self._lines.casting, unit.copies)
+            source = Source(owned, unit.dtype_on_slots(owned.dtype), 1, self._tree_streams.casting, unit.in_tree.copies)
             pieces, made = source.pieces(ready)
             try:
                 for device, event in made.items():
@@ -217,7 +338,7 @@ class JointGathers:
                 else:
                     comm.copy_each(matrices[0].unbind(), pieces)
             finally:
-                self._last_pull = self._lines.meet("pulls", map(Event, self._streams.values()))
+                self._last_pull = self._tree_streams.meet("pulls", map(Event, self._streams.values()))
                 source.done([] if self._last_pull is None else [self._last_pull])
             if not are_exchanged:
                 others = [device for slot, device in enumerate(devices) if slot != self._here]
@@ -230,12 +351,12 @@ class JointGathers:
     def _are_exchanged(self) -> bool:
         """True if slots exchange what they have, as on the route "shards" each device sends a part to all others."""
         is_large = self._unit.full_bytes > _COLLECTED or settings.current().route == "shards"
-        return is_large and self._slots == len(self._lines.slots)
+        return is_large and self._slots == len(self._tree_streams.slots)
 
     @property
     def _here(self) -> int:
         """The slot that collects the pieces. Units use distinct ones."""
-        return self.number % self._slots
+        return self._unit.in_tree.number % self._slots
 
     def _empty(self, owned: OwnedShards, dtype: torch.dtype, devices: list[torch.device]) -> list[Tensor]:
         shape = owned.layout.owners, owned.layout.numel

@@ -1,23 +1,15 @@
 """The parameters of one unit on one slot: gathered before they are used, freed after it.
 
-The parameters are the same tensors for the whole life of the unit. Their memory comes and goes: while the unit is
-sharded, the storage that they share has no bytes. So tensors that autograd saved in forward have their values again
-once the unit is gathered in backward. To read them while there are no bytes crashes the process. Therefore a replica's
-registries hold the sharded parameters except while the unit runs there (``units.calls``).
-
-A gather has two steps. `start` lets the slot pull all pieces into a matrix, on side streams, and may come early.
-`make_full` makes the computing stream wait for that, copies parameters out, and drops the matrix. Slots that have
-devices of their own gather together (``units.joint``). Of parameters that are sharded over machines, `start` only has
-the shards of other machines sent, and `make_full` pulls (``units.gathers_over_machines``). Memory is freed to the
-stream it belongs to: the full buffer to the computing stream, which alone uses it, and the matrix to the receiving
-stream after an event at the end of the copy out.
+They are the same tensors for the whole life of the unit; their memory comes and goes. So tensors that autograd saved in
+forward have their values again once the unit is gathered in backward.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,10 +19,9 @@ from dataparallel import _torch
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.streams.current import Event, current_streams, streams_set
-from dataparallel.units.full_buffer import FullBuffer
-from dataparallel.units.lines import Lines, wait_for
-from dataparallel.units.no_room import no_room_for
+from dataparallel.units.memory import FullBuffer, named_if_no_room
 from dataparallel.units.owned import Source
+from dataparallel.units.streams import TreeStreams, wait_for
 
 if TYPE_CHECKING:
     from dataparallel.units.calls import ModuleOnSlot
@@ -42,19 +33,25 @@ __all__ = ["UnitOnSlot"]
 class UnitOnSlot:
     """One unit on one slot. Any thread may use it.
 
+    A gather has two steps. `start` lets the slot pull all pieces into a matrix, on side streams, and may come early.
+    `make_full` makes the computing stream wait for that, copies parameters out, and drops the matrix. To read the
+    parameters while they have no bytes crashes the process: a replica's registries hold the sharded ones except while
+    the unit runs there. Memory is freed to the stream it belongs to: the full buffer to the computing stream, which
+    alone uses it, and the matrix to the receiving stream after an event at the end of the copy out.
+
     Args:
         unit: the unit.
         slot, device: the number of the slot, and its device.
-        lines: the streams of the tree.
+        tree_streams: the streams of the tree.
 
     Attributes:
-        parameters: in the order of the unit's, without a graph. ``units.node`` makes those outputs that need gradients.
+        parameters: in the order of the unit's, without a graph: `nodes.make_outputs` makes it.
         is_full: true while the parameters have their values.
     """
 
-    def __init__(self, unit: Unit, slot: int, device: torch.device, lines: Lines) -> None:
+    def __init__(self, unit: Unit, slot: int, device: torch.device, tree_streams: TreeStreams) -> None:
         self.unit, self.slot, self.device = unit, slot, device
-        self._lines = lines
+        self._tree_streams = tree_streams
         self._lock = threading.RLock()
         with torch.inference_mode(False), torch.no_grad():
             self._groups = [FullBuffer(group.layout, unit.dtype_on_slots(group.dtype), device) for group in unit.owned]
@@ -111,8 +108,8 @@ class UnitOnSlot:
 
     def _start(self, ready: Mapping[torch.device, Event], ahead: bool) -> None:
         """`start`, under the lock."""
-        own = self._lines.receiving[self.slot]
-        with torch.no_grad(), _OutOfMemory(self):
+        own = self._tree_streams.receiving[self.slot]
+        with torch.no_grad(), self._named_if_no_room():
             has_pulled = _torch.is_in_backward() and self._pull_from_group(own)
         if not has_pulled:
             self._sent = self.unit.sent_sources(self.slot, ready)
@@ -121,7 +118,7 @@ class UnitOnSlot:
                 return
             if self._take_joint(ready, ahead):
                 return
-        with torch.no_grad(), _OutOfMemory(self):
+        with torch.no_grad(), self._named_if_no_room():
             if not has_pulled:
                 self._versions = self.unit.versions()
                 self._pull_from_owners(self.unit.sources(), own, ready)
@@ -144,7 +141,7 @@ class UnitOnSlot:
     def _pull_from_owners(
         self, sources: Sequence[Source], own: torch.Stream | None, ready: Mapping[torch.device, Event]
     ) -> None:
-        streams = self._lines.pulling(self.slot)
+        streams = self._tree_streams.pulling(self.slot)
         if own is not None:  # copies to this stream begin after it, so the streams on which they leave need not wait
             wait_for({*ready.values()}, [own])
         for full, source in zip(self._groups, sources, strict=True):
@@ -163,11 +160,11 @@ class UnitOnSlot:
         if pieces is None:
             return False
         self._versions = self.unit.versions()
-        streams = self._lines.pulling(self.slot)
+        streams = self._tree_streams.pulling(self.slot)
         try:
             for member, piece in zip(pieces[0].group, pieces, strict=True):
                 if piece.made is not None:
-                    piece.made.make_wait(streams[self._lines.slots[member]])
+                    piece.made.make_wait(streams[self._tree_streams.slots[member]])
             with streams_set(streams):
                 for at, full in enumerate(self._groups):
                     flats = [piece.flats[at] for piece in pieces]
@@ -175,6 +172,16 @@ class UnitOnSlot:
         finally:
             self.unit.pieces.give_back(self.slot, pieces, None if own is None else Event(own))
         return True
+
+    @contextmanager
+    def _named_if_no_room(self) -> Iterator[None]:
+        """Around an allocation: an error for lack of memory names the unit and the device, and frees what is here."""
+        try:
+            with named_if_no_room("parameters", self.unit.name, self.device, self.unit.full_bytes):
+                yield
+        except torch.OutOfMemoryError:
+            self.free()
+            raise
 
     def make_full(self, ready: Mapping[torch.device, Event]) -> None:
         """Makes the parameters full. The computing stream is current, and waits for the gather."""
@@ -187,8 +194,8 @@ class UnitOnSlot:
 
     def _fill(self, ready: Mapping[torch.device, Event]) -> None:
         """`make_full` of what has been started, under the lock."""
-        computing, own = current_streams([self.device]), self._lines.receiving[self.slot]
-        with torch.no_grad(), _OutOfMemory(self):
+        computing, own = current_streams([self.device]), self._tree_streams.receiving[self.slot]
+        with torch.no_grad(), self._named_if_no_room():
             if self._sent is not None:
                 sent, self._sent = self._sent, None
                 self._pull_from_owners(sent, own, ready)
@@ -246,7 +253,7 @@ class UnitOnSlot:
         with self._lock:
             if self.is_started:
                 return
-            with torch.no_grad(), _OutOfMemory(self):
+            with torch.no_grad(), self._named_if_no_room():
                 for full, theirs in zip(self._groups, other._groups, strict=True):
                     full.take(theirs.copy_to(self.device), is_matrix=False)
                 self._versions = other._versions
@@ -314,7 +321,11 @@ class UnitOnSlot:
                 return
             if has_backward and not isinstance(size, bool) and self.is_full and not self._users:
                 stream = self._stream
-                with _OutOfMemory(self), torch.no_grad(), streams_set({} if stream is None else {self.device: stream}):
+                with (
+                    self._named_if_no_room(),
+                    torch.no_grad(),
+                    streams_set({} if stream is None else {self.device: stream}),
+                ):
                     unit.pieces.keep(self.slot, size, self.parameters, self._versions, stream)
             self.free()
 
@@ -369,21 +380,3 @@ class UnitOnSlot:
         if self._stream is not None and now is not None and now != self._stream:
             Event(self._stream).make_wait(now)
         self._stream = now
-
-
-class _OutOfMemory:
-    """Around an allocation: an error for lack of memory names the unit and the device."""
-
-    def __init__(self, on_slot: UnitOnSlot) -> None:
-        self._on_slot = on_slot
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            on_slot = self._on_slot
-            on_slot.free()
-            raise no_room_for(
-                "parameters", on_slot.unit.name, on_slot.device, on_slot.unit.full_bytes, error
-            ) from error

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.host import can_pin
-from dataparallel.comm.sent import note
 from dataparallel.devices import CPU
+from dataparallel.profiling import note_copy
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, streams_set
 from dataparallel.units.layout import Layout
-from dataparallel.units.lines import wait_for
+from dataparallel.units.streams import wait_for
 
 __all__ = ["LastCopies", "OwnedShards", "Source", "cut_of"]
 
@@ -198,7 +198,7 @@ class Source:
 
 
 def _sent(flat: Tensor, owner: torch.device) -> Tensor:
-    note("direct", flat, owner)
+    note_copy("direct", flat, owner)
     return flat.to(owner, non_blocking=True)
 
 

@@ -1,20 +1,37 @@
-"""Gradients of a unit that are summed over the owners, and not yet over the machines that replicate them.
+"""Gradients that wait beside ``.grad``: to which ``.grad`` they belong, and sums that wait for those of other machines.
 
-``set_requires_all_reduce(False)`` leaves them here until a pass that adds all up. They wait beside ``.grad``, and are
-dropped if the user throws that away. ``units.sums_over_machines`` makes and takes them.
+They are dropped if the user throws that ``.grad`` away.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.units.deliveries import Group
-from dataparallel.units.former_grad import FormerGrad, zeros_of
 
-__all__ = ["PartialSums"]
+__all__ = ["FormerGrad", "PartialSums", "zeros_of"]
+
+
+class FormerGrad:
+    """A parameter's ``.grad`` as it was when gradients were held for it."""
+
+    def __init__(self, grad: ShardedTensor) -> None:
+        self._grad, self._zeroed = weakref.ref(grad), grad._zeroed
+
+    def is_void(self, grad: ShardedTensor | None) -> bool:
+        """True if the parameter's ``.grad`` is another one now, or ``zero_`` was called on it."""
+        return grad is None or self._grad() is not grad or grad._zeroed != self._zeroed
+
+
+def zeros_of(parameter: ShardedTensor) -> ShardedTensor:
+    """Zeros on the current streams. An operator on sharded tensors would run on other streams in a backward."""
+    zeros = [torch.zeros_like(shard) for shard in parameter._shards]
+    return ShardedTensor(zeros, parameter.placement, parameter.shape, devices=parameter.devices)
 
 
 class PartialSums:

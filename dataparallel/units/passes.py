@@ -1,6 +1,7 @@
 """One pass of backward through a tree of units: when it begins, when it ends, and what happens if it fails.
 
-The hooks of ``units.calls`` begin a pass in the first node that they see. ``autograd.end_of_pass`` tells when it ends.
+The hooks of ``units.calls`` begin a pass in the first node that they see. ``autograd.pass_of_backward`` tells when
+it ends.
 If it fails, what waits is dropped and every unit is freed. A pass that the engine starts inside another one, for a
 reentrant checkpoint, belongs to that. So do passes of several threads at a time: their gradients are added up together,
 and it lasts until all of them have ended.
@@ -24,8 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dataparallel import _torch
-from dataparallel.autograd.end_of_pass import at_end_of_pass
+from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.devices import CPU
 from dataparallel.profiling import stage
 from dataparallel.streams.current import streams_set
@@ -81,7 +81,7 @@ class BackwardPass:
         self._have_own_threads, self._included = False, 0
         self.include(slots)
         self.is_recorded = False
-        self._tasks: set[int] = set()
+        self._tasks: set[PassOfBackward] = set()
         self._changed = threading.Condition()
         self._missing: defaultdict[int, set[Unit]] = defaultdict(set)  # units that each slot will deliver
         # For two slots the units of the first whose gradients wait for the second, and their bytes.
@@ -107,14 +107,14 @@ class BackwardPass:
         ``only_if_alone``: unless another task has joined. That is for a backward that came to parameters on a way past
         the hooks. Returns false if the pass is over, and takes no more gradients.
         """
-        number = _torch.current_graph_task_id()
+        running = running_pass()
         with self._changed:
             if self._is_over:
                 return False
-            if number in self._tasks or (only_if_alone and self._tasks):
+            if running in self._tasks or (only_if_alone and self._tasks):
                 return True
-            self._tasks.add(number)
-        at_end_of_pass(partial(self._task_ended, number))
+            self._tasks.add(running)
+        running.on_end(partial(self.end, running))
         return True
 
     @property
@@ -124,7 +124,7 @@ class BackwardPass:
 
     def has_current_task(self) -> bool:
         """True if the engine's task that runs now has joined the pass."""
-        return _torch.current_graph_task_id() in self._tasks
+        return running_pass() in self._tasks
 
     def delivered(self, slot: int, unit: Unit, number_of_bytes: int) -> None:
         """A slot has delivered a unit's gradients, which may wait for those of other slots."""
@@ -184,13 +184,11 @@ class BackwardPass:
         self._movements += 1
         self._changed.notify_all()
 
-    def _task_ended(self, number: int, error: BaseException | None) -> None:
-        self.end(number, has_failed=error is not None)
-
-    def end(self, number: int, has_failed: bool) -> None:
-        """Ends the pass if ``number`` is its last task, or if it has failed."""
+    def end(self, task: PassOfBackward, ok: bool) -> None:
+        """Ends the pass if ``task`` is its last one, or if it has failed."""
+        has_failed = not ok
         with self._changed:
-            self._tasks.discard(number)
+            self._tasks.discard(task)
             if self._is_over:
                 return
             self.sums.note_callers()

@@ -20,10 +20,9 @@ from torch import Tensor
 from dataparallel import _torch, comm
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams, streams_set
-from dataparallel.units.deliveries import Delivery, Group, SumsOfPass, added_in
-from dataparallel.units.lines import Lines, wait_for
-from dataparallel.units.no_room import named_if_no_room
-from dataparallel.units.summed import Summed
+from dataparallel.units.deliveries import Delivery, Group, Summed, SumsOfPass, added_in
+from dataparallel.units.memory import named_if_no_room
+from dataparallel.units.streams import TreeStreams, wait_for
 
 if TYPE_CHECKING:
     from dataparallel.units.unit import Unit
@@ -38,14 +37,16 @@ class UnitSums:
         unit: the unit.
         groups: its parameters that need gradients, for each dtype.
         order: for each of these parameters its position among the gradients that a slot delivers.
-        lines: the streams of the tree.
+        tree_streams: the streams of the tree.
 
     Attributes:
         is_torn: `add_up` has failed when some owners had added their part to gradients that were there already.
     """
 
-    def __init__(self, unit: Unit, groups: Sequence[Group], order: Mapping[int, int], lines: Lines) -> None:
-        self._unit, self._groups, self._order, self._lines = unit, groups, order, lines
+    def __init__(
+        self, unit: Unit, groups: Sequence[Group], order: Mapping[int, int], tree_streams: TreeStreams
+    ) -> None:
+        self._unit, self._groups, self._order, self._tree_streams = unit, groups, order, tree_streams
         self.is_torn = False
 
     @property
@@ -59,8 +60,10 @@ class UnitSums:
         ``overwrite``: nobody needs what slots have delivered if that fails.
         """
         present = [any(of_slots) for of_slots in zip(*(found[slot].present for slot in sorted(found)), strict=True)]
-        lines, slots = self._lines, self._lines.slots
-        made = lines.meet("deliveries", [delivery.made for delivery in found.values() if delivery.made is not None])
+        tree_streams, slots = self._tree_streams, self._tree_streams.slots
+        made = tree_streams.meet(
+            "deliveries", [delivery.made for delivery in found.values() if delivery.made is not None]
+        )
         in_flight = [*found.items()]
         owns: list[Delivery] = []
         new: list[Event] = []
@@ -77,11 +80,11 @@ class UnitSums:
                 owns.append(own)
             # All matrices, and the memory of the sums, were made after all that the computing streams did to gradients
             # that there are already.
-            wait_for(new if made is None else [made, *new], lines.adding.values())
+            wait_for(new if made is None else [made, *new], tree_streams.adding.values())
             try:
                 self._add(found, owns, overwrite)
                 for owner, own in enumerate(owns):
-                    stream = lines.adding.get(slots[owner])
+                    stream = tree_streams.adding.get(slots[owner])
                     with streams_set({} if stream is None else {slots[owner]: stream}):
                         self._end_sum(owner, own, totals, present, sums)
                     if stream is not None:
@@ -89,10 +92,10 @@ class UnitSums:
             except BaseException:
                 self.is_torn = any(totals) and not self._unit.is_offloaded and sums.over_machines is None
                 # Deliveries are dropped now, which sums that have been launched read.
-                launched = [Event(stream) for stream in lines.adding.values()]
+                launched = [Event(stream) for stream in tree_streams.adding.values()]
                 wait_for(launched, sums.computing.values())
                 raise
-        read = sums.latest = lines.meet("sums", sums.added.values())  # each follows the copies to its stream
+        read = sums.latest = tree_streams.meet("sums", sums.added.values())  # each follows the copies to its stream
         for slot, delivery in in_flight:
             sums.hold(slot, delivery, [] if read is None else [read])
         if sums.over_machines is not None:
@@ -109,13 +112,13 @@ class UnitSums:
 
     def set(self, totals: Sequence[Sequence[Tensor]], present: Sequence[bool], summed: Summed) -> None:
         """Adds the owners' parts to gradients, or makes them that, on the current streams."""
-        for owner in range(len(self._lines.slots)):
+        for owner in range(len(self._tree_streams.slots)):
             self._add_to_gradients(owner, totals, present, summed)
         self._set_gradients(totals, present, summed)
 
     def _room(self, owner: int, found: Mapping[int, Delivery], sums: SumsOfPass) -> Delivery:
         """A delivery without gradients, for an owner whose slot has no memory for a sum."""
-        device = self._lines.slots[owner]
+        device = self._tree_streams.slots[owner]
         like = next(iter(found.values())).matrices
         with streams_set({device: sums.computing[device]} if device in sums.computing else {}):
             memory = [
@@ -131,13 +134,15 @@ class UnitSums:
 
     def _add(self, found: Mapping[int, Delivery], owns: Sequence[Delivery], overwrite: bool) -> None:
         """Launches the sums of all dtypes, into the memory that the owners have for them."""
-        with streams_set(self._lines.adding):
+        with streams_set(self._tree_streams.adding):
             for at in range(len(self._groups)):
                 matrices = [found[slot].matrices[at] for slot in sorted(found)]
                 comm.reduce_scatter(matrices, [own.sums[at] for own in owns], self._memory, overwrite)
 
     def _memory(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        with named_if_no_room("summed gradients", self._unit.name, device, self.full_bytes // len(self._lines.slots)):
+        with named_if_no_room(
+            "summed gradients", self._unit.name, device, self.full_bytes // len(self._tree_streams.slots)
+        ):
             return torch.empty(shape, dtype=dtype, device=device)
 
     def _end_sum(

@@ -1,16 +1,8 @@
-"""One pass of backward over several machines: what its slots have added up is added up over machines.
+"""One pass of backward over several machines: what its slots have added up is added up over machines, and averaged.
 
-Each unit takes part once, in an order that all machines agree on, as soon as this machine's slots have added up its
-gradients and all units before it have been sent. A unit that they did not reach takes part with zeros at the end of the
-pass. Then machines say which parameters have a gradient anywhere. Nothing is added to ``.grad`` before all of that has
-succeeded, so a pass that fails on one machine fails on all and changes nothing.
-
-The order is that in which rank 0's units came in an earlier pass of the tree, and at first the reverse of registration.
-A unit may be added up several times in one pass (``units.gradients``). What comes after its first time is sent at the
-end.
-
-Sums over the shard group come first, then those over the replicate group.
-Gradients are averaged over machines: they are divided before they are sent.
+A pass is one round of all machines. Each unit takes part once, as soon as this machine's slots have added up its
+gradients and all units before it have been sent. The order is that in which rank 0's units came in an earlier pass.
+Nothing is added to ``.grad`` before all has succeeded: a pass that fails on one machine fails on all, without a change.
 """
 
 from __future__ import annotations
@@ -18,17 +10,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dataparallel.machines.collectives import Transfer, all_reduce, reduce_scatter, stage
+from dataparallel.machines.group import Machines
+from dataparallel.machines.rounds import Launched, Round
 from dataparallel.streams.current import Event, streams_set
-from dataparallel.units.deliveries import added_in
+from dataparallel.units.deliveries import Summed, added_in
 from dataparallel.units.over_machines import MachinesOfTree
 from dataparallel.units.partial_sums import PartialSums
-from dataparallel.units.rounds_over_machines import RoundsOverMachines
-from dataparallel.units.summed import Summed
 
 if TYPE_CHECKING:
     from dataparallel.units.gradients import UnitGradients
@@ -43,9 +37,9 @@ class _OfUnit:
 
     Attributes:
         staged: for each dtype and owner what is sent.
-        rest: the same of what came after the first time.
+        rest: the same of what came after the first time. A unit may be added up several times in one pass.
         present: which of the parameters that need gradients have one on this machine.
-        results: of ``staged``.
+        results: of ``staged``: what has been launched for it, or itself if there is nobody to add it up with.
     """
 
     number: int
@@ -66,6 +60,15 @@ class _OfUnit:
     def is_for_all(self) -> bool:
         """True if it is added up over the replicate group too."""
         return self.unit.requires_all_reduce
+
+    def wire(self, at: int) -> torch.dtype:
+        """The dtype in which parts travel."""
+        return self.unit.dtype_of_sums(self.gradients.groups[at][2])
+
+    def describe(self) -> str:
+        """What has to be equal on all machines."""
+        sizes = ", ".join(f"{layout.numel} {self.wire(at)}" for at, (_, layout, _) in enumerate(self.gradients.groups))
+        return f"unit {self.unit.name!r} ({sizes}{'' if self.is_for_all else ', no all-reduce'})"
 
 
 class SumsOverMachines:
@@ -96,18 +99,21 @@ class SumsOverMachines:
             _OfUnit(i, unit, _nothing(unit), _nothing(unit), [False] * len(unit.gradients.recorded))
             for i, unit in summed
         ]
-        self._of = {id(of.unit): of for of in self._units}
+        self._of = {id(of_unit.unit): of_unit for of_unit in self._units}
         self._came: list[int] = []
         self._order = list(order)
-        is_for_all = any(of.is_for_all for of in self._units)
-        self._rounds = RoundsOverMachines(machines.shard, machines.replicate if is_for_all else None, computing)
-        self._learn = learn_order if is_for_all or machines.replicate is None else None
-        self._learned: Callable[[], list[int]] = list
         self._is_ended = not self._units
-        self._used: Callable[[], list[bool]] = list
-        if self._units:
-            text = [f"learns the order of units: {self._learn is not None}", *(_described(of) for of in self._units)]
-            self._rounds.begin("\n".join(text))
+        # Without a shard group nobody takes part in sums that wait for those over the replicate group.
+        has_others = machines.shard is not None or any(of_unit.is_for_all for of_unit in self._units)
+        self._learn = learn_order if has_others else None
+        self._round: Round | None = None
+        self._said: Launched | None = None  # the order that each rank proposes
+        self._end: Launched | None = None
+        self._used: list[bool] = []
+        self._scattered: _OfUnit | None = None  # the unit whose parts go over the replicate group next
+        if self._units and has_others:
+            text = [f"learns the order of units: {self._learn is not None}", *(each.describe() for each in self._units)]
+            self._round = machines.all.queue.begin_round("backward", "\n".join(text))
 
     # ---- what slots bring --------------------------------------------------------------------------------------------
 
@@ -116,47 +122,82 @@ class SumsOverMachines:
 
         ``total``: for each machine of the shard group its part, one after the other. It is not the caller's any more.
         """
-        of = self._of[id(unit)]
-        if of.has_come:
-            rest = of.rest[at]
+        of_unit = self._of[id(unit)]
+        if of_unit.has_come:
+            rest = of_unit.rest[at]
             if owner < len(rest):
                 rest[owner].add_(total)
             else:
                 rest.append(total)
             return
-        self._add_partial(of, at, owner, total)
-        of.staged[at].append(self._rounds.staged(total.to(self._wire(of, at)), of.is_for_all))
+        self._add_partial(of_unit, at, owner, total)
+        of_unit.staged[at].append(self._staged(of_unit, total.to(of_unit.wire(at))))
 
     def came(self, unit: Unit, present: Sequence[bool]) -> None:
         """All owners have brought their parts of a unit. Those units are sent that come next in the order."""
-        of = self._of[id(unit)]
-        of.present = [a or b for a, b in zip(of.present, present, strict=True)]
-        if of.has_come:
+        of_unit = self._of[id(unit)]
+        of_unit.present = [a or b for a, b in zip(of_unit.present, present, strict=True)]
+        if of_unit.has_come:
             return
-        of.has_come = True
+        of_unit.has_come = True
         with self._lock:
-            self._came.append(of.number)
+            self._came.append(of_unit.number)
             for each in self._units:
                 if not each.is_sent:
                     if not each.has_come:
                         break
                     self._send(each)
 
-    def _add_partial(self, of: _OfUnit, at: int, owner: int, total: Tensor) -> None:
-        partial = of.gradients.partial
-        if partial is not None:
-            total.view(self._machines.parts, -1)[self._machines.part].add_(partial.totals[at][owner])
+    def _add_partial(self, of_unit: _OfUnit, at: int, owner: int, total: Tensor) -> None:
+        waiting = of_unit.gradients.partial
+        if waiting is not None:
+            total.view(self._machines.parts, -1)[self._machines.part].add_(waiting.totals[at][owner])
 
-    def _send(self, of: _OfUnit) -> None:
-        of.is_sent = True
-        of.results = [self._sum(of, of_owners) for of_owners in of.staged]
+    # ---- what is sent ------------------------------------------------------------------------------------------------
 
-    def _sum(self, of: _OfUnit, of_owners: Sequence[Any]) -> list[Any]:
-        return self._rounds.sum(f"the gradients of {of.unit.name!r}", of_owners, of.is_for_all)
+    def _staged(self, of_unit: _OfUnit, total: Tensor) -> Any:
+        """The total, staged on the current stream; or itself, if there is nobody to add it up with."""
+        shard, replicate = self._machines.shard, self._machines.replicate
+        if shard is not None:
+            return stage(shard, total, total.numel() // shard.size, self._computing)
+        return stage(replicate, total) if replicate is not None and of_unit.is_for_all else total
 
-    def _wire(self, of: _OfUnit, at: int) -> torch.dtype:
-        """The dtype in which parts travel."""
-        return of.unit.dtype_of_sums(of.gradients.groups[at][2])
+    def _send(self, of_unit: _OfUnit) -> None:
+        """Has a unit's parts scattered. With both groups, those of the unit before go over the replicate group then.
+
+        So the second sum of one unit, which waits for the first, does not hold up the first one of the next.
+        """
+        of_unit.is_sent = True
+        of_unit.results = [self._scatter(self._round, of_unit, staged) for staged in of_unit.staged]
+        self._send_scattered()
+        self._scattered = of_unit
+        if self._machines.shard is None or self._machines.replicate is None:
+            self._send_scattered()
+
+    def _send_scattered(self) -> None:
+        of_unit, self._scattered = self._scattered, None
+        if of_unit is not None:
+            both = zip(of_unit.results, of_unit.staged, strict=True)
+            of_unit.results = [self._add_up(self._round, of_unit, *each) for each in both]
+
+    def _scatter(self, round: Round | None, of_unit: _OfUnit, staged: Sequence[Any]) -> list[Any]:
+        """Has the sums over the shard group made, of which each machine gets its part, for all owners together."""
+        shard = self._machines.shard
+        if shard is None:
+            return [*staged]
+        return _launched(round, of_unit, [partial(reduce_scatter, shard, each) for each in staged])
+
+    def _add_up(
+        self, round: Round | None, of_unit: _OfUnit, scattered: Sequence[Any], staged: Sequence[Any]
+    ) -> list[Any]:
+        """Has the parts added up over the replicate group."""
+        replicate = self._machines.replicate
+        if replicate is None or not of_unit.is_for_all:
+            return [*scattered]
+        if self._machines.shard is None:
+            return _launched(round, of_unit, [partial(all_reduce, replicate, each) for each in staged])
+        calls = [partial(_all_reduce_received, replicate, each) for each in scattered]
+        return _launched(round, of_unit, calls, scattered)
 
     # ---- the end of the pass -----------------------------------------------------------------------------------------
 
@@ -164,50 +205,48 @@ class SumsOverMachines:
         """The slots have brought everything. The rest takes part with zeros."""
         if self._is_ended:
             return
-        with self._lock, torch.no_grad(), streams_set(self._computing):
-            for of in self._units:
-                if not of.has_come:
-                    self._fill(of)
-                if not of.is_sent:
-                    self._send(of)
-            self._launch_order()
-            self._is_ended = True
-        for of in self._units:
-            if (partial := of.gradients.partial) is not None:
-                of.present = [a or i in partial.present for i, a in zip(of.gradients.recorded, of.present, strict=True)]
-        used = [flag for of in self._units for flag in of.present] + [bool(of.rest[0]) for of in self._units]
-        self._used = self._rounds.end(used)
+        self._send_rest()
+        for of_unit in self._units:
+            if (waiting := of_unit.gradients.partial) is not None:
+                recorded = zip(of_unit.gradients.recorded, of_unit.present, strict=True)
+                of_unit.present = [is_present or i in waiting.present for i, is_present in recorded]
+        self._used = [flag for each in self._units for flag in each.present]
+        self._used += [bool(each.rest[0]) for each in self._units]
+        if self._round is not None:
+            self._end = self._round.end(self._used)
 
     def fail(self, error: BaseException) -> None:
         """The pass has failed on this machine: the others are told, after what they wait for."""
         if self._is_ended:
             return
+        self._send_rest(has_failed=True)
+        if self._round is not None:
+            self._round.end([False] * sum(len(each.present) + 1 for each in self._units), error)
+
+    def _send_rest(self, has_failed: bool = False) -> None:
+        """Units that have not come take part with zeros, and with what they have of earlier passes. Then the order."""
         with self._lock, torch.no_grad(), streams_set(self._computing):
             self._is_ended = True
-            for of in self._units:
-                if not of.is_sent:
-                    of.staged = _nothing(of.unit)
-                    self._fill(of, with_partial=False)
-                    self._send(of)
-            self._launch_order()
-        number = sum(len(of.present) + 1 for of in self._units)
-        self._rounds.fail([False] * number, error)
+            for of_unit in self._units:
+                if not of_unit.is_sent:
+                    if has_failed:
+                        of_unit.staged = _nothing(of_unit.unit)
+                    if has_failed or not of_unit.has_come:
+                        self._fill(of_unit, with_partial=not has_failed)
+                    self._send(of_unit)
+            self._send_scattered()
+            if self._learn is not None and self._round is not None:
+                order = [*dict.fromkeys([*self._came, *self._order])]
+                self._said = self._round.say("the order of units", lambda: order)
 
-    def _fill(self, of: _OfUnit, with_partial: bool = True) -> None:
-        """The unit takes part with zeros, and with what it has of earlier passes."""
-        for at, (_, layout, dtype) in enumerate(of.gradients.groups):
+    def _fill(self, of_unit: _OfUnit, with_partial: bool) -> None:
+        for at, (_, layout, dtype) in enumerate(of_unit.gradients.groups):
             for owner, device in enumerate(self._devices):
                 numel = self._machines.parts * layout.numel
-                zeros = torch.zeros(numel, dtype=added_in(self._wire(of, at), dtype), device=device)
+                zeros = torch.zeros(numel, dtype=added_in(of_unit.wire(at), dtype), device=device)
                 if with_partial:
-                    self._add_partial(of, at, owner, zeros)
-                of.staged[at].append(self._rounds.staged(zeros.to(self._wire(of, at)), of.is_for_all))
-
-    def _launch_order(self) -> None:
-        """Rank 0's order of units goes to all."""
-        if self._learn is not None:
-            first = dict.fromkeys([*self._came, *self._order])
-            self._learned = self._rounds.send_numbers([*first])
+                    self._add_partial(of_unit, at, owner, zeros)
+                of_unit.staged[at].append(self._staged(of_unit, zeros.to(of_unit.wire(at))))
 
     def finish(self, summed: Summed) -> None:
         """Waits for all sums, and adds them to ``.grad``.
@@ -220,82 +259,93 @@ class SumsOverMachines:
         """
         if not self._units:
             return
-        used = iter(self._used())
+        used = iter(self._used if self._end is None else self._end.wait())
         with torch.no_grad(), streams_set(self._computing):
-            present = [[next(used) for _ in of.present] for of in self._units]
-            rests = self._sums_of_rests([of for of in self._units if next(used)])
-            sums = [[self._results(of, at, rests) for at in range(len(of.results))] for of in self._units]
-            if self._learn is not None and (order := self._learned()):
-                self._learn(order)
-            for of, totals in zip(self._units, sums, strict=True):
-                if (hook := of.unit.all_reduce_hook) is not None and not self._waits(of):
+            present = [[next(used) for _ in each.present] for each in self._units]
+            rests = self._sums_of_rests([each for each in self._units if next(used)])
+            sums = [[self._results(each, at, rests) for at in range(len(each.results))] for each in self._units]
+            if self._learn is not None and self._said is not None:
+                self._learn(self._said.wait()[0])
+            for of_unit, totals in zip(self._units, sums, strict=True):
+                if (hook := of_unit.unit.all_reduce_hook) is not None and not self._waits(of_unit):
                     for of_owners in totals:
                         for total in of_owners:
                             hook(total)
-            parts = [self._parts(of, totals) for of, totals in zip(self._units, sums, strict=True)]
-            if any(of.unit.is_offloaded for of in self._units):
+            parts = [self._parts(of_unit, totals) for of_unit, totals in zip(self._units, sums, strict=True)]
+            if any(of_unit.unit.is_offloaded for of_unit in self._units):
                 for stream in self._computing.values():
                     Event(stream).synchronize()
-            for each, totals, found in zip(self._units, parts, present, strict=True):
-                self._set(each, totals, found, summed)
+            for of_unit, of_dtypes, found in zip(self._units, parts, present, strict=True):
+                self._set(of_unit, of_dtypes, found, summed)
 
     def _sums_of_rests(self, units: Sequence[_OfUnit]) -> dict[int, list[list[Any]]]:
         """Adds up what came after the first time on any machine: for each of these units its results."""
         if not units:
             return {}
-        self._rounds.begin("\n".join(["again", *map(_described, units)]))
+        round, text = None, "\n".join(["again", *(of_unit.describe() for of_unit in units)])
+        if self._round is not None:
+            round = self._machines.all.queue.begin_round("backward", text)
         found: dict[int, list[list[Any]]] = {}
-        for of in units:
-            found[of.number] = of_unit = []
-            for at, (_, layout, _) in enumerate(of.gradients.groups):
-                wire, numel = self._wire(of, at), self._machines.parts * layout.numel
-                rest = of.rest[at] or [torch.zeros(numel, dtype=wire, device=d) for d in self._devices]
-                staged = [self._rounds.staged(total.to(wire), of.is_for_all) for total in rest]
-                of_unit.append(self._sum(of, staged))
-        self._rounds.end([])()
+        for of_unit in units:
+            found[of_unit.number] = results = []
+            for at, (_, layout, _) in enumerate(of_unit.gradients.groups):
+                wire, numel = of_unit.wire(at), self._machines.parts * layout.numel
+                rest = of_unit.rest[at] or [torch.zeros(numel, dtype=wire, device=device) for device in self._devices]
+                staged = [self._staged(of_unit, total.to(wire)) for total in rest]
+                results.append(self._add_up(round, of_unit, self._scatter(round, of_unit, staged), staged))
+        if round is not None:
+            round.end([]).wait()
         return found
 
-    def _results(self, of: _OfUnit, at: int, rests: Mapping[int, Sequence[Sequence[Any]]]) -> list[Tensor]:
+    def _results(self, of_unit: _OfUnit, at: int, rests: Mapping[int, Sequence[Sequence[Any]]]) -> list[Tensor]:
         """The sums of all owners, in the dtype in which they are added."""
-        dtype = added_in(self._wire(of, at), of.gradients.groups[at][2])
-        found = [_arrived(result, self._devices[i]).to(dtype) for i, result in enumerate(of.results[at])]
-        for i, result in enumerate(rests[of.number][at] if of.number in rests else ()):
+        dtype = added_in(of_unit.wire(at), of_unit.gradients.groups[at][2])
+        found = [_arrived(result, self._devices[i]).to(dtype) for i, result in enumerate(of_unit.results[at])]
+        for i, result in enumerate(rests[of_unit.number][at] if of_unit.number in rests else ()):
             found[i] = found[i] + _arrived(result, self._devices[i])
         return found
 
-    def _parts(self, of: _OfUnit, totals: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def _parts(self, of_unit: _OfUnit, totals: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """What goes to ``.grad``; or what waits for a pass that adds it up over the replicate group."""
-        if self._waits(of):
+        if self._waits(of_unit):
             return [[*of_owners] for of_owners in totals]
         parts = [
             [total.to(dtype) for total in of_owners]
-            for of_owners, (_, _, dtype) in zip(totals, of.gradients.groups, strict=True)
+            for of_owners, (_, _, dtype) in zip(totals, of_unit.gradients.groups, strict=True)
         ]
-        return [[*map(of.unit.to_host, of_owners)] for of_owners in parts] if of.unit.is_offloaded else parts
+        unit = of_unit.unit
+        return [[*map(unit.to_host, of_owners)] for of_owners in parts] if unit.is_offloaded else parts
 
-    def _set(self, of: _OfUnit, parts: Sequence[Sequence[Tensor]], present: Sequence[bool], summed: Summed) -> None:
-        gradients, parameters = of.gradients, of.unit.parameters
+    def _set(
+        self, of_unit: _OfUnit, parts: Sequence[Sequence[Tensor]], present: Sequence[bool], summed: Summed
+    ) -> None:
+        gradients, parameters = of_unit.gradients, of_unit.unit.parameters
         gradients.partial = None
         positions = [i for i, found in zip(gradients.recorded, present, strict=True) if found]
-        if self._waits(of):
+        if self._waits(of_unit):
             if positions:
                 gradients.partial = PartialSums(gradients.groups, parameters, parts, positions)
             return
         gradients.set_sums(parts, present, summed)
         summed.note(parameters[i] for i in positions)
 
-    def _waits(self, of: _OfUnit) -> bool:
-        return self._machines.replicate is not None and not of.is_for_all
+    def _waits(self, of_unit: _OfUnit) -> bool:
+        return self._machines.replicate is not None and not of_unit.is_for_all
 
 
 def _nothing(unit: Unit) -> list[list[Any]]:
     return [[] for _ in unit.gradients.groups]
 
 
-def _described(of: _OfUnit) -> str:
-    """What has to be equal on all machines."""
-    sizes = ", ".join(f"{layout.numel} {of.unit.dtype_of_sums(dtype)}" for _, layout, dtype in of.gradients.groups)
-    return f"unit {of.unit.name!r} ({sizes}{'' if of.is_for_all else ', no all-reduce'})"
+def _launched(
+    round: Round | None, of_unit: _OfUnit, calls: Sequence[Callable[[], Transfer]], after: Sequence[Launched] = ()
+) -> list[Any]:
+    assert round is not None
+    return round.launch_together([f"the gradients of {of_unit.unit.name!r}"] * len(calls), calls, after)
+
+
+def _all_reduce_received(replicate: Machines, scattered: Launched) -> Transfer:
+    return all_reduce(replicate, scattered.received())
 
 
 def _arrived(result: Any, device: torch.device) -> Tensor:

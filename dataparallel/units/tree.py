@@ -1,39 +1,68 @@
-"""The units of one tree of modules, and its calls: which unit is gathered when.
+"""The units of one tree of modules: its calls, its passes of backward, and who waits for whom between them.
 
-The outermost module that is called is the root of a tree. For each of its calls there is a `ForwardCall`, which lives
-as long as a graph leads to it. It knows the order in which units run on each slot. That order says what is gathered
-ahead: in forward the unit that came next in the last call, in backward the one before. Lists that the user has set on a
-unit replace both.
+The outermost module that is called is the root of a tree.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dataparallel import _torch
 from dataparallel.sharded import host_reads
-from dataparallel.streams.current import Event, GivenEvents, current_streams
-from dataparallel.units.before_step import before_next_step
-from dataparallel.units.calls import TensorHooks
+from dataparallel.streams.current import GivenEvents, current_streams
+from dataparallel.units.calls import ForwardCall
 from dataparallel.units.deliveries import SumsOfPass
-from dataparallel.units.lines import wait_for
-from dataparallel.units.on_slot import UnitOnSlot
-from dataparallel.units.over_machines import MachinesOfTree
+from dataparallel.units.joint import Room
 from dataparallel.units.owned import LastCopies
 from dataparallel.units.passes import BackwardPass
-from dataparallel.units.room import Room
-from dataparallel.units.sums_over_machines import SumsOverMachines
+from dataparallel.units.settings import InTree
+from dataparallel.units.streams import wait_for
 from dataparallel.units.unit import Unit
 
-__all__ = ["ForwardCall", "Tree"]
+if TYPE_CHECKING:
+    from dataparallel.units.over_machines import MachinesOfTree
+    from dataparallel.units.sums_over_machines import SumsOverMachines
+
+__all__ = ["Tree", "before_next_step"]
+
+_lock = threading.Lock()
+
+_waiting: dict[weakref.WeakMethod[Callable[[Optimizer], bool]], None] = {}
+_hook: Any = None
+
+
+def before_next_step(method: Callable[[Optimizer], bool]) -> None:
+    """Has a bound method called with the optimizer before each step of any, until it returns true.
+
+    Its object is referred to weakly.
+    """
+    global _hook
+    with _lock:
+        if _hook is None:
+            _hook = register_optimizer_step_pre_hook(_run)
+        _waiting[weakref.WeakMethod(method)] = None
+
+
+@_torch.not_traced
+def _run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs before each step of every optimizer."""
+    if not _waiting:
+        return
+    for reference in [*_waiting]:
+        method = reference()
+        if method is None or method(optimizer):
+            with _lock:
+                _waiting.pop(reference, None)
 
 
 class Tree:
@@ -45,6 +74,7 @@ class Tree:
 
     Attributes:
         machines: those that the units are spread over, if there are several.
+        places: for each unit what it has of the tree while that uses it.
     """
 
     def __init__(self, units: Sequence[Unit], slots: Sequence[torch.device]) -> None:
@@ -58,6 +88,7 @@ class Tree:
         self._changed = threading.Condition()
         self._copies = LastCopies()
         self._room = Room()
+        self.places = [InTree(i, self.deliver, self.settle, self._copies, self._room) for i in range(len(self.units))]
         self._unfinished: list[SumsOfPass] = []  # of passes that were not the last of a step
         self.machines = self.units[0].machines
         # In which units are added up over machines: at first the reverse of that of their names.
@@ -89,6 +120,10 @@ class Tree:
             for on_slot in unit.on_slots:
                 on_slot.free_if_changed()
             unit.pieces.drop_if_changed()
+
+    def place_of(self, unit: Unit) -> InTree:
+        """What the unit has of this tree."""
+        return self.places[self.units.index(unit)]
 
     def settle(self) -> None:
         """Waits until the units are not in a backward. Inside a backward it does nothing.
@@ -174,7 +209,7 @@ class Tree:
             unit.level(len(call.slots))
             unit.gradients.drop_void()
             # Until the pass has ended, however that may be. Replicas have the full parameters.
-            unit.register_sharded()
+            unit.registered.show_sharded()
         returned = partial(before_next_step, self._before_step)
         over = None if self.machines is None else self._sums_over(self.machines, call.computing)
         return BackwardPass(
@@ -189,6 +224,8 @@ class Tree:
             return None
         if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
             self._finish_sums()  # what waits for other machines is part of the next sums
+        from dataparallel.units.sums_over_machines import SumsOverMachines
+
         learn = None if self._is_order_known else self._learn_order
         return SumsOverMachines(machines, self.units, self.slots, self._order, computing, learn)
 
@@ -219,7 +256,7 @@ class Tree:
                     on_slot.pass_ended(has_failed, ended.is_recorded)
                 unit.pieces.drop()
                 unit.renew_sources()  # slots that have not pulled will not: drops the copies
-                unit.register_on_source()
+                unit.registered.show_what_is_there()
             self._make_owners_wait(ended.sums.computing)
             ended.sums.make_callers_wait()
         finally:
@@ -231,122 +268,7 @@ class Tree:
         """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
         copies = self._copies.take()
         reads = [*copies, *(event for unit in self.units for event in unit.take_pulls())]
-        met = self.units[0].lines.meet("pulls", reads) if reads else None
+        met = self.units[0].streams.meet("pulls", reads) if reads else None
         wait_for([] if met is None else [met], computing.values())
         if any(unit.is_offloaded for unit in self.units):
             host_reads.note(copies)
-
-
-class ForwardCall:
-    """One call of the root.
-
-    Attributes:
-        slots: the devices of its replicas.
-        computing: for each accelerator the stream that was current when the call began.
-        ready: for each accelerator an event after which shards may be read.
-    """
-
-    def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:
-        self._tree, self.slots = tree, list(slots)
-        tree.last_call = self
-        tree._room.renew()
-        for number, unit in enumerate(tree.units):
-            unit.note_versions()
-            unit.renew_sources(len(slots))
-            unit.level(len(slots))
-            unit.joint.room, unit.joint.number = tree._room, number
-            unit.deliver, unit.settle, unit.copies = tree.deliver, tree.settle, tree._copies
-        self.computing = current_streams(tree.slots)
-        ready = tree.take_post_optim_event() or tree.units[0].lines.meet("calls", map(Event, self.computing.values()))
-        self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
-        self._versions: dict[Unit, list[int]] = {}
-        self._begun: list[list[Unit]] = [[] for _ in slots]
-        self._ended: list[list[Unit]] = [[] for _ in slots]
-        # Until the forward ends, so that a tensor between two units has one hook.
-        self._hooks: list[dict[int, TensorHooks]] = [{} for _ in slots]
-
-    def hooks_of(self, slot: int, tensor: Tensor) -> TensorHooks:
-        """The hooks of this tensor."""
-        found = self._hooks[slot].get(id(tensor))
-        if found is None or not found.is_of(tensor):
-            found = self._hooks[slot][id(tensor)] = TensorHooks(tensor)
-        return found
-
-    def began(self, on_slot: UnitOnSlot) -> list[int]:
-        """A unit begins: gathers of those that come next are started. Returns its versions."""
-        unit, begun = self._unit_of(on_slot), self._begun[on_slot.slot]
-        if not begun or begun[-1] is not unit:
-            begun.append(unit)
-        versions = self._versions[unit] = unit.versions()
-        ahead = unit.forward_prefetch
-        if ahead is None:
-            following = self._tree.next_unit.get(unit)
-            ahead = [] if following is None else [following]
-        for other in ahead:
-            other.on_slots[on_slot.slot].start(self.ready, ahead=True)
-        return versions
-
-    def ended(self, on_slot: UnitOnSlot) -> int:
-        """A unit ends: its position in the order of ends."""
-        unit, ended = self._unit_of(on_slot), self._ended[on_slot.slot]
-        ended.append(unit)
-        if unit is self._tree.units[0]:
-            self._tree._room.ended(on_slot.slot)
-        return len(ended) - 1
-
-    def gives_one_node(self, on_slot: UnitOnSlot) -> bool:
-        """True if the outputs of the unit's calls get one node, so that their gradients come together.
-
-        Losses of the root's outputs may be separate. They come together only where units are sharded over machines,
-        which have to gather in the same order.
-        """
-        machines = self._tree.machines
-        is_gathered_over_machines = machines is not None and machines.gathers is not None
-        return is_gathered_over_machines or self._unit_of(on_slot) is not self._tree.units[0]
-
-    def join_pass(self) -> BackwardPass:
-        """The pass of backward that runs now, begun if this is its first node in the tree."""
-        running = self._tree.join_pass(self)
-        running.is_recorded |= torch.is_grad_enabled()
-        return running
-
-    def backward_begins(self, on_slot: UnitOnSlot, position: int, running: BackwardPass) -> None:
-        """The backward of a unit that ended at this position comes next. Starts those that come after it."""
-        unit = self._unit_of(on_slot)
-        unit.deliver = self._tree.deliver
-        running.begins(on_slot.slot, position, self._ended)
-        running.wait_for_others(on_slot.slot)
-        if unit.unshard_in_backward:
-            on_slot.make_full(self.ready)
-        ahead = unit.backward_prefetch
-        if ahead is None:
-            ahead = self._ended[on_slot.slot][max(position - 1, 0) : position]
-        # Sums go first: the slot's next delivery waits for them, and links serve copies in the order of their launches.
-        latest, receiving = running.sums.latest, unit.lines.receiving[on_slot.slot]
-        for other in ahead:
-            # One whose parameters have changed is left to its own call, which refuses them: `ready` does not cover
-            # the change.
-            if not other.unshard_in_backward or other.versions() != self._versions.get(other):
-                continue
-            if not other.on_slots[on_slot.slot].is_started:
-                if latest is not None and receiving is not None:
-                    latest.make_wait(receiving)
-                other.on_slots[on_slot.slot].start(self.ready, ahead=True)
-
-    def end_forward(self, has_failed: bool) -> None:
-        """The forward has ended on all slots."""
-        self._hooks = [{} for _ in self.slots]
-        order = self._begun[0]
-        if not has_failed:
-            self._tree.next_unit = dict(reversed([*pairwise(order)]))
-        for unit in self._tree.units:
-            unit.forget_versions()
-            for on_slot in unit.on_slots:
-                on_slot.forward_ended(has_failed)
-            if has_failed:
-                unit.pieces.drop()
-            unit.renew_sources()  # slots that have not pulled will not: drops the copies
-            unit.register_on_source()
-
-    def _unit_of(self, on_slot: UnitOnSlot) -> Unit:
-        return self._tree.unit_of[id(on_slot.unit)]

@@ -9,34 +9,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.comm.host import can_pin
-from dataparallel.comm.sent import note
 from dataparallel.devices import CPU
+from dataparallel.profiling import note_copy
 from dataparallel.sharded import host_reads
-from dataparallel.sharded.owners import over_of
-from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams
-from dataparallel.units.gathers_over_machines import SourceOverMachines, SourcesOverMachines
 from dataparallel.units.gradients import UnitGradients
 from dataparallel.units.joint import JointGathers
-from dataparallel.units.lines import Lines, wait_for
-from dataparallel.units.no_room import named_if_no_room
-from dataparallel.units.node import make_outputs
+from dataparallel.units.memory import named_if_no_room
+from dataparallel.units.nodes import Receiver, make_outputs
 from dataparallel.units.on_slot import UnitOnSlot
-from dataparallel.units.over_machines import MachinesOfTree
-from dataparallel.units.owned import LastCopies, OwnedShards, Source, cut_of
+from dataparallel.units.owned import OwnedShards, Source, cut_of
 from dataparallel.units.pieces import Pieces
-from dataparallel.units.precision import Precision
+from dataparallel.units.registered import Registered
+from dataparallel.units.settings import InTree, Precision
+from dataparallel.units.streams import TreeStreams, wait_for
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
+    from dataparallel.units.gathers_over_machines import SourceOverMachines, SourcesOverMachines
+    from dataparallel.units.over_machines import MachinesOfTree
 
 __all__ = ["Precision", "Unit"]
 
@@ -64,10 +63,8 @@ class Unit:
         unshard_in_backward: gather before this unit's backward.
         is_reshard_automatic: the user has not set ``reshard_after_forward``.
         number_of_modules: that the unit was made from.
-        places: where the parameters are registered in the user's modules: registry, name, position.
-        deliver: takes a slot's gradients. The tree sets it.
-        settle: waits until no backward uses the unit. The tree sets it.
-        copies: the last copies of shards that slots have pulled from. The tree sets it.
+        registered: what the user's modules have of the unit.
+        in_tree: what it has of the tree that uses it, which sets it.
     """
 
     def __init__(
@@ -97,10 +94,8 @@ class Unit:
         self.is_last_backward = True
         self.is_reshard_automatic = False
         self.number_of_modules = 1
-        self.places: list[tuple[dict[str, Any], str, int]] = []
-        self.deliver: Callable[[Unit, int, Sequence[Tensor | None]], None] = _no_tree
-        self.settle: Callable[[], None] = lambda: None
-        self.copies = LastCopies()
+        self.in_tree = InTree()
+        self.registered = Registered(self)
         self._lock = threading.Lock()
         self._make_owned()
 
@@ -119,13 +114,12 @@ class Unit:
         self.cuts = [cut_of(parameter) for parameter in self.parameters]
         self._flags = self._present_flags()
         self.recorded = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
-        self.lines = Lines(self.slots)
-        self.pieces = Pieces(self, len(self.slots), self._pieces_dropped)
-        self.joint = JointGathers(self, self.lines)
-        self._shown_pieces: list[nn.Parameter] | None = None
-        self.gradients = UnitGradients(self, self.recorded, self.lines)
+        self.streams = TreeStreams(self.slots)
+        self.pieces = Pieces(self, len(self.slots), self.registered.pieces_dropped)
+        self.joint = JointGathers(self, self.streams)
+        self.gradients = UnitGradients(self, self.recorded, self.streams)
         self.on_slots: list[UnitOnSlot] = []
-        self._receivers: list[_Receiver] = []  # nodes refer to them weakly
+        self._receivers: list[Receiver] = []  # nodes refer to them weakly
         self._sources: list[Source] = []
         self._over_machines: SourcesOverMachines | None = None
         self._pulls = len(self.slots)
@@ -159,7 +153,7 @@ class Unit:
             return part
         pinned = self._pin and can_pin(part.device.type)
         host = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
-        note("direct", part, CPU)
+        note_copy("direct", part, CPU)
         return host.copy_(part, non_blocking=pinned)
 
     def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:
@@ -173,10 +167,10 @@ class Unit:
             RuntimeError: a parameter has no memory, or is offloaded and not in host memory; or it is no sharded tensor
                 any more; or it has changed while gradients wait on the slots; or other code has written to a full one.
         """
-        self.settle()
+        self.in_tree.settle()
         self.refuse_overwritten()
-        self._adopt_registered()
-        self.register_sharded()
+        self.registered.adopt()
+        self.registered.show_sharded()
         if self._flags != self._present_flags():
             self._refuse_to_lose_gradients()
             self.free()
@@ -203,10 +197,10 @@ class Unit:
             on_slots, receivers = [], []
             for slot, device in enumerate(self.slots):
                 with named_if_no_room("parameters", self.name, device, self.full_bytes):
-                    on_slot = UnitOnSlot(self, slot, device, self.lines)
+                    on_slot = UnitOnSlot(self, slot, device, self.streams)
                 if self.recorded:
                     recorded = [on_slot.parameters[i] for i in self.recorded]
-                    receivers.append(_Receiver(self, on_slot))
+                    receivers.append(Receiver(self, on_slot))
                     make_outputs(recorded, device, receivers[-1].receive)
                 on_slots.append(on_slot)
             self.on_slots, self._receivers = on_slots, receivers
@@ -221,37 +215,6 @@ class Unit:
                 "has added them, or drop them with zero_grad()"
             )
 
-    def _adopt_registered(self) -> None:
-        """Takes parameters that other code has registered in the user's modules in place of the unit's own."""
-        shown: list[Sequence[Tensor]] = [self.parameters]
-        if self.on_slots:
-            shown.append(self.on_slots[0].parameters)
-        if self._shown_pieces is not None:
-            shown.append(self._shown_pieces)
-        adopted: dict[int, ShardedTensor] = {}
-        for registry, name, position in self.places:
-            found = registry.get(name)
-            if any(found is known[position] for known in shown) or position in adopted:
-                continue
-            own = self.parameters[position]
-            if not isinstance(found, nn.Parameter) and isinstance(found, Tensor):
-                raise RuntimeError(
-                    f"{name!r} in the unit {self.name!r} was replaced by {_described(found)} that is no parameter, as "
-                    "torch.func.functional_call does for one call. A unit keeps the parameters that it finds, and no "
-                    "gradient would reach what they were computed from. Use functional_call on a plain module or on a "
-                    "replicated one, or load the values with load_state_dict"
-                )
-            if not _can_replace(found, own):
-                raise RuntimeError(
-                    f"{name!r} in the unit {self.name!r} was replaced by {_described(found)}; fully_shard needs a "
-                    f"sharded parameter of shape {tuple(own.shape)} on {[*map(str, own.devices)]}, placed by "
-                    f"{own.placement!r} as this one is, or by another Shard(dim) that divides the dimension evenly. "
-                    "Load values with load_state_dict(assign=False), or pass distribute_tensor(tensor, devices)"
-                )
-            adopted[position] = found
-        for position, parameter in adopted.items():
-            self.parameters[position] = parameter
-
     def refuse_overwritten(self, slot: int | None = None) -> None:
         """Raises if other code has written to full parameters, on one slot or on any.
 
@@ -261,7 +224,7 @@ class Unit:
         on_slots = self.on_slots if slot is None else [self.on_slots[slot]]
         found = [at for on_slot in on_slots if (at := on_slot.take_overwritten()) is not None]
         if found:
-            name = next(name for _, name, position in self.places if position == found[0])
+            name = next(name for _, name, position in self.registered.places if position == found[0])
             raise RuntimeError(
                 f"{name!r} in the unit {self.name!r} was changed in place while it was full. The full parameter is a "
                 "copy, so the change would be lost. Change the sharded one, which the module has after reshard()"
@@ -272,7 +235,9 @@ class Unit:
         with self._lock:
             if not self._sources or self._sources[0].is_used_up:
                 self._sources = [
-                    Source(owned, self.dtype_on_slots(owned.dtype), self._pulls, self.lines.casting, self.copies)
+                    Source(
+                        owned, self.dtype_on_slots(owned.dtype), self._pulls, self.streams.casting, self.in_tree.copies
+                    )
                     for owned in self.owned
                 ]
             return self._sources
@@ -281,6 +246,8 @@ class Unit:
         """If the unit is sharded over machines, what this slot pulls from next, on its way from now on."""
         if self.machines is None or self.machines.gathers is None:
             return None
+        from dataparallel.units.gathers_over_machines import SourcesOverMachines
+
         with self._lock:
             if self._over_machines is None:
                 self._over_machines = SourcesOverMachines(
@@ -289,7 +256,9 @@ class Unit:
             return self._over_machines.next(slot, ready)
 
     def _sources_of(self, machines: Machines) -> list[SourceOverMachines]:
-        pulls, casting, copies = self._pulls, self.lines.casting, self.copies
+        from dataparallel.units.gathers_over_machines import SourceOverMachines
+
+        pulls, casting, copies = self._pulls, self.streams.casting, self.in_tree.copies
         return [
             SourceOverMachines(owned, self.dtype_on_slots(owned.dtype), pulls, casting, copies, machines, self.name)
             for owned in self.owned
@@ -359,7 +328,7 @@ class Unit:
         The user's modules have the full parameters of the first slot once it has been waited for.
         """
         self.refresh()
-        ready = self.lines.now()
+        ready = self.streams.now()
         for on_slot in self.on_slots:
             on_slot.free_if_changed()
             on_slot.start(ready)
@@ -367,7 +336,7 @@ class Unit:
         if not async_op:
             handle.wait()
         elif self.is_offloaded:
-            host_reads.note(self.copies.last())
+            host_reads.note(self.in_tree.copies.last())
         return handle
 
     def reshard(self) -> None:
@@ -379,45 +348,21 @@ class Unit:
             RuntimeError: other code has written to full ones; they are freed all the same.
         """
         if _torch.is_in_backward():
-            self.register_sharded()
+            self.registered.show_sharded()
             return
-        self.settle()
+        self.in_tree.settle()
         self.free()
         self.make_owners_wait()
-        self.register_on_source()
+        self.registered.show_what_is_there()
         self.refuse_overwritten()
 
     def make_owners_wait(self) -> None:
         """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
         found = [self.joint.last_pull(), *(on_slot.last_pull for on_slot in self.on_slots)]
         pulls = [event for event in found if event is not None]
-        wait_for([*self.copies.last(), *pulls], current_streams(self.slots).values())
+        wait_for([*self.in_tree.copies.last(), *pulls], current_streams(self.slots).values())
         if self.is_offloaded:
-            host_reads.note(self.copies.last())
-
-    def register_on_source(self) -> None:
-        """Registers in the user's module what FSDP2 does.
-
-        That is the full parameters while the first slot has them, or the pieces while its group has them, or else the
-        sharded parameters.
-        """
-        is_full = bool(self.on_slots) and self.on_slots[0].is_full
-        self._shown_pieces = None if is_full else self.pieces.as_parameters()
-        self._register(self.on_slots[0].parameters if is_full else self._shown_pieces or self.parameters)
-
-    def _pieces_dropped(self) -> None:
-        """Pieces that the user's module shows would hold memory."""
-        if self._shown_pieces is not None:
-            self._shown_pieces = None
-            self.register_sharded()
-
-    def register_sharded(self) -> None:
-        """Registers the sharded parameters in the user's module."""
-        self._register(self.parameters)
-
-    def _register(self, parameters: Sequence[Tensor]) -> None:
-        for registry, name, position in self.places:
-            registry[name] = parameters[position]
+            host_reads.note(self.in_tree.copies.last())
 
 
 class _Unsharded:
@@ -431,49 +376,4 @@ class _Unsharded:
         for on_slot in self._unit.on_slots:
             on_slot.make_full(self._ready)
         self._unit.make_owners_wait()
-        self._unit.register_on_source()
-
-
-class _Receiver:
-    """Takes gradients from the node of one slot."""
-
-    def __init__(self, unit: Unit, on_slot: UnitOnSlot) -> None:
-        self._unit, self._on_slot = unit, on_slot
-
-    def receive(self, grads: Sequence[Tensor | None]) -> None:
-        """Called in the node's backward.
-
-        Raises:
-            RuntimeError: the backward is recorded.
-        """
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True reaches sharded parameters: a graph of their gradients would need them full. Take "
-                "gradients of inputs only: torch.autograd.grad(loss, inputs, create_graph=True)"
-            )
-        self._unit.deliver(self._unit, self._on_slot.slot, grads)
-        self._on_slot.received()
-
-
-def _can_replace(value: object, own: ShardedTensor) -> TypeGuard[ShardedTensor]:
-    """True if other code may register ``value`` in the place of the parameter ``own``."""
-    if not isinstance(value, ShardedTensor) or value.devices != own.devices or value.shape != own.shape:
-        return False
-    placement, own_over = value.placement, over_of(own.devices)
-    if not isinstance(placement, Shard):
-        return False
-    # Along other dimensions than 0 parts have to be even.
-    owners = len(value.devices) * (1 if own_over is None else own_over.size)
-    return placement.dim in (0, cut_of(own).dim) or value.shape[placement.dim] % owners == 0
-
-
-def _described(value: object) -> str:
-    if isinstance(value, ShardedTensor):
-        return repr(value)
-    if isinstance(value, Tensor):
-        return f"a {type(value).__name__} of shape {tuple(value.shape)} on {value.device}"
-    return repr(value)
-
-
-def _no_tree(unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
-    raise RuntimeError(f"the unit {unit.name!r} belongs to no tree")
+        self._unit.registered.show_what_is_there()

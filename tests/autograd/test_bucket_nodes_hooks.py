@@ -8,8 +8,8 @@ from torch import Tensor
 
 from buckets import broadcast, check, expected, loss_of
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.gradient_streams import GradientStreams
 from dataparallel.streams.current import current_streams
-from dataparallel.streams.gradients import GradientStreams
 
 
 def node_of(copies: list[tuple[Tensor, ...]], name: str) -> Any:

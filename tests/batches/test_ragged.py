@@ -11,7 +11,6 @@ from torch.nested import nested_tensor, nested_tensor_from_jagged
 
 from dataparallel import DataParallel, gather, samples, scatter, whole
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.testing.isolation import isolated_slots
 
 LENGTHS = [3, 1, 4, 0, 5, 2, 1]
 
@@ -123,9 +122,6 @@ def test_in_a_sample_it_is_moved_whole(slots: list, root: torch.device) -> None:
     assert all(each.grad.values().unique().tolist() == [3] for each in entries)
 
 
-no_streams = pytest.mark.not_isolated("torch's engine cannot hand a jagged gradient from one stream to another")
-
-
 class Encoder(nn.Module):
     """Keeps the rows apart: each is scaled by its own sum."""
 
@@ -146,7 +142,6 @@ FORMS = {
 }
 
 
-@no_streams
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_of_jagged_batches_trains_as_on_one_device(form: str, slots: list, root: torch.device) -> None:
     torch.manual_seed(0)
@@ -161,19 +156,6 @@ def test_a_model_of_jagged_batches_trains_as_on_one_device(form: str, slots: lis
         grad: Any = found.grad
         grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         torch.testing.assert_close(grad, wanted.grad, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.devices("sim", "stand-in")
-def test_slots_of_one_device_have_streams_of_their_own(root: torch.device) -> None:
-    """The clocks find memory of another stream that is used or freed without order."""
-    model = DataParallel(Encoder().double().to(root), [root] * 3)
-    with isolated_slots(), torch.no_grad():
-        for _ in range(3):
-            x = jagged(rows(LENGTHS, root))
-            output = model(x)
-            del x
-            output.values().mul_(2)
-            del output
 
 
 def test_what_cannot_be_split_is_named(slots: list, root: torch.device) -> None:

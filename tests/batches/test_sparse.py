@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, gather, samples, scatter, whole
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.testing.isolation import isolated_slots
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 
@@ -139,19 +138,6 @@ def test_a_model_of_sparse_rows_trains_as_on_one_device(layout: str, form: str, 
         grad: Any = found.grad
         grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         torch.testing.assert_close(grad, wanted.grad, rtol=1e-9, atol=1e-9)
-
-
-@every_layout
-@pytest.mark.devices("sim", "stand-in")
-def test_slots_of_one_device_have_streams_of_their_own(layout: str, root: torch.device) -> None:
-    """The clocks find memory of another stream that is used or freed without order."""
-    model = DataParallel(Embedder().double().to(root), [root] * 3)
-    with isolated_slots():
-        for _ in range(3):
-            rows = LAYOUTS[layout](dense(root))
-            output = model(rows)
-            del rows
-            (output**2).sum().backward()
 
 
 @pytest.mark.parametrize("layout", ["sparse_csc", "sparse_bsr", "sparse_bsc"])

@@ -283,7 +283,6 @@ def test_prefetched_batches_are_split_as_the_calls_say(
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.not_isolated("each slot needs memory of its own")
 def test_a_slot_whose_device_is_nearly_full_gets_fewer_samples(root: torch.device, costs: list[Costs]) -> None:
     sim, slots = torch.sim, [0, 1, 2]  # type: ignore[attr-defined]
     net = Net()

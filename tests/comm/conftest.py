@@ -12,7 +12,7 @@ from kernel_runner import Kernels
 from dataparallel.comm import select
 from dataparallel.comm.cupy import launch as launching
 from dataparallel.comm.cupy import transport
-from dataparallel.comm.cupy.tables import Kernel, pack
+from dataparallel.comm.cupy.launch import Kernel, pack
 
 
 @pytest.fixture

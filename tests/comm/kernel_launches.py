@@ -9,7 +9,7 @@ import torch
 from tensor_kinds import strides
 from torch import Tensor
 
-from dataparallel.comm.cupy.tables import Kernel
+from dataparallel.comm.cupy.launch import Kernel
 
 
 class Launches:

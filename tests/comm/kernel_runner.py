@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import dataparallel.comm
-from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS, THREADS, Launch, pack
+from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS, THREADS, Launch, pack
 
 SOURCE = Path(dataparallel.comm.__file__).parent / "cupy" / "kernels.cu"
 SHIM = Path(__file__).with_name("kernel_shim.cpp")

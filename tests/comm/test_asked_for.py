@@ -5,7 +5,6 @@ CUDA's, plain copies play NCCL, and the kernels are compiled for the CPU.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
-from dataparallel.testing import isolated_slots
 
 LARGE, SMALL = [torch.empty(2**20)], [torch.empty(10)]
 CPU = torch.device("cpu")
@@ -31,7 +29,7 @@ NAMES = {"nccl": nccl.Nccl, "cupy": Kernels}
 
 def pure(test: object) -> object:
     """For tests without slots: one run is enough."""
-    return pytest.mark.devices("cpu")(pytest.mark.not_isolated("no slots")(test))
+    return pytest.mark.devices("cpu")(test)
 
 
 pytestmark = pytest.mark.usefixtures("forgetful")
@@ -169,7 +167,6 @@ def step(model: nn.Module, net: nn.Module, x: torch.Tensor) -> list[torch.Tensor
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim")
 @pytest.mark.slots(2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
@@ -203,11 +200,9 @@ def test_the_environment_alone_trains(
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.parametrize("arrangement", ["duplicates", "isolated"])
 @pytest.mark.parametrize("name", NAMES)
 def test_slots_on_one_device_train_too(
     name: str,
-    arrangement: str,
     slots: list,
     taken_for_cuda: Library,
     launches: Launches,
@@ -217,10 +212,9 @@ def test_slots_on_one_device_train_too(
     net, x = nn.Linear(4, 3).to(slots[0]), torch.randn(6, 4)
     places = [slots[0], slots[0], slots[-1]]
     monkeypatch.setenv(TRANSPORT_VARIABLE, name)
-    with isolated_slots() if arrangement == "isolated" else nullcontext(), comm.using(deterministic=False):
+    with comm.using(deterministic=False):
         found = step(DataParallel(net, places), net, x)
     if slots[0] != slots[-1]:
-        is_used = bool(taken_for_cuda.calls or launches.kinds())
-        assert is_used == (arrangement == "duplicates" or name == "cupy")
+        assert taken_for_cuda.calls or launches.kinds()
     monkeypatch.delenv(TRANSPORT_VARIABLE)
     assert all(map(torch.equal, found, step(DataParallel(net, places), net, x)))

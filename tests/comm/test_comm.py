@@ -22,7 +22,6 @@ def storage(tensor: Tensor) -> int:
 # Broadcast
 
 
-@pytest.mark.not_isolated("what slots on one device share")
 def test_broadcast_hands_the_tensor_itself_to_slots_on_its_device(slots: list, root: torch.device) -> None:
     tensor = torch.randn(3, 4, device=root)
     copies = comm.broadcast(tensor, slots)
@@ -114,7 +113,6 @@ def test_scatter_then_gather_is_the_identity(make_slots: Callable[[int], list], 
     assert torch.equal(whole, tensor)
 
 
-@pytest.mark.not_isolated("what slots on one device share")
 def test_chunks_that_need_not_move_are_views(slots: list, root: torch.device) -> None:
     tensor = torch.randn(6, 2, device=root)
     for chunk in comm.scatter(tensor, slots):

@@ -79,7 +79,6 @@ class TestReduceScatter:
 
 
 @pytest.mark.devices("sim", "stand-in")
-@pytest.mark.not_isolated("distinct devices")
 class TestOnDevices:
     @pytest.mark.slots(3, 4, 8, long=[5, 6, 7])
     @pytest.mark.parametrize("transport", [None, "host"])

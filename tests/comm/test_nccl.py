@@ -20,7 +20,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return nccl.nccl  # type: ignore[attr-defined]
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3)
 def test_a_bucket_is_one_call(slots: list, root: torch.device, library: Library) -> None:
@@ -33,7 +32,6 @@ def test_a_bucket_is_one_call(slots: list, root: torch.device, library: Library)
             assert torch.equal(copy.to(root), tensor)
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3)
 @pytest.mark.parametrize("sums", [False, True])
@@ -45,7 +43,6 @@ def test_sums_are_its_own_only_where_their_order_does_not_matter(sums: bool, slo
     assert library.calls == ([("reduce", 3, 0)] if sums else [])
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3)
 class TestMatrices:

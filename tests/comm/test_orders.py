@@ -36,7 +36,6 @@ OPERATIONS: dict[str, Callable[[Tensor, list[Tensor]], object]] = {
 }
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_copy_comes_after_what_the_receiving_streams_wait_for(
     operation: str, way: None, slots: list, root: torch.device
@@ -63,7 +62,6 @@ def test_a_copy_comes_after_what_the_receiving_streams_wait_for(
     source.zero_()
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.parametrize("operation", ["copies", "gather", "scatter"])
 def test_what_the_sending_stream_is_given_next_comes_after_a_copy(
     operation: str, way: None, slots: list, root: torch.device
@@ -116,7 +114,6 @@ FORMS: dict[str, Callable[[Net, list], nn.Module]] = {
 }
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.slots(2, 4, long=[3, 8])
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_of_every_form(form: str, way: None, slots: list, root: torch.device) -> None:

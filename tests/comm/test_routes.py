@@ -163,20 +163,18 @@ BYTES = MANY * 17 * 4
 MARGIN = 8 * 128 * 4  # pieces begin at multiples of 128 elements, so they differ in size
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", ["star", "tree", "chain"])
 def test_traffic_of_a_broadcast(route: str, slots: list, bucket: list[list[Tensor]]) -> None:
     with counted() as counts:
         TorchCopies(route, 3).broadcast_coalesced(bucket[0], slots, 2**30, own=False)
-    assert sum(counts.launches) == 1 + {"star": 7, "tree": 7, "chain": 3 * 7, "shards": 7 + 7 * 7}[route]
+    assert sum(counts.launches) == 1 + {"star": 7, "tree": 7, "chain": 3 * 7}[route]
     most = max(counts.sent(slot.index) for slot in slots)
-    assert abs(most - {"star": 7, "tree": 3, "chain": 1, "shards": 1.75}[route] * BYTES) <= MARGIN
+    assert abs(most - {"star": 7, "tree": 3, "chain": 1}[route] * BYTES) <= MARGIN
     assert all(counts.received(slot.index) == BYTES for slot in slots[1:])
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("route", ["star", "chain", "shards"])
@@ -188,7 +186,6 @@ def test_traffic_of_a_sum(route: str, slots: list, bucket: list[list[Tensor]]) -
     assert abs(most - {"star": 7, "chain": 1, "shards": 1.75}[route] * BYTES) <= MARGIN
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

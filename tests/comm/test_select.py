@@ -14,7 +14,7 @@ import dataparallel
 from dataparallel import DataParallel, comm
 from dataparallel.comm import peer_check, select
 from dataparallel.comm.cupy import launch
-from dataparallel.comm.cupy.tables import SUM_KERNELS
+from dataparallel.comm.cupy.launch import SUM_KERNELS
 from dataparallel.comm.cupy.transport import Kernels
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.routes import STAR, TorchCopies
@@ -28,13 +28,11 @@ BUCKET = [torch.empty(10 * 2**18)]
 EMBEDDING = [torch.empty(60 * 2**18, device="meta")]
 
 
-@pytest.mark.not_isolated("what slots on one device share")
 def test_within_one_device_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "settings", None)
     assert transport_for("broadcast", [torch.device("cpu")] * 3, LARGE) is STAR
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim")
 @pytest.mark.slots(8)
 def test_the_librarys_choice(slots: list) -> None:
@@ -64,7 +62,6 @@ def test_the_context_counts_before_the_environment(slots: list, monkeypatch: pyt
         comm.broadcast(torch.zeros(3, device=devices[0]), slots)
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(3)
 def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ NAMES = {"DATAPARALLEL_TRANSPORT": TRANSPORTS, "DATAPARALLEL_ROUTE": ROUTES}
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(isolation: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in NAMES:
         monkeypatch.delenv(variable, raising=False)
     with held(Settings()):

@@ -254,7 +254,6 @@ class TestCompilations:
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.not_isolated("the slots' devices have memories of their own")
 class TestMemory:
     """Bytes on simulated devices, with and without compiled units."""
 

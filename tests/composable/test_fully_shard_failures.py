@@ -271,7 +271,6 @@ def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots
 
 
 @pytest.mark.devices("sim", "cuda")
-@pytest.mark.not_isolated("each slot has a thread of its own in backward")
 @pytest.mark.slots(2)
 @pytest.mark.parametrize("what", ["a step", "a backward"])
 def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
@@ -333,7 +332,6 @@ def test_a_forward_that_fails_leaves_an_earlier_one_its_backward(slots, make_tra
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.not_isolated("the slots' devices have memories of their own")
 class TestOutOfMemory:
     @pytest.mark.slots(4, long=[2, 8])
     @pytest.mark.parametrize("which", [0, 1, -1])

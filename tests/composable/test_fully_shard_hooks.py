@@ -14,7 +14,7 @@ from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import adamw
 from dataparallel.testing.steps import assert_equal, mean_square_loss
-from dataparallel.units.calls import TensorHooks
+from dataparallel.units.nodes import TensorHooks
 from sharded_chains import Layer, assert_same_results, chain, forward_backward
 from sharded_steps import (
     LOOPS,

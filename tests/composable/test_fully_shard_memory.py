@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from dataparallel.composable import fully_shard
 from dataparallel.sharded import Shard
 from dataparallel.units import passes
-from dataparallel.units.full_buffer import FullBuffer
 from dataparallel.units.gradients import UnitGradients
 from dataparallel.units.joint import JointGathers
+from dataparallel.units.memory import FullBuffer
 from dataparallel.units.passes import BackwardPass
 from dataparallel.units.sums import UnitSums
 from made_units import without_joint_gathers
@@ -26,7 +26,6 @@ from sharded_steps import no_sync, sharded
 
 pytestmark = [
     pytest.mark.devices("sim"),
-    pytest.mark.not_isolated("the slots' devices have memories of their own"),
     pytest.mark.usefixtures("one_intra_op_thread"),
 ]
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from dataparallel.testing.cases import seeded, sgd, tokens
 from dataparallel.testing.steps import mean_square_loss
+from dataparallel.units.calls import ForwardCall
 from dataparallel.units.gradients import UnitGradients
 from dataparallel.units.on_slot import UnitOnSlot
 from dataparallel.units.sums import UnitSums
-from dataparallel.units.tree import ForwardCall
 from sharded_models import GPT, LENGTH, VOCABULARY, Block
 from sharded_steps import on_device, sharded
 

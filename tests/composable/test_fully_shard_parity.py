@@ -19,7 +19,6 @@ from dataparallel.composable import (
     replicate,
 )
 from dataparallel.sharded import Shard
-from dataparallel.testing import isolated_slots
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.models import CASES
 from dataparallel.testing.steps import mean_square_loss
@@ -204,16 +203,6 @@ class TestTheFullMatrix:
 
 
 class TestOtherSlots:
-    @every_model
-    def test_isolated_slots(self, model, root):
-        with isolated_slots():
-            check(model, "none", "one_backward", [root] * 3)
-
-    @every_loop
-    def test_isolated_slots_with_each_loop(self, loop, root):
-        with isolated_slots():
-            check("gpt", "none", loop, [root] * 4)
-
     @every_model
     def test_slots_on_one_device(self, model, root):
         check(model, "none", "one_backward", [root] * 3)

@@ -145,7 +145,6 @@ class TestOffload:
             assert len(waited) >= len(slots)
 
     @pytest.mark.devices("sim")
-    @pytest.mark.not_isolated("the slots' devices have memories of their own")
     @pytest.mark.slots(4)
     def test_devices_hold_nothing_between_steps(self, slots):
         before = allocated(slots)
@@ -224,7 +223,6 @@ class TestOffload:
 
 
 @pytest.mark.devices("sim", "stand-in")
-@pytest.mark.not_isolated("copies are between devices")
 class TestCopiesOfOffloadedShards:
     @pytest.mark.slots(4)
     @pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), HALF], ids=["as they are", "cast"])
@@ -368,7 +366,6 @@ class TestMixedPrecision:
         assert model(torch.arange(5).to(slots[0])).dtype == torch.bfloat16
 
     @pytest.mark.devices("sim")
-    @pytest.mark.not_isolated("the slots' devices have memories of their own")
     def test_full_parameters_have_half_the_bytes(self, slots):
         def kept(policy: MixedPrecisionPolicy) -> int:
             model = self.shard(slots, policy)

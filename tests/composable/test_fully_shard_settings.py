@@ -68,7 +68,6 @@ def backward(model: Any, slots: list, seed: int = 0) -> None:
 
 
 @pytest.mark.devices("sim", "stand-in")
-@pytest.mark.not_isolated("each slot has a device of its own")
 class TestPostOptimEvent:
     """The optimizer steps on streams of its own. The computing streams do not wait for these."""
 
@@ -217,7 +216,6 @@ class TestIsLastBackward:
         assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
 
     @pytest.mark.devices("sim", "stand-in")
-    @pytest.mark.not_isolated("each slot has a device of its own")
     def test_a_backward_that_is_not_the_last_leaves_sums_on_their_way(self, slots):
         """The clocks see that the current streams have not waited for the sums of the first unit."""
         model = make(slots)
@@ -253,7 +251,6 @@ class TestIsLastBackward:
         assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
 
     @pytest.mark.devices("sim")
-    @pytest.mark.not_isolated("the slots' devices have memories of their own")
     def test_nothing_stays_after_the_last(self, slots):
         model = make(slots)
         found = []

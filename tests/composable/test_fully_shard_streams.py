@@ -11,8 +11,8 @@ from clocked import check_clocks
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.streams.current import Event, streams_joined
 from dataparallel.units import passes
-from dataparallel.units.full_buffer import FullBuffer
-from dataparallel.units.tree import ForwardCall
+from dataparallel.units.calls import ForwardCall
+from dataparallel.units.memory import FullBuffer
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -132,7 +132,6 @@ def test_after_a_call_that_failed_parameters_are_written_when_they_have_been_cas
 
 
 @pytest.mark.devices("sim", "stand-in")
-@pytest.mark.not_isolated("distinct devices")
 def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots, root, monkeypatch):
     """The next delivery waits for these sums, and links serve copies in the order of their launches."""
     monkeypatch.setattr(passes, "_MAY_WAIT_BYTES", 0)  # no slot is more than a unit ahead: sums have been launched

@@ -212,7 +212,6 @@ def test_an_lstm_that_flattens_its_parameters_trains_as_on_one_device(slots, roo
     assert_same_loop(loop, slots, seeded(Flattened))
 
 
-@pytest.mark.not_isolated("slots on one device share the pieces here")
 def test_copies_that_are_in_several_pieces_are_filled_one_by_one(
     net: Branched, twin: Branched, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ def test_sums_are_launched_in_the_order_of_buckets(
     wrapped = with_persistent_replicas(net, slots)
     for _ in range(2):
         loss(wrapped(x, [0, 1, 2, 3, 4])).backward()
-    take_kept = WaitingBucket.take_kept
+    take = WaitingBucket.take
     assert len(tensors_of(wrapped).copies.buckets) > 3
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4], [3, 1]):
         launched: list[int] = []
@@ -62,16 +62,15 @@ def test_sums_are_launched_in_the_order_of_buckets(
 
         def noted(bucket: WaitingBucket, *arguments, launched=launched, buckets=buckets):
             launched.append(buckets.index(bucket))
-            return take_kept(bucket, *arguments)
+            return take(bucket, *arguments)
 
-        monkeypatch.setattr(WaitingBucket, "take_kept", noted)
+        monkeypatch.setattr(WaitingBucket, "take", noted)
         loss(wrapped(x, order)).backward()
         assert launched == sorted(launched)
         assert len(launched) >= len(order) - 1
 
 
 @pytest.mark.devices("sim", "cuda")
-@pytest.mark.not_isolated("one thread has all slots then")
 @pytest.mark.usefixtures("one_intra_op_thread")
 def test_a_root_that_comes_late_does_not_change_the_order_that_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread takes ready buckets in any order. Here all are ready before it takes the second one."""

@@ -48,7 +48,6 @@ def on_another_stream(root: torch.device) -> Iterator[None]:
 
 
 @on_accelerators
-@pytest.mark.not_isolated("streams of slots on one device are others")
 @pytest.mark.parametrize("elsewhere", ["backward", "forward"])
 def test_what_waits_is_added_in_order_with_the_callers_stream(
     module: nn.Linear, root: torch.device, elsewhere: str
@@ -69,7 +68,6 @@ def test_what_waits_is_added_in_order_with_the_callers_stream(
 
 
 @on_accelerators
-@pytest.mark.not_isolated("streams of slots on one device are others")
 @pytest.mark.usefixtures("warnings_are_errors")
 @pytest.mark.parametrize("weight_decay", [0, 1])
 def test_a_change_of_streams_leaves_no_former_nodes_behind(
@@ -88,7 +86,6 @@ def test_a_change_of_streams_leaves_no_former_nodes_behind(
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.not_isolated("its slots have one device's memory together")
 def test_former_copies_are_gone_when_new_ones_are_made(slots: list, root: torch.device) -> None:
     if len({*slots}) < len(slots):
         pytest.skip("slots share devices")

@@ -7,7 +7,7 @@ from torch import nn
 from dataparallel.composable import replicate
 from memory import allocated, nbytes
 
-pytestmark = [pytest.mark.devices("sim"), pytest.mark.not_isolated("slots on one device have copies of their own")]
+pytestmark = [pytest.mark.devices("sim")]
 
 WIDTH, LAYERS = 64, 4
 LAYER = WIDTH * WIDTH * 4

@@ -3,7 +3,7 @@
 import hypothesis
 import hypothesis.strategies as st
 
-from dataparallel.machines.differences import MOST, as_text, differences, of_ranks
+from dataparallel.machines.agreement import MOST, as_text, differences, of_ranks
 
 WEIGHT = {"shape": (4, 8), "dtype": "torch.float32"}
 

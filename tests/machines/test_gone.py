@@ -57,7 +57,7 @@ def dies_in(rank: int, devices: list[torch.device], phase: str) -> None:
             return future.then(double)
 
         at("before the round")
-        round = machines.line.begin("backward", "three buckets")
+        round = machines.queue.begin_round("backward", "three buckets")
         launched = [
             round.launch("bucket 0", lambda: reduce("after the agreement")),
             round.launch("bucket 1", lambda: reduce("between collectives")),
@@ -97,7 +97,7 @@ def hangs(rank: int, devices: list[torch.device]) -> None:
     if rank == 1:
         time.sleep(GROUP_TIMEOUT + 5)
         os.kill(os.getpid(), signal.SIGKILL)
-    machines.line.begin("backward", "").end([True]).wait()
+    machines.queue.begin_round("backward", "").end([True]).wait()
 
 
 def test_a_rank_hangs() -> None:
@@ -116,10 +116,10 @@ def waits_again(rank: int, devices: list[torch.device]) -> list[str]:
         machines.all_say(0)
         os.kill(os.getpid(), signal.SIGKILL)
     machines.all_say(0)
-    round = machines.line.begin("backward", "")
+    round = machines.queue.begin_round("backward", "")
     waits: list[Callable[[], object]] = [round.launch("bucket 0", lambda: all_reduce(machines, torch.ones(1))).wait]
     waits.append(round.end([True]).wait)
-    waits.append(lambda: machines.line.begin("backward", "").end([True]).wait())
+    waits.append(lambda: machines.queue.begin_round("backward", "").end([True]).wait())
     said = []
     for wait in waits:
         with pytest.raises(PeerGone) as raised:
@@ -139,7 +139,7 @@ def test_later_waits_raise_the_same_sentence_at_once() -> None:
 
 def never_done(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
-    round = machines.line.begin("backward", "")
+    round = machines.queue.begin_round("backward", "")
     futures: list[Future[torch.Tensor]] = [Future()]
     launched = hooked(round, "bucket 0", futures.pop)
     end = round.end([True])

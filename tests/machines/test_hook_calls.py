@@ -12,7 +12,6 @@ from torch import distributed as dist
 
 from dataparallel.machines.errors import MachinesError, PeerFailed
 from dataparallel.machines.group import Machines
-from dataparallel.machines.hook_calls import HookCalls
 from machine_ranks import on_machines, on_mortal_machines
 
 
@@ -36,10 +35,10 @@ class Sums:
             raise ValueError("no paper")
 
 
-def in_a_round(machines: Machines, calls: HookCalls, hooks: list[Sums]) -> list[Any]:
+def in_a_round(machines: Machines, hooks: list[Sums]) -> list[Any]:
     """What the waits for the calls of one round raise, or `None`."""
-    round = machines.line.begin("backward", "the same everywhere")
-    made = [calls.call(round, f"call {i}", hook.begin, hook.check) for i, hook in enumerate(hooks)]
+    round = machines.queue.begin_round("backward", "the same everywhere")
+    made = [round.call(f"call {i}", hook.begin, hook.check) for i, hook in enumerate(hooks)]
     end = round.end([True])
     found: list[Any] = []
     for call in made:
@@ -56,9 +55,8 @@ def in_a_round(machines: Machines, calls: HookCalls, hooks: list[Sums]) -> list[
 def one_after_the_other(rank: int, devices: list[torch.device]) -> None:
     """The second call is made when the future of the first is done, which sends something in between."""
     machines, order = Machines.of(None), []
-    calls = HookCalls()
 
-    def chain(name: str) -> Any:
+    def sends_twice(name: str) -> Any:
         def begin() -> Any:
             order.append(f"{name} begins")
 
@@ -72,8 +70,8 @@ def one_after_the_other(rank: int, devices: list[torch.device]) -> None:
 
         return begin
 
-    round = machines.line.begin("backward", "chains")
-    made = [calls.call(round, name, chain(name), lambda: None) for name in "ab"]
+    round = machines.queue.begin_round("backward", "two")
+    made = [round.call(name, sends_twice(name), lambda: None) for name in "ab"]
     end = round.end([True])
     for call in made:
         call.wait()
@@ -87,9 +85,8 @@ def test_a_call_is_made_when_the_future_of_the_one_before_is_done() -> None:
 
 def failing(rank: int, devices: list[torch.device], fails: str) -> None:
     machines = Machines.of(None)
-    calls = HookCalls()
     mine = [Sums(1.0), Sums(2.0, fails if rank == 1 else ""), Sums(3.0)]
-    first, second, third = in_a_round(machines, calls, mine)
+    first, second, third = in_a_round(machines, mine)
     assert mine[0].tensor.item() == 2
     assert mine[2].calls == 0, "a call was made after a failure"
     assert first is None or isinstance(first, (PeerFailed, ValueError))
@@ -100,7 +97,7 @@ def failing(rank: int, devices: list[torch.device], fails: str) -> None:
         assert f"rank 1 failed: ValueError: {second.args[0].split('ValueError: ')[1]}" in str(second)
         assert isinstance(third, PeerFailed)
     again = [Sums(5.0)]
-    assert in_a_round(machines, calls, again) == [None]
+    assert in_a_round(machines, again) == [None]
     assert again[0].tensor.item() == 10
 
 
@@ -111,11 +108,10 @@ def test_after_a_failure_on_one_rank_all_raise_and_the_next_round_works(fails: s
 
 def failing_everywhere(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
-    calls = HookCalls()
-    (found,) = in_a_round(machines, calls, [Sums(1.0, "before")])
+    (found,) = in_a_round(machines, [Sums(1.0, "before")])
     assert isinstance(found, ValueError)
     again = [Sums(5.0)]
-    assert in_a_round(machines, calls, again) == [None]
+    assert in_a_round(machines, again) == [None]
     assert again[0].tensor.item() == 10
 
 
@@ -125,9 +121,8 @@ def test_after_a_failure_on_all_ranks_the_next_round_works() -> None:
 
 def unanswered(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
-    calls = HookCalls()
     began = time.monotonic()
-    (found,) = in_a_round(machines, calls, [Sums(1.0, "before" if rank == 1 else "")])
+    (found,) = in_a_round(machines, [Sums(1.0, "before" if rank == 1 else "")])
     took = time.monotonic() - began
     if rank == 1:
         assert isinstance(found, ValueError)
@@ -138,7 +133,7 @@ def unanswered(rank: int, devices: list[torch.device]) -> None:
         assert took < 15, "it has waited for the group's timeout"
         assert "no pen" in str(found)
         assert "failed on another rank" in str(found)
-    (later,) = in_a_round(machines, calls, [Sums(5.0)])
+    (later,) = in_a_round(machines, [Sums(5.0)])
     assert isinstance(later, MachinesError)
     assert "Start all processes again" in str(later)
 

@@ -14,8 +14,7 @@ from torch import distributed
 from dataparallel.machines.collectives import Transfer, all_reduce
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
-from dataparallel.machines.issuing import Issuing
-from dataparallel.machines.launcher import launcher
+from dataparallel.machines.launcher import Issuing, launcher
 from machine_ranks import on_machines
 
 
@@ -90,11 +89,11 @@ def agrees_while_a_launch_blocks(rank: int, devices: list[torch.device]) -> None
         assert may_go_on.wait(30)
         return all_reduce(machines, torch.ones(1))
 
-    round = machines.line.begin("a sum", "")
+    round = machines.queue.begin_round("a sum", "")
     launched = round.launch("what blocks", blocks)
     end = round.end([])
     assert is_blocked.wait(30)
-    said = other.line.begin("another round", "")
+    said = other.queue.begin_round("another round", "")
     ranks = said.say("the ranks", lambda: rank)
     said.end([]).wait()
     assert ranks.wait() == [0, 1]
@@ -109,7 +108,7 @@ def test_ranks_agree_while_a_launch_blocks() -> None:
 
 
 def a_sum(machines: Machines) -> float:
-    round = machines.line.begin("a sum", "")
+    round = machines.queue.begin_round("a sum", "")
     launched = round.launch("the sum", lambda: all_reduce(machines, torch.ones(1)))
     round.close()
     return float(launched.wait())
@@ -118,12 +117,12 @@ def a_sum(machines: Machines) -> float:
 def breaks_where_it_has_a_number(rank: int, devices: list[torch.device]) -> None:
     """Rank 1 proposes no number before rank 0's group is broken, in the moment in which rank 0 waits for that."""
     machines, other = Machines.of(None), Machines.of(distributed.new_group())
-    line, order, may_go_on = machines.line, launcher().order, threading.Event()
-    advance, propose = line.advance, order.propose
+    queue, order, may_go_on = machines.queue, launcher().order, threading.Event()
+    advance, propose = queue.advance, order.propose
 
     def advance_and_break() -> None:
         advance()
-        if line.name in order._numbers and machines._health.broken is None:
+        if queue.name in order._numbers and machines._health.broken is None:
             machines._health.break_by(MachinesError("gone"))
 
     def propose_late(name: str) -> int:
@@ -132,10 +131,10 @@ def breaks_where_it_has_a_number(rank: int, devices: list[torch.device]) -> None
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(line, "advance", advance_and_break)
+            patch.setattr(queue, "advance", advance_and_break)
         else:
             patch.setattr(order, "propose", propose_late)
-        launched = line.begin("a sum", "").launch("the sum", lambda: all_reduce(machines, torch.ones(1)))
+        launched = queue.begin_round("a sum", "").launch("the sum", lambda: all_reduce(machines, torch.ones(1)))
         if rank == 0:
             with pytest.raises(MachinesError, match="gone"):
                 launched.wait()
@@ -162,7 +161,7 @@ def breaks_while_a_launch_blocks(rank: int, devices: list[torch.device]) -> None
         assert may_go_on.wait(30)
         return all_reduce(machines, torch.ones(1))
 
-    round = machines.line.begin("a sum", "")
+    round = machines.queue.begin_round("a sum", "")
     launched = round.launch("what blocks", blocks)
     del held, blocks
     assert is_blocked.wait(30)
@@ -184,7 +183,7 @@ def test_what_was_issued_in_a_broken_group_is_dropped() -> None:
 
 def exits(rank: int, devices: list[torch.device]) -> None:
     machines, other = Machines.of(None), Machines.of(distributed.new_group())
-    launched = machines.line.begin("a sum", "").launch("what exits", lambda: sys.exit(3))
+    launched = machines.queue.begin_round("a sum", "").launch("what exits", lambda: sys.exit(3))
     with pytest.raises((RuntimeError, MachinesError), match="SystemExit: 3"):
         launched.wait()
     assert a_sum(other) == 2

@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import distributed
 
-from dataparallel.machines.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from dataparallel.machines.collectives import all_gather, all_reduce, broadcast, reduce_scatter, stage
 from dataparallel.machines.group import Machines
-from dataparallel.machines.staging import stage
 from machine_ranks import on_machines
 
 
 def every_collective(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
     device = devices[-1]
-    round = machines.line.begin("backward", "one of each")
+    round = machines.queue.begin_round("backward", "one of each")
     x = torch.arange(4.0, device=device) + rank
     staged = [stage(machines, x.clone(), receives) for receives in (None, None, None, 8, 2)]
     launched = [
@@ -58,7 +57,7 @@ def other_streams(rank: int, devices: list[torch.device]) -> None:
 
     distributed.all_reduce = sends
     for step in range(3):
-        round = machines.line.begin("backward", str(step))
+        round = machines.queue.begin_round("backward", str(step))
         side = torch.Stream(device)
         with side:
             flat = torch.ones(4, device=device) * (step + rank)

@@ -18,10 +18,9 @@ import pytest
 import torch
 from torch import distributed
 
-from dataparallel.machines.collectives import all_reduce, broadcast
+from dataparallel.machines.collectives import all_reduce, broadcast, stage
 from dataparallel.machines.errors import MachinesError, PeerFailed
 from dataparallel.machines.group import Machines
-from dataparallel.machines.staging import stage
 from machine_ranks import on_machines, on_mortal_machines
 from processes import environment
 
@@ -37,11 +36,11 @@ from dataparallel.machines.collectives import all_reduce
 from dataparallel.machines.group import Machines
 machines = Machines.of(None)
 if what == "collective" or rank == 0:
-    round = machines.line.begin("backward", "")
+    round = machines.queue.begin_round("backward", "")
 if rank == 0:
     launched = round.launch("bucket 0", lambda: all_reduce(machines, torch.ones(3)))
     if what == "failure":
-        machines.line.signal_failure(ValueError("no such column"))
+        machines.queue.signal_failure(ValueError("no such column"))
     time.sleep(0.5)
     print("rank 0 ends", flush=True)
 else:
@@ -115,13 +114,13 @@ def test_no_thread_of_gloo_is_left_at_the_end_of_the_interpreter(tmp_path: Path)
 
 def forks(rank: int, devices: list[torch.device]) -> None:
     machines = Machines.of(None)
-    round = machines.line.begin("backward", "")
+    round = machines.queue.begin_round("backward", "")
     launched = round.launch("bucket 0", lambda: all_reduce(machines, torch.ones(1)))
-    with machines.line.changed:  # as another thread may hold it at a fork
+    with machines.queue.changed:  # as another thread may hold it at a fork
         child = os.fork()
     if child == 0:
         said = 0
-        calls = [launched.wait, lambda: round.end([]), lambda: machines.line.begin("backward", "")]
+        calls = [launched.wait, lambda: round.end([]), lambda: machines.queue.begin_round("backward", "")]
         for call in calls:
             try:
                 call()
@@ -150,7 +149,7 @@ def drops(rank: int, devices: list[torch.device]) -> None:
     assert Machines.of(None) is machines
     held = Held()
     alive = weakref.ref(held)
-    round = machines.line.begin("backward", "")
+    round = machines.queue.begin_round("backward", "")
     launched = round.launch("bucket 0", lambda held=held: all_reduce(machines, torch.ones(1)))
     launched.wait()
     end = round.end([True])
@@ -165,7 +164,7 @@ def drops(rank: int, devices: list[torch.device]) -> None:
         time.sleep(0.01)
     assert threads() == []
     # And another thread begins where there is something to do.
-    assert machines.line.begin("backward", "").end([True]).wait() == [True]
+    assert machines.queue.begin_round("backward", "").end([True]).wait() == [True]
 
 
 def test_a_launcher_that_has_nothing_to_do_ends_its_thread() -> None:
@@ -175,24 +174,24 @@ def test_a_launcher_that_has_nothing_to_do_ends_its_thread() -> None:
 def destroys(rank: int, devices: list[torch.device]) -> None:
     """Whether torch goes on with a group that is held, or refuses it, is up to torch."""
     machines = Machines.of(None)
-    machines.line.begin("backward", "").end([True]).wait()
+    machines.queue.begin_round("backward", "").end([True]).wait()
     distributed.barrier()
     distributed.destroy_process_group()
     with contextlib.suppress(MachinesError):
-        assert machines.line.begin("backward", "").end([True]).wait() == [True]
+        assert machines.queue.begin_round("backward", "").end([True]).wait() == [True]
     with pytest.raises(RuntimeError, match="init_process_group"):
         Machines.of(None)
 
 
 def fails_and_forgets(rank: int, devices: list[torch.device]) -> None:
     if rank == 1:
-        Machines.of(None).line.signal_failure(ValueError("no such thing"))
+        Machines.of(None).queue.signal_failure(ValueError("no such thing"))
         gc.collect()
     else:
         time.sleep(0.5)
         with pytest.raises(PeerFailed, match="rank 1 failed before a round: ValueError: no such thing"):
-            Machines.of(None).line.begin("a start", "").end([]).wait()
-    assert Machines.of(None).line.begin("the next start", "").end([rank == 1]).wait() == [True]
+            Machines.of(None).queue.begin_round("a start", "").end([]).wait()
+    assert Machines.of(None).queue.begin_round("the next start", "").end([rank == 1]).wait() == [True]
 
 
 def test_a_failure_is_told_even_if_nobody_holds_the_launcher() -> None:
@@ -216,7 +215,7 @@ def two_groups(rank: int, devices: list[torch.device]) -> None:
         both = [machines, other]
         flats = [torch.full((3,), float(place + step)) for place in range(2)]
         places = [0, 1] if rank == 0 else [1, 0]
-        rounds = {place: both[place].line.begin("backward", f"{place}") for place in places}
+        rounds = {place: both[place].queue.begin_round("backward", f"{place}") for place in places}
         sums = [partial(all_reduce, *pair) for pair in zip(both, flats, strict=True)]
         launched = {place: rounds[place].launch("a", sums[place]) for place in places}
         assert [launched[place].wait().tolist() for place in places] == [[2.0 * (place + step)] * 3 for place in places]
@@ -236,7 +235,7 @@ def parts(rank: int, devices: list[torch.device]) -> None:
             assert (machines.rank, machines.size, machines.ranks) == (ranks.index(rank), 2, ranks)
             assert machines.names([0, 1]) == f"ranks {ranks[0]} and {ranks[1]}"
             flat = torch.ones(1) * rank
-            round = machines.line.begin("buffers", "")
+            round = machines.queue.begin_round("buffers", "")
             launched = round.launch("a", partial(broadcast, machines, flat, 1))
             round.close()
             assert launched.wait() == ranks[1]

@@ -17,10 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard, replicate
 from dataparallel.machines.arguments import check_sendable
-from dataparallel.machines.backend import Group
-from dataparallel.machines.collectives import all_gather
-from dataparallel.machines.group import Machines
-from dataparallel.machines.staging import stage
+from dataparallel.machines.collectives import all_gather, stage
+from dataparallel.machines.group import Group, Machines
 from machine_ranks import on_machines
 from nccl_on_machines import has_circle, nccl_on_machines
 
@@ -139,7 +137,7 @@ def takes(rank: int, devices: list[torch.device]) -> None:
                 flat = torch.ones(1000, device=devices[1]) * (rank + step)
                 staged = stage(machines, flat, 2000, {devices[1]: here})
             del flat
-            round = machines.line.begin("gather", str(step))
+            round = machines.queue.begin_round("gather", str(step))
             launched = round.launch("a gather", lambda staged=staged: all_gather(machines, staged))
             round.close()
             del staged
@@ -207,7 +205,7 @@ def says(rank: int, devices: list[torch.device]) -> None:
         machines = Machines.of(None)
         assert not machines.can_send(torch.device("cpu"))
         assert machines.all_say(f"rank {rank}") == ["rank 0", "rank 1"]
-        assert machines.line.begin("a round", "").end([rank == 1]).wait() == [True]
+        assert machines.queue.begin_round("a round", "").end([rank == 1]).wait() == [True]
     assert not nccl.issued
 
 

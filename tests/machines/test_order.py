@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dataparallel.machines.order import Order
+from dataparallel.machines.launcher import Order
 from nccl_on_machines import has_circle
 
 MESH = {"rows": [(0, 1), (2, 3)], "columns": [(0, 2), (1, 3)], "all": [(0, 1, 2, 3)]}

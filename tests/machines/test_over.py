@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from dataparallel.machines.group import Machines
-from dataparallel.machines.over import OverMachines
 from machine_ranks import on_machines
 
 DTYPES = [
@@ -15,10 +14,11 @@ DTYPES = [
 
 
 def gathers(rank: int, devices: list[torch.device]) -> None:
-    over = OverMachines(Machines.of(None))
+    over = Machines.of(None)
     assert (over.rank, over.size) == (rank, 2)
-    assert over == OverMachines(Machines.of(None))
-    assert over != OverMachines(Machines.of(None).another())
+    assert over == Machines.of(None)
+    assert over != over.another()
+    assert over.own("tensors") == over.own("tensors")
     for dtype in DTYPES:
         ours = torch.tensor([[1, 0, 3], [0, 2, rank]]).to(dtype).to(devices[0])
         theirs = torch.tensor([[1, 0, 3], [0, 2, 1 - rank]]).to(dtype).to(devices[0])

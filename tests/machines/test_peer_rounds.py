@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.machines.errors import MachinesError, PeerFailed
-from dataparallel.machines.packed import Part
-from dataparallel.machines.peer_rounds import PeerCall
+from dataparallel.machines.peer_rounds import Part, PeerCall
 
 
 class Rounds:

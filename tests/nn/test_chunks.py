@@ -205,7 +205,6 @@ class TestPrecision:
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.not_isolated("all slots share one device's memory there")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(8, 16, 64, 64), (2, 16, 128, 128), (4096, 128)], ids=str)
 def test_memory_is_that_of_batch_norm(slots, dtype, shape):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 from clocked import check_clocks
 from dataparallel import peers
 from dataparallel.peers import collectives
-from dataparallel.testing import isolated_slots
 from peer_calls import parallel, samples
 
 FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
@@ -30,30 +28,39 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.devices("sim", "stand-in")
-@pytest.mark.parametrize("isolated", [False, True])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_side_streams_in_replicas(name: str, isolated: bool, make_slots: Callable[[int], list]) -> None:
-    """The clocks would find a race, in forward and in backward."""
+def on_a_side_stream(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    """What each replica does, on a stream of its own, also where several are on one device."""
 
-    def function(x: Tensor) -> Tensor:
+    def run(x: Tensor, _: Any) -> Tensor:
         side, outer = torch.Stream(x.device), torch.accelerator.current_stream(x.device)
         side.wait_stream(outer)
+        x.record_stream(side)
         with side:
-            made = FUNCTIONS[name](x * 2)
-            x.mul_(3)  # the exchange has read what this replica changes now
-            result = made.cos()
+            result = function(x)
         outer.wait_stream(side)
         result.record_stream(outer)
         return result
 
-    slots = [make_slots(1)[0]] * 3 if isolated else make_slots(3)
+    return run
+
+
+@pytest.mark.devices("sim", "stand-in")
+@pytest.mark.parametrize("on_one_device", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_side_streams_in_replicas(name: str, on_one_device: bool, make_slots: Callable[[int], list]) -> None:
+    """The clocks would find a race, in forward and in backward."""
+
+    def function(x: Tensor) -> Tensor:
+        made = FUNCTIONS[name](x * 2)
+        x.mul_(3)  # the exchange has read what this replica changes now
+        return made.cos()
+
+    slots = [make_slots(1)[0]] * 3 if on_one_device else make_slots(3)
     x = samples(6, 2).to(slots[0]).requires_grad_()
-    with isolated_slots() if isolated else nullcontext():
-        for _ in range(2):
-            result = parallel(lambda chunk, _: function(chunk), slots)(x)
-            (gradient,) = torch.autograd.grad(result.sum(), x, create_graph=True)
-            gradient.square().sum().backward()
+    for _ in range(2):
+        result = parallel(on_a_side_stream(function), slots)(x)
+        (gradient,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+        gradient.square().sum().backward()
     torch.accelerator.synchronize()
 
 
@@ -69,8 +76,8 @@ def test_an_input_may_be_changed_in_place_next(make_slots: Callable[[int], list]
 
     slots = [make_slots(1)[0]] * 3
     x = samples(3, 2).to(slots[0])
-    with isolated_slots(), torch.no_grad():
-        result = parallel(lambda chunk, _: function(chunk), slots)(x)
+    with torch.no_grad():
+        result = parallel(on_a_side_stream(function), slots)(x)
     torch.testing.assert_close(result, (x.sum(0, keepdim=True) * 2).expand(3, 2))
 
 
@@ -92,8 +99,8 @@ def test_a_result_may_be_freed_on_the_stream_of_its_replica(make_slots: Callable
 
     slots = [make_slots(1)[0]] * 2
     x = samples(2, 2).to(slots[0])
-    with isolated_slots(), torch.no_grad():
-        result = parallel(lambda chunk, _: function(chunk), slots, workers=2).eval()(x)
+    with torch.no_grad():
+        result = parallel(on_a_side_stream(function), slots, workers=2).eval()(x)
     check_clocks()
     torch.testing.assert_close(result[1], x.sum(0) * 500)
 
@@ -112,6 +119,6 @@ def test_what_a_failed_exchange_reads_is_not_used_again_before(
     monkeypatch.setattr(collectives, "_total", fails)
     slots = [make_slots(1)[0]] * 2
     x = samples(2, 2).to(slots[0])
-    with isolated_slots(), torch.no_grad(), pytest.raises(ZeroDivisionError):
-        parallel(lambda chunk, _: peers.all_reduce(chunk.repeat(500, 1)), slots)(x)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        parallel(on_a_side_stream(lambda chunk: peers.all_reduce(chunk.repeat(500, 1))), slots)(x)
     check_clocks()

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from dataparallel.machines.errors import MachinesDiffer
 from dataparallel.machines.group import Machines
-from dataparallel.machines.over import OverMachines
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.sharded.owners import Owners
 from machine_ranks import on_machines, on_mortal_machines
@@ -21,7 +20,7 @@ DTYPES = [torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.complex6
 
 
 def owners_here(devices: list) -> Owners:
-    return Owners(devices, OverMachines(Machines.of(None).another()))
+    return Owners(devices, Machines.of(None).own("tensors"))
 
 
 def divided(tensors: list, owners: Owners) -> list[ShardedTensor]:

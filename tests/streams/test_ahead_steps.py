@@ -5,7 +5,6 @@ last work. Whoever can use the mark without a race has waited for the whole step
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,16 +16,13 @@ from dataparallel.parallel_apply import SERIAL_VARIABLE
 from dataparallel.streams import ahead
 from dataparallel.streams.ahead import SentTensor
 from dataparallel.streams.current import streams_set
-from dataparallel.testing import isolated_slots
 from spare_streams import spare_stream
 
 pytestmark = pytest.mark.devices("sim", "stand-in")
 
 both_forms = pytest.mark.parametrize("form", ["DataParallel", "replicate"])
 host_memory = pytest.mark.parametrize("pin_memory", [False, True], ids=["pageable", "pinned"])
-arrangements = pytest.mark.parametrize(
-    "slots", [[0, 1, 2], [0, 0, 1], [0, 0, 0], [0], "isolated"], ids=str, indirect=True
-)
+arrangements = pytest.mark.parametrize("slots", [[0, 1, 2], [0, 0, 1], [0, 0, 0], [0]], ids=str, indirect=True)
 
 
 class Step:
@@ -87,14 +83,10 @@ def serial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def slots(request: pytest.FixtureRequest, make_slots: Callable[[int], list]) -> Iterator[list]:
+def slots(request: pytest.FixtureRequest, make_slots: Callable[[int], list]) -> list:
     """On the devices of `arrangements`, or three as elsewhere."""
     indices = getattr(request, "param", None)
-    if indices is None:
-        yield make_slots(3)
-        return
-    with isolated_slots() if indices == "isolated" else nullcontext():
-        yield [torch.device(index) for index in ([0, 0, 0] if indices == "isolated" else indices)]
+    return make_slots(3) if indices is None else [torch.device(index) for index in indices]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 Clocks tell what a stream has waited for: to touch memory too early is a race.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,9 +20,8 @@ pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("n
 
 
 @pytest.fixture(params=[*ARRANGEMENTS])
-def slots(request: pytest.FixtureRequest) -> Iterator[list]:
-    with arranged(request.param) as devices:
-        yield devices
+def slots(request: pytest.FixtureRequest) -> list:
+    return arranged(request.param)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ Clocks tell what a stream has waited for: to touch memory too early is a race.
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,9 +25,8 @@ pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("n
 
 
 @pytest.fixture(params=[*ARRANGEMENTS])
-def slots(request: pytest.FixtureRequest) -> Iterator[list]:
-    with arranged(request.param) as devices:
-        yield devices
+def slots(request: pytest.FixtureRequest) -> list:
+    return arranged(request.param)
 
 
 @pytest.fixture

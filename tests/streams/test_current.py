@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +16,8 @@ from torch import Tensor, nn
 import dataparallel
 from backends_events import BackendsEvent, BackendsStream, as_of_backend
 from dataparallel import DataParallel
-from dataparallel.autograd import bucket_nodes
-from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.gradient_streams import side_stream
 from dataparallel.streams.current import Event, GivenEvents, current_streams, streams_set
-from dataparallel.streams.gradients import GradientStreams, side_stream
-from dataparallel.streams.isolated import isolated_streams
-from dataparallel.testing import isolated_slots
 from dataparallel.threads.settings import TRANSLATED
 from steps import build, gradients, numbers
 
@@ -118,7 +113,6 @@ def test_waits_are_made_in_one_way() -> None:
     assert found == []
 
 
-@pytest.mark.not_isolated("replicas on one device and the caller's stream")
 def test_a_replica_runs_on_the_callers_stream_of_its_device(
     slots: list, root: torch.device, side_streams: dict
 ) -> None:
@@ -228,32 +222,6 @@ def test_each_thread_goes_back_to_its_own_stream(root: torch.device) -> None:
         with streams_set({root: shared}):
             order.inside()
             assert torch.accelerator.current_stream(root) == shared
-
-    assert order.run(root, enter) == [True, True]
-
-
-def test_threads_that_make_the_graphs_of_isolated_slots_at_a_time(
-    root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slot's stream is one for all threads."""
-    slots = [root, root]
-    order, apply = OneInsideTheOther(), bucket_nodes.OnSlot.apply
-
-    class Meets:
-        @staticmethod
-        def apply(*arguments: Any) -> Any:
-            if torch.accelerator.current_stream(root) == slots_stream:
-                order.inside()
-            return apply(*arguments)
-
-    monkeypatch.setattr(bucket_nodes, "OnSlot", Meets)
-    with isolated_slots():
-        slots_stream = isolated_streams(slots)[1].stream
-
-    def enter() -> None:
-        with isolated_slots():
-            x = torch.ones(3, device=root, requires_grad=True)
-            broadcast_bucket(slots, [x], GradientStreams.for_forward(slots, current_streams(slots)))
 
     assert order.run(root, enter) == [True, True]
 

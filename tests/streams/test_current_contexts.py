@@ -102,17 +102,15 @@ def test_training_a_replicated_module(available: None, printed: str) -> None:
     BEGIN
     + """
 from dataparallel.comm import peer_check
-from dataparallel.testing import isolated_slots
 
 torch.sim.copies_cannot_fail = False
 assert all(peer_check.check_all(used).values())
 check()
-with isolated_slots():
-    DataParallel(net, [1, 1, 2, 2])(batch).square().sum().backward()
+DataParallel(net, [1, 1, 2, 2])(batch).square().sum().backward()
 check()
 """
 )
-def test_the_check_of_peers_and_isolated_slots(available: None, printed: str) -> None:
+def test_the_check_of_peers(available: None, printed: str) -> None:
     assert printed == ""
 
 

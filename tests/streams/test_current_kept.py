@@ -55,7 +55,6 @@ class TestOnADevice:
         assert kept_stream(root, "pieces") not in others
 
     @pytest.mark.slots(3, 8)
-    @pytest.mark.not_isolated("counts the streams of devices")
     def test_steps_of_all_forms_make_no_others(self, make_slots: Callable, slots: list, root: torch.device) -> None:
         def sharded(net: nn.Sequential, slots: list) -> nn.Module:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -76,7 +75,7 @@ class TestOnADevice:
 
 
 def test_nobody_else_makes_streams() -> None:
-    """But isolated slots, which are for tests, and who asks if a backend has streams."""
+    """But who asks if a backend has streams."""
     found = {
         path.name
         for path in PACKAGE.rglob("*.py")
@@ -84,4 +83,4 @@ def test_nobody_else_makes_streams() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "Stream"
     }
-    assert found == {"current.py", "isolated.py", "ahead.py"}
+    assert found == {"current.py", "ahead.py"}

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, comm, parallel_apply, replicate
 from dataparallel.autograd import functions
 from dataparallel.streams.current import current_streams, streams_set
-from dataparallel.testing import isolated_slots
+from dataparallel.streams.nodes import memory_of
 from dataparallel.testing.pytest import settle
 from graphs import nodes_of
+from spare_streams import spare_stream
 from steps import Cubes, build, numbers
 
 pytestmark = pytest.mark.devices("sim", "cuda")
@@ -142,13 +143,57 @@ def test_gradients_for_a_source_beside_the_slots(
         torch.accelerator.synchronize(home)
 
 
-def test_gradients_of_isolated_slots_for_a_source_beside_them(make_slots: Callable) -> None:
+def test_gradients_of_slots_on_one_device_for_a_source_beside_them(make_slots: Callable) -> None:
     """They are read after they are made, where no slot comes before whose stream the engine orders."""
     first, shared, home = make_slots(3)
     if home in (first, shared):
         pytest.skip("no other device")
-    with isolated_slots():
-        check_against_one_device(False, [first, shared, shared], home, unused=1)
+    check_against_one_device(False, [first, shared, shared], home, unused=1)
+
+
+class Around(Tensor):
+    """A tensor without memory of its own, around another one."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Around":
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Callable, types: object, args: tuple, kwargs: dict) -> object:
+        raise NotImplementedError
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+
+MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "strided": lambda t: t,
+    "sparse": lambda t: torch.sparse_coo_tensor(
+        torch.zeros(1, 8, dtype=torch.int64, device=t.device), t, (1,), check_invariants=False
+    ),
+    "subclass": Around,
+    "conjugated": lambda t: t.to(torch.complex64).conj(),
+}
+
+
+@pytest.mark.devices("sim", "stand-in")
+@pytest.mark.parametrize("kind", MEMORY)
+def test_memory_that_another_stream_reads_is_not_used_again_before(kind: str, root: torch.device) -> None:
+    values = torch.ones(8, device=root)
+    tensor = MEMORY[kind](values)
+    side = spare_stream(root)
+    side.wait_stream(torch.accelerator.current_stream(root))
+    memory = memory_of(tensor)
+    assert any(part.untyped_storage().nbytes() >= 8 * 4 for part in memory)
+    with streams_set({root: side}):
+        for part in memory:
+            part.record_stream(side)
+            part * 2
+    del values, tensor, memory, part
+    torch.ones(8, device=root)
+    settle()
 
 
 def check_against_one_device(recorded: bool, slots: list, home: torch.device, unused: int = 0) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
-from dataparallel.streams.device_times import DeviceClock
+from dataparallel.streams.current import DeviceClock
 from dataparallel.threads import permits
 from dataparallel.threads.permits import PermitChooser, size_of
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from clocked import timeline
 from dataparallel import DataParallel, parallel_apply
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.streams.current import Event
-from dataparallel.streams.device_times import DeviceClock
+from dataparallel.streams.current import DeviceClock, Event
 from dataparallel.threads import permits
 from dataparallel.threads.permits import PermitChooser
 
@@ -93,7 +92,6 @@ def test_a_call_without_a_wrapper_runs_all_replicas_at_once(slots: list) -> None
         parallel_apply(modules, [(torch.zeros(1),)] * 3, devices=slots)
 
 
-@pytest.mark.not_isolated("replicas on one device and the caller's stream")
 @pytest.mark.devices("sim", "cuda")
 def test_streams_are_marked_while_measuring_only(
     slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +118,6 @@ def test_streams_are_marked_while_measuring_only(
 
 
 @pytest.mark.devices("sim", "stand-in")
-@pytest.mark.not_isolated("replicas on one device and the caller's stream")
 @pytest.mark.parametrize("wrap", [DataParallel, replicate, fully_shard])
 def test_no_step_after_the_third_makes_the_host_wait_whatever_the_sizes(
     slots: list, root: torch.device, wrap: Any, monkeypatch: pytest.MonkeyPatch

@@ -247,7 +247,6 @@ def test_a_default_device_equal_to_the_root_becomes_the_slots() -> None:
     assert row.hold(row.read(slots), slots, slots[1]) is None
 
 
-@pytest.mark.not_isolated("replicas on one device and the caller's stream")
 @serial_or_not
 def test_current_device_and_stream_are_the_slots(serial: bool, slots: list) -> None:
     devices = [torch.device(slot) for slot in slots]

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel, profiling
-from dataparallel.tracing.clocks import ThreadClocks
-from dataparallel.tracing.recorder import ENGINE, Recorder, start, stop
+from dataparallel.tracing.recorder import ENGINE, Recorder, ThreadClocks, start, stop
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dataparallel.tracing.advice import advice
-from dataparallel.tracing.memory import DeviceMemory
-from dataparallel.tracing.results import REST, Results, Sent, Slot, Stage
-from dataparallel.tracing.table import text_of
+from dataparallel.tracing.results import REST, DeviceMemory, Results, Sent, Slot, Stage
+from dataparallel.tracing.table import advice, text_of
 
 pytestmark = pytest.mark.devices("cpu")  # no device takes part
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from clocked import counted
 from dataparallel.composable import fully_shard
 from dataparallel.units import joint
-from dataparallel.units import room as rooms
 from dataparallel.units.owned import Source
 from made_units import recorded_gathers, without_joint_gathers
 
@@ -54,7 +53,7 @@ def units(model: Any) -> list[Any]:
 
 def room_of(model: Any) -> int:
     """The bytes that wait at slots."""
-    (room,) = {unit.joint.room for unit in units(model)}
+    (room,) = {unit.in_tree.room for unit in units(model)}
     return room._used
 
 
@@ -127,7 +126,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("way")
 def test_has_the_bits_of_gathers_by_each_slot(times, room, slots, monkeypatch):
     """Also where a slot needs a unit again before others have needed it, and where there is not room for all."""
-    monkeypatch.setattr(rooms, "_MAY_HAVE_ARRIVED", room)
+    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", room)
     model = make(slots, times)
     found = steps(model, slots)
     assert room_of(model) == 0
@@ -140,10 +139,10 @@ def test_has_the_bits_of_gathers_by_each_slot(times, room, slots, monkeypatch):
 @pytest.mark.usefixtures("way", "permits")
 def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monkeypatch):
     """Also if one runs at a time. So there is one gather for all, and one unit waits at a slot."""
-    monkeypatch.setattr(rooms, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(rooms, "_PATIENCE", 30.0)
+    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(joint, "_PATIENCE", 30.0)
     most = 0
-    take = rooms.Room.take
+    take = joint.Room.take
 
     def noted(self: Any, *args: Any) -> bool:
         nonlocal most
@@ -151,7 +150,7 @@ def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monke
         most = max(most, len(self._arrived))
         return found
 
-    monkeypatch.setattr(rooms.Room, "take", noted)
+    monkeypatch.setattr(joint.Room, "take", noted)
     model = make(slots)
     for number in range(1, 4):
         with torch.no_grad():
@@ -164,8 +163,8 @@ def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monke
 def test_slots_that_nobody_lets_on_pull_by_themselves(slots, gathers, monkeypatch):
     """The others do not come: one replica runs after the other, each in the turn of the one before."""
     may_run(1, monkeypatch)
-    monkeypatch.setattr(rooms, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(rooms.Room, "wait", lambda self, *args: False)
+    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(joint.Room, "wait", lambda self, *args: False)
     with torch.no_grad():
         make(slots)(rows(slots))
     assert len(gathers) > 4
@@ -174,8 +173,8 @@ def test_slots_that_nobody_lets_on_pull_by_themselves(slots, gathers, monkeypatc
 @pytest.mark.slots(4)
 @pytest.mark.usefixtures("permits")
 def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
-    monkeypatch.setattr(rooms, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(rooms, "_PATIENCE", 30.0)
+    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(joint, "_PATIENCE", 30.0)
     model = make(slots)
     expected = steps(make(slots), slots, 1)
     for skipped in range(3):
@@ -183,7 +182,7 @@ def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
         with torch.no_grad():
             model(rows(slots))
         assert room_of(model) == 0
-        assert not units(model)[0].joint.room._has_given_up
+        assert not units(model)[0].in_tree.room._has_given_up
     model.skips = {}
     assert all(map(torch.equal, steps(model, slots, 1), expected))
 
@@ -192,8 +191,8 @@ def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
 @pytest.mark.usefixtures("permits")
 def test_a_slot_that_waits_drops_what_arrives_for_a_unit_that_it_has_passed_by(slots, monkeypatch):
     """Otherwise nobody gets room any more. Here it waits when the gather is launched."""
-    monkeypatch.setattr(rooms, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(rooms, "_PATIENCE", 30.0)
+    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(joint, "_PATIENCE", 30.0)
     launch = joint.JointGathers._launch_in_room
 
     def slowly(self: Any, ready: Any) -> None:
@@ -207,7 +206,7 @@ def test_a_slot_that_waits_drops_what_arrives_for_a_unit_that_it_has_passed_by(s
         with torch.no_grad():
             model(rows(slots))
         assert room_of(model) == 0
-        assert not units(model)[0].joint.room._has_given_up
+        assert not units(model)[0].in_tree.room._has_given_up
 
 
 @pytest.mark.slots(4)
@@ -230,11 +229,11 @@ def test_what_waits_is_not_used_after_a_change(slots):
     unit = units(model)[1]
     unit.refresh()
     first, second = unit.on_slots[:2]
-    first.start(unit.lines.now())
+    first.start(unit.streams.now())
     unit.make_owners_wait()
     with torch.no_grad():
         next(iter(model.blocks[0].parameters())).mul_(2)
-    second.make_full(unit.lines.now())
+    second.make_full(unit.streams.now())
     expected = next(iter(model.blocks[0].parameters())).full_tensor()
     assert torch.equal(second.parameters[0].cpu(), expected.detach().cpu())
     unit.free()
@@ -260,7 +259,7 @@ def test_no_room_on_a_device_names_it(slots, monkeypatch):
         patch.setattr(joint.torch, "empty", without_room)
         for unit in units(model):
             with pytest.raises(torch.OutOfMemoryError, match=f"^{slots[2]} has no room for .* of parameters of the"):
-                unit.on_slots[0].start(unit.lines.now())
+                unit.on_slots[0].start(unit.streams.now())
             assert not unit.on_slots[0].is_started
     assert all(map(torch.equal, steps(model, slots), expected))
     assert room_of(model) == 0

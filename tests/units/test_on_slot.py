@@ -10,9 +10,9 @@ from torch import Tensor
 from clocked import check_clocks
 from dataparallel import comm
 from dataparallel.streams.current import Event, current_streams, streams_set
-from dataparallel.units import full_buffer as module
-from dataparallel.units.lines import wait_for
+from dataparallel.units import memory as module
 from dataparallel.units.on_slot import UnitOnSlot
+from dataparallel.units.streams import wait_for
 from dataparallel.units.unit import Precision, Unit
 from made_units import Registry, unit_of, values
 
@@ -27,7 +27,7 @@ WHOLE = [values(1)[0], torch.arange(5.0)]
 
 
 def ready(unit: Unit) -> dict[torch.device, Event]:
-    return unit.lines.now()
+    return unit.streams.now()
 
 
 def let_owners_write(unit: Unit) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from clocked import check_clocks
 from dataparallel.streams.current import Event, current_streams, streams_set
-from dataparallel.units.lines import Lines
 from dataparallel.units.owned import LastCopies, OwnedShards, Source
+from dataparallel.units.streams import TreeStreams
 from made_units import parameters, values
 
 
@@ -71,9 +71,9 @@ class TestShards:
         assert [flat.sum().item() for flat in flats] == [2, 2, 0]
 
 
-def source(owned: OwnedShards, dtype: torch.dtype, pulls: int = 2) -> tuple[Source, Lines]:
-    lines = Lines(owned.owners)
-    return Source(owned, dtype, pulls, lines.casting, LastCopies()), lines
+def source(owned: OwnedShards, dtype: torch.dtype, pulls: int = 2) -> tuple[Source, TreeStreams]:
+    tree_streams = TreeStreams(owned.owners)
+    return Source(owned, dtype, pulls, tree_streams.casting, LastCopies()), tree_streams
 
 
 def pieces_of(made: Source) -> tuple[list[torch.Tensor], Mapping[torch.device, Event]]:
@@ -121,9 +121,9 @@ class TestSources:
     def test_casts_follow_the_values_and_readers_the_casts_and_their_memory_the_readers(self, owned):
         with torch.no_grad():
             owned.parameters[0].add_(1)
-        made, lines = source(owned, torch.float32, pulls=1)
+        made, tree_streams = source(owned, torch.float32, pulls=1)
         pieces, ready = pieces_of(made)
-        readers = lines.pulling(1)
+        readers = tree_streams.pulling(1)
         for device, stream in readers.items():
             ready[device].make_wait(stream)
         with streams_set(readers):
@@ -135,11 +135,11 @@ class TestSources:
 
     @pytest.mark.devices("sim", "stand-in")
     def test_memory_waits_for_a_reader_that_another_slot_has_overtaken_by_a_second_pull(self, owned):
-        made, lines = source(owned, torch.float32, pulls=2)
+        made, tree_streams = source(owned, torch.float32, pulls=2)
         slow, ready = pieces_of(made)
         made.done([])
         made.done([])  # the other slot's, which has freed and gathered again: the copies are dropped
-        readers = lines.pulling(1)
+        readers = tree_streams.pulling(1)
         for device, stream in readers.items():
             ready[device].make_wait(stream)
         with streams_set(readers):

@@ -112,7 +112,6 @@ class TestEqualsOneDevice:
 
 
 @pytest.mark.devices("sim")
-@pytest.mark.not_isolated("the slots' devices have memories of their own")
 class TestMemory:
     @pytest.mark.slots(4, long=[8])
     def test_a_slot_keeps_one_part_of_as_many_as_its_group_has_slots(self, slots):
@@ -140,13 +139,13 @@ class TestMemory:
         loss = mean_square_loss(model(rows(slots)))
         seen: list[int] = []
         first = units(model)[0].gradients
-        deliver = first.deliver
+        deliver = first.in_tree.deliver
 
         def counted(slot: int, *args: Any) -> Any:
             seen.append(len(pieces(model)))
             return deliver(slot, *args)
 
-        first.deliver = counted
+        first.in_tree.deliver = counted
         assert len(pieces(model)) == 5 * len(slots)
         loss.backward()
         assert seen[-1] == 0  # when the last slot delivers gradients of the first layer, all have read all pieces
@@ -199,14 +198,14 @@ def test_pieces_that_are_dropped_while_a_slot_reads_them_last_as_long(slots):
     unit.free()
     assert pieces(model)
     assert unit.pieces.borrow(0) is None
-    streams = unit.lines.pulling(1)
+    streams = unit.streams.pulling(1)
     for piece in borrowed:
         for stream in streams.values() if piece.made is not None else ():
             piece.made.make_wait(stream)
     with streams_set(streams):
         found = [piece.flats[0].to(slots[1], copy=True) for piece in borrowed]
         found = [part[: WIDTH * WIDTH // GROUP].clone().cpu() for part in found]
-    own = unit.lines.receiving[1]
+    own = unit.streams.receiving[1]
     unit.pieces.give_back(1, borrowed, None if own is None else Event(own))
     assert_equal(torch.cat(found).view(WIDTH, WIDTH), expected, "weight", atol=0)
     assert all(not piece.flats for piece in borrowed)

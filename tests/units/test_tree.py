@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from dataparallel.units.calls import ForwardCall
 from dataparallel.units.on_slot import UnitOnSlot
-from dataparallel.units.tree import ForwardCall, Tree
+from dataparallel.units.tree import Tree
 from dataparallel.units.unit import Unit
 from made_units import Registry, unit_of, values
 

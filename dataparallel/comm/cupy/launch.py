@@ -1,12 +1,7 @@
 """Launches the kernels of the cupy transport: one launch copies many tensors, or sums them over the slots.
 
-It has not run on a GPU: tests check the kernels and their tables on the CPU, but not the launches. This room compiles
-``kernels.cu`` with CuPy and launches it on torch's current streams. It sees addresses, no tensors, and chooses no
-transport: a kernel runs on one device and reads and writes the memory of others, which have to be peers. Only
-``cupy.transport`` launches, and ``comm.select`` asks `why_not`, which is the first to import CuPy.
-
-CuPy's current device is per thread, so each launch sets it, and names its stream. All memory comes from torch. Autograd
-does not see the writes: destinations are new, or the caller increments their version counters.
+It sees addresses, no tensors. A kernel runs on one device and reads and writes the memory of its peers. It has not run
+on a GPU: tests check the kernels and their tables on the CPU, but not the launches.
 """
 
 from __future__ import annotations
@@ -14,16 +9,99 @@ from __future__ import annotations
 import functools
 import importlib.util
 import threading
+from array import array
 from collections.abc import Iterable, Sequence
-from itertools import permutations
+from itertools import accumulate, chain, permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dataparallel.comm.cupy.tables import THREADS, Kernel, Launch, pack
 from dataparallel.forks import in_forked_child
+
+THREADS = 256
+"""Threads per block. The kernels are compiled for at most this number."""
+
+
+class Kernel(NamedTuple):
+    """The name of a kernel, and the bytes of one of its elements."""
+
+    name: str
+    itemsize: int
+
+
+COPY_KERNEL = Kernel("copy_many", 1)
+
+SUM_KERNELS: dict[torch.dtype, Kernel] = {
+    torch.float64: Kernel("sum_float64", 8),
+    torch.float32: Kernel("sum_float32", 4),
+    torch.float16: Kernel("sum_float16", 2),
+    torch.bfloat16: Kernel("sum_bfloat16", 2),
+    torch.complex128: Kernel("sum_float64", 8),
+    torch.complex64: Kernel("sum_float32", 4),
+    torch.complex32: Kernel("sum_float16", 2),
+    torch.int64: Kernel("sum_int64", 8),
+    torch.uint64: Kernel("sum_int64", 8),
+    torch.int32: Kernel("sum_int32", 4),
+    torch.uint32: Kernel("sum_int32", 4),
+    torch.int16: Kernel("sum_int16", 2),
+    torch.uint16: Kernel("sum_int16", 2),
+    torch.int8: Kernel("sum_int8", 1),
+    torch.uint8: Kernel("sum_int8", 1),
+}
+"""The kernel that sums each dtype. bool and 8-bit floats have none.
+
+A complex number is two elements. Integers wrap around, so signed and unsigned ones share a kernel. ``float16`` and
+``bfloat16`` are summed in ``float32`` and rounded once.
+"""
+
+_VECTOR_BYTES = 16
+_SMALLEST_CHUNK = THREADS * _VECTOR_BYTES  # one vector for each thread
+_LARGEST_CHUNK = 16 * _SMALLEST_CHUNK
+
+
+class Launch(NamedTuple):
+    """One launch: the kernel's name, its arguments (``table`` by its pointer) and the number of blocks."""
+
+    kernel: str
+    table: Tensor
+    tensors: int
+    rows: int
+    chunk: int
+    blocks: int
+
+
+def pack(kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int], *, max_blocks: int) -> Launch:
+    """The launch of a kernel on dense memory. It has 0 blocks if no tensor has an element.
+
+    Args:
+        kernel: `COPY_KERNEL` or one of `SUM_KERNELS`.
+        pointers: rows, each with one pointer for every tensor. For copies: the sources, then each list of destinations;
+            no destination overlaps a source. For sums: the results, then each slot in turn; a result overlaps nothing,
+            or is one slot's tensor at the same position. A sum's pointers are multiples of the kernel's ``itemsize``.
+        counts: the number of elements of every tensor. The pointer of an empty tensor is not followed.
+        max_blocks: above 0; a good number is that of the blocks that the device runs at once.
+
+    Raises:
+        ValueError: a row that is not as long as ``counts``.
+    """
+    lengths = [len(row) for row in pointers]
+    if {*lengths} != {len(counts)}:
+        raise ValueError(f"every row has one pointer for each of {len(counts)} tensors; got rows of {lengths}")
+    chunk = _chunk_bytes(sum(counts) * kernel.itemsize, max_blocks) // kernel.itemsize
+    first_chunks = list(accumulate((-(-count // chunk) for count in counts), initial=0))
+    table = torch.frombuffer(array("q", chain(*pointers, counts, first_chunks)), dtype=torch.int64)
+    return Launch(kernel.name, table, len(counts), len(pointers), chunk, min(first_chunks[-1], max_blocks))
+
+
+def _chunk_bytes(total: int, max_blocks: int) -> int:
+    """The size of a chunk: small enough to give every block one, else large, to cost fewer searches in the table."""
+    share = -(-total // max_blocks)
+    return min(max(1 << (share - 1).bit_length(), _SMALLEST_CHUNK), _LARGEST_CHUNK)
+
+
+# ---- launches -------------------------------------------------------------------------------------------------------
 
 _SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("--std=c++17",)
@@ -90,14 +168,7 @@ def launch(
     """Launches a kernel on the current stream of ``device``, unless no tensor has an element.
 
     Earlier work on the current streams of ``others`` runs before it, later work there runs after it. The caller holds
-    the memory until this returns.
-
-    Args:
-        kernel: see `dataparallel.comm.cupy.tables.pack`.
-        pointers: see `pack`. They are not checked. All memory is on ``device`` or on ``others``.
-        counts: see `pack`.
-        device: a CUDA device.
-        others: CUDA devices, in any order; repeated ones and ``device`` itself count once.
+    the memory, which is on these devices, until this returns. Kernels, pointers and counts: see `pack`.
 
     Raises:
         ValueError: a device that is not on CUDA, rows of different lengths.

@@ -1,11 +1,7 @@
 """The cupy transport: one launch copies many tensors, or sums them over the slots, without flattening them first.
 
-``comm.cupy.launch`` launches. This room makes the memory for results, computes addresses, and leaves to plain copies
-what the kernels cannot read. It has not run on a GPU, and is used only if a user asks for it (``transport="cupy"``).
-Only ``comm`` calls it, with checked arguments and with gradient recording off.
-
-A bucket says how its tensors lie in a flat buffer. If a tensor of the caller lies that way already, a kernel needs only
-its address. Results are parts of flat buffers, so their addresses follow from those of the buffers.
+If a tensor lies as it would in a flat buffer, a kernel needs only its address; the rest is left to plain copies. It has
+not run on a GPU, and is used only if a user asks for it (``transport="cupy"``).
 """
 
 from __future__ import annotations
@@ -22,10 +18,10 @@ from torch.autograd.graph import increment_version
 
 from dataparallel.comm.buckets import Bucket, Layout, Planned, is_dense, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.cupy import launch
-from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS
+from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.sent import note, note_bytes
 from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling, travel_flat_on_every_slot
+from dataparallel.profiling import note_copied_bytes, note_copy
 
 __all__ = ["Kernels"]
 
@@ -44,12 +40,7 @@ class Kernels(Transport):
         return self.reduce_add_coalesced([[flat] for flat in flats], destination)[0]
 
     def add_flat(
-        self,
-        flats: Iterable[Tensor],
-        destination: torch.device,
-        *,
-        travelling: Travelling | None = None,
-        isolated: bool = False,
+        self, flats: Iterable[Tensor], destination: torch.device, *, travelling: Travelling | None = None
     ) -> Tensor:
         """As `add_up`, outside of ``travelling``: the launch orders the streams of all devices itself."""
         return self.add_up(flats, destination)
@@ -61,12 +52,10 @@ class Kernels(Transport):
         buffer_size: int = sys.maxsize,
         *,
         own: bool,
-        isolated: bool = False,
         planned: Planned | None = None,
         later: Later | None = None,
     ) -> list[list[Tensor]]:
         """One launch for each bucket, whose copies lie in one buffer."""
-        own = own or isolated
         results = [list(tensors) for _ in devices]
         buckets, left = plan_buckets(tensors, buffer_size, keep_repeats=False)
         for bucket in buckets:
@@ -83,7 +72,7 @@ class Kernels(Transport):
             STAR.broadcast_into(out, tensor)
             return
         for target in out:
-            note("cupy", tensor, target.device)
+            note_copy("cupy", tensor, target.device)
         rows = [[each.data_ptr()] for each in (tensor, *out)]
         launch.launch(COPY_KERNEL, rows, [tensor.nbytes], tensor.device, [target.device for target in out])
         # Autograd does not see what kernels write, so it is told that these tensors have changed.
@@ -94,8 +83,6 @@ class Kernels(Transport):
         inputs: Sequence[Sequence[Tensor]],
         destination: torch.device,
         buffer_size: int = sys.maxsize,
-        *,
-        isolated: bool = False,
     ) -> list[Tensor]:
         """One launch for each dtype, whatever the ``buffer_size``."""
         first = inputs[0]
@@ -144,7 +131,7 @@ def _copy_bucket(
 
     def read_and_write() -> Tensor:
         for buffer in buffers:
-            note_bytes("cupy", sum(nbytes), first.device, buffer.device)
+            note_copied_bytes("cupy", sum(nbytes), first.device, buffer.device)
         launch.launch(COPY_KERNEL, addresses, nbytes, first.device, [buffer.device for buffer in buffers])
         return buffers[0]
 
@@ -188,7 +175,7 @@ def _sum_bucket(
     rows = [_addresses(buffer, [numel * dtype.itemsize for numel in numels]), *addresses]
     counts = [numel * (dtype.itemsize // kernel.itemsize) for numel in numels]
     for tensor in of_slots:
-        note_bytes("cupy", sum(numels) * dtype.itemsize, tensor.device, destination)
+        note_copied_bytes("cupy", sum(numels) * dtype.itemsize, tensor.device, destination)
     launch.launch(kernel, rows, counts, destination, [tensor.device for tensor in of_slots])
     return left
 
@@ -196,15 +183,9 @@ def _sum_bucket(
 def _readable(
     bucket: Bucket, inputs: Sequence[Sequence[Tensor]], alignment: int
 ) -> tuple[Bucket, list[list[int]], list[int]]:
-    """The part of a bucket that kernels can read where it lies, on every slot.
+    """The part of a bucket that kernels can read where it lies, on every slot; its addresses there; the other indices.
 
-    Args:
-        bucket: planned for the first of ``inputs``, with ``keep_repeats=False``.
-        inputs: the tensors of each slot, with the same shapes; all travel flat.
-        alignment: every address has to be a multiple of this number of bytes.
-
-    Returns:
-        That part of the bucket, the addresses of its tensors for each slot, and the indices of the other tensors.
+    The bucket was planned with ``keep_repeats=False``. Addresses have to be multiples of ``alignment`` bytes.
     """
     odd: set[int] = set()
     addresses = []

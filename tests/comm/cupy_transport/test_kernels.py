@@ -12,7 +12,7 @@ from kernel_runner import SOURCE, Kernels, copying, summing
 from torch import Tensor
 
 from dataparallel.comm.cupy import launch as launching
-from dataparallel.comm.cupy.tables import SUM_KERNELS
+from dataparallel.comm.cupy.launch import SUM_KERNELS
 from selection import others_long
 
 # They know no slots: once is enough.

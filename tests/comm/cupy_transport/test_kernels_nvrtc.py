@@ -14,7 +14,7 @@ from kernel_runner import SOURCE
 from nvrtc import CUPYS_OPTIONS, Nvrtc
 
 from dataparallel.comm.cupy import launch
-from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS
+from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS
 
 pytestmark = pytest.mark.devices("cpu")
 

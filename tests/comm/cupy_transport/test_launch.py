@@ -15,8 +15,7 @@ import torch
 
 from clocked import counted
 from dataparallel.comm.cupy import launch as launching
-from dataparallel.comm.cupy.launch import launch, why_not
-from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS, THREADS, pack
+from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS, THREADS, launch, pack, why_not
 from processes import run_script
 
 needs_cuda = pytest.mark.skipif(why_not() is not None, reason=f"needs CUDA and CuPy: {why_not()}")
@@ -234,7 +233,6 @@ def test_a_copy_that_fails_is_no_launch_and_is_made_again(machine: Machine, monk
     assert copies(machine.launch(0, 1)) == [(0, 1), (1, 0)]
 
 
-@pytest.mark.not_isolated("distinct devices")
 @pytest.mark.devices("sim", "stand-in")
 def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
     with counted() as counts:

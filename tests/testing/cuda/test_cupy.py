@@ -24,7 +24,7 @@ devices = cuda.stand_in(3)
 import cupy, numpy, torch
 from dataparallel import comm
 from dataparallel.comm.cupy import launch as launching
-from dataparallel.comm.cupy.tables import COPY_KERNEL, SUM_KERNELS, pack
+from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS, pack
 from dataparallel.testing.cuda import libraries
 
 def module(source, *names):

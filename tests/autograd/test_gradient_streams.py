@@ -1,0 +1,377 @@
+"""Gradients travel on side streams: no computation waits for them, and no memory is read or freed too early.
+
+Clocks show a missing order in every run. The rest of the suite uses this room too.
+"""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clocked import check_clocks
+from dataparallel import DataParallel
+from dataparallel.autograd.bucket_gradients import SourceGradients
+from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.autograd.gradient_streams import GradientStreams, Made, side_stream
+from dataparallel.comm.routes import TorchCopies
+from dataparallel.composable import replicate
+from dataparallel.testing.pytest import settle
+from graphs import nodes_of
+
+pytestmark = [pytest.mark.devices("sim", "cuda"), pytest.mark.usefixtures("distinct")]
+
+
+@pytest.fixture
+def distinct(slots: list) -> None:
+    if len({*slots}) < len(slots):
+        pytest.skip("nothing travels between slots on one device")
+
+
+@pytest.fixture
+def x(slots: list, root: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2 * len(slots), 8, dtype=torch.float64, generator=generator).to(root)
+
+
+def build(root: torch.device, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(root, dtype)
+
+
+def wrap(model: nn.Module, slots: list) -> DataParallel:
+    """Wraps with a bucket for each parameter, which are more than are held at a time."""
+    return DataParallel(model, slots, bucket_cap_mb=1e-9)
+
+
+def check(model: nn.Module, expected: list[Tensor | None], factor: float = 1.0) -> None:
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient * factor, rtol=0, atol=1e-12)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+
+def keep_in_step(model: nn.Module, layer: int, slots: list) -> None:
+    """Makes the root's backward wait before ``layer`` until the other slots' have left it.
+
+    The root's thread sums as soon as it has its own gradients, if the others have theirs.
+    """
+    root, others = torch.device(slots[0]), threading.Semaphore(0)
+
+    def wait(gradient: Tensor) -> None:
+        if gradient.device == root:
+            for _ in slots[1:]:
+                assert others.acquire(timeout=20)
+
+    def tell(gradient: Tensor) -> None:
+        if gradient.device != root:
+            others.release()
+
+    on_gradient(model[layer], wait)
+    on_gradient(model[layer - 1], tell)
+
+
+def on_gradient(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
+    """Calls the hook with the gradient of each replica's output."""
+    module.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
+
+
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
+    """The flat buffers that have travelled to the root."""
+    travelled: list[weakref.ref] = []
+    side_streams_set = GradientStreams.side_streams_set
+
+    def noted(self: GradientStreams, buffers: Sequence[Tensor], made: Sequence[Made]) -> AbstractContextManager[None]:
+        travelled.extend(map(weakref.ref, buffers[1:-1]))  # the first and the last are the root's, and become gradients
+        return side_streams_set(self, buffers, made)
+
+    monkeypatch.setattr(GradientStreams, "side_streams_set", noted)
+    return travelled
+
+
+def are_freed(buffers: list[weakref.ref]) -> bool:
+    """True if there were buffers, and they are freed soon: a thread of the engine may be late to drop a failed pass."""
+    until = time.monotonic() + 5
+    while any(buffer() is not None for buffer in buffers) and time.monotonic() < until:
+        time.sleep(0.01)
+    return len(buffers) > 0 and all(buffer() is None for buffer in buffers)
+
+
+def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
+    return {torch.device(slot): torch.accelerator.current_stream(torch.device(slot)) for slot in slots}
+
+
+def test_buckets_take_turns_on_a_few_side_streams_of_each_device(slots: list) -> None:
+    sides = [side_stream(torch.device(slot), bucket) for slot in slots for bucket in range(12)]
+    assert sides == [side_stream(torch.device(slot), bucket) for slot in slots for bucket in range(12)]
+    assert not {*sides} & {*streams_of(slots).values()}
+    for device in {*streams_of(slots)}:
+        first, *others = [side_stream(device, bucket) for bucket in range(12)]
+        assert first != others[0]
+        assert first in others
+
+
+@pytest.mark.slots(2, 8)
+def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
+    slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(root)
+    travelled, arrived = [], []
+    side_streams_set = GradientStreams.side_streams_set
+
+    @contextmanager
+    def noted(self: GradientStreams, buffers: Sequence[Tensor], made: Sequence[Made]) -> Iterator[None]:
+        with side_streams_set(self, buffers, made):
+            travelled.append(torch.accelerator.current_stream(root))
+            yield
+
+    def arrive(*_: object) -> None:
+        arrived.append(torch.accelerator.current_stream(root))
+
+    monkeypatch.setattr(GradientStreams, "side_streams_set", noted)
+    handles = [parameter.register_post_accumulate_grad_hook(arrive) for parameter in model.parameters()]
+    expected = gradients(model, x)
+    wrap(model, slots)(x).square().sum().backward()
+    # The buckets' order, in which they take turns, is not that of their sums.
+    turns = [side_stream(root, bucket).stream_id for bucket in range(len(handles))]
+    assert sorted(stream.stream_id for stream in travelled) == sorted(turns)
+    assert arrived == [torch.accelerator.current_stream(root)] * len(handles)
+    check(model, expected)
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Collects the sums, in the order in which they are launched."""
+    launched: list[Tensor] = []
+    summed = ToSlots.summed
+
+    def noted(ctx: Any, brought: Any) -> Tensor:
+        envelope = summed(ctx, brought)
+        grads = envelope.contents.take()
+        envelope.contents = SourceGradients(grads, None, grads[0].device)
+        launched.extend(total.detach() for total in grads)
+        return envelope
+
+    monkeypatch.setattr(ToSlots, "summed", noted)
+    return launched
+
+
+@pytest.mark.devices("sim", "stand-in")
+@pytest.mark.parametrize("use", [None, "before", "after"])
+def test_a_device_that_computes_waits_for_no_sum(
+    use: str | None, slots: list, root: torch.device, x: Tensor, sums: list[Tensor]
+) -> None:
+    """To read a sum during backward is a race, which shows that the computing stream has not waited for the sum.
+
+    This also holds if the loss uses parameters directly, before or after the call.
+    """
+    model = build(root)
+    raised = []
+
+    def read_the_last_sum(gradient: Tensor) -> None:
+        if gradient.device == root:
+            try:
+                sums[-1] + 0
+            except RuntimeError as error:
+                raised.append(str(error))
+
+    for layer in (4, 2):
+        keep_in_step(model, layer, slots)
+        on_gradient(model[layer - 2], read_the_last_sum)
+    with_penalty(model, wrap(model, slots), use)(x).backward()
+    assert len(sums) == 6
+    assert len(raised) == 2
+    assert all(message.startswith("race") for message in raised), raised
+
+
+def with_penalty(model: nn.Module, call: nn.Module, use: str | None) -> Callable[[Tensor], Tensor]:
+    """A loss that also uses parameters directly, ``before`` the call or ``after`` it."""
+
+    def penalty() -> Tensor:
+        return sum(parameter.square().sum() for parameter in model.parameters())
+
+    def loss(x: Tensor) -> Tensor:
+        early = penalty() if use == "before" else 0
+        loss = call(x).square().sum()
+        return loss + early + (penalty() if use == "after" else 0)
+
+    return loss
+
+
+@pytest.mark.usefixtures("warnings_are_errors")
+@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+@pytest.mark.parametrize("use", ["before", "after"])
+def test_a_loss_that_uses_parameters_too(
+    use: str, form: str, slots: list, root: torch.device, x: Tensor, sums: list[Tensor]
+) -> None:
+    """A parameter's gradients meet on the caller's stream; torch warns of an ``AccumulateGrad`` on another one."""
+    model, twin = build(root), build(root)
+    if form == "DataParallel":
+        call = wrap(model, slots)
+    else:
+        call = replicate(model, devices=slots, bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    for times in range(1, 5):
+        with_penalty(model, call, use)(x).backward()
+        with_penalty(twin, twin, use)(x).backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+        assert len(sums) == times * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_may_be_freed_at_once(slots: list, root: torch.device, x: Tensor, dtype: torch.dtype) -> None:
+    """Their memory belongs to the caller's stream, although a side stream has filled it."""
+    model, twin = build(root, dtype), build(root, dtype)
+    x = x.to(dtype)
+    calls = {model: wrap(model, slots), twin: lambda x: torch.cat([twin(chunk) for chunk in x.chunk(len(slots))])}
+    optimizers = {each: torch.optim.SGD(each.parameters(), lr=0.01) for each in calls}
+    for _ in range(3):
+        for each, call in calls.items():
+            call(x).square().sum().backward()
+            optimizers[each].step()
+            optimizers[each].zero_grad()
+    off = 16 * torch.finfo(dtype).eps  # sums are made in another order
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=off, atol=off)
+    assert not torch.equal(model[0].weight, build(root, dtype)[0].weight)
+
+
+def test_gradients_are_accumulated(slots: list, root: torch.device, x: Tensor) -> None:
+    """Each accumulation drops a sum, and the next layer that computes could use its memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(12))).double().to(root)
+    expected = gradients(model, x)
+    for layer in range(11, 0, -1):
+        keep_in_step(model, layer, slots)
+    wrapped = wrap(model, slots)
+    for _ in range(3):
+        wrapped(x).square().sum().backward()
+    check(model, expected, 3)
+
+
+def test_an_optimizer_in_backward(slots: list, root: torch.device, x: Tensor) -> None:
+    model, twin = build(root), build(root)
+    for module in (model, twin):
+        for parameter in module.parameters():
+            optimizer = torch.optim.AdamW([parameter], lr=0.1)
+
+            def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+    wrapped = wrap(model, slots)
+    for _ in range(3):
+        wrapped(x).square().sum().backward()
+        twin(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+def test_a_backward_that_fails_leaves_nothing_behind(
+    slots: list, root: torch.device, x: Tensor, buffers: list[weakref.ref]
+) -> None:
+    model = build(root)
+    expected = gradients(model, x)
+    wrapped = wrap(model, slots)
+    is_to_fail = True
+
+    def fail(gradient: Tensor) -> None:
+        if is_to_fail and gradient.device == root:
+            raise ArithmeticError("from a hook")
+
+    keep_in_step(model, 4, slots)
+    on_gradient(model[0], fail)
+    output = wrapped(x)
+    with pytest.raises(ArithmeticError, match="from a hook"):
+        output.square().sum().backward()
+    gc.collect()
+    assert are_freed(buffers), "although the graph still exists"
+    check_clocks()
+    is_to_fail = False
+    model.zero_grad()
+    wrapped(x).square().sum().backward()
+    check(model, expected)
+
+
+def test_a_graph_that_is_kept_holds_no_buffers(
+    slots: list, root: torch.device, x: Tensor, buffers: list[weakref.ref]
+) -> None:
+    model = build(root)
+    loss = wrap(model, slots)(x).square().sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        assert are_freed(buffers)
+
+
+def test_what_is_held_is_two_buckets(slots: list, root: torch.device) -> None:
+    streams = streams_of(slots)
+    made: list[weakref.ref] = []
+    sums: list[Tensor] = []
+    held = []
+
+    def travel(gradient_streams: GradientStreams) -> None:
+        total, *flats = (torch.zeros(3, device=slot) for slot in slots)
+        made.extend(map(weakref.ref, flats))
+        events = [Made(streams[torch.device(slot)]) for slot in slots]
+        with gradient_streams.side_streams_set([total, *flats, total], events):
+            assert streams_of(slots) == {device: side_stream(device) for device in streams}
+            for flat in flats:
+                total.add_(flat.to(root))
+        assert streams_of(slots) == streams
+        sums.append(total)
+
+    class Step(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient: Tensor) -> Tensor:
+            gradient_streams = GradientStreams(streams)
+            for _ in range(4):
+                travel(gradient_streams)
+                held.append(sum(flat() is not None for flat in made) // (len(slots) - 1))
+            gradient_streams.release_sum(root)
+            sums.clear()
+            return gradient
+
+    Step.apply(torch.ones(2, device=root, requires_grad=True)).sum().backward()
+    assert held == [1, 2, 2, 2]
+    assert are_freed(made)
+
+
+@pytest.mark.devices("sim", "stand-in")
+@pytest.mark.parametrize("how", ["a hook drops it", "its launch fails"])
+def test_a_sum_that_nobody_uses_is_not_freed_while_it_is_written(
+    how: str, slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(root)
+    if how == "a hook drops it":
+        loss = wrap(model, slots)(x).square().sum()
+        for node in nodes_of(loss):
+            if node.name() == "ToSlotsBackward":
+                node.register_hook(lambda inputs, outputs: (None,))
+        loss.backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    else:
+        add_up = TorchCopies.add_up
+
+        def fail(self: TorchCopies, flats: Any, destination: torch.device) -> Tensor:
+            add_up(self, flats, destination)
+            raise ArithmeticError("from a launch")
+
+        monkeypatch.setattr(TorchCopies, "add_up", fail)
+        with pytest.raises(ArithmeticError, match="from a launch"):
+            wrap(model, slots)(x).square().sum().backward()
+    gc.collect()
+    settle()

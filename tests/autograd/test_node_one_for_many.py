@@ -1,0 +1,191 @@
+"""Outputs of a replica that share a graph get their gradients together, in all forms, and other outputs one by one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, _torch
+from dataparallel.autograd.node import OneNode, sharing
+from dataparallel.composable import fully_shard, replicate
+from dataparallel.testing.cases import seeded
+from sharded_steps import on_device
+
+WIDTH = 6
+
+
+class Interleaved(nn.Module):
+    """Two outputs and three uses of one tensor. That of the first output is between those of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.watch: Callable[[str], Any] = lambda name: lambda grad: None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.trunk(x))
+        c, a, b = torch.cos(h * 1.7), h * 3.3, torch.sin(h * 0.3)
+        first, second = a * 3, b * c
+        for name, tensor in {"first": first, "second": second}.items():
+            if tensor.requires_grad:
+                tensor.register_hook(self.watch(name))
+        return first, second
+
+
+class Towers(nn.Module):
+    """Two outputs that share nothing but the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+def sharded(model: nn.Module, slots: Any) -> Any:
+    for child in model.children():
+        fully_shard(child, devices=slots)
+    return fully_shard(model, devices=slots)
+
+
+every_form = pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(DataParallel, id="DataParallel"),
+        pytest.param(lambda model, slots: replicate(model, devices=slots), id="replicate"),
+        pytest.param(sharded, id="fully_shard"),
+    ],
+)
+
+
+@every_form
+def test_the_backward_of_a_slot_begins_when_all_gradients_are_there(form: Any, slots: list, root: torch.device) -> None:
+    """Otherwise the second output's would be there long before the first one's."""
+    seen: list[str] = []
+    model = on_device(seeded(Interleaved), root)
+    model.watch = lambda name: lambda grad: seen.append(name)
+    first, second = form(model, slots)(torch.randn(7, WIDTH, dtype=torch.float64, device=root))
+    late = first * 1
+    late.grad_fn._set_sequence_nr(0)  # after all other nodes that are ready in this thread
+    late.register_hook(lambda grad: seen.append("late"))
+    (late.sum() + second.sum()).backward()
+    assert seen[0] == "late"
+    assert sorted(seen[1:]) == ["first"] * 3 + ["second"] * 3
+
+
+@pytest.mark.slots(4)
+@pytest.mark.devices("sim", "cuda")
+@every_form
+def test_gradients_have_the_same_bits_in_every_run(form: Any, slots: list, root: torch.device) -> None:
+    """In whatever order they come to the slots."""
+    model = form(on_device(seeded(Interleaved), root).float(), slots)
+    x = torch.randn(16, WIDTH, device=root)
+    found = set()
+    for _ in range(30):
+        model.zero_grad()
+        sum(output.square().mean() for output in model(x)).backward()
+        grad: Any = next(model.parameters()).grad
+        found.add(tuple((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).flatten().tolist()))
+    assert len(found) == 1
+
+
+@every_form
+@pytest.mark.parametrize("first", [0, 1])
+def test_outputs_that_share_nothing_have_backwards_of_their_own(
+    first: int, form: Any, slots: list, root: torch.device
+) -> None:
+    model = form(on_device(seeded(Towers), root), slots)
+    outputs = model(torch.randn(7, WIDTH, dtype=torch.float64, device=root))
+    outputs[first].sum().backward()
+    assert any(parameter.grad is None for parameter in model.parameters())
+    outputs[1 - first].sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Doubles(torch.autograd.Function):
+    """As users write it: it would get zeros for ``None``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Heads(nn.Module):
+    """Two heads on one trunk. A function that is written in Python is behind the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = torch.tanh(self.trunk(x))
+        return self.a(h), Doubles.apply(self.b(h)), h.sum(1)
+
+
+@pytest.mark.parametrize("form", [DataParallel, lambda model, slots: replicate(model, devices=slots)])
+def test_a_head_that_no_loss_needs_has_no_gradient(form: Any, slots: list, root: torch.device) -> None:
+    model = form(on_device(seeded(Heads), root), slots)
+    first, _, third = model(torch.randn(7, WIDTH, dtype=torch.float64, device=root))
+    (first.sum() + third.sum()).backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == [
+        name for name, _ in model.named_parameters() if name.removeprefix("module.").startswith("b.")
+    ]
+
+
+class TestSharing:
+    """Numbers are positions of outputs."""
+
+    @staticmethod
+    def of(*tensors: Tensor) -> list[list[int]]:
+        return sharing([tensor.grad_fn for tensor in tensors])
+
+    @pytest.fixture
+    def x(self) -> Tensor:
+        return torch.ones(3, requires_grad=True)
+
+    def test_a_node_that_has_saved_something(self, x: Tensor) -> None:
+        h = x.exp()
+        assert self.of(h * 2, h * 3, x.sin()) == [[0, 1]]
+
+    def test_of_which_one_is_behind_the_other(self, x: Tensor) -> None:
+        h = x.exp()
+        assert self.of(h, h.sum()) == [[0, 1]]
+
+    def test_far_back(self, x: Tensor) -> None:
+        h = x.exp() + 1
+        assert self.of(h.sum(), x.cos(), (h + 2).sum()) == [[0, 2]]
+
+    def test_several_groups(self, x: Tensor) -> None:
+        a, b = x.exp(), x.sin()
+        assert self.of(a.sum(), b.sum(), b * 2, a * 2) == [[0, 3], [1, 2]]
+
+    def test_by_way_of_a_third(self, x: Tensor) -> None:
+        a, b = x.exp(), x.sin()
+        assert self.of(a.sum(), b.sum(), a * b) == [[0, 1, 2]]
+
+    def test_nothing_that_has_saved_something(self, x: Tensor) -> None:
+        h = x + 1
+        assert self.of(h.exp(), h.sin()) == []
+
+    def test_functions_of_users_are_shared_by_all_or_stay_alone(self, x: Tensor) -> None:
+        h = x.exp()
+        assert self.of(h * 2, Doubles.apply(h * 3), h.sum()) == [[0, 2]]
+        assert self.of(h * 2, Doubles.apply(h)) == []
+        shared = Doubles.apply(h)
+        assert self.of(shared.sin(), shared.cos()) == [[0, 1]]
+
+    def test_without_the_order_of_nodes_what_is_shared_is_found_too(self, x: Tensor, monkeypatch: Any) -> None:
+        monkeypatch.setattr(_torch, "sequence_nr", lambda node: 0)
+        h = x.exp() + 1
+        assert self.of(h.sum(), x.cos(), (h + 2).sum()) == [[0, 2]]
+
+    def test_nodes_of_the_library_do_not_count(self, x: Tensor) -> None:
+        a, b = OneNode.apply(x + 1, x + 2)
+        assert self.of(a.exp(), b.exp()) == []
