@@ -25,7 +25,7 @@ from dataparallel.composable.bucket_order import BucketOrder, recorded_in
 from dataparallel.composable.exchange_nodes import Passes, PersistentToSlots, make_sources, make_to_slots
 from dataparallel.composable.exchanges import Chain
 from dataparallel.composable.gradient_sums import GradientSums, WaitingBucket
-from dataparallel.kept.tensors import TensorStore
+from dataparallel.kept.tensors import ReplicaTensors
 from dataparallel.kept.values import CurrentValues, MemoryOfCopies, has_strides
 from dataparallel.modules.build import make_parameters
 from dataparallel.modules.plan import ModulePlan, names_of
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["PersistentTensors"]
 
 
-class PersistentTensors(TensorStore):
+class PersistentTensors(ReplicaTensors):
     """The tensors of one module on all of its slots. One thread at a time may use them.
 
     Copies belong to the thread whose call has made them. A call of another thread makes new ones: it would write to
@@ -79,7 +79,7 @@ class PersistentTensors(TensorStore):
         record: bool,
         arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        """See `TensorStore.for_call`. Parameters are `ReplicaParameter`, also if no graph is recorded.
+        """See `ReplicaTensors.for_call`. Parameters are `ReplicaParameter`, also if no graph is recorded.
 
         Slot 0's tensors, and parameters of other slots on its device, share the source's memory. ``cap_bytes`` is
         ignored: the sizes of buckets were given before.

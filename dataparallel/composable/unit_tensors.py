@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.compiled.calls import CALL, NOT_COMPILED, CompileArgument, Compiled, compiled_in_place
-from dataparallel.kept.tensors import TensorStore
+from dataparallel.kept.tensors import ReplicaTensors
 from dataparallel.modules.plan import UNIT_ON_SLOT, ModuleEntry, ModulePlan, dotted
 from dataparallel.modules.references import Rebinding, reached
 from dataparallel.replicate import put
@@ -26,7 +26,7 @@ from dataparallel.units.unit import Unit
 __all__ = ["UnitTensors"]
 
 
-class UnitTensors(TensorStore):
+class UnitTensors(ReplicaTensors):
     """The tensors of one tree.
 
     Args:

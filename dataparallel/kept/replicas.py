@@ -20,7 +20,7 @@ from dataparallel import ownership
 from dataparallel.compiled.calls import CompileArgument
 from dataparallel.forks import in_forked_child
 from dataparallel.kept.modules import ReplicaModules, TreeSnapshot
-from dataparallel.kept.tensors import KeptCopies, TensorStore
+from dataparallel.kept.tensors import KeptCopies, ReplicaTensors
 from dataparallel.modules.build import build_replica, collector_paused
 from dataparallel.modules.cycles import CycleBreaker
 from dataparallel.modules.placement import refuse_constants
@@ -56,7 +56,7 @@ class KeptReplicas:
         compile: how replicas are compiled, if their module is not compiled itself.
     """
 
-    def __init__(self, tensors: TensorStore | None = None, compile: CompileArgument | None = None) -> None:
+    def __init__(self, tensors: ReplicaTensors | None = None, compile: CompileArgument | None = None) -> None:
         self._tensors = KeptCopies() if tensors is None else tensors
         self._compile = compile
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class KeptReplicas:
         self._clear()
         _all.add(self)
 
-    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[TensorStore, CompileArgument | None]]:
+    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[ReplicaTensors, CompileArgument | None]]:
         return KeptReplicas, (copy.copy(self._tensors), self._compile)
 
     def _plan_of(self, network: nn.Module) -> ModulePlan:

@@ -1,6 +1,6 @@
 """Where the tensors of a call's replicas come from: the store of each form, and that of the wrapper.
 
-A form says by its `TensorStore` what it lends to a call and what it has back after it. ``composable`` has the stores of
+A form says by `ReplicaTensors` what it lends to a call and what it has back after it. ``composable`` has the stores of
 `replicate` and `fully_shard`.
 """
 
@@ -23,10 +23,10 @@ from dataparallel.replicate import copy_tensors, put
 from dataparallel.streams.arrivals import Arrivals
 from dataparallel.streams.current import current_streams
 
-__all__ = ["KeptCopies", "TensorStore"]
+__all__ = ["KeptCopies", "ReplicaTensors"]
 
 
-class TensorStore:
+class ReplicaTensors:
     """Lends tensors to replicas, for one call at a time. A copy of it holds no tensors."""
 
     def for_call(
@@ -53,7 +53,7 @@ class TensorStore:
         """Drops everything."""
 
 
-class KeptCopies(TensorStore):
+class KeptCopies(ReplicaTensors):
     """New tensors for a call that records a graph; for other calls copies that are used again.
 
     It keeps at most one copy for each slot on another device than the first. Each call sends the values again, by one
@@ -80,7 +80,7 @@ class KeptCopies(TensorStore):
         record: bool,
         arrivals: Arrivals | None = None,
     ) -> list[list[Tensor]]:
-        """See `TensorStore.for_call`."""
+        """See `ReplicaTensors.for_call`."""
         if not record:
             return self.refreshed(plan, slots, cap_bytes, arrivals)
         self.clear()  # training needs the memory
