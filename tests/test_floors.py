@@ -64,7 +64,7 @@ ROOMS = [line.split()[0] for line in FLOORS.strip().splitlines()]
 
 
 def files() -> dict[str, Path]:
-    """Every Python file by its name below the package: ``comm.copies``, ``comm.__init__``."""
+    """Every Python file by its name below the package: ``comm.routes``, ``comm.__init__``."""
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 
 
@@ -92,7 +92,7 @@ def imported_by(path: Path, names: dict[str, Path]) -> Iterator[str]:
 
 
 def file_of(parts: list[str], names: dict[str, Path]) -> str:
-    """The file that an imported name is in: ``comm.copies.alias`` is in ``comm.copies``."""
+    """The file that an imported name is in: ``comm.routes.hops`` is in ``comm.routes``."""
     while parts:
         for name in (".".join(parts), ".".join([*parts, "__init__"])):
             if name in names:

@@ -131,11 +131,9 @@ def broadcast_coalesced(
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each of ``sources`` into the tensor of ``targets`` at its position, one after the other.
 
-    They have the same shapes, and one dtype. All targets are on one device. A copy runs on the current streams of both
-    its devices.
+    They have the same shapes, and one dtype. All targets are on one device. Copies run on the current streams.
     """
-    places = _places([targets[0].device], [source.device for source in sources])
-    transport = transport_for("gather", places, sources)
+    transport = transport_for("gather", _places([targets[0].device], [source.device for source in sources]), sources)
     for target, source in zip(targets, sources, strict=True):
         transport.copy(target, source)
 
@@ -144,9 +142,7 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def all_gather(matrices: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Copies all ``rows`` into each of ``matrices``, in their order. Copies run on the current streams.
 
-    Args:
-        matrices: contiguous, with as many rows as there are ``rows``, one on the device of each of these.
-        rows: one-dimensional, of one size and dtype, on distinct accelerators.
+    Rows are one-dimensional, of one size and dtype, on distinct accelerators. Matrices are contiguous, one on each.
     """
     transport_for("all_gather", [row.device for row in rows], matrices[:1]).all_gather(matrices, rows)
 
