@@ -1,6 +1,7 @@
 """The manual has every public name, environment variable and setting, all committed results, and the house as it is."""
 
 import re
+import runpy
 from pathlib import Path
 from types import ModuleType
 
@@ -84,21 +85,12 @@ class TestTheHouse:
     """What ``docs/design.rst`` draws and ``docs/contributing.rst`` names is there."""
 
     design = (DOCS / "design.rst").read_text(encoding="utf-8")
-    drawing = re.search(r"^    dataparallel/\n((?: {6}.*\n|\n)+)", design, re.M)[1].splitlines()
 
-    def test_the_rooms_are_those_of_the_floors_in_their_order(self):
-        drawn = [found[1] for line in self.drawing if (found := re.match(r" {6}([\w/]+?)(?:/|\.py) {2,}\S", line))]
-        assert [room.replace("/", ".") for room in drawn] == ROOMS
-
-    def test_the_files_in_a_room_exist(self):
-        room, missing = "", []
-        for line in self.drawing:
-            if found := re.match(r" {6}(\w+)/ ", line):
-                room = found[1]
-            elif line.startswith(" " * 8):
-                missing += [name for name in re.findall(r"\w+", line) if not exists(f"{room}/{name}")]
-        assert missing == []
-        assert room == "comm"  # the last one with a list: the drawing was read to its end
+    def test_it_is_drawn_from_the_tree(self):
+        """If this fails: python docs/house.py"""
+        house = runpy.run_path(str(DOCS / "house.py"))
+        assert house["on_page"]() == house["drawn"]()
+        assert all(f"{room.split('.')[-1]}" in house["drawn"]() for room in ROOMS)
 
     def test_the_promises_are_those_of_rooms(self):
         _, _, promises = self.design.partition("What each room promises\n")

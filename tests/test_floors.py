@@ -16,19 +16,23 @@ import dataparallel
 ROOT = Path(dataparallel.__file__).parent
 
 FLOORS = """
-    __main__
+    __main__           python -m dataparallel
     testing            simulated accelerators, a stand-in for CUDA, helpers for tests: no other room imports them
     report             what the machine has, and how tensors would travel
     __init__           the public names
+    ─── what users touch
     tracing            where the time of a step went
     prefetch           a loader whose batches are on the devices before the call
     composable         forms without a wrapper
     data_parallel      the wrapper
+    ─── replicas that talk to each other
     nn                 modules whose replicas talk to each other
     peers              collectives between the replicas of a call
+    ─── what is divided, and what crosses the network
     units              parameters that are gathered and freed together
     machines           what crosses the network, over a process group of torch.distributed
     sharded            tensors whose parts lie on several devices
+    ─── the four stages
     call               the four stages of a call, and what surrounds them
     losses             the loss of a batch, computed on the replicas
     kept               replicas and tensors that later calls use again
@@ -37,6 +41,7 @@ FLOORS = """
     batches            how batches that are no dense tensors are cut, moved and joined
     replicate          one module, a copy for each slot
     parallel_apply     each copy runs on its device
+    ─── their machinery
     threads            the threads that run replicas, and the settings that replicas see
     autograd           functions and nodes of the graph
     modules            a module tree, read once and copied
@@ -46,6 +51,7 @@ FLOORS = """
     chunk_sizes        how many samples each slot gets
     comm               tensors between devices
     streams.current    current streams and events: comm's check of peers needs them too
+    ─── the ground
     samples            the mark of a list with one entry for each sample
     batch_types        which types are containers, which are batches
     per_replica        one value for each replica
@@ -57,10 +63,11 @@ FLOORS = """
     environment        switches in the environment
     _torch             every private name of torch
     _on_demand         packages whose names are imported when they are first asked for
-    _version
+    _version           the version
 """
 
-ROOMS = [line.split()[0] for line in FLOORS.strip().splitlines()]
+ROOMS = [line.split()[0] for line in FLOORS.strip().splitlines() if "───" not in line]
+"""``docs/house.py`` draws them in the design page."""
 
 
 def files() -> dict[str, Path]:
