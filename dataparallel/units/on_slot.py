@@ -245,10 +245,7 @@ class UnitOnSlot:
                 self.free()
 
     def take_overwritten(self) -> int | None:
-        """The position of a parameter that other code has written to while it was full, once.
-
-        The parameters are freed, because slots differ now.
-        """
+        """The position of a parameter that other code has written to while full, once. All are freed: slots differ."""
         with self._lock:
             self._note_overwritten()
             found, self._overwritten = self._overwritten, None
@@ -267,10 +264,9 @@ class UnitOnSlot:
     # ---- when to free ------------------------------------------------------------------------------------------------
 
     def module_ended(self, number: int, has_backward: bool, is_announced: bool = True) -> None:
-        """One of the unit's modules has run.
+        """One of the unit's modules has run, and with ``has_backward`` a graph may lead to it.
 
-        ``has_backward``: a graph may lead to it. ``is_announced``: the gradient of an output says when its backward
-        begins. If none does, the parameters stay for it.
+        ``is_announced``: the gradient of an output says when its backward begins; else the parameters stay for it.
         """
         with self._lock:
             self._have_run.add(number)

@@ -139,9 +139,8 @@ class Unit(Settings):
     def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:
         """Before a call: sees what other code has done to the parameters since the last one.
 
-        ``before_packing``: called before shards are copied.
-
-        Over machines the first call after parameters have got memory gives those that are replicated the same values.
+        ``before_packing``: called before shards are copied. Over machines the first call after parameters have got
+        memory gives those that are replicated the same values.
 
         Raises:
             RuntimeError: a parameter has no memory, or is offloaded and not in host memory; or it is no sharded tensor
@@ -241,16 +240,13 @@ class Unit(Settings):
         ]
 
     def has_group(self, slot: int, size: int) -> bool:
-        """True if all slots of a group of this size take part in the call, or nobody else knows if they do.
-
-        Where parameters are sharded over machines, all have to gather them from each other, or none.
-        """
+        """True if the slot may keep a piece: over machines only if its whole group takes part: all gather alike."""
         return self.sharded_over[0] == 1 or slot - slot % size + size <= self._pulls
 
     def level(self, slots: int) -> None:
         """Over machines: these slots have full parameters if the first one has, so that all machines gather alike.
 
-        Slots may have been left with full parameters by calls in which other machines used more or fewer slots.
+        Calls in which other machines used more or fewer slots may have left slots with full parameters.
         """
         if self.machines is None or self.machines.gathers is None:
             return
