@@ -38,9 +38,9 @@ class BackwardPass:
 
     Slots may not run far ahead of each other: gradients of a fast slot would pile up until the slowest has delivered
     its own. A slot stops before its next unit while too many of its gradients wait for another slot, see
-    `wait_for_others`. A slot for which all others wait never stops. It may need, though, what the thread of a slot that waits is to compute.
-    So a slot that has seen no other move for `_PATIENCE` seconds waits no more until a slot behind has delivered
-    something: waiting saves memory and is not needed for correct results.
+    `wait_for_others`. A slot for which all others wait never stops. It may need, though, what the thread of a slot that
+    waits is to compute. So a slot that has seen no other move for `_PATIENCE` seconds waits no more until a slot behind
+    has delivered something: waiting saves memory and is not needed for correct results.
 
     Args:
         units: of the tree.
