@@ -47,6 +47,7 @@ class UnitOnSlot:
     Attributes:
         parameters: in the order of the unit's, without a graph: `nodes.make_outputs` makes it.
         is_full: true while the parameters have their values.
+        is_in_backward: the backward of a call has begun and not ended.
     """
 
     def __init__(self, unit: Unit, slot: int, device: torch.device, tree_streams: TreeStreams) -> None:
@@ -74,7 +75,7 @@ class UnitOnSlot:
         self._users = 0  # calls of the unit's modules that run
         self._open: set[object] = set()  # calls whose backward has begun and not ended
         self._has_all_gradients = False
-        self._is_in_backward = False
+        self.is_in_backward = False
         self._is_kept = False
         self._have_run: set[int] = set()  # of the unit's modules, in this forward
 
@@ -89,13 +90,11 @@ class UnitOnSlot:
     def start(self, ready: Mapping[torch.device, Event], ahead: bool = False) -> None:
         """Starts a gather, unless values are here or on their way.
 
-        In backward the slot gathers from its group where that has kept the parameters in pieces, and else from the
-        owners.
+        In backward the slot gathers from its group where that has kept pieces, and else from the owners.
 
         Args:
             ready: for each device an event after which shards there may be read.
-            ahead: the slot does not need the unit yet. Nothing is started if that would take memory on slots that need
-                it later still.
+            ahead: nothing is started if that would take memory on slots that need the unit later still.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for the matrix; the message names unit and device.
@@ -110,8 +109,11 @@ class UnitOnSlot:
         """`start`, under the lock."""
         own = self._tree_streams.receiving[self.slot]
         with torch.no_grad(), self._named_if_no_room():
-            has_pulled = _torch.is_in_backward() and self._pull_from_group(own)
-        if not has_pulled:
+            versions = self.unit.versions()
+            has_pulled = _torch.is_in_backward() and self.unit.pieces.pull(self.slot, self._groups)
+        if has_pulled:
+            self._versions = versions
+        else:
             self._sent = self.unit.sent_sources(self.slot, ready)
             if self._sent is not None:
                 self._versions = self.unit.versions()
@@ -126,10 +128,7 @@ class UnitOnSlot:
                 self.last_pull = self._pulled = Event(own)
 
     def _take_joint(self, ready: Mapping[torch.device, Event], ahead: bool) -> bool:
-        """Takes what arrives by a joint gather, if it does not come later. Returns false if the slot has to pull.
-
-        It may launch the gather for all slots, so it names the device that lacks memory by itself.
-        """
+        """Takes what arrives by a joint gather, if it does not come later. Returns false if the slot has to pull."""
         arrived = self.unit.joint.take(self.slot, ready, ahead)
         if isinstance(arrived, bool):
             return arrived
@@ -153,25 +152,6 @@ class UnitOnSlot:
                     full.pull(pieces, self.slot)
             finally:
                 source.done([] if own is None else [Event(own)])
-
-    def _pull_from_group(self, own: torch.Stream | None) -> bool:
-        """Pulls the pieces of the slot's group. Returns false if they are not all there."""
-        pieces = self.unit.pieces.borrow(self.slot)
-        if pieces is None:
-            return False
-        self._versions = self.unit.versions()
-        streams = self._tree_streams.pulling(self.slot)
-        try:
-            for member, piece in zip(pieces[0].group, pieces, strict=True):
-                if piece.made is not None:
-                    piece.made.make_wait(streams[self._tree_streams.slots[member]])
-            with streams_set(streams):
-                for at, full in enumerate(self._groups):
-                    flats = [piece.flats[at] for piece in pieces]
-                    full.pull(flats, self.slot % len(pieces), pieces[0].layouts[at])
-        finally:
-            self.unit.pieces.give_back(self.slot, pieces, None if own is None else Event(own))
-        return True
 
     @contextmanager
     def _named_if_no_room(self) -> Iterator[None]:
@@ -265,10 +245,7 @@ class UnitOnSlot:
                 self.free()
 
     def take_overwritten(self) -> int | None:
-        """The position of a parameter that other code has written to while it was full, once.
-
-        The parameters are freed, because slots differ now.
-        """
+        """The position of a parameter that other code has written to while full, once. All are freed: slots differ."""
         with self._lock:
             self._note_overwritten()
             found, self._overwritten = self._overwritten, None
@@ -287,10 +264,9 @@ class UnitOnSlot:
     # ---- when to free ------------------------------------------------------------------------------------------------
 
     def module_ended(self, number: int, has_backward: bool, is_announced: bool = True) -> None:
-        """One of the unit's modules has run.
+        """One of the unit's modules has run, and with ``has_backward`` a graph may lead to it.
 
-        ``has_backward``: a graph may lead to it. ``is_announced``: the gradient of an output says when its backward
-        begins. If none does, the parameters stay for it.
+        ``is_announced``: the gradient of an output says when its backward begins; else the parameters stay for it.
         """
         with self._lock:
             self._have_run.add(number)
@@ -305,7 +281,7 @@ class UnitOnSlot:
         with self._lock:
             was_incomplete = bool(self._have_run)
             self._have_run.clear()
-            if self._is_in_backward:  # the forward is a recomputation
+            if self.is_in_backward:  # the forward is a recomputation
                 return
             if has_failed or not self.is_full:
                 self.free()  # started ahead in vain
@@ -315,31 +291,23 @@ class UnitOnSlot:
     def _free_after_forward(self, has_backward: bool) -> None:
         unit = self.unit
         keeps = unit.reshard_after_forward is False and (has_backward or not unit.is_reshard_automatic)
-        if not keeps and not self._is_in_backward:
+        if not keeps and not self.is_in_backward:
             size = unit.reshard_after_forward
             if has_backward and not isinstance(size, bool) and not unit.has_group(self.slot, size):
                 return
             if has_backward and not isinstance(size, bool) and self.is_full and not self._users:
                 stream = self._stream
-                with (
-                    self._named_if_no_room(),
-                    torch.no_grad(),
-                    streams_set({} if stream is None else {self.device: stream}),
-                ):
+                streams = {} if stream is None else {self.device: stream}
+                with self._named_if_no_room(), torch.no_grad(), streams_set(streams):
                     unit.pieces.keep(self.slot, size, self.parameters, self._versions, stream)
             self.free()
 
     def backward_began(self, call: object | None) -> None:
         """A call's backward begins. ``call`` is given if it will end with `backward_ended`."""
         with self._lock:
-            self._has_all_gradients, self._is_in_backward = False, True
+            self._has_all_gradients, self.is_in_backward = False, True
             if call is not None:
                 self._open.add(call)
-
-    @property
-    def is_in_backward(self) -> bool:
-        """True if the backward of a call has begun and not ended."""
-        return self._is_in_backward
 
     def backward_ended(self, call: object) -> None:
         """All inputs of a call have their gradients."""
@@ -357,9 +325,8 @@ class UnitOnSlot:
         # A recorded pass is followed by one through its graph, whose nodes read the parameters.
         if self._is_kept or torch.is_grad_enabled():
             return
-        is_done = not self._open and (self._has_all_gradients or not self.unit.recorded)
-        if is_done:
-            self._is_in_backward = False
+        if not self._open and (self._has_all_gradients or not self.unit.recorded):
+            self.is_in_backward = False
             if self.unit.reshard_after_backward:
                 self.free()
 
@@ -367,7 +334,7 @@ class UnitOnSlot:
         """A pass of backward has ended. If it was recorded, a pass through its own graph may follow."""
         with self._lock:
             self._open.clear()
-            self._is_in_backward = False
+            self.is_in_backward = False
             self._is_kept = was_recorded and not has_failed
             if self._is_kept:
                 return

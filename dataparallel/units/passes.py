@@ -1,18 +1,7 @@
-"""One pass of backward through a tree of units: when it begins, when it ends, and what happens if it fails.
+"""One backward through a tree of units: when it begins, when it ends, and what happens if it fails.
 
-The hooks of ``units.calls`` begin a pass in the first node that they see. ``autograd.pass_of_backward`` tells when
-it ends.
-If it fails, what waits is dropped and every unit is freed. A pass that the engine starts inside another one, for a
-reentrant checkpoint, belongs to that. So do passes of several threads at a time: their gradients are added up together,
-and it lasts until all of them have ended.
-
-Slots may not run far ahead of each other: gradients of a fast slot would pile up until the slowest has delivered its
-own. A slot stops before its next unit while too many of its gradients wait for another slot
-(`BackwardPass.wait_for_others`). That is so for units which the other slot will deliver: not for those that its forward
-has skipped, nor for those that its backward has passed. A slot for which all others wait never stops. It may need,
-though, what the thread of a slot that waits is to compute. So a slot that has seen no other move for `_PATIENCE`
-seconds waits no more until a slot behind has delivered something: waiting saves memory and is not needed for correct
-results.
+It may be several passes of the engine: those that it starts inside one for reentrant checkpoints, and those of other
+threads at the same time. Their gradients are added up together, and it lasts until all of them have ended.
 """
 
 from __future__ import annotations
@@ -45,7 +34,13 @@ _MAY_WAIT_BYTES = 2**20
 
 
 class BackwardPass:
-    """One pass.
+    """One backward. If it fails, what waits is dropped and every unit is freed.
+
+    Slots may not run far ahead of each other: gradients of a fast slot would pile up until the slowest has delivered
+    its own. A slot stops before its next unit while too many of its gradients wait for another slot, see
+    `wait_for_others`. A slot for which all others wait never stops. It may need, though, what the thread of a slot that
+    waits is to compute. So a slot that has seen no other move for `_PATIENCE` seconds waits no more until a slot behind
+    has delivered something: waiting saves memory and is not needed for correct results.
 
     Args:
         units: of the tree.

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from dataparallel.sharded.placements import Shard, rows_of_parts
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.streams.current import Event
+from dataparallel.streams.current import Event, streams_set
 from dataparallel.units.layout import Layout
+from dataparallel.units.memory import FullBuffer
 
 if TYPE_CHECKING:
     from dataparallel.units.unit import Unit
@@ -103,6 +104,23 @@ class Pieces:
             for piece in found:
                 piece._readers_now += 1
             return found
+
+    def pull(self, slot: int, buffers: Sequence[FullBuffer]) -> bool:
+        """Pulls the pieces of the slot's group into its buffers. Returns false if they are not all there."""
+        pieces = self.borrow(slot)
+        if pieces is None:
+            return False
+        own, streams = self._unit.streams.receiving[slot], self._unit.streams.pulling(slot)
+        try:
+            for member, piece in zip(pieces[0].group, pieces, strict=True):
+                if piece.made is not None:
+                    piece.made.make_wait(streams[self._unit.slots[member]])
+            with streams_set(streams):
+                for at, full in enumerate(buffers):
+                    full.pull([piece.flats[at] for piece in pieces], slot % len(pieces), pieces[0].layouts[at])
+        finally:
+            self.give_back(slot, pieces, None if own is None else Event(own))
+        return True
 
     def give_back(self, slot: int, pieces: Sequence[Piece], read: Event | None) -> None:
         """The slot has launched its reads of these pieces, which end at ``read``."""

@@ -1,21 +1,18 @@
-"""What a unit is given: by its form, the dtypes that it uses; by each call of a tree, what it has of that tree."""
+"""What a user may set on a unit, and the dtypes that its form gives it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dataparallel.units.joint import Room
-from dataparallel.units.owned import LastCopies
-
 if TYPE_CHECKING:
     from dataparallel.units.unit import Unit
 
-__all__ = ["InTree", "Precision"]
+__all__ = ["Precision", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -28,24 +25,32 @@ class Precision:
     casts_inputs: bool = True
 
 
-def _no_tree(unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
-    raise RuntimeError(f"the unit {unit.name!r} belongs to no tree")
-
-
-@dataclass
-class InTree:
-    """What a unit has of the tree whose call uses it. It may be in several trees, one after the other.
+class Settings:
+    """What a user may change on a unit at any time.
 
     Attributes:
-        number: of the unit in the tree: units are collected on distinct slots.
-        deliver: takes a slot's gradients.
-        settle: waits until no backward uses the unit.
-        copies: the last copies of shards that slots have pulled from.
-        room: how far joint gathers may run ahead.
+        reshard_after_forward: free the parameters after forward (``True``), keep them (``False``), or keep a part of
+            them on each slot, so that so many slots have the whole (a number).
+        reshard_after_backward: free the parameters after backward.
+        requires_all_reduce: add gradients over the machines that have the same parts; else they wait for that.
+        requires_gradient_sync: add gradients of all slots in backward; else they stay on the slots.
+        gradient_divide_factor: sums are divided by it.
+        forward_prefetch, backward_prefetch: units whose gathers start when this one begins; ``None``: the next one.
+        unshard_in_backward: gather before this unit's backward.
+        is_last_backward: a pass of backward waits for its sums.
+        is_reshard_automatic: the user has not set ``reshard_after_forward``.
     """
 
-    number: int = 0
-    deliver: Callable[[Unit, int, Sequence[Tensor | None]], None] = _no_tree
-    settle: Callable[[], None] = lambda: None
-    copies: LastCopies = field(default_factory=LastCopies)
-    room: Room = field(default_factory=Room)
+    def __init__(self) -> None:
+        self.reshard_after_forward: bool | int = True
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.gradient_divide_factor = 1.0
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self.unshard_in_backward = True
+        self.all_reduce_hook: Callable[[Tensor], None] | None = None
+        self.post_optim_event: torch.Event | Sequence[torch.Event] | None = None
+        self.is_last_backward = True
+        self.is_reshard_automatic = False

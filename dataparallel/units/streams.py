@@ -34,7 +34,7 @@ class TreeStreams:
         self.receiving = [_kept(device, "gathers", i) for i, device in enumerate(slots)]
         self.adding = {d: s for d in {*slots} if (s := _kept(d, "sums")) is not None}
         self.casting = {d: s for d in {*slots} if (s := _kept(d, "shards are cast")) is not None}
-        self._meeting = {purpose: _kept(slots[0], f"{purpose} meet") for purpose in get_args(Purpose)}
+        self.meeting = {purpose: _kept(slots[0], f"{purpose} meet") for purpose in get_args(Purpose)}
         self._pulling = self._from_all("shards leave", self.receiving)
 
     def pulling(self, slot: int) -> Mapping[torch.device, torch.Stream]:
@@ -46,7 +46,7 @@ class TreeStreams:
 
         ``None`` on the CPU.
         """
-        stream = self._meeting[purpose]
+        stream = self.meeting[purpose]
         if stream is None:
             return None
         wait_for(events, [stream])

@@ -22,10 +22,9 @@ from dataparallel.sharded import host_reads
 from dataparallel.streams.current import GivenEvents, current_streams
 from dataparallel.units.calls import ForwardCall
 from dataparallel.units.deliveries import SumsOfPass
-from dataparallel.units.joint import Room
+from dataparallel.units.in_tree import InTree, Room
 from dataparallel.units.owned import LastCopies
 from dataparallel.units.passes import BackwardPass
-from dataparallel.units.settings import InTree
 from dataparallel.units.streams import wait_for
 from dataparallel.units.unit import Unit
 

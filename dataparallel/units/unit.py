@@ -1,7 +1,6 @@
 """A unit: the parameters that one application of ``fully_shard`` gathers and frees together.
 
-It has their sharded tensors, what the slots have of them, and the settings that a user may change at any time. The form
-makes units; ``units.calls`` and ``units.passes`` run them.
+The form makes units; ``units.calls`` and ``units.passes`` run them.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from dataparallel.sharded import host_reads
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.streams.current import Event, current_streams
 from dataparallel.units.gradients import UnitGradients
+from dataparallel.units.in_tree import InTree
 from dataparallel.units.joint import JointGathers
 from dataparallel.units.memory import named_if_no_room
 from dataparallel.units.nodes import Receiver, make_outputs
@@ -29,7 +29,7 @@ from dataparallel.units.on_slot import UnitOnSlot
 from dataparallel.units.owned import OwnedShards, Source, cut_of
 from dataparallel.units.pieces import Pieces
 from dataparallel.units.registered import Registered
-from dataparallel.units.settings import InTree, Precision
+from dataparallel.units.settings import Precision, Settings
 from dataparallel.units.streams import TreeStreams, wait_for
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Precision", "Unit"]
 
 
-class Unit:
+class Unit(Settings):
     """One unit.
 
     Args:
@@ -53,15 +53,6 @@ class Unit:
         machines: over which the unit is spread, if there are several.
 
     Attributes:
-        reshard_after_forward: free the parameters after forward (``True``), keep them (``False``), or keep a part of
-            them on each slot, so that so many slots have the whole (a number).
-        reshard_after_backward: free the parameters after backward.
-        requires_all_reduce: add gradients over the machines that have the same parts; else they wait for that.
-        requires_gradient_sync: add gradients of all slots in backward; else they stay on the slots.
-        gradient_divide_factor: sums are divided by it.
-        forward_prefetch, backward_prefetch: units whose gathers start when this one begins; ``None``: the next one.
-        unshard_in_backward: gather before this unit's backward.
-        is_reshard_automatic: the user has not set ``reshard_after_forward``.
         number_of_modules: that the unit was made from.
         registered: what the user's modules have of the unit.
         in_tree: what it has of the tree that uses it, which sets it.
@@ -78,21 +69,10 @@ class Unit:
         pin: bool = False,
         machines: MachinesOfTree | None = None,
     ) -> None:
+        super().__init__()
         self.name, self.slots, self.precision = name, list(slots), precision
         self.is_offloaded, self._pin, self.machines = is_offloaded, pin, machines
         self.parameters = list(parameters)
-        self.reshard_after_forward: bool | int = True
-        self.reshard_after_backward = True
-        self.requires_gradient_sync = True
-        self.requires_all_reduce = True
-        self.gradient_divide_factor = 1.0
-        self.forward_prefetch: list[Unit] | None = None
-        self.backward_prefetch: list[Unit] | None = None
-        self.unshard_in_backward = True
-        self.all_reduce_hook: Callable[[Tensor], None] | None = None
-        self.post_optim_event: torch.Event | Sequence[torch.Event] | None = None
-        self.is_last_backward = True
-        self.is_reshard_automatic = False
         self.number_of_modules = 1
         self.in_tree = InTree()
         self.registered = Registered(self)
@@ -159,9 +139,8 @@ class Unit:
     def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:
         """Before a call: sees what other code has done to the parameters since the last one.
 
-        ``before_packing``: called before shards are copied.
-
-        Over machines the first call after parameters have got memory gives those that are replicated the same values.
+        ``before_packing``: called before shards are copied. Over machines the first call after parameters have got
+        memory gives those that are replicated the same values.
 
         Raises:
             RuntimeError: a parameter has no memory, or is offloaded and not in host memory; or it is no sharded tensor
@@ -265,16 +244,13 @@ class Unit:
         ]
 
     def has_group(self, slot: int, size: int) -> bool:
-        """True if all slots of a group of this size take part in the call, or nobody else knows if they do.
-
-        Where parameters are sharded over machines, all have to gather them from each other, or none.
-        """
+        """True if the slot may keep a piece: over machines only if its whole group takes part: all gather alike."""
         return self.sharded_over[0] == 1 or slot - slot % size + size <= self._pulls
 
     def level(self, slots: int) -> None:
         """Over machines: these slots have full parameters if the first one has, so that all machines gather alike.
 
-        Slots may have been left with full parameters by calls in which other machines used more or fewer slots.
+        Calls in which other machines used more or fewer slots may have left slots with full parameters.
         """
         if self.machines is None or self.machines.gathers is None:
             return
@@ -340,9 +316,7 @@ class Unit:
         return handle
 
     def reshard(self) -> None:
-        """Frees the full parameters on all slots. The user's modules have the sharded ones again.
-
-        Inside a backward, which frees them itself, it only does the latter.
+        """Frees the full parameters on all slots, except in a backward. The modules have the sharded ones again.
 
         Raises:
             RuntimeError: other code has written to full ones; they are freed all the same.

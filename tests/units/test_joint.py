@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clocked import counted
 from dataparallel.composable import fully_shard
-from dataparallel.units import joint
+from dataparallel.units import in_tree, joint
 from dataparallel.units.owned import Source
 from made_units import recorded_gathers, without_joint_gathers
 
@@ -126,7 +126,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("way")
 def test_has_the_bits_of_gathers_by_each_slot(times, room, slots, monkeypatch):
     """Also where a slot needs a unit again before others have needed it, and where there is not room for all."""
-    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", room)
+    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", room)
     model = make(slots, times)
     found = steps(model, slots)
     assert room_of(model) == 0
@@ -139,10 +139,10 @@ def test_has_the_bits_of_gathers_by_each_slot(times, room, slots, monkeypatch):
 @pytest.mark.usefixtures("way", "permits")
 def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monkeypatch):
     """Also if one runs at a time. So there is one gather for all, and one unit waits at a slot."""
-    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(joint, "_PATIENCE", 30.0)
+    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(in_tree, "_PATIENCE", 30.0)
     most = 0
-    take = joint.Room.take
+    take = in_tree.Room.take
 
     def noted(self: Any, *args: Any) -> bool:
         nonlocal most
@@ -150,7 +150,7 @@ def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monke
         most = max(most, len(self._arrived))
         return found
 
-    monkeypatch.setattr(joint.Room, "take", noted)
+    monkeypatch.setattr(in_tree.Room, "take", noted)
     model = make(slots)
     for number in range(1, 4):
         with torch.no_grad():
@@ -163,8 +163,8 @@ def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monke
 def test_slots_that_nobody_lets_on_pull_by_themselves(slots, gathers, monkeypatch):
     """The others do not come: one replica runs after the other, each in the turn of the one before."""
     may_run(1, monkeypatch)
-    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(joint.Room, "wait", lambda self, *args: False)
+    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(in_tree.Room, "wait", lambda self, *args: False)
     with torch.no_grad():
         make(slots)(rows(slots))
     assert len(gathers) > 4
@@ -173,8 +173,8 @@ def test_slots_that_nobody_lets_on_pull_by_themselves(slots, gathers, monkeypatc
 @pytest.mark.slots(4)
 @pytest.mark.usefixtures("permits")
 def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
-    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(joint, "_PATIENCE", 30.0)
+    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(in_tree, "_PATIENCE", 30.0)
     model = make(slots)
     expected = steps(make(slots), slots, 1)
     for skipped in range(3):
@@ -191,8 +191,8 @@ def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
 @pytest.mark.usefixtures("permits")
 def test_a_slot_that_waits_drops_what_arrives_for_a_unit_that_it_has_passed_by(slots, monkeypatch):
     """Otherwise nobody gets room any more. Here it waits when the gather is launched."""
-    monkeypatch.setattr(joint, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(joint, "_PATIENCE", 30.0)
+    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(in_tree, "_PATIENCE", 30.0)
     launch = joint.JointGathers._launch_in_room
 
     def slowly(self: Any, ready: Any) -> None:

@@ -139,13 +139,13 @@ class TestMemory:
         loss = mean_square_loss(model(rows(slots)))
         seen: list[int] = []
         first = units(model)[0].gradients
-        deliver = first.in_tree.deliver
+        deliver = first.deliver
 
         def counted(slot: int, *args: Any) -> Any:
             seen.append(len(pieces(model)))
             return deliver(slot, *args)
 
-        first.in_tree.deliver = counted
+        first.deliver = counted
         assert len(pieces(model)) == 5 * len(slots)
         loss.backward()
         assert seen[-1] == 0  # when the last slot delivers gradients of the first layer, all have read all pieces
