@@ -12,8 +12,7 @@ at the same time. Nested and concurrent calls have gangs of their own. Who waits
 - So no worker waits for a worker that waits for it. Only tasks that wait for each other by their own means can need
   more permits than there are. If no task ends during ``stall_timeout``, the gang goes on without permits.
 
-A worker that ends a task runs the next one itself, for another device too, because a handover to another thread costs a
-switch.
+A worker that ends a task runs the next one itself, for another device too: a handover to another thread costs a switch.
 """
 
 from __future__ import annotations
