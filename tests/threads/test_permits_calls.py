@@ -203,7 +203,7 @@ def test_gradients_and_outputs_do_not_depend_on_the_number(slots: list, root: to
         assert all(map(torch.equal, step, found[0]))
 
 
-def test_calls_from_several_threads(slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_from_several_threads(slots: list, root: torch.device) -> None:
     x, errors = torch.zeros(6, 2, device=root), []
 
     def several() -> None:
@@ -214,9 +214,8 @@ def test_calls_from_several_threads(slots: list, root: torch.device, monkeypatch
         except BaseException as error:
             errors.append(error)
 
-    chooser = PermitChooser()
-    monkeypatch.setattr(sys.modules["dataparallel.data_parallel"], "PermitChooser", lambda: chooser)
     model = wrapper(slots, 0.001).eval()
+    chooser = model._permits
     threads = [threading.Thread(target=several) for _ in range(4)]
     for thread in threads:
         thread.start()
