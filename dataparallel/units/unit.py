@@ -1,7 +1,4 @@
-"""A unit: the parameters that one application of ``fully_shard`` gathers and frees together.
-
-The form makes units; ``units.calls`` and ``units.passes`` run them.
-"""
+"""A unit: the parameters that one application of ``fully_shard`` gathers and frees together."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """A call runs as many replicas at once as were chosen; what it computes does not depend on how many these are."""
 
-import sys
 import threading
 import time
 from contextlib import nullcontext
