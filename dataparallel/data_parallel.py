@@ -77,7 +77,8 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         src_device_obj: the first slot as a ``torch.device``.
 
     Raises:
-        TypeError: ``module`` is no module, or is already wrapped; ``chunk_sizes`` or ``compile`` is something else.
+        TypeError: ``module`` is no module, or is already wrapped; ``dim`` is no int; ``loss`` cannot be called;
+            ``chunk_sizes`` or ``compile`` is something else.
         ValueError: devices do not exist or do not go together; ``workers`` is below 1; ``bucket_cap_mb`` is not above
             0; ``chunk_sizes`` are not one positive number for each slot; ``compile`` is given for a compiled module;
             ``module`` contains a ``torch.nn.SyncBatchNorm`` and is not to be converted.
@@ -123,7 +124,7 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
         self.device_ids = [device_id(slot) for slot in slots]
         self.output_device = device_id(resolve_output(output_device, slots)) if slots else None
         self.src_device_obj = slots[0] if slots else None
-        self.dim = dim
+        self.dim = options.dim
         self._split, self._loss, self._permits = options.split, options.loss, options.permits
         self.workers = workers
         self.serial = serial
@@ -142,11 +143,13 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
-        engine = CallEngine(self._options(), _FreshCopies(self))
+        engine = CallEngine(self._call_options(), _FreshCopies(self))
         return engine.run(Method(CALL, self.module), inputs, kwargs)
 
-    def _options(self) -> CallOptions:
+    def _call_options(self) -> CallOptions:
         """The options of a call that begins now: all of them may be assigned between calls."""
+        used = {name: getattr(getattr(self, name), "__func__", None) for name in _OWN_STAGES}
+        overridden = {name for name, own in _OWN_STAGES.items() if used[name] is not own}
         return CallOptions(
             slots=self.device_ids,
             output_device=self.output_device,
@@ -157,7 +160,8 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
             serial=self.serial,
             loss=self._loss,
             permits=self._permits,
-            overridden=self._overridden_stages(),
+            overridden=self._stages() if overridden else {},
+            may_use_source=bool(overridden - {"scatter"}),
         )
 
     @property
@@ -169,19 +173,17 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
     def chunk_sizes(self, given: ChunkSizes) -> None:
         self._split = BatchSplit(given, len(self.device_ids))
 
-    def _overridden_stages(self) -> dict[str, Callable[..., Any]]:
-        """The stages that are other functions here, of a subclass or of this object, with torch's arguments."""
-        target: Any = self.device_ids[0] if self.output_device is None and self.device_ids else self.output_device
-        given: dict[str, tuple[Any, Callable[..., Any]]] = {
-            "scatter": (self.scatter, lambda inputs, kwargs: self.scatter(inputs, kwargs, self.device_ids)),
-            "replicate": (self.replicate, lambda slots: self.replicate(self.module, self.device_ids[: len(slots)])),
-            "parallel_apply": (self.parallel_apply, lambda *args: self.parallel_apply(*args)),
-            "gather": (self.gather, lambda outputs: self.gather(outputs, target)),
-        }
+    def _stages(self) -> dict[str, Callable[..., Any]]:
+        """All stages as methods with torch's arguments, because one that is overridden may assign options."""
+
+        def gather_here(outputs: Any) -> Any:
+            return self.gather(outputs, self.device_ids[0] if self.output_device is None else self.output_device)
+
         return {
-            name: adapted
-            for name, (used, adapted) in given.items()
-            if getattr(used, "__func__", None) is not getattr(DataParallel, name)
+            "scatter": lambda inputs, kwargs: self.scatter(inputs, kwargs, self.device_ids),
+            "replicate": lambda slots: self.replicate(self.module, self.device_ids[: len(slots)]),
+            "parallel_apply": lambda *args: self.parallel_apply(*args),
+            "gather": gather_here,
         }
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
@@ -255,6 +257,10 @@ class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
                     f"write .module.{name}"
                 ) from None
             raise
+
+
+# As they are now: what is assigned to the class later is another function.
+_OWN_STAGES = {name: vars(DataParallel)[name] for name in ("scatter", "replicate", "parallel_apply", "gather")}
 
 
 class _FreshCopies(ReplicaMaker):

@@ -1,6 +1,6 @@
 """The loss on the replicas: each computes that of its chunk, and only scalars go to the output device.
 
-`ReplicaLoss` is what ``DataParallel(model, loss=criterion)`` and ``composable.replicate(model, loss=criterion)`` keep.
+`ReplicaLoss` is what a form with ``loss=criterion`` keeps.
 Each replica has a total and a count (`Part`). The loss of the whole batch is the sum of the totals over that of the
 counts. What a chunk counts depends on the criterion: see `ReplicaLoss`. The wrappers call this file; it knows no form.
 """

@@ -109,7 +109,7 @@ class Prefetch(Generic[T]):
     def _options(self) -> CallOptions:
         """Those of a call that begins now."""
         options: CallOptions = (
-            self.model._options() if isinstance(self.model, DataParallel) else state_of(self.model).options
+            self.model._call_options() if isinstance(self.model, DataParallel) else state_of(self.model).options
         )
         return options
 

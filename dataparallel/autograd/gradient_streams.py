@@ -18,10 +18,6 @@ Flat buffers are memory of the streams that made them, and side streams read the
 - The sum is held by its user.
 - Flat buffers on other devices are held until their computing stream has waited for the side stream: when the second
   bucket after them travels, because the wait costs nothing by then, or when backward ends.
-- ``record_stream`` names the side stream for flat buffers of further slots on the root's device, because the root's
-  computing stream must not wait for the sum, and for those of isolated slots. ``record_stream`` everywhere would hold
-  the buffers of a whole step: such memory is free only when the host looks again, and by then the host may have
-  launched all of it.
 
 Copies of parameters have side streams of their own: see ``streams.arrivals``.
 """
@@ -135,10 +131,10 @@ class GradientStreams:
     def _record(self, flats: Sequence[Tensor], total: Tensor, made: Sequence[Made]) -> None:
         """Calls ``record_stream`` on buffers whose stream does not wait before they are freed."""
         for flat, of_flat in zip(flats, made, strict=True):
-            is_isolated = of_flat.stream != self.computing[flat.device]
-            if is_isolated or (flat.device == total.device and flat is not total):
+            is_of_another = of_flat.stream != self.computing[flat.device]
+            if is_of_another or (flat.device == total.device and flat is not total):
                 flat.record_stream(self.sides[flat.device])
-            if is_isolated and flat is total:  # if the root's slot has no gradient
+            if is_of_another and flat is total:  # if the root's slot has no gradient
                 flat.record_stream(self.computing[flat.device])
 
     def release_sum(self, root: torch.device) -> None:

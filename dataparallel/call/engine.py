@@ -6,6 +6,7 @@ engine for each call; it knows none of them.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -57,7 +58,8 @@ class CallOptions:
         workers, serial: as for `parallel_apply`.
         loss: what replicas compute of their outputs.
         permits: chooses how many replicas run at a time, and learns from each call.
-        overridden: the stages that a user's subclass has in place of the engine's, by name.
+        overridden: what a user's subclass has in place of the engine's stages, by name.
+        may_use_source: one of them may write to parameters: see `Call`.
     """
 
     slots: Sequence[DeviceLike]
@@ -70,6 +72,7 @@ class CallOptions:
     loss: ReplicaLoss | None = None
     permits: PermitChooser = field(default_factory=PermitChooser)
     overridden: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    may_use_source: bool = False
 
     @classmethod
     def checked(
@@ -95,8 +98,9 @@ class CallOptions:
         """
         if slots:
             resolve_output(output_device, slots)
-        if isinstance(dim, bool) or not isinstance(dim, int):
+        if isinstance(dim, bool) or not hasattr(dim, "__index__"):
             raise TypeError(f"dim={dim!r}: the batch dimension is an int")
+        dim = operator.index(dim)
         check_workers(workers)
         options = cls(slots, output_device, dim, BatchSplit(chunk_sizes, len(slots)), cap_in_bytes(bucket_cap_mb))
         options.workers, options.serial = workers, serial
@@ -202,7 +206,7 @@ class CallEngine:
             slots = [resolve(device) for device in options.slots]
             output_device = resolve_output(options.output_device, slots)
             maker.check(slots)
-            may_use_source = maker.may_use_source or bool(options.overridden.keys() - {"scatter"})
+            may_use_source = maker.may_use_source or options.may_use_source
             with Call(slots, maker.kept, options.serial, may_use_source, options.split) as call:
                 call.balanced = options.split.begin_call(maker.source(), slots, inputs, kwargs, method.name)
                 return self._stages(call, slots, output_device, method, inputs, kwargs, loss, peers)

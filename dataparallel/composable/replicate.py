@@ -86,7 +86,7 @@ class ReplicatedModule(ManagedModule):
     def frozen(self) -> Iterator[ReplicatedModule]:
         """For serving: inside the block replicas stay as they are, and nothing is sent. See `DataParallel.frozen`.
 
-        It begins and ends with new replicas. Gradients that wait on the slots are added to ``.grad``.
+        It begins and ends with new replicas. Gradients that wait on the slots wait on.
         """
         with state_of(self).kept.frozen():
             yield self
@@ -241,6 +241,9 @@ def _prepare(
         )
         compiled = CompileArgument.checked(module, compile)
         modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])
+        if machines is not None:
+            _check_for_machines(module, slots, converts=bool(sync_batch_norm))
+        prepare(module, sync_batch_norm, slots, machines is not None)  # the last check, and replicas get its class
         state = ReplicateState(
             module,
             options,
@@ -252,9 +255,6 @@ def _prepare(
             average=average,
             compile=compiled,
         )
-        if machines is not None:
-            state.check_for_machines(converts=bool(sync_batch_norm))
-        prepare(module, sync_batch_norm, slots, machines is not None)
     return state
 
 
@@ -265,6 +265,25 @@ def _begin(modules: Sequence[nn.Module], state: ReplicateState) -> None:
 
 _prepare.__name__ = _prepare.__qualname__ = "replicate"
 replicate = Form(_prepare, ReplicatedModule, begin=_begin)
+
+
+def _check_for_machines(module: nn.Module, slots: Sequence[torch.device], converts: bool) -> None:
+    """Checks that a module can be replicated over machines. ``converts``: its BatchNorms will be converted.
+
+    Raises:
+        TypeError: its parameters are DTensors, sparse or nested.
+        ValueError: it has torch's SyncBatchNorm, and several slots.
+    """
+    from dataparallel.machines.arguments import refuse_tensor_parallel
+
+    refuse_tensor_parallel(module)
+    synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
+    if len(slots) > 1 and synchronised and not converts:
+        raise ValueError(
+            f"the {type(module).__name__} has a torch.nn.SyncBatchNorm and {len(slots)} slots: the slots of one "
+            'process would call collectives of one group at the same time. Pass sync_batch_norm="across_machines", or '
+            "use one slot for each process"
+        )
 
 
 def _check_kind(module: nn.Module) -> None:

@@ -155,25 +155,6 @@ class ReplicateState(StateOnSlots):
 
     # ---- machines and hooks ------------------------------------------------------------------------------------------
 
-    def check_for_machines(self, converts: bool) -> None:
-        """Checks that the module can be replicated over machines. ``converts``: its BatchNorms will be converted.
-
-        Raises:
-            TypeError: its parameters are DTensors, sparse or nested.
-            ValueError: it has torch's SyncBatchNorm, and several slots.
-        """
-        from dataparallel.machines.arguments import refuse_tensor_parallel
-
-        source = self.source()
-        refuse_tensor_parallel(source)
-        synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in source.modules())
-        if len(self.slots) > 1 and synchronised and not converts:
-            raise ValueError(
-                f"the {type(source).__name__} has a torch.nn.SyncBatchNorm and {len(self.slots)} slots: the slots of "
-                "one process would call collectives of one group at the same time. Pass "
-                'sync_batch_norm="across_machines", or use one slot for each process'
-            )
-
     def begin(self) -> None:
         """Compares the module with that of the other machines, and gives it the values of rank 0.
 

@@ -11,12 +11,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from dataparallel import ownership
+from dataparallel._torch import HOOK_TABLES
 from dataparallel.compiled.calls import CompileArgument
 from dataparallel.forks import in_forked_child
 from dataparallel.kept.modules import ReplicaModules, TreeSnapshot
@@ -211,19 +213,29 @@ class _FrozenSet:
         self._network, self._slots = network, slots
         # Nothing orders other streams after these copies were made, nor before their memory is used again.
         self._streams = current_streams(slots)
+        self._hooks = _hook_tables(network)
         self._leased: weakref.ref[_Lease] | None = None
 
     def serves(self, network: nn.Module, slots: list[torch.device]) -> bool:
         """True if a call of ``network`` on ``slots`` and on the current streams may use the set."""
-        return self._fits(network, slots, current_streams(slots))
+        return self._fits(network, _hook_tables(network), slots, current_streams(slots))
 
     def is_part_of(self, other: _FrozenSet) -> bool:
         """True if ``other`` serves every call that this set serves."""
-        return other._fits(self._network, self._slots, self._streams)
+        return other._fits(self._network, self._hooks, self._slots, self._streams)
 
-    def _fits(self, network: nn.Module, slots: list[torch.device], streams: dict[torch.device, torch.Stream]) -> bool:
+    def _fits(
+        self,
+        network: nn.Module,
+        hooks: list[Any],
+        slots: list[torch.device],
+        streams: dict[torch.device, torch.Stream],
+    ) -> bool:
         return (
-            network is self._network and self._slots[: len(slots)] == slots and streams.items() <= self._streams.items()
+            network is self._network
+            and all(map(is_, hooks, self._hooks))
+            and self._slots[: len(slots)] == slots
+            and streams.items() <= self._streams.items()
         )
 
     def is_free(self) -> bool:
@@ -235,6 +247,11 @@ class _FrozenSet:
         lease = _Lease(self.replicas[:count])
         self._leased = weakref.ref(lease)
         return lease
+
+
+def _hook_tables(network: nn.Module) -> list[Any]:
+    """What holds the hooks of the root. A twin has others for ``forward`` than for other methods."""
+    return [vars(network).get(name) for name in HOOK_TABLES]
 
 
 @in_forked_child

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
-from dataparallel.composable import fully_shard, replicate
+from dataparallel.composable import fully_shard, register_forward_method, replicate
 
 FORMS: dict[str, Callable[..., Any]] = {
     "DataParallel": DataParallel,
@@ -196,6 +196,56 @@ def test_gradients_that_wait_on_slots_survive_frozen(single: Net, slots: list, x
     single.eval()
     (2 * single(x).sum()).backward()
     close(gradients(model), gradients(single))
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_a_graph_that_frozen_comes_between_takes_what_waits(
+    with_hook: bool, single: Net, slots: list, x: Tensor
+) -> None:
+    model: Any = replicate(copy.deepcopy(single).eval(), devices=slots)
+    if with_hook:
+        model.register_comm_hook(None, passes_on)
+    with model.no_sync():
+        model(x).sum().backward()
+    output = model(x).sum()
+    with torch.no_grad(), model.frozen():
+        model(x)
+    output.backward()
+    single.eval()
+    (2 * single(x).sum()).backward()
+    close(gradients(model), gradients(single))
+
+
+def passes_on(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class Encoder(Net):
+    def encode(self, x: Tensor) -> Tensor:
+        output: Tensor = self(x)
+        return output
+
+
+def test_frozen_replicas_of_a_method_have_the_hooks_of_the_module(slots: list, root: torch.device, x: Tensor) -> None:
+    """A call of the module runs them on the whole batch; another method may call the replica, which runs them then."""
+    encoder = Encoder().double().eval().to(root)
+    encoder.register_forward_hook(lambda module, args, output: output + 1)
+    model: Any = replicate(encoder, devices=slots)
+    register_forward_method(model, "encode")
+    with torch.no_grad(), model.frozen():
+        expected = encoder.layers(x) + 1
+        for _ in range(2):
+            close(model(x), expected)
+            close(model.encode(x), expected)
+
+
+def test_the_module_itself_may_be_what_is_synchronised(slots: list, root: torch.device) -> None:
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(4)).double().to(root)
+    for make in FORMS.values():
+        model = make(nn.BatchNorm1d(4).double().to(root), slots, sync_batch_norm=True)
+        close(model(x), nn.BatchNorm1d(4).double().to(root)(x))
 
 
 @pytest.mark.devices("cpu")
