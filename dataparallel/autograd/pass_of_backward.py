@@ -84,8 +84,11 @@ class PassOfBackward:
         try:
             while self._at_end:
                 self._at_end.popleft()(ok)  # a function may hold much, and goes when it has been called
-        except BaseException:
-            self.end(False)
+        except BaseException as error:
+            try:
+                self.end(False)
+            except BaseException as further:
+                raise error from further
             raise
         self.contents.clear()
         _passes.pop(self._number, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dataparallel.autograd.bucket_gradients import SourceGradients
 from dataparallel.comm.buckets import Bucket, Layout, flatten
-from dataparallel.composable.gradient_sums import WaitingBucket
+from dataparallel.composable.exchanged_sums import ExchangedBucket
 
 __all__ = ["AfterSlots", "Arriving", "Backward", "BucketSum", "ChainedBucket"]
 
@@ -89,7 +89,7 @@ class ChainedBucket:
         names: the names of the sources.
     """
 
-    def __init__(self, waiting: WaitingBucket, names: Sequence[str]) -> None:
+    def __init__(self, waiting: ExchangedBucket, names: Sequence[str]) -> None:
         self.waiting, self.names = waiting, list(names)
         for name, source in zip(names, waiting.sources, strict=True):
             if source.layout is not torch.strided or source.is_nested:

@@ -1,6 +1,6 @@
-"""The nodes of a bucket's sums in ``replicate``, in autograd's graph, and the passes of a module whose sums go on.
+"""The nodes of buckets whose sums go on after the slots (``after_slots``), and the passes of their module.
 
-Where sums go on after the slots (``after_slots``), the nodes of all buckets are one row, and tokens keep its order.
+The nodes of all buckets are one row, and tokens keep its order.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.bucket_nodes import FromSource, ToSlots
-from dataparallel.autograd.gradient_streams import GradientStreams
 from dataparallel.autograd.node import Node, run_before_last, run_last
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
 from dataparallel.composable.after_slots import AfterSlots
 from dataparallel.composable.exchanges import Chain, Exchange
-from dataparallel.composable.gradient_sums import WaitingBucket
+from dataparallel.composable.gradient_sums import PersistentToSlots
 from dataparallel.structures import tensors_in
 
-__all__ = ["Passes", "PersistentToSlots", "make_sources", "make_to_slots"]
+__all__ = ["Passes", "make_sources", "make_to_slots"]
 
 _LEFTOVER = 5.0
 """Seconds for the engine's threads to leave a pass that has failed, before the next one is refused."""
@@ -69,44 +68,6 @@ def make_to_slots(chain: Chain, index: int, token: Tensor) -> Callable[..., Sequ
         return outputs
 
     return to_slots
-
-
-class PersistentToSlots(ToSlots):
-    """A bucket's node, used by many passes. ``node.waiting`` is its `WaitingBucket`.
-
-    Its last input is a token: the last output of the node that was made before it. So the engine runs this node before
-    that one, and every pass launches sums in the same order, whatever the order in which gradients arrive. Collectives
-    that follow the sums need one order on all machines.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, slots: Sequence[torch.device], gradient_streams: GradientStreams | None, handle: Tensor, token: Tensor
-    ) -> tuple[Tensor, ...]:
-        """As that of `ToSlots`; the token is passed on."""
-        return (*ToSlots.forward(ctx, slots, gradient_streams, handle), token.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
-        """The sums over the slots; or nothing, while gradients wait on the slots.
-
-        A pass that is recorded always gets sums: it does not add to ``.grad`` in place, but puts another tensor there.
-        """
-        waiting: WaitingBucket = ctx.waiting
-        from_source = next(following for following, _ in ctx.next_functions if following is not None)
-        reached, written = waiting.reached(from_source)
-        by_slot = ToSlots.brought(envelopes[:-1])
-        if not reached:  # only the order of the nodes makes the engine run this one
-            return None, None, None, None
-        with ToSlots.computing_streams_set(ctx):
-            if written:
-                if waiting.has_leaves_only and not waiting.sums.are_on and not torch.is_grad_enabled():
-                    return None, None, ToSlots.handed_on(ctx, waiting.keep(by_slot, written)), None
-                kept = waiting.take(written).kept
-                if kept:
-                    with ToSlots.adding_streams_set(ctx):
-                        by_slot = waiting.added(by_slot, kept)
-            return None, None, ToSlots.summed(ctx, by_slot), None
 
 
 class ToExchange(PersistentToSlots):

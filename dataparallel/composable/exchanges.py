@@ -20,7 +20,8 @@ from dataparallel.autograd.bucket_gradients import SlotGradients, SourceGradient
 from dataparallel.autograd.bucket_nodes import ToSlots
 from dataparallel.comm.buckets import unflatten
 from dataparallel.composable.after_slots import Arriving, Backward, BucketSum, ChainedBucket
-from dataparallel.composable.gradient_sums import Taken
+from dataparallel.composable.exchanged_sums import Taken
+from dataparallel.composable.gradient_sums import reached_sources
 from dataparallel.streams.current import Event, streams_set
 
 if TYPE_CHECKING:
@@ -74,12 +75,12 @@ class Chain:
         return end is not None and _torch.will_engine_execute_node(end)
 
     def reached(self) -> list[tuple[bool, set[int]]]:
-        """`WaitingBucket.reached` of each bucket, in the running pass."""
+        """`reached_sources` of each bucket, in the running pass."""
         end = None if self.end is None else self.end()
         assert end is not None
         ((all_arrived, _),) = [following for following in end.next_functions if following[0] is not None]
         nodes = [node for node, _ in all_arrived.next_functions if node is not None]
-        return [bucket.waiting.reached(node) for node, bucket in zip(nodes, self.buckets, strict=True)]
+        return [reached_sources(node, bucket.waiting.sources) for node, bucket in zip(nodes, self.buckets, strict=True)]
 
     def has_gradients(self) -> list[bool]:
         """For each bucket: if the running pass reaches its copies on a slot."""
@@ -130,7 +131,7 @@ class Exchange:
     # ---- in the nodes ------------------------------------------------------------------------------------------------
 
     def keep(self, index: int, by_slot: Sequence[SlotGradients | None]) -> list[Tensor | None] | None:
-        """Keeps a bucket's gradients on the slots; see `WaitingBucket.keep`."""
+        """Keeps a bucket's gradients on the slots; see `ExchangedBucket.keep`."""
         reached, written = self._reached[index]
         if not reached:
             return None

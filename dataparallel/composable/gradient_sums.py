@@ -1,15 +1,27 @@
-"""Gradients that wait on the slots (``no_sync``) until a pass sums them.
+"""Gradients of persistent replicas: summed into the source during backward, or kept on the slots until a later one.
 
-While sums are off, the gradients of all slots wait, and ``.grad`` stays as it is, or becomes zeros if there was none.
-The sums of the next pass have them in it. The user may throw gradients away: what waits is void, and dropped, if
-``.grad`` is ``None``, is another tensor, or has been set to zero. What waits outlives the copies that it is made with.
+Each bucket of parameters has one `PersistentToSlots` node that many passes use. Its backward runs once in each pass,
+when the last slot has the bucket's gradients. Which of the bucket's parameters get a ``.grad`` in this pass is asked of
+the engine, because ``backward(inputs=...)`` may write only some of them.
+
+- If sums are on, a parameter whose ``.grad`` is written gets the sum and the gradients that are kept for it. Gradients
+  that are kept for other parameters are added at the end of the pass, so that every ``.grad`` is that of one device.
+- If sums are off, it gets slot 0's gradient, and the gradients of the other slots are kept. Those that are kept for
+  other parameters stay.
+- A pass that writes no ``.grad`` (``torch.autograd.grad``) gets the sum of its own gradients. Kept gradients stay.
+- A pass that is recorded always gets sums, and the gradients that are kept for the parameters that it reaches: it does
+  not add to ``.grad`` in place, but puts another tensor there.
+
+The user may throw gradients away. So kept gradients are void, and dropped, if the source's ``.grad`` is ``None``, is
+another tensor, or has been set to zero. ``composable.persistent_tensors`` makes the nodes. ``autograd.bucket_nodes``
+brings the gradients of the slots.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -19,27 +31,79 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_gradients import SlotGradients
-from dataparallel.autograd.gradient_streams import Made
+from dataparallel.autograd.bucket_nodes import ToSlots
+from dataparallel.autograd.gradient_streams import GradientStreams, Made
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.streams.current import streams_joined, streams_set
 
-__all__ = ["GradientSums", "Taken", "WaitingBucket"]
+__all__ = ["FormerGrad", "GradientSums", "Kept", "PersistentToSlots", "WaitingBucket", "reached_sources"]
+
+
+class PersistentToSlots(ToSlots):
+    """A bucket's node, used by many passes. ``node.waiting`` is its `WaitingBucket`.
+
+    Its last input is a token: the last output of the node that was made before it. So the engine runs this node before
+    that one, and every pass launches sums in the same order, whatever the order in which gradients arrive. Collectives
+    with other machines, which are to follow the sums, need one order everywhere.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, slots: Sequence[torch.device], gradient_streams: GradientStreams | None, handle: Tensor, token: Tensor
+    ) -> tuple[Tensor, ...]:
+        """As that of `ToSlots`; the token is passed on."""
+        return (*ToSlots.forward(ctx, slots, gradient_streams, handle), token.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
+        """The sums over the slots, or slot 0's gradients."""
+        waiting: WaitingBucket = ctx.waiting
+        from_source = next(following for following, _ in ctx.next_functions if following is not None)
+        reached, written = reached_sources(from_source, waiting.sources)
+        by_slot = ToSlots.brought(envelopes[:-1])
+        if not reached:  # only the order of the nodes makes the engine run this one
+            return None, None, None, None
+        with ToSlots.computing_streams_set(ctx):
+            if written:
+                if waiting.may_keep and not torch.is_grad_enabled():
+                    return None, None, ToSlots.handed_on(ctx, waiting.keep(by_slot, written)), None
+                taken = waiting.take_kept(written)
+                if taken:
+                    with ToSlots.adding_streams_set(ctx):
+                        by_slot = waiting.added(by_slot, taken)
+            return None, None, ToSlots.summed(ctx, by_slot), None
+
+
+def reached_sources(from_source: Any, sources: Sequence[Tensor]) -> tuple[bool, set[int]]:
+    """True if the running pass goes on behind a bucket's node; and positions of the sources whose ``.grad`` it writes.
+
+    These sources are leaves. A buffer may be the result of a computation: its gradient goes on into that graph.
+    ``from_source`` is the bucket's `FromSource` node.
+    """
+    reached, written = False, set()
+    for position, (following, _) in enumerate(from_source.next_functions):
+        try:
+            if not _torch.will_engine_execute_node(following):
+                continue
+            if sources[position].is_leaf:
+                written.add(position)
+        except RuntimeError:  # torch raises it for a leaf whose gradient `torch.autograd.grad` is to return
+            pass
+        reached = True
+    return reached, written
 
 
 class GradientSums:
     """The buckets of one module, and the switch of their sums.
 
     Attributes:
-        are_on: if true, a pass sums gradients, else they wait.
-        go_on: sums go on after the slots (``after_slots``), so nothing is added to ``.grad`` without having been there.
+        are_on: if true, a pass sums gradients, else it keeps them on the slots.
     """
 
     def __init__(self) -> None:
         self.are_on = True
-        self.go_on = False
         # Weak references: a bucket belongs to its node, and refers to this object.
         self._buckets: list[weakref.ref[WaitingBucket]] = []
-        self._between: dict[int, _Waiting] = {}  # for sources that are in no bucket now, by their ids
 
     @property
     def buckets(self) -> list[WaitingBucket]:
@@ -47,31 +111,12 @@ class GradientSums:
         return [bucket for found in self._buckets if (bucket := found()) is not None]
 
     def use(self, buckets: Sequence[WaitingBucket]) -> None:
-        """Replaces the buckets; the new ones get what waits. Graphs over the former ones may still have a backward."""
+        """Replaces the buckets. Graphs over the former ones may still wait for their backward."""
         for former in self.buckets:
             former.is_in_use = False
-            self._take_from(former)
         for bucket in buckets:
             bucket.is_in_use = True
         self._buckets = [*map(weakref.ref, buckets)]
-        self._hand_over()
-
-    def hand_over_from(self, bucket: WaitingBucket) -> None:
-        """The buckets in use get what waits in one that is used no more."""
-        self._take_from(bucket)
-        self._hand_over()
-
-    def _take_from(self, bucket: WaitingBucket) -> None:
-        for waiting in bucket.take_all():
-            found = self._between.setdefault(id(waiting.source), waiting._replace(kept=[]))
-            found.kept.extend(waiting.kept)
-
-    def _hand_over(self) -> None:
-        if self._between:
-            for bucket in self.buckets:
-                for position, source in enumerate(bucket.sources):
-                    if (waiting := self._between.pop(id(source), None)) is not None:
-                        bucket.put(position, waiting.former, waiting.kept)
 
     def add_when_the_pass_ends(self) -> None:
         """Calls `add_kept` at the end of the running pass, once for all buckets that ask for it."""
@@ -80,21 +125,14 @@ class GradientSums:
             running.on_end(lambda ok: self.add_kept() if ok else None)
 
     def add_kept(self) -> None:
-        """Adds what waits to the sources' ``.grad``, except what is void."""
+        """Adds kept gradients to the source's ``.grad``, except void ones."""
         for bucket in self.buckets:
             bucket.add_kept()
-        while self._between:
-            _, waiting = self._between.popitem()
-            if not waiting.former.is_void(waiting.source.grad):
-                _add_to_grad(waiting.source, waiting.kept, waiting.streams)
 
     def drop_void(self) -> None:
-        """Frees what is void."""
+        """Frees kept gradients that are void."""
         for bucket in self.buckets:
             bucket.drop_void()
-        for key, waiting in [*self._between.items()]:
-            if waiting.former.is_void(waiting.source.grad):
-                self._between.pop(key, None)
 
 
 class Kept(NamedTuple):
@@ -124,116 +162,68 @@ class FormerGrad:
         return _torch.version_of(grad) != self._version and not bool(grad.any())
 
 
-class _Waiting(NamedTuple):
-    """What waits for one source."""
-
-    source: Tensor
-    former: FormerGrad
-    kept: list[tuple[int, Kept]]  # with their slots
-    streams: Any
-
-
-class Taken(NamedTuple):
-    """What a pass has taken from a bucket, by slot and source; and the ``.grad`` that it belongs to, by source."""
-
-    bucket: WaitingBucket
-    kept: dict[tuple[int, int], Kept]
-    former: dict[int, FormerGrad]
-
-    def put_back(self) -> None:
-        """The pass has failed before it has written a ``.grad``: what it has taken waits again."""
-        for source, former in self.former.items():
-            kept = [(slot, each) for (slot, position), each in self.kept.items() if position == source]
-            self.bucket.put(source, former, kept)
-        if not self.bucket.is_in_use:
-            self.bucket.sums.hand_over_from(self.bucket)
-
-
 class WaitingBucket:
-    """What waits for the sources of one bucket.
+    """The kept gradients of one bucket.
 
     Attributes:
-        is_in_use: true if the next forward uses this bucket. Others hand over what waits in them.
-        has_leaves_only: false if a source is the result of a computation. Its gradient goes on into that graph.
+        is_in_use: true if the next forward uses this bucket. Others keep no gradients: no later pass would add them.
     """
 
     def __init__(self, sums: GradientSums, sources: Sequence[Tensor], streams: Any) -> None:
         self.sums = sums
         self.sources = list(sources)
         self.is_in_use = False
-        self.has_leaves_only = all(source.is_leaf for source in sources)
+        # A buffer that is the result of a computation has no ``.grad``.
+        self._has_leaves_only = all(source.is_leaf for source in sources)
         self._streams = streams
         self._kept: dict[tuple[int, int], Kept] = {}  # by slot and source
         self._former: dict[int, FormerGrad] = {}  # by source
         # Those that keep gradients here and have not ended: several, if reentrant checkpoints nest one on each slot.
         self._under_way: set[PassOfBackward] = set()
 
-    def reached(self, from_source: Any) -> tuple[bool, set[int]]:
-        """True if the running pass goes on behind the bucket's node; positions of sources whose ``.grad`` it writes.
-
-        ``backward(inputs=...)`` may write only some. A source that is the result of a computation has none: its
-        gradient goes on into that graph. ``from_source`` is the bucket's `FromSource` node.
-        """
-        reached, written = False, set()
-        for position, (following, _) in enumerate(from_source.next_functions):
-            try:
-                if not _torch.will_engine_execute_node(following):
-                    continue
-                if self.sources[position].is_leaf:
-                    written.add(position)
-            except RuntimeError:  # torch raises it for a leaf whose gradient `torch.autograd.grad` is to return
-                pass
-            reached = True
-        return reached, written
+    @property
+    def may_keep(self) -> bool:
+        """True if a pass that writes ``.grad`` keeps gradients here."""
+        return self.is_in_use and self._has_leaves_only and not self.sums.are_on
 
     def keep(self, by_slot: Sequence[SlotGradients | None], written: set[int]) -> list[Tensor | None]:
-        """Keeps the gradients of all slots for the ``written`` sources. Returns zeros for those without ``.grad``."""
+        """Keeps the gradients of all slots but the first for the ``written`` sources; returns the first slot's.
+
+        If only other slots have a gradient, the first one's is zeros: a source's ``.grad`` of ``None`` would say that
+        the kept gradients are void.
+        """
         self.drop_void()
-        returned: list[Tensor | None] = [None] * len(self.sources)
-        for slot, grads in enumerate(self._as_lists(by_slot)):
+        first, *others = self._as_lists(by_slot)
+        for slot, grads in enumerate(others, start=1):
             kept = {source: grad for source in written if (grad := grads[source]) is not None}
             for source in kept:
-                before = self.sources[source].grad
                 # The ``.grad`` from before this pass, until it ends. If the pass fails, kept gradients belong to that
                 # one; if there was none, they are void.
-                self._former.setdefault(source, FormerGrad(before))
-                if before is None and returned[source] is None:
-                    returned[source] = torch.zeros_like(self.sources[source])
+                self._former.setdefault(source, FormerGrad(self.sources[source].grad))
+                if first[source] is None:
+                    first[source] = torch.zeros_like(self.sources[source])
             if (of_slot := by_slot[slot]) is not None:
                 self._add(slot, kept, of_slot.made)
         self._note_pass(written)
-        return returned
+        return [grad if source in written else None for source, grad in enumerate(first)]
 
-    def take(self, written: set[int]) -> Taken:
-        """Takes what waits for the ``written`` sources, for a pass with sums."""
-        if not self.sums.go_on:
-            if self.sums.are_on:
-                # What waits for sources that this pass does not reach belongs to its sums too.
-                self.sums.add_when_the_pass_ends()
-            if not self.is_in_use and (self.sums.are_on or torch.is_grad_enabled()):
-                # After this pass the buckets in use cannot tell from ``.grad`` what is void: it may be another tensor.
+    def take_kept(self, written: set[int]) -> dict[tuple[int, int], Kept]:
+        """The gradients that a pass with sums adds to those of the ``written`` sources. They are removed here."""
+        if self.sums.are_on:
+            # Gradients that are kept for sources that this pass does not reach belong to their ``.grad`` too.
+            self.sums.add_when_the_pass_ends()
+        if not self.is_in_use:
+            # After this pass the buckets in use cannot tell from ``.grad`` what is void: it may be another tensor.
+            self.sums.drop_void()
+            if self.sums.are_on or torch.is_grad_enabled():
                 self.sums.add_kept()
         self.drop_void()
-        former = {source: self._former[source] for source in written if source in self._former}
-        return Taken(self, self._take(written), former)
-
-    def take_all(self) -> list[_Waiting]:
-        """Takes everything."""
-        former, by_source = dict(self._former), defaultdict(list)
-        for (slot, source), kept in self._take({*range(len(self.sources))}).items():
-            by_source[source].append((slot, kept))
-        return [_Waiting(self.sources[i], former[i], kept, self._streams) for i, kept in by_source.items()]
-
-    def put(self, position: int, former: FormerGrad, kept: Iterable[tuple[int, Kept]]) -> None:
-        """Gradients wait here for the source at a position, from another bucket or from a pass that has failed."""
-        self._former.setdefault(position, former)
-        for slot, each in kept:
-            self._add(slot, {position: each.grad}, each.made)
+        return self._take(written)
 
     def added(
         self, by_slot: Sequence[SlotGradients | None], taken: dict[tuple[int, int], Kept]
     ) -> list[SlotGradients | None]:
-        """The gradients of this pass plus those that `take` has taken, on the current streams."""
+        """The gradients of this pass plus those that `take_kept` has taken, on the current streams."""
         unflattened = [None if of_slot is None else of_slot.unflattened() for of_slot in by_slot]
         for of_slot in unflattened:
             if of_slot is not None:
@@ -253,16 +243,23 @@ class WaitingBucket:
             former = [*self._former.items()]
             self._take({source for source, grad in former if grad.is_void(self.sources[source].grad)})
 
+    @torch.no_grad()
     def add_kept(self) -> None:
         """See `GradientSums`."""
         if not self._kept:
             return
         self.drop_void()
-        by_source: dict[int, list[tuple[int, Kept]]] = defaultdict(list)
-        for (slot, source), kept in self._take({source for _, source in [*self._kept]}).items():
-            by_source[source].append((slot, kept))
-        for source, kept_on_slots in by_source.items():
-            _add_to_grad(self.sources[source], kept_on_slots, self._streams)
+        terms: dict[int, list[Kept]] = defaultdict(list)
+        taken = self._take({source for _, source in [*self._kept]})
+        for (_, source), kept in sorted(taken.items(), key=itemgetter(0)):
+            terms[source].append(kept)
+        # Kept gradients were made on the streams of the forward; ``.grad`` may have been written on others.
+        with streams_joined(self._streams):
+            for source, of_source in terms.items():
+                parameter = self.sources[source]
+                if parameter.grad is not None:  # else void: the engine still holds a pass that has failed
+                    grads = [kept.received() for kept in of_source]
+                    parameter.grad.add_(comm.reduce_add(grads, parameter.device))
 
     def _note_pass(self, written: set[int]) -> None:
         running = running_pass()
@@ -278,8 +275,6 @@ class WaitingBucket:
             grad = self.sources[source].grad
             if grad is not None:
                 self._former[source] = FormerGrad(grad)
-        if not self.is_in_use:
-            self.sums.hand_over_from(self)
 
     def _add(self, slot: int, grads: dict[int, Tensor], made: Made | None) -> None:
         """Adds to a slot's kept gradients, by source, on the stream that makes the slot's gradients.
@@ -306,13 +301,3 @@ class WaitingBucket:
         for source in sources:
             self._former.pop(source, None)
         return taken
-
-
-@torch.no_grad()
-def _add_to_grad(parameter: Tensor, kept: Iterable[tuple[int, Kept]], streams: Any) -> None:
-    if parameter.grad is None:  # void: the engine still holds a pass that has failed
-        return
-    # Kept gradients were made on the streams of the forward; ``.grad`` may have been written on others.
-    with streams_joined(streams):
-        grads = [each.received() for _, each in sorted(kept, key=itemgetter(0))]
-        parameter.grad.add_(comm.reduce_add(grads, parameter.device))

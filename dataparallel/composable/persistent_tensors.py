@@ -22,9 +22,10 @@ from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.transport import FlatBroadcast, Later
 from dataparallel.composable.after_slots import AfterSlots, ChainedBucket
 from dataparallel.composable.bucket_order import BucketOrder, recorded_in
-from dataparallel.composable.exchange_nodes import Passes, PersistentToSlots, make_sources, make_to_slots
+from dataparallel.composable.exchange_nodes import Passes, make_sources, make_to_slots
+from dataparallel.composable.exchanged_sums import ExchangedBucket, ExchangedSums
 from dataparallel.composable.exchanges import Chain
-from dataparallel.composable.gradient_sums import GradientSums, WaitingBucket
+from dataparallel.composable.gradient_sums import GradientSums, PersistentToSlots, WaitingBucket
 from dataparallel.kept.tensors import ReplicaTensors
 from dataparallel.kept.values import CurrentValues, MemoryOfCopies, has_strides
 from dataparallel.modules.build import make_parameters
@@ -96,7 +97,8 @@ class PersistentTensors(ReplicaTensors):
             return self.copies.by_slot[: len(slots)]
 
     def clear(self) -> None:
-        """Drops all tensors, except gradients that wait on slots."""
+        """Drops all tensors; gradients that wait on slots are added to the source's ``.grad``."""
+        self.sums.add_kept()
         self.sums.use([])
         self.copies = None
 
@@ -109,7 +111,8 @@ class PersistentTensors(ReplicaTensors):
             self.passes.after = after
             return
         self.clear()
-        self.sums.go_on, self.passes = True, Passes(after)
+        are_on, self.sums, self.passes = self.sums.are_on, ExchangedSums(), Passes(after)
+        self.sums.are_on = are_on
 
     def agree_by(self, agreement: Agreement, after: AfterSlots) -> None:
         """From now on there are several machines: recorded forwards begin with ``agreement``. As `take_further`."""
@@ -253,10 +256,15 @@ class _PersistentCopies:
         handles: Sequence[Tensor | None] = [None] * len(self.buckets)
         token = first_token = torch.empty(0, requires_grad=True)
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
-        waiting = [WaitingBucket(sums, of_bucket, self._streams) for of_bucket in sources]
-        if passes is not None and waiting:
-            chain = self._chain(passes, waiting, order)
-            handles, token = make_sources(chain)
+        if isinstance(sums, ExchangedSums) and passes is not None:
+            waiting: Sequence[WaitingBucket] = [
+                ExchangedBucket(sums, of_bucket, self._streams) for of_bucket in sources
+            ]
+            if waiting:
+                chain = self._chain(passes, waiting, order)
+                handles, token = make_sources(chain)
+        else:
+            waiting = [WaitingBucket(sums, of_bucket, self._streams) for of_bucket in sources]
         for position, group in reversed([*enumerate(self.buckets)]):
             # Arrival is noted on the slots: if the root's thread is late, it has a choice of many buckets.
             note = None if order.known is not None else partial(order.arrived.append, group[0])

@@ -64,8 +64,9 @@ class ReplicatedModule(ManagedModule):
     def set_requires_gradient_sync(self, flag: bool) -> None:
         """With ``True`` each later ``backward()`` sums gradients into the module's parameters, as at the beginning.
 
-        With ``False`` gradients add up on the slots, and are part of the next sum. Until then a ``.grad`` stays as it
-        is, or becomes zeros if it was ``None``. If you set a ``.grad`` to ``None``, to another
+        With ``False`` gradients stay on the slots: a parameter's ``.grad`` is that of slot 0, and the next
+        ``backward()`` with ``True`` adds the others. Over machines, and with a communication hook, all gradients stay
+        on the slots, and a ``.grad`` stays as it is or becomes zeros. If you set a ``.grad`` to ``None``, to another
         tensor or to zeros (``zero_grad()``), the gradients that wait for it are thrown away. The module looks for this
         at its next forward or backward. It does not notice a backward that does not lead through it, for example one of
         a loss on its parameters alone. Let no such backward come between.
@@ -86,7 +87,7 @@ class ReplicatedModule(ManagedModule):
     def frozen(self) -> Iterator[ReplicatedModule]:
         """For serving: inside the block replicas stay as they are, and nothing is sent. See `DataParallel.frozen`.
 
-        It begins and ends with new replicas. Gradients that wait on the slots wait on.
+        It begins and ends with new replicas. Gradients that wait on the slots are kept.
         """
         with state_of(self).kept.frozen():
             yield self
@@ -166,7 +167,8 @@ def _prepare(
     Over machines all ranks call this in the same order. Then they have rank 0's parameters and buffers. All ranks make
     the same forwards in grad mode and the same backwards; a forward under ``torch.no_grad`` may run on one rank alone.
     A parameter's ``.grad`` is ``None`` if no rank has used it. If a rank fails, all ranks raise, and no ``.grad`` is
-    changed. Gradients have to be dense, ``create_graph=True`` and reentrant checkpoints inside the module raise.
+    changed. Gradients have to be dense, ``create_graph=True`` and reentrant checkpoints inside the module raise, and
+    inside `no_sync` all gradients wait on the slots: a ``.grad`` changes only when a backward sums.
 
     A ``backward()`` must not run in one thread while another thread calls the module, unless both threads call the
     module: see the limits. The call writes current values into the replicas, which the backward pass may still read.

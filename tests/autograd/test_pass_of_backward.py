@@ -58,6 +58,15 @@ def test_what_raises_at_the_end_fails_the_pass_for_those_after_it():
     assert heard == [True, False]
 
 
+def test_the_first_error_at_the_end_is_the_one_that_is_raised():
+    def fail_again(ok: bool) -> None:
+        raise KeyError("again")
+
+    with pytest.raises(Fails) as caught:
+        watched(lambda: running_pass().on_end(fail), lambda: running_pass().on_end(fail_again)).sum().backward()
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 def test_what_raises_after_a_failure_keeps_nobody_from_hearing_of_it(recwarn: Any):
     heard: list[Any] = []
     with pytest.raises(Fails):
