@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -302,7 +303,11 @@ class ForwardCall:
     def backward_begins(self, on_slot: UnitOnSlot, position: int, running: BackwardPass) -> None:
         """The backward of a unit that ended at this position comes next. Starts those that come after it."""
         unit = self._unit_of(on_slot)
-        unit.in_tree = self._tree.place_of(unit)
+        place = self._tree.place_of(unit)
+        if unit.in_tree is not place:
+            # A later call of another tree has the unit. Its copies and its room stay, because gathers there may be
+            # under way; the gradients are for this tree.
+            unit.in_tree = replace(unit.in_tree, deliver=place.deliver)
         running.begins(on_slot.slot, position, self._ended)
         running.wait_for_others(on_slot.slot)
         if unit.unshard_in_backward:

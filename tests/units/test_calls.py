@@ -1,14 +1,16 @@
 """Around a call of a unit's module: what the unit and the tree are told, in which order, in forward and in backward."""
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dataparallel.composable import fully_shard
 from dataparallel.units.calls import ModuleOnSlot, TensorHooks
 from dataparallel.units.unit import Precision
 
@@ -240,3 +242,22 @@ def test_hooks_tell_tensors_at_one_address_apart():
     assert not hooks.is_of(leaf())
     del first
     assert not hooks.is_of(leaf())
+
+
+@pytest.mark.devices("sim", "stand-in")
+@pytest.mark.slots(4)
+def test_a_unit_may_have_been_called_by_another_tree_since(slots):
+    """The gradients of each backward go to the tree whose graph it is, as on one device."""
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Linear(5, 5)).to(slots[0])
+    x = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(1)).to(slots[0])
+    model = copy.deepcopy(single)
+    for module in (model[1], model):
+        fully_shard(module, devices=slots)
+    for _ in range(2):
+        whole, part = model(x[0]).square().mean(), model[1](x[1]).square().mean()
+        whole.backward()
+        part.backward()
+        (single(x[0]).square().mean() + single[1](x[1]).square().mean()).backward()
+    for found, expected in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
