@@ -35,7 +35,7 @@ from dataparallel.threads.permits import PermitChooser
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall
 
-__all__ = ["CallEngine", "CallOptions", "Method", "ReplicaMaker", "check_workers"]
+__all__ = ["CallEngine", "CallOptions", "Method", "ReplicaMaker"]
 
 
 class Method(NamedTuple):
@@ -101,7 +101,8 @@ class CallOptions:
         if isinstance(dim, bool) or not hasattr(dim, "__index__"):
             raise TypeError(f"dim={dim!r}: the batch dimension is an int")
         dim = operator.index(dim)
-        check_workers(workers)
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers={workers}: at least 1 replica has to run")
         options = cls(slots, output_device, dim, BatchSplit(chunk_sizes, len(slots)), cap_in_bytes(bucket_cap_mb))
         options.workers, options.serial = workers, serial
         if loss is not None:
@@ -116,12 +117,6 @@ class CallOptions:
     @chunk_sizes.setter
     def chunk_sizes(self, given: ChunkSizes) -> None:
         self.split = BatchSplit(given, len(self.slots))
-
-
-def check_workers(workers: int | None) -> None:
-    """Raises ``ValueError`` if no replica could run."""
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers}: at least 1 replica has to run")
 
 
 class ReplicaMaker(ABC):

@@ -19,7 +19,7 @@ from dataparallel import _torch
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.streams.current import Event, current_streams, streams_set
-from dataparallel.units.memory import FullBuffer, named_if_no_room
+from dataparallel.units.memory import FullBuffer, no_room_for
 from dataparallel.units.owned import Source
 from dataparallel.units.streams import TreeStreams, wait_for
 
@@ -157,11 +157,10 @@ class UnitOnSlot:
     def _named_if_no_room(self) -> Iterator[None]:
         """Around an allocation: an error for lack of memory names the unit and the device, and frees what is here."""
         try:
-            with named_if_no_room("parameters", self.unit.name, self.device, self.unit.full_bytes):
-                yield
-        except torch.OutOfMemoryError:
+            yield
+        except torch.OutOfMemoryError as error:
             self.free()
-            raise
+            raise no_room_for("parameters", self.unit.name, self.device, self.unit.full_bytes, error) from error
 
     def make_full(self, ready: Mapping[torch.device, Event]) -> None:
         """Makes the parameters full. The computing stream is current, and waits for the gather."""
