@@ -31,7 +31,7 @@ from dataparallel.threads.meetings import Meeting, is_wake_up
 from dataparallel.threads.permits import CallPermits, PermitChooser, kind_of_call, size_of
 from dataparallel.threads.waits import Outcome, Skipped
 
-__all__ = ["CALL", "SERIAL_VARIABLE", "is_serial", "parallel_apply", "run_replicas"]
+__all__ = ["CALL", "SERIAL_VARIABLE", "check_workers", "is_serial", "parallel_apply", "run_replicas"]
 
 CALL = "__call__"
 
@@ -109,8 +109,7 @@ def run_replicas(
     for name, found in (("inputs", inputs), ("kwargs_tup", keywords), ("devices", devices)):
         if found is not None and len(found) != len(modules):
             raise ValueError(f"got {len(modules)} modules but {len(found)} {name}; pass one for each module")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers}: at least 1 replica has to run")
+    check_workers(workers)
     if devices is None or any(device is None for device in devices):
         devices = _devices_of(inputs, keywords, devices or [None] * len(modules))
     slots = resolve_slots(cast("Sequence[DeviceLike]", devices))
@@ -160,6 +159,12 @@ def run_replicas(
     if times is not None:
         times.end()
     return [outcome.value for outcome in outcomes]
+
+
+def check_workers(workers: int | None) -> None:
+    """Raises ``ValueError`` if no replica could run."""
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers}: at least 1 replica has to run")
 
 
 def is_serial(serial: bool | None) -> bool:

@@ -167,11 +167,11 @@ def copy_buffers(
     )
 
 
-def cap_in_bytes(bucket_cap_mb: float) -> int:
-    """Converts a size from MiB to bytes, at least 1. Raises ``ValueError`` if it is not above 0."""
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb={bucket_cap_mb}: a bucket holds more than 0 MiB")
-    return max(1, int(min(bucket_cap_mb * 2**20, sys.maxsize)))
+def cap_in_bytes(mebibytes: float, argument: str = "bucket_cap_mb") -> int:
+    """Converts an argument from MiB to bytes, at least 1. Raises ``ValueError`` if it is not above 0."""
+    if not mebibytes > 0:
+        raise ValueError(f"{argument}={mebibytes}: a bucket holds more than 0 MiB")
+    return max(1, int(min(mebibytes * 2**20, sys.maxsize)))
 
 
 def put(copies: Sequence[list[Tensor]], indices: Sequence[int], by_slot: Sequence[Sequence[Any]]) -> None:

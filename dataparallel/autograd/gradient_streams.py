@@ -18,6 +18,10 @@ Flat buffers are memory of the streams that made them, and side streams read the
 - The sum is held by its user.
 - Flat buffers on other devices are held until their computing stream has waited for the side stream: when the second
   bucket after them travels, because the wait costs nothing by then, or when backward ends.
+- ``record_stream`` names the side stream for flat buffers of further slots on the root's device, because the root's
+  computing stream must not wait for the sum, and for those that another stream than the computing one has made.
+  ``record_stream`` everywhere would hold the buffers of a whole step: such memory is free only when the host looks
+  again, and by then the host may have launched all of it.
 
 Copies of parameters have side streams of their own: see ``streams.arrivals``.
 """

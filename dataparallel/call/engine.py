@@ -24,7 +24,7 @@ from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.devices import DeviceLike, resolve, resolve_output
 from dataparallel.kept.replicas import KeptReplicas
 from dataparallel.losses import CallLoss, Criterion, ReplicaLoss
-from dataparallel.parallel_apply import run_replicas
+from dataparallel.parallel_apply import check_workers, run_replicas
 from dataparallel.profiling import stage
 from dataparallel.replicate import cap_in_bytes
 from dataparallel.scatter_gather import gather, scatter_arguments
@@ -101,22 +101,12 @@ class CallOptions:
         if isinstance(dim, bool) or not hasattr(dim, "__index__"):
             raise TypeError(f"dim={dim!r}: the batch dimension is an int")
         dim = operator.index(dim)
-        if workers is not None and workers < 1:
-            raise ValueError(f"workers={workers}: at least 1 replica has to run")
+        check_workers(workers)
         options = cls(slots, output_device, dim, BatchSplit(chunk_sizes, len(slots)), cap_in_bytes(bucket_cap_mb))
         options.workers, options.serial = workers, serial
         if loss is not None:
             options.loss, *_ = [ReplicaLoss(loss, module) for module in modules]
         return options
-
-    @property
-    def chunk_sizes(self) -> ChunkSizes:
-        """How the slots share a batch, as it was given; sequences as tuples. It may be assigned between calls."""
-        return self.split.given
-
-    @chunk_sizes.setter
-    def chunk_sizes(self, given: ChunkSizes) -> None:
-        self.split = BatchSplit(given, len(self.slots))
 
 
 class ReplicaMaker(ABC):

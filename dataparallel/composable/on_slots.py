@@ -17,6 +17,7 @@ import torch.fx
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.call.batch_split import BatchSplit
 from dataparallel.call.engine import CallEngine, CallOptions, Method, ReplicaMaker
 from dataparallel.chunk_sizes import ChunkSizes
 from dataparallel.composable.managed import KEY, ManagedModule, held_by, original_class
@@ -58,11 +59,11 @@ class StateOnSlots(ReplicaMaker):
     @property
     def chunk_sizes(self) -> ChunkSizes:
         """How the slots share a batch: may be assigned between calls, as that of `dataparallel.DataParallel`."""
-        return self.options.chunk_sizes
+        return self.options.split.given
 
     @chunk_sizes.setter
     def chunk_sizes(self, given: ChunkSizes) -> None:
-        self.options.chunk_sizes = given
+        self.options.split = BatchSplit(given, len(self.slots))
 
     def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of ``method`` for the whole batch: see `CallEngine.run`."""

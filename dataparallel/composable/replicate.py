@@ -228,8 +228,7 @@ def _prepare(
     with together:
         _check_kind(module)
         slots = resolve_slots(devices) or ([] if machines is None else [CPU])
-        if not first_bucket_mb > 0:
-            raise ValueError(f"first_bucket_mb={first_bucket_mb}: a bucket holds more than 0 MiB")
+        first_bytes = cap_in_bytes(first_bucket_mb, "first_bucket_mb")
         options = CallOptions.checked(
             [module],
             slots,
@@ -249,7 +248,7 @@ def _prepare(
         state = ReplicateState(
             module,
             options,
-            first_bytes=cap_in_bytes(first_bucket_mb),
+            first_bytes=first_bytes,
             broadcast_buffers=broadcast_buffers,
             ignored_modules=modules,
             ignored_parameters=parameters,

@@ -1,1 +1,1 @@
-"""Replicas and tensors that later calls use again. ``replicas`` decides; forms bring stores, made of ``tensors``."""
+"""Replicas and tensors that later calls use again. ``replicas`` makes them; ``tensors`` lends them tensors."""

@@ -1,11 +1,11 @@
-"""Where the tensors of a call's replicas come from: the store of each form, and that of the wrapper.
+"""`ReplicaTensors`: where a form gets the tensors of its replicas. `KeptCopies` is that of the wrapper.
 
-A form says by `ReplicaTensors` what it lends to a call and what it has back after it. ``composable`` has the stores of
-`replicate` and `fully_shard`.
+``composable`` has those of `replicate` and `fully_shard`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import compress
 from operator import attrgetter
@@ -26,9 +26,10 @@ from dataparallel.streams.current import current_streams
 __all__ = ["KeptCopies", "ReplicaTensors"]
 
 
-class ReplicaTensors:
+class ReplicaTensors(ABC):
     """Lends tensors to replicas, for one call at a time. A copy of it holds no tensors."""
 
+    @abstractmethod
     def for_call(
         self,
         plan: ModulePlan,
@@ -41,15 +42,14 @@ class ReplicaTensors:
 
         ``record``: a graph is recorded. ``arrivals``: parameters may still be on their way, and this launches them.
         """
-        raise NotImplementedError
 
-    def end_call(self) -> None:
+    def end_call(self) -> None:  # noqa: B027 - some stores do nothing
         """Removes everything that the last call left on kept tensors."""
 
-    def forget_last_call(self) -> None:
+    def forget_last_call(self) -> None:  # noqa: B027 - some stores do nothing
         """Drops the tensors of the last call, which has failed."""
 
-    def clear(self) -> None:
+    def clear(self) -> None:  # noqa: B027 - some stores do nothing
         """Drops everything."""
 
 

@@ -4,7 +4,6 @@ import copy
 import inspect
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, prefetch
+from dataparallel import DataParallel, prefetch, scatter_gather
 from dataparallel.composable import fully_shard, register_forward_method, replicate
+from each_form import Form, replicating_forms, whole
 
-FORMS: dict[str, Callable[..., Any]] = {
-    "DataParallel": DataParallel,
-    "replicate": lambda module, slots, **options: replicate(module, devices=slots, **options),
-    "fully_shard": lambda module, slots, **options: fully_shard(module, devices=slots, **options),
-}
 TABLE = Path(__file__).parents[2] / "docs" / "api.rst"
-
-form = pytest.mark.parametrize("form", FORMS)
 
 
 class Net(nn.Module):
@@ -66,38 +59,35 @@ def target(root: torch.device) -> Tensor:
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    return [getattr(p.grad, "full_tensor", lambda g=p.grad: g)().cpu() for p in model.parameters()]
+    return [whole(parameter.grad).cpu() for parameter in model.parameters()]
 
 
 def close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, check_device=False)
 
 
-@form
-def test_serial_runs_all_replicas_in_the_calling_thread(form: str, single: Net, slots: list, x: Tensor) -> None:
-    model = FORMS[form](single, slots, serial=True)
+def test_serial_runs_all_replicas_in_the_calling_thread(form: Form, single: Net, slots: list, x: Tensor) -> None:
+    model = form(single, slots, serial=True)
     model(x).sum().backward()
     assert single.seen["threads"] == {threading.get_ident()}
     assert single.seen["most"] == 1
 
 
-@form
-def test_workers_limit_how_many_replicas_run(form: str, single: Net, slots: list, x: Tensor) -> None:
-    model = FORMS[form](single, slots, workers=1)
+def test_workers_limit_how_many_replicas_run(form: Form, single: Net, slots: list, x: Tensor) -> None:
+    model = form(single, slots, workers=1)
     for _ in range(3):
         model(x)
     assert single.seen["most"] == 1
     with pytest.raises(ValueError, match="workers=0: at least 1 replica"):
-        FORMS[form](Net(), slots, workers=0)
+        form(Net(), slots, workers=0)
 
 
-@form
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")], ids=str)
 def test_the_loss_is_that_of_one_device(
-    form: str, criterion: nn.Module, single: Net, slots: list, x: Tensor, target: Tensor
+    form: Form, criterion: nn.Module, single: Net, slots: list, x: Tensor, target: Tensor
 ) -> None:
     single.eval()
-    model = FORMS[form](copy.deepcopy(single).eval(), slots, loss=criterion)
+    model = form(copy.deepcopy(single).eval(), slots, loss=criterion)
     loss, outputs = model(x, target=target, outputs=True)
     expected = single(x)
     close(outputs, expected)
@@ -110,19 +100,17 @@ def test_the_loss_is_that_of_one_device(
         model(x, outputs=True)
 
 
-@form
 def test_without_slots_the_module_computes_the_loss(
-    form: str, single: Net, x: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch
+    form: Form, single: Net, x: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
     expected = nn.functional.cross_entropy(copy.deepcopy(single)(x), target)
-    close(FORMS[form](single, None, loss=nn.CrossEntropyLoss())(x, target=target), expected)
+    close(form(single, None, loss=nn.CrossEntropyLoss())(x, target=target), expected)
 
 
-@form
-def test_batch_norm_sees_the_whole_batch(form: str, single: Net, slots: list, x: Tensor) -> None:
-    model = FORMS[form](copy.deepcopy(single), slots, sync_batch_norm=True)
+def test_batch_norm_sees_the_whole_batch(form: Form, single: Net, slots: list, x: Tensor) -> None:
+    model = form(copy.deepcopy(single), slots, sync_batch_norm=True)
     output, expected = model(x), single(x)
     close(output, expected)
     output.square().mean().backward()
@@ -132,21 +120,17 @@ def test_batch_norm_sees_the_whole_batch(form: str, single: Net, slots: list, x:
     close(buffers, dict(single.named_buffers()))
 
 
-@form
-def test_what_cannot_be_synchronised_changes_nothing(form: str, single: Net, slots: list) -> None:
+def test_what_cannot_be_synchronised_changes_nothing(form: Form, single: Net, slots: list) -> None:
     with pytest.raises(ValueError, match="there is one machine only"):
-        FORMS[form](single, slots, sync_batch_norm="across_machines")
+        form(single, slots, sync_batch_norm="across_machines")
     assert type(single) is Net
     assert type(single.layers[1]) is nn.BatchNorm1d
 
 
-@form
 @pytest.mark.devices("sim", "cuda")
-def test_batches_are_sent_ahead(form: str, single: Net, slots: list) -> None:
+def test_batches_are_sent_ahead(form: Form, single: Net, slots: list) -> None:
     """A batch that `prefetch` has sent is on the slots already: the call copies nothing."""
-    from dataparallel import scatter_gather
-
-    model = FORMS[form](single, slots)
+    model = form(single, slots)
     generator = torch.Generator().manual_seed(3)
     batches = [torch.randn(9, 4, dtype=torch.float64, generator=generator) for _ in range(4)]
     taken: list[Any] = []
@@ -164,10 +148,10 @@ def test_batches_are_sent_ahead(form: str, single: Net, slots: list) -> None:
     assert all(chunks is not None for chunks in taken)
 
 
-@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
-def test_frozen_replicas_stay(form: str, single: Net, slots: list, x: Tensor, root: torch.device) -> None:
+@replicating_forms
+def test_frozen_replicas_stay(form: Form, single: Net, slots: list, x: Tensor, root: torch.device) -> None:
     single.eval()
-    model = FORMS[form](copy.deepcopy(single).eval(), slots)
+    model = form(copy.deepcopy(single).eval(), slots)
     module = getattr(model, "module", model)
     with torch.no_grad():
         before = model(x)
@@ -241,11 +225,9 @@ def test_frozen_replicas_of_a_method_have_the_hooks_of_the_module(slots: list, r
             close(model.encode(x), expected)
 
 
-def test_the_module_itself_may_be_what_is_synchronised(slots: list, root: torch.device) -> None:
-    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(4)).double().to(root)
-    for make in FORMS.values():
-        model = make(nn.BatchNorm1d(4).double().to(root), slots, sync_batch_norm=True)
-        close(model(x), nn.BatchNorm1d(4).double().to(root)(x))
+def test_the_module_itself_may_be_what_is_synchronised(form: Form, slots: list, root: torch.device, x: Tensor) -> None:
+    model = form(nn.BatchNorm1d(4).double().to(root), slots, sync_batch_norm=True)
+    close(model(x), nn.BatchNorm1d(4).double().to(root)(x))
 
 
 @pytest.mark.devices("cpu")
