@@ -120,7 +120,7 @@ def run_replicas(
     ]
     if then is not None:
         calls = [partial(_followed, call, function) for call, function in zip(calls, then, strict=True)]
-    meeting = Meeting(slots, machines)
+    meeting = Meeting(slots, machines, is_serial(serial))
     if len(calls) > 1 or machines is not None:  # otherwise there is nobody to meet
         calls = [partial(meeting.run, slot, call) for slot, call in enumerate(calls)]
     times = None if balanced is None else balanced.measures(slots)
@@ -128,7 +128,7 @@ def run_replicas(
         calls = [partial(times.run, slot, call) for slot, call in enumerate(calls)]
     state = CallerState(slots)
     watch = replicas(type(modules[0]).__name__, slots)
-    permits, groups = (1, None) if is_serial(serial) else _who_may_run_together(modules[0], slots, state, workers)
+    permits, groups = (1, None) if meeting.is_serial else _who_may_run_together(modules[0], slots, state, workers)
     if times is not None:
         times.begin(state.streams, zip(arguments, keywords, strict=True))
     if balanced is not None:

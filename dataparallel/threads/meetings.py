@@ -138,6 +138,7 @@ class Meeting:
     Attributes:
         machines: a ``machines.peer_rounds.PeerCall`` if the form of the call spans machines.
         turns: what runs the replicas; set before the first of them starts.
+        is_serial: all replicas run in the calling thread, so one that waits for another waits in vain.
         records: true if each ``forward`` begins with gradients on.
         hooks: the saved-tensor hooks with which each ``forward`` begins, if there are any.
 
@@ -146,12 +147,12 @@ class Meeting:
     Each is written with ``_lock`` held.
     """
 
-    __slots__ = ("_failed", "_is_complete", "_lock", "_returned", "_visits", "devices", "hooks", "machines", "records",
-                 "turns")  # fmt: skip
+    __slots__ = ("_failed", "_is_complete", "_lock", "_returned", "_visits", "devices", "hooks", "is_serial",
+                 "machines", "records", "turns")  # fmt: skip
 
-    def __init__(self, devices: Sequence[torch.device], machines: Any = None) -> None:
+    def __init__(self, devices: Sequence[torch.device], machines: Any = None, is_serial: bool = False) -> None:
         self.devices = tuple(devices)
-        self.machines = machines
+        self.machines, self.is_serial = machines, is_serial
         self.turns: Turns | None = None
         self.records = torch.is_grad_enabled()
         self.hooks = _torch.top_saved_tensors_hooks(True)

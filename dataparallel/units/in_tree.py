@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dataparallel.compiled.gate import gate
-from dataparallel.parallel_apply import is_serial
 from dataparallel.threads.meetings import Place, Turns, here
 from dataparallel.threads.slot_times import waiting
 from dataparallel.units.owned import LastCopies
@@ -111,7 +110,7 @@ class Room:
         place = here()
         if place is None or place.count == 1 or place.meeting.turns is None or place.thread != threading.get_ident():
             return False
-        if is_serial(None):  # all run in one thread, one after the other
+        if place.meeting.is_serial:
             return False
         return gate.run_aside(self._wait, place, place.meeting.turns, needed, has_come)
 

@@ -1,6 +1,7 @@
 """Gathers are launched once for all slots. What arrives too early is limited, and never kept."""
 
 import sys
+import threading
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from clocked import counted
 from dataparallel.composable import fully_shard
+from dataparallel.parallel_apply import SERIAL_VARIABLE
 from dataparallel.units import in_tree, joint
 from dataparallel.units.owned import Source
 from made_units import recorded_gathers, without_joint_gathers
@@ -17,6 +19,9 @@ from made_units import recorded_gathers, without_joint_gathers
 pytestmark = pytest.mark.devices("sim", "stand-in")
 
 WIDTH = 13
+
+
+THREADS: set[int] = set()  # in which a forward has run
 
 
 class Blocks(nn.Module):
@@ -31,6 +36,7 @@ class Blocks(nn.Module):
         self.skips: dict[torch.device, int] = {}  # a block for each device
 
     def forward(self, x: Tensor) -> Tensor:
+        THREADS.add(threading.get_ident())
         for number, block in enumerate(self.blocks):
             for _ in range(0 if self.skips.get(x.device) == number else self.times):
                 x = torch.tanh(block(x))
@@ -39,12 +45,12 @@ class Blocks(nn.Module):
         return x * self.scale
 
 
-def make(slots: list[Any], times: int = 1) -> Any:
+def make(slots: list[Any], times: int = 1, **options: Any) -> Any:
     torch.manual_seed(0)
     model = Blocks(times).to(slots[0])
     for block in model.blocks:
         fully_shard(block, devices=slots)
-    return fully_shard(model, devices=slots)
+    return fully_shard(model, devices=slots, **options)
 
 
 def units(model: Any) -> list[Any]:
@@ -168,6 +174,21 @@ def test_slots_that_nobody_lets_on_pull_by_themselves(slots, gathers, monkeypatc
     with torch.no_grad():
         make(slots)(rows(slots))
     assert len(gathers) > 4
+
+
+@pytest.mark.slots(4)
+@pytest.mark.parametrize("by_environment", [True, False])
+def test_slots_that_run_in_one_thread_wait_for_nobody(by_environment, slots, monkeypatch):
+    """The others cannot come, and no thread is started for them."""
+    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(in_tree, "_PATIENCE", 30.0)
+    if by_environment:
+        monkeypatch.setenv(SERIAL_VARIABLE, "1")
+    model = make(slots) if by_environment else make(slots, serial=True)
+    THREADS.clear()
+    with torch.no_grad():
+        model(rows(slots))
+    assert {threading.get_ident()} == THREADS
 
 
 @pytest.mark.slots(4)
