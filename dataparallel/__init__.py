@@ -14,13 +14,13 @@ from dataparallel._version import __version__
 
 if TYPE_CHECKING:
     from dataparallel import nn, peers
-    from dataparallel.data_parallel import DataParallel, data_parallel
-    from dataparallel.parallel_apply import parallel_apply
-    from dataparallel.per_replica import PerReplica
-    from dataparallel.prefetch import prefetch
-    from dataparallel.replicate import replicate
+    from dataparallel.batches.per_replica import PerReplica
+    from dataparallel.batches.scatter_gather import gather, scatter, scatter_kwargs, whole
+    from dataparallel.call.parallel_apply import parallel_apply
+    from dataparallel.forms.data_parallel import DataParallel, data_parallel
+    from dataparallel.forms.prefetch import prefetch
+    from dataparallel.replicas.replicate import replicate
     from dataparallel.samples import samples
-    from dataparallel.scatter_gather import gather, scatter, scatter_kwargs, whole
     from dataparallel.tracing import trace
 
 __all__ = [
@@ -44,13 +44,13 @@ __all__ = [
 import_on_demand(
     __name__,
     {
-        "data_parallel": ("DataParallel", "data_parallel"),
-        "parallel_apply": ("parallel_apply",),
-        "per_replica": ("PerReplica",),
-        "prefetch": ("prefetch",),
-        "replicate": ("replicate",),
+        "forms.data_parallel": ("DataParallel", "data_parallel"),
+        "call.parallel_apply": ("parallel_apply",),
+        "batches.per_replica": ("PerReplica",),
+        "forms.prefetch": ("prefetch",),
+        "replicas.replicate": ("replicate",),
         "samples": ("samples",),
-        "scatter_gather": ("gather", "scatter", "scatter_kwargs", "whole"),
+        "batches.scatter_gather": ("gather", "scatter", "scatter_kwargs", "whole"),
         "tracing": ("trace",),
     },
 )

@@ -3,7 +3,7 @@
 This is only the entry point: ``report`` writes the text. The interpreter runs it, and nobody imports it.
 """
 
-from dataparallel.report import collect, format_report
+from dataparallel.tracing.report import collect, format_report
 
 if __name__ == "__main__":
     print(format_report(collect()))

@@ -1,7 +1,8 @@
 """Packages whose public names are imported when they are first asked for.
 
 ``dataparallel`` and ``dataparallel.testing`` are such packages: importing them must not import torch, because a
-stand-in for CUDA has to be there before torch. Only an ``__init__`` calls this file. It knows no name of the library.
+stand-in for CUDA has to be there before torch. ``dataparallel.composable`` is such a module.
+This file knows no name of the library.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 __all__ = ["import_on_demand"]
 
+ROOT = __name__.partition(".")[0]
+
 # Python raises in one of two threads that wait for each other because one imports a folder and the other a file in it.
 # Files of the library ask for no public name, so no thread waits for this lock while others wait for what it imports.
 _one_thread = threading.RLock()
@@ -27,7 +30,7 @@ def import_on_demand(package: str, rooms: Mapping[str, tuple[str, ...]]) -> None
 
     Args:
         package: the ``__name__`` of the package.
-        rooms: the names that are public, by the submodule that has them.
+        rooms: the names that are public, by the module that has them: its path below the library's package.
     """
     module = sys.modules[package]
     vars(module)["_room_of"] = {name: room for room, names in rooms.items() for name in names}
@@ -43,7 +46,7 @@ class _Package(ModuleType):
         room = self._room_of.get(name)
         if room is not None:
             with _one_thread:
-                found = getattr(importlib.import_module(f"{self.__name__}.{room}"), name)
+                found = getattr(importlib.import_module(f"{ROOT}.{room}"), name)
             vars(self)[name] = found
             return found
         submodule = f"{self.__name__}.{name}"

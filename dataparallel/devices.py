@@ -3,7 +3,7 @@
 Every other room asks here what a device argument means, so that ints, strings and ``torch.device`` mean the same thing
 everywhere, and CUDA, XPU and PrivateUse1 devices take one code path, except in the transports of ``comm`` and the check
 for CUDA graph capture. This room moves no tensor and knows no module. Importing it touches no device;
-`current_device_set` may create a context on one (see ``streams.current``). Any room may call this one.
+`current_device_set` may create a context on one (see ``comm.streams.current``). Any room may call this one.
 """
 
 from __future__ import annotations

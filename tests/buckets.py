@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.autograd.gradient_streams import GradientStreams
-from dataparallel.streams.current import current_streams
+from dataparallel.comm.streams.current import current_streams
 
 
 def broadcast(slots: list, sources: list[Tensor], **arguments: Any) -> list[tuple[Tensor, ...]]:

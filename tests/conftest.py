@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from dataparallel import DataParallel, ownership
-from dataparallel.streams import arrivals
+from dataparallel.comm.streams import arrivals
 from dataparallel.testing.cuda import is_stand_in
 from dataparallel.testing.cuda.possible import why_not_here
 from dataparallel.testing.pytest import settle

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dataparallel.streams import ahead
+from dataparallel.comm.streams import ahead
 
 
 class Echo(nn.Module):
@@ -27,7 +27,7 @@ def batches(count: int = 4, samples: int = 7) -> list[tuple[Tensor, Tensor]]:
 def waiting() -> int:
     """The number of copies that were sent ahead and that no call has taken.
 
-    It reads a private of ``streams.ahead``: no user needs to know, and on devices the copies are not to be seen.
+    It reads a private of ``comm.streams.ahead``: no user needs to know, and on devices the copies are not to be seen.
     """
     return sum(map(len, ahead._waiting.values()))
 

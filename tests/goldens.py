@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
+from dataparallel.comm.streams import arrivals
 from dataparallel.composable import replicate
-from dataparallel.streams import arrivals
 from dataparallel.testing import simulate
 from dataparallel.testing.steps import mean_square_loss
 from sharded_steps import MODELS, Batch, batches_of, on_device, sharded

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from dataparallel.sharded import Shard, distribute_tensor
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.units import joint
-from dataparallel.units.owned import Source
-from dataparallel.units.unit import Precision, Unit
+from dataparallel.sharded.units import joint
+from dataparallel.sharded.units.owned import Source
+from dataparallel.sharded.units.unit import Precision, Unit
 
 
 def values(count: int = 2, rows: int = 6, dtype: torch.dtype = torch.float64) -> list[Tensor]:

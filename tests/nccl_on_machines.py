@@ -19,9 +19,9 @@ from torch import Tensor, distributed
 
 from dataparallel import _torch
 from dataparallel.comm import nccl
+from dataparallel.comm.streams.current import Event
 from dataparallel.devices import CPU
 from dataparallel.machines import group as groups
-from dataparallel.streams.current import Event
 
 _NAMES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 

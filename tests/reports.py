@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dataparallel.report import Report
+from dataparallel.tracing.report import Report
 
 
 def make_report(devices: tuple | list = (), **changes: Any) -> Report:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from dataparallel.streams import current
+from dataparallel.comm.streams import current
 
 
 def make_library_streams(devices: Iterable[torch.device]) -> None:

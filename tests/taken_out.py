@@ -36,14 +36,14 @@ def blank(event: Any) -> Any:
 
 def streams_joined(streams: Any) -> Any:
     """Makes the streams current, and orders nothing."""
-    from dataparallel.streams.current import streams_set
+    from dataparallel.comm.streams.current import streams_set
 
     return streams_set(streams)
 
 
 def forward_streams_set(node: Any, grads: Any) -> Any:
     """Makes the streams of the node's forward current, and orders nothing."""
-    from dataparallel.streams.current import streams_set
+    from dataparallel.comm.streams.current import streams_set
 
     return streams_set(node.streams)
 

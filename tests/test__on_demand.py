@@ -62,7 +62,8 @@ def first_the_file(package, name):
     return is_right(package, name)
 
 def first_others(package, name):
-    import dataparallel.composable, dataparallel.report, dataparallel.testing.simulated, dataparallel.testing.pytest
+    import dataparallel.composable, dataparallel.testing.pytest, dataparallel.testing.simulated
+    import dataparallel.tracing.report
     return is_right(package, name)
 
 def first_the_file_and_then_the_name(package, name):

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 import dataparallel
-from dataparallel import DataParallel, report
+from dataparallel import DataParallel
 from dataparallel.comm.cupy import launch
 from dataparallel.comm.nccl import Nccl
 from dataparallel.comm.nccl import why_not as why_not_nccl
+from dataparallel.tracing import report
 
 pytestmark = [
     pytest.mark.devices("cpu"),

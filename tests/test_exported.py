@@ -8,7 +8,7 @@ from torch import nn
 
 from around import assert_same_parameters, batches
 from dataparallel import DataParallel, replicate
-from dataparallel.modules.placement import forward_on
+from dataparallel.replicas.placement import forward_on
 from dataparallel.testing.parity import Perturbation, assert_same_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

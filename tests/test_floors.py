@@ -18,43 +18,35 @@ ROOT = Path(dataparallel.__file__).parent
 FLOORS = """
     __main__           python -m dataparallel
     testing            simulated accelerators, a stand-in for CUDA, helpers for tests: no other room imports them
-    report             what the machine has, and how tensors would travel
     __init__           the public names
-    ─── what users touch
-    tracing            where the time of a step went
-    prefetch           a loader whose batches are on the devices before the call
-    composable         forms without a wrapper
+    ─── public paths, which have names and no code
+    composable         the forms without a wrapper
+    compiled           counts of compiled functions
     data_parallel      the wrapper
-    ─── replicas that talk to each other
+    prefetch           a loader of batches
+    scatter_gather     stages
+    replicate          a stage
+    parallel_apply     a stage
+    batch_types        how users register types
+    ─── what users call
+    tracing            where the time of a step went, and what the machine has
+    forms              DataParallel, replicate, fully_shard, and what each keeps between calls
+    call               the four stages of a call, in a row
     nn                 modules whose replicas talk to each other
     peers              collectives between the replicas of a call
-    ─── what is divided, and what crosses the network
-    units              parameters that are gathered and freed together
+    ─── models that are divided, gradients that are summed, and what crosses the network
+    sharded            tensors whose parts lie on several devices, and units: parameters gathered and freed together
+    gradients          sums of the gradients of persistent replicas, and communication hooks
     machines           what crosses the network, over a process group of torch.distributed
-    sharded            tensors whose parts lie on several devices
-    ─── the four stages
-    call               the four stages of a call, and what surrounds them
-    losses             the loss of a batch, computed on the replicas
-    kept               replicas and tensors that later calls use again
-    scatter_gather     nested structures in, nested structures out
-    joined             one structure of each replica, joined
-    batches            how batches that are no dense tensors are cut, moved and joined
-    replicate          one module, a copy for each slot
-    parallel_apply     each copy runs on its device
-    ─── their machinery
+    ─── copies of a module, and who runs them
     threads            the threads that run replicas, and the settings that replicas see
+    replicas           a module tree, read once and copied, and what later calls use again
+    batches            nested structures, split and joined
+    ─── tensors between devices
     autograd           functions and nodes of the graph
-    modules            a module tree, read once and copied
-    compiled           compiled functions that replicas call
-    streams            which stream does what, and what orders them
-    structures         nested arguments, walked
-    chunk_sizes        how many samples each slot gets
-    comm               tensors between devices
-    streams.current    current streams and events: comm's check of peers needs them too
+    comm               tensors between devices, and the streams that they travel on
     ─── the ground
     samples            the mark of a list with one entry for each sample
-    batch_types        which types are containers, which are batches
-    per_replica        one value for each replica
     replica_parameter  the class of a replica's parameters
     ownership          who else holds an object
     profiling          named ranges, and who records them

@@ -9,7 +9,7 @@ from torch import nn
 from around import assert_same_parameters, batches
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.modules.placement import refuse_constants
+from dataparallel.replicas.placement import refuse_constants
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -174,7 +174,7 @@ class TestConstants:
         model(x)
         monkeypatch.setattr(torch.jit.RecursiveScriptModule, "inlined_graph", property(lambda self: 1 / 0))
         model(x)
-        assert refuse_constants.__module__ == "dataparallel.modules.placement"
+        assert refuse_constants.__module__ == "dataparallel.replicas.placement"
 
 
 def _frozen(model, x):

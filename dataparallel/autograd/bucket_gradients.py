@@ -9,7 +9,7 @@ the contents: it would apply ``record_stream`` to gradients that change streams,
 again until the host looks. ``gradient_streams`` holds the contents instead. The engine orders streams for an envelope,
 and thereby for its contents, which were made before it.
 
-``bucket_nodes`` has the nodes. Only it and ``composable.gradient_sums`` use this room.
+``bucket_nodes`` has the nodes. Only it and ``gradients.gradient_sums`` use this room.
 """
 
 from __future__ import annotations

@@ -47,10 +47,10 @@ from dataparallel.autograd.gradient_streams import GradientStreams, Made
 from dataparallel.autograd.node import Node, run_first, run_last
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import unflatten
+from dataparallel.comm.streams.current import streams_set
+from dataparallel.comm.streams.nodes import memory_of, note_forward_streams
 from dataparallel.comm.transport import Later
 from dataparallel.profiling import note_gradients, stage
-from dataparallel.streams.current import streams_set
-from dataparallel.streams.nodes import memory_of, note_forward_streams
 
 __all__ = ["FromSource", "OnSlot", "ToSlots", "broadcast_bucket"]
 

@@ -20,11 +20,11 @@ from dataparallel.autograd.node import Node, run_first
 from dataparallel.autograd.recompute import note_whether_to_recompute, recompute_here
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import Planned, alias
+from dataparallel.comm.streams.current import streams_set
+from dataparallel.comm.streams.nodes import forward_streams_set, note_forward_streams
 from dataparallel.comm.transport import Later
 from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.profiling import stage
-from dataparallel.streams.current import streams_set
-from dataparallel.streams.nodes import forward_streams_set, note_forward_streams
 
 __all__ = ["Broadcast", "Collect", "Gather", "ReduceAddCoalesced", "Scatter", "copies_for_slots", "sums_over_slots"]
 

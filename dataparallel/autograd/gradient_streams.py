@@ -23,7 +23,7 @@ Flat buffers are memory of the streams that made them, and side streams read the
   ``record_stream`` everywhere would hold the buffers of a whole step: such memory is free only when the host looks
   again, and by then the host may have launched all of it.
 
-Copies of parameters have side streams of their own: see ``streams.arrivals``.
+Copies of parameters have side streams of their own: see ``comm.streams.arrivals``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
-from dataparallel.streams.current import Event, kept_stream, make_current, run_apart
-from dataparallel.streams.nodes import memory_of
+from dataparallel.comm.streams.current import Event, kept_stream, make_current, run_apart
+from dataparallel.comm.streams.nodes import memory_of
 
 __all__ = ["GradientStreams", "Made", "side_stream"]
 

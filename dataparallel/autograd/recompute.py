@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.pass_of_backward import running_pass
-from dataparallel.streams.current import run_apart
+from dataparallel.comm.streams.current import run_apart
 
 __all__ = ["note_whether_to_recompute", "recompute_here", "restore_after_backward"]
 

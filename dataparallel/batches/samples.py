@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.functions import Broadcast, Collect
-from dataparallel.batch_types import batch_of, container_of
+from dataparallel.batches.batch_types import batch_of, container_of
+from dataparallel.batches.per_replica import PerReplica
 from dataparallel.batches.ragged import RaggedCopies, is_ragged
+from dataparallel.batches.structures import leaves, tensors_in
 from dataparallel.comm.checks import why_not_movable
-from dataparallel.per_replica import PerReplica
+from dataparallel.comm.streams.ahead import take_sent_chunks
 from dataparallel.samples import Samples
-from dataparallel.streams.ahead import take_sent_chunks
-from dataparallel.structures import leaves, tensors_in
 
 __all__ = ["SampleCopies", "check_entries", "joined_samples", "slots_of_tensors"]
 

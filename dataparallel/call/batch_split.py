@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dataparallel.chunk_sizes import BALANCED, ChunkSizes, Exact, Shares, checked, near_equal
+from dataparallel.batches.chunk_sizes import BALANCED, ChunkSizes, Exact, Shares, checked, near_equal
 from dataparallel.threads.balance import BalancedCall, Balancer
 from dataparallel.threads.permits import kind_of_call, size_of
 

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.batches.chunk_sizes import Splits
+from dataparallel.batches.scatter_gather import moved
 from dataparallel.call.batch_split import BatchSplit
-from dataparallel.chunk_sizes import Splits
+from dataparallel.call.parallel_apply import is_serial
+from dataparallel.comm.streams.ahead import HostReads
+from dataparallel.comm.streams.arrivals import LateCopies
 from dataparallel.devices import current_device_set
-from dataparallel.kept.replicas import KeptReplicas
-from dataparallel.modules.cycles import CycleBreaker
-from dataparallel.parallel_apply import is_serial
 from dataparallel.profiling import stage
-from dataparallel.scatter_gather import moved
-from dataparallel.streams.ahead import HostReads
-from dataparallel.streams.arrivals import LateCopies
+from dataparallel.replicas.cycles import CycleBreaker
+from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 

@@ -18,17 +18,17 @@ import torch
 from torch import nn
 
 from dataparallel import _torch
+from dataparallel.batches.chunk_sizes import ChunkSizes
+from dataparallel.batches.scatter_gather import gather, scatter_arguments
+from dataparallel.batches.structures import arguments_of_one
 from dataparallel.call.batch_split import BatchSplit
 from dataparallel.call.context import Call, run_alone
-from dataparallel.chunk_sizes import ChunkSizes
+from dataparallel.call.losses import CallLoss, Criterion, ReplicaLoss
+from dataparallel.call.parallel_apply import check_workers, run_replicas
 from dataparallel.devices import DeviceLike, resolve, resolve_output
-from dataparallel.kept.replicas import KeptReplicas
-from dataparallel.losses import CallLoss, Criterion, ReplicaLoss
-from dataparallel.parallel_apply import check_workers, run_replicas
 from dataparallel.profiling import stage
-from dataparallel.replicate import cap_in_bytes
-from dataparallel.scatter_gather import gather, scatter_arguments
-from dataparallel.structures import arguments_of_one
+from dataparallel.replicas.kept_replicas import KeptReplicas
+from dataparallel.replicas.replicate import cap_in_bytes
 from dataparallel.threads.meetings import Meeting
 from dataparallel.threads.permits import PermitChooser
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from dataparallel.comm.streams.current import current_streams, kept_stream
 from dataparallel.devices import current_device_set
-from dataparallel.streams.current import current_streams, kept_stream
 
 __all__ = ["RECEIVING", "SENDING", "PieceStreams", "are_pieces_under_way", "piece_streams", "piece_streams_kept"]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from dataparallel.comm.buckets import same_kind, travels_flat
 from dataparallel.comm.routes import STAR
+from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.transport import Transport
 from dataparallel.devices import CPU
 from dataparallel.profiling import note_copy
-from dataparallel.streams.current import Event, current_streams
 
 __all__ = ["ThroughHost", "can_pin", "send"]
 

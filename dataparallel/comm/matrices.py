@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.duplex import RECEIVING, SENDING, piece_streams
+from dataparallel.comm.streams.current import Event
 from dataparallel.devices import CPU
-from dataparallel.streams.current import Event
 
 __all__ = ["Memory", "all_gather", "are_apart", "memory", "reduce_scatter"]
 

@@ -16,9 +16,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from dataparallel.comm.streams.current import kept_stream, streams_set
 from dataparallel.environment import says_no
 from dataparallel.forks import in_forked_child
-from dataparallel.streams.current import kept_stream, streams_set
 
 __all__ = ["VARIABLE", "Pair", "check_all", "forget", "is_on", "trusted"]
 

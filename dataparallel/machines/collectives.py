@@ -17,10 +17,10 @@ from torch.futures import Future
 
 from dataparallel._torch import current_stream_at
 from dataparallel.comm.host import can_pin
+from dataparallel.comm.streams.current import Event, kept_stream, streams_set
 from dataparallel.devices import CPU
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.health import SLICE, Check
-from dataparallel.streams.current import Event, kept_stream, streams_set
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Group

@@ -1,5 +1,5 @@
 """The errors of a group of machines. What a wait raises names the ranks and what was waited for. Any room may catch
-them; ``composable`` and ``units`` raise them too, for what they compare.
+them; ``forms`` and ``sharded.units`` raise them too, for what they compare.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Machines`: the ranks of a process group, for one purpose. ``units`` and ``composable`` pass it around.
+"""`Machines`: the ranks of a process group, for one purpose. ``forms`` make it and pass it down.
 
 A group that the user has given is sent nothing. Beside it there is one group of ours that sends tensors, whatever
 number of purposes there are: with NCCL that is one communicator for each device, made at the start.

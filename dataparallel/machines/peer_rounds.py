@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 from dataparallel import _torch
 from dataparallel.autograd.node import Node
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
+from dataparallel.batches.structures import tensors_in
 from dataparallel.machines.collectives import all_to_all, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
-from dataparallel.structures import tensors_in
 
 __all__ = ["Part", "PeerCall", "PeerRounds"]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from dataparallel.comm.streams.current import Event
 from dataparallel.forks import in_forked_child
-from dataparallel.streams.current import Event
 
 __all__ = ["note", "wait"]
 

@@ -2,7 +2,7 @@
 
 ``optimizer.load_state_dict`` puts what it is given on the parameter's device and leaves it whole. A step cannot use
 that: it would write sharded results into plain tensors. So a hook that torch runs before every step of every optimizer
-divides what is whole, and a hook of the optimizer does so after each later load. ``composable.full_state`` divides the
+divides what is whole, and a hook of the optimizer does so after each later load. ``forms.full_state`` divides the
 state before it is loaded, so that no device ever has it whole.
 """
 

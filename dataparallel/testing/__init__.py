@@ -59,9 +59,9 @@ __all__ = [
 import_on_demand(
     __name__,
     {
-        "compiling": ("SimulationUnavailable", "ToolsMissing"),
-        "models": ("MLP", "ModelArgs", "RMSNorm", "StackedMLP", "Transformer"),
-        "ranks": (
+        "testing.compiling": ("SimulationUnavailable", "ToolsMissing"),
+        "testing.models": ("MLP", "ModelArgs", "RMSNorm", "StackedMLP", "Transformer"),
+        "testing.ranks": (
             "ProcessTest",
             "Rank",
             "RanksFailed",
@@ -72,7 +72,7 @@ import_on_demand(
             "skip_unless_distributed",
             "with_comms",
         ),
-        "sharding": ("Checked", "OperatorDiffers", "ShardingConverter", "check_op"),
-        "simulated": ("simulate",),
+        "testing.sharding": ("Checked", "OperatorDiffers", "ShardingConverter", "check_op"),
+        "testing.simulated": ("simulate",),
     },
 )

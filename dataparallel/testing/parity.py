@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataparallel.composable import ReplicatedModule, replicate
-from dataparallel.composable.replicate_state import ReplicateState
-from dataparallel.data_parallel import DataParallel
+from dataparallel.forms.data_parallel import DataParallel
+from dataparallel.forms.replicate import ReplicatedModule, replicate
+from dataparallel.forms.replicate_state import ReplicateState
 from dataparallel.testing.cases import Batch, Build, adamw
 from dataparallel.testing.steps import (
     Loss,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dataparallel.chunk_sizes import split_by_shares
+from dataparallel.batches.chunk_sizes import split_by_shares
 from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.devices import CPU
 from dataparallel.threads.situations import LAST_CHECK, UNMEASURED, Chooser, lower_third

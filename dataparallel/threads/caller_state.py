@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from dataparallel import _torch
-from dataparallel.streams.current import current_streams
+from dataparallel.comm.streams.current import current_streams
 from dataparallel.threads import settings
 from dataparallel.threads.settings import INTRA_OP_THREADS, TRANSLATED, Setting
 

@@ -24,9 +24,9 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
-from dataparallel.compiled.gate import gate
 from dataparallel.forks import in_forked_child
 from dataparallel.profiling import Replicas
+from dataparallel.replicas.compiled.gate import gate
 from dataparallel.threads import pool, waits
 from dataparallel.threads.waits import Outcome, Polls, Skipped, Turn
 

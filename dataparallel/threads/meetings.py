@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from dataparallel import _torch
-from dataparallel.compiled.gate import gate
+from dataparallel.replicas.compiled.gate import gate
 from dataparallel.threads.slot_times import waiting
 from dataparallel.threads.waits import POLL_SECONDS, Turn
 

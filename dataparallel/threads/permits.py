@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
+from dataparallel.batches.structures import tensors_in
+from dataparallel.comm.streams.current import DeviceClock, Marks
 from dataparallel.devices import CPU
-from dataparallel.streams.current import DeviceClock, Marks
-from dataparallel.structures import tensors_in
 from dataparallel.threads.situations import LAST_CHECK, UNMEASURED, Chooser, lower_third
 
 __all__ = ["CallPermits", "PermitChooser", "kind_of_call", "size_of"]

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 
 from dataparallel import _torch
+from dataparallel.comm.streams.current import current_streams
 from dataparallel.devices import current_device_set
-from dataparallel.streams.current import current_streams
 
 __all__ = [
     "CARRIED",

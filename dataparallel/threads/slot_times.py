@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from dataparallel.batches.structures import tensors_in
+from dataparallel.comm.streams.current import current_streams
 from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
-from dataparallel.streams.current import current_streams
-from dataparallel.structures import tensors_in
 
 __all__ = ["SlotTimes", "free_bytes", "samples_that_fit", "shares_by_memory", "waiting"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dataparallel.chunk_sizes import split_by_shares
+from dataparallel.batches.chunk_sizes import split_by_shares
 
 __all__ = ["Cost", "fit", "predicted", "search", "within"]
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dataparallel.compiled.gate import gate
+from dataparallel.replicas.compiled.gate import gate
 
 __all__ = ["POLL_SECONDS", "Outcome", "Polls", "Skipped", "Turn"]
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from dataparallel import _torch, profiling
+from dataparallel.comm.streams.current import DeviceClock, Marks, current_streams
 from dataparallel.forks import in_forked_child
-from dataparallel.streams.current import DeviceClock, Marks, current_streams
 
 __all__ = ["ENGINE", "Copy", "Gradients", "Recorder", "Span", "Thread", "ThreadClocks", "Wait", "start", "stop"]
 

@@ -77,7 +77,7 @@ def test_a_sum_is_accumulated_before_the_slowest_slot_has_the_gradient_of_its_fi
 def test_buckets_are_filled_from_the_last_layer_and_are_small_at_both_ends(make_slots, monkeypatch):
     slots = make_slots(2)
     # The package has a function of that name, which hides the module.
-    room = importlib.import_module("dataparallel.replicate")
+    room = importlib.import_module("dataparallel.replicas.replicate")
     monkeypatch.setattr(room, "FIRST_BUCKET_BYTES", int(LAYER_MB * 2**20 / 2))
     model = Layers(5).double().to(slots[0])
     sent = []

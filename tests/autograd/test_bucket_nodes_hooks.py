@@ -9,7 +9,7 @@ from torch import Tensor
 from buckets import broadcast, check, expected, loss_of
 from dataparallel.autograd.bucket_nodes import broadcast_bucket
 from dataparallel.autograd.gradient_streams import GradientStreams
-from dataparallel.streams.current import current_streams
+from dataparallel.comm.streams.current import current_streams
 
 
 def node_of(copies: list[tuple[Tensor, ...]], name: str) -> Any:

@@ -17,9 +17,9 @@ from dataparallel import DataParallel
 from dataparallel.autograd.bucket_gradients import Packing
 from dataparallel.autograd.bucket_nodes import ToSlots
 from dataparallel.autograd.gradient_streams import side_stream
+from dataparallel.comm.streams import current
+from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.composable import replicate
-from dataparallel.streams import current
-from dataparallel.streams.current import Event, streams_set
 from spare_streams import spare_stream
 
 pytestmark = [

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, prefetch, scatter_gather
+from dataparallel import DataParallel, prefetch
+from dataparallel.batches import scatter_gather
 from dataparallel.composable import fully_shard, register_forward_method, replicate
 from each_form import Form, replicating_forms, whole
 

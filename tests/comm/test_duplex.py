@@ -14,7 +14,7 @@ from clocked import check_clocks
 from dataparallel.comm import duplex
 from dataparallel.comm.duplex import piece_streams, piece_streams_kept
 from dataparallel.comm.routes import TorchCopies
-from dataparallel.streams.current import streams_set
+from dataparallel.comm.streams.current import streams_set
 from orders import race
 
 pytestmark = [pytest.mark.devices("sim", "stand-in")]

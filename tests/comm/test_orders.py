@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from clocked import check_clocks
 from dataparallel import DataParallel, comm
 from dataparallel.comm.settings import ROUTE_VARIABLE, ROUTES, TRANSPORT_VARIABLE
+from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard, replicate
-from dataparallel.streams.current import Event, streams_set
 
 pytestmark = pytest.mark.devices("sim", "stand-in")
 

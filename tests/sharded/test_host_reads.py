@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dataparallel.comm.streams.current import Event
 from dataparallel.sharded import host_reads
-from dataparallel.streams.current import Event
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 

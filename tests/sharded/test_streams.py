@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from dataparallel.comm.streams.current import streams_joined
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.sharded import operators as sharded_operators
-from dataparallel.streams.current import streams_joined
 from sharding import full
 
 pytestmark = pytest.mark.devices("sim", "stand-in")

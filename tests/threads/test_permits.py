@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
-from dataparallel.streams.current import DeviceClock
+from dataparallel.comm.streams.current import DeviceClock
 from dataparallel.threads import permits, situations
 from dataparallel.threads.permits import PermitChooser, size_of
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from clocked import timeline
 from dataparallel import DataParallel, parallel_apply
+from dataparallel.comm.streams.current import DeviceClock, Event
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.streams.current import DeviceClock, Event
 from dataparallel.threads import permits
 from dataparallel.threads.permits import PermitChooser
 

@@ -15,9 +15,9 @@ import torch
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
+from dataparallel.comm.streams.current import Event, current_streams, streams_joined
 from dataparallel.devices import current_device
 from dataparallel.sharded import host_reads
-from dataparallel.streams.current import Event, current_streams, streams_joined
 
 __all__ = [
     "RULES",

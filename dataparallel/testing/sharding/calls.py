@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataparallel.structures import leaves
+from dataparallel.batches.structures import leaves
 from dataparallel.testing.sharding.choices import can_be_distributed, looks_like_a_tensor
 from dataparallel.testing.sharding.converter import flattened, replaced
 from dataparallel.testing.sharding.differences import differences, same_bits

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from dataparallel.batch_types import container_of
+from dataparallel.batches.batch_types import container_of
+from dataparallel.batches.structures import children_of, leaves
 from dataparallel.devices import DeviceLike
-from dataparallel.structures import children_of, leaves
 from dataparallel.testing.sharding.choices import Placements, can_be_distributed, looks_like_a_tensor, placements_of
 from dataparallel.testing.sharding.targets import Target, target_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataparallel.structures import children_of
+from dataparallel.batches.structures import children_of
 
 __all__ = ["differences", "same_bits"]
 

@@ -1,0 +1,251 @@
+"""The registry of types that scatter and gather look into (containers) or split (batches).
+
+A *container* holds other values under keys, and can be built again with other values: tuple, namedtuple, list, dict
+and their subclasses, ``UserDict``, dataclasses, and every type registered with ``torch.utils._pytree``. A *batch* holds
+many samples, is not a tensor, and can be split (``PackedSequence``). Everything else is a leaf. Users add types with
+`register_container` and `register_batch`. This room walks no structures: ``structures`` and ``scatter_gather``
+do, and ask here about each value.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from dataparallel._torch import pytree
+from dataparallel.batches.per_replica import PerReplica
+
+__all__ = ["Batch", "Container", "batch_of", "container_of", "is_written_to", "register_batch", "register_container"]
+
+
+class Container(NamedTuple):
+    """How to walk one type: see `register_container`."""
+
+    children: Callable[[Any], list[tuple[str, Any]]]
+    rebuild: Callable[[Any, list[Any]], Any]
+
+
+class Batch(NamedTuple):
+    """How to split one type: see `register_batch`."""
+
+    size: Callable[[Any], int]
+    split: Callable[[Any, Sequence[int]], Sequence[Any]]
+    to: Callable[[Any, torch.device], Any]
+    merge: Callable[[Sequence[Any]], Any]
+
+
+_containers: dict[type, Container] = {}
+_batches: dict[type, Batch] = {}
+
+
+def register_container(
+    cls: type,
+    children: Callable[[Any], list[tuple[str, Any]]],
+    rebuild: Callable[[Any, list[Any]], Any],
+) -> None:
+    """Makes ``cls`` and its subclasses containers: scatter and gather look inside them.
+
+    Args:
+        cls: the type.
+        children: ``children(obj)`` lists pairs of a path element for error messages (``[0]``, ``["key"]``, ``.field``)
+            and a value.
+        rebuild: ``rebuild(obj, values)`` makes a new object like ``obj`` with ``values``, in the same order. It must
+            not change ``obj``.
+    """
+    _containers[cls] = Container(children, rebuild)
+
+
+def register_batch(
+    cls: type,
+    *,
+    size: Callable[[Any], int],
+    split: Callable[[Any, Sequence[int]], Sequence[Any]],
+    merge: Callable[[Sequence[Any]], Any],
+    to: Callable[[Any, torch.device], Any] | None = None,
+) -> None:
+    """Makes ``cls`` and its subclasses batches: scatter splits them, gather joins them.
+
+    Args:
+        cls: the type, for example a graph batch.
+        size: ``size(batch)`` is the number of samples; it must be that of the tensors in the same call.
+        split: ``split(batch, sizes)`` gives one batch for each size, in order.
+        merge: ``merge(batches)`` joins batches that are on one device.
+        to: ``to(batch, device)`` moves a batch, and records gradients if batches have them; default
+            ``batch.to(device)``.
+    """
+    _batches[cls] = Batch(size, split, to or (lambda batch, device: batch.to(device)), merge)
+
+
+def batch_of(obj: Any) -> Batch | None:
+    """How to split ``obj``; ``None`` if its type is not registered as a batch."""
+    return next((_batches[cls] for cls in type(obj).__mro__ if cls in _batches), None)
+
+
+def container_of(obj: Any) -> Container | None:
+    """How to walk ``obj``; ``None`` if it is a leaf."""
+    cls = type(obj)
+    if cls in _LEAVES or issubclass(cls, PerReplica):
+        return None
+    for base in cls.__mro__:
+        if base in _containers:
+            return _containers[base]
+    if cls in _BUILT_IN:
+        return _BUILT_IN[cls]
+    if cls in pytree.SUPPORTED_NODES:
+        return _PYTREE
+    if pytree.is_namedtuple_class(cls):
+        return _NAMEDTUPLE
+    for family, container in _FAMILIES:
+        if isinstance(obj, family):
+            return container
+    return _DATACLASS if dataclasses.is_dataclass(obj) and not isinstance(obj, type) else None
+
+
+def is_written_to(obj: Any) -> bool:
+    """True if a model's forward writes to objects of this type, so that replicas cannot share them."""
+    cls = type(obj)
+    return cls not in _LEAVES and any(f"{base.__module__}.{base.__qualname__}" in _WRITTEN_TO for base in cls.__mro__)
+
+
+def _key(key: object) -> str:
+    return f'["{key}"]' if isinstance(key, str) else f"[{key!r}]"
+
+
+def _sequence_children(obj: Iterable[Any]) -> list[tuple[str, Any]]:
+    return [(f"[{index}]", value) for index, value in enumerate(obj)]
+
+
+def _mapping_children(obj: Any) -> list[tuple[str, Any]]:
+    return [(_key(key), value) for key, value in obj.items()]
+
+
+def _rebuild_mapping(obj: Any, values: list[Any]) -> Any:
+    # A copy keeps what a subclass adds: a default factory, attributes.
+    new = copy.copy(obj)
+    if getattr(obj, "__dict__", None) is obj:  # a dict whose items are its attributes
+        new.__dict__ = new
+    for key, value in zip(obj, values, strict=True):
+        new[key] = value
+    if dataclasses.is_dataclass(obj):
+        for item in dataclasses.fields(obj):
+            if item.name in new:
+                object.__setattr__(new, item.name, new[item.name])
+    return new
+
+
+def _rebuild_list(obj: list[Any], values: list[Any]) -> list[Any]:
+    new = copy.copy(obj)
+    new[:] = values
+    return new
+
+
+def _rebuild_deque(obj: deque[Any], values: list[Any]) -> deque[Any]:
+    new = copy.copy(obj)
+    new.clear()
+    new.extend(values)
+    return new
+
+
+def _rebuild_tuple(obj: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
+    try:
+        return type(obj)(values)
+    except TypeError as error:
+        raise TypeError(
+            f"cannot build another {type(obj).__qualname__} from its elements; "
+            "register how with dataparallel.batch_types.register_container"
+        ) from error
+
+
+def _namedtuple_children(obj: Any) -> list[tuple[str, Any]]:
+    return [(f".{name}", value) for name, value in zip(obj._fields, obj, strict=True)]
+
+
+def _rebuild_namedtuple(obj: Any, values: list[Any]) -> Any:
+    new = type(obj)._make(values)
+    if hasattr(obj, "__dict__"):
+        new.__dict__.update(obj.__dict__)
+    return new
+
+
+def _dataclass_children(obj: Any) -> list[tuple[str, Any]]:
+    # A field without a value (init=False, never set) is left out.
+    return [(f".{f.name}", getattr(obj, f.name)) for f in dataclasses.fields(obj) if hasattr(obj, f.name)]
+
+
+def _rebuild_dataclass(obj: Any, values: list[Any]) -> Any:
+    new = copy.copy(obj)
+    for name in list(getattr(new, "__dict__", ())):
+        # Values that were cached for the old fields are computed again.
+        if isinstance(getattr(type(obj), name, None), functools.cached_property):
+            del vars(new)[name]
+    for (path, _), value in zip(_dataclass_children(obj), values, strict=True):
+        # By object's setter, because that of a frozen dataclass raises.
+        object.__setattr__(new, path[1:], value)
+    return new
+
+
+def _pytree_children(obj: Any) -> list[tuple[str, Any]]:
+    node = pytree.SUPPORTED_NODES[type(obj)]
+    if node.flatten_with_keys_fn is not None:
+        pairs, _ = node.flatten_with_keys_fn(obj)
+        return [(_key(key.key) if isinstance(key, pytree.MappingKey) else str(key), value) for key, value in pairs]
+    values, context = node.flatten_fn(obj)
+    if isinstance(context, (list, tuple)) and len(context) == len(values):
+        return [(_key(key), value) for key, value in zip(context, values, strict=True)]
+    return _sequence_children(values)
+
+
+def _rebuild_pytree(obj: Any, values: list[Any]) -> Any:
+    node = pytree.SUPPORTED_NODES[type(obj)]
+    return node.unflatten_fn(values, node.flatten_fn(obj)[1])
+
+
+_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)})
+# By name, because other libraries define them. Two replicas that append to one cache compute garbage; on one device
+# there is not even an error.
+_WRITTEN_TO = frozenset({"transformers.cache_utils.Cache"})
+_BUILT_IN: dict[type, Container] = {
+    tuple: Container(_sequence_children, lambda obj, values: tuple(values)),
+    list: Container(_sequence_children, lambda obj, values: values),
+    dict: Container(_mapping_children, lambda obj, values: dict(zip(obj, values, strict=True))),
+}
+_NAMEDTUPLE = Container(_namedtuple_children, _rebuild_namedtuple)
+_DATACLASS = Container(_dataclass_children, _rebuild_dataclass)
+_PYTREE = Container(_pytree_children, _rebuild_pytree)
+_FAMILIES: tuple[tuple[Any, Container], ...] = (
+    ((dict, UserDict), Container(_mapping_children, _rebuild_mapping)),
+    (list, Container(_sequence_children, _rebuild_list)),
+    (deque, Container(_sequence_children, _rebuild_deque)),
+    (tuple, Container(_sequence_children, _rebuild_tuple)),
+)
+
+
+def _packed_size(packed: PackedSequence) -> int:
+    return int(packed.batch_sizes[0])
+
+
+def _split_packed(packed: PackedSequence, sizes: Sequence[int]) -> list[PackedSequence]:
+    padded, lengths = pad_packed_sequence(packed, batch_first=True)
+    return [
+        pack_padded_sequence(part, part_lengths, True, enforce_sorted=packed.sorted_indices is None)
+        for part, part_lengths in zip(padded.split(list(sizes)), lengths.split(list(sizes)), strict=True)
+    ]
+
+
+def _merge_packed(parts: Sequence[PackedSequence]) -> PackedSequence:
+    padded, lengths = zip(*(pad_packed_sequence(part, batch_first=True) for part in parts), strict=True)
+    longest = max(part.shape[1] for part in padded)
+    even = [torch.nn.functional.pad(part, [0, 0] * (part.dim() - 2) + [0, longest - part.shape[1]]) for part in padded]
+    all_lengths = torch.cat(lengths)
+    in_order = all(part.sorted_indices is None for part in parts) and bool((all_lengths.diff() <= 0).all())
+    return pack_padded_sequence(torch.cat(even), all_lengths, True, enforce_sorted=in_order)
+
+
+register_batch(PackedSequence, size=_packed_size, split=_split_packed, merge=_merge_packed)

@@ -1,0 +1,183 @@
+"""Joins one structure from each replica into one: what ``scatter_gather.gather`` does.
+
+It walks the containers that ``batch_types`` knows, and joins tensors with a function of ``autograd.functions`` or of
+``batches``. Every error names the place in the structure. ``scatter_gather`` calls it, nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dataparallel.autograd.functions import Gather
+from dataparallel.autograd.node import OneNode, sharing
+from dataparallel.batches import ragged
+from dataparallel.batches.batch_types import batch_of, container_of
+from dataparallel.batches.per_replica import PerReplica
+from dataparallel.batches.samples import check_entries, joined_samples
+from dataparallel.batches.structures import leaves
+from dataparallel.comm.checks import why_not_gatherable, why_not_movable
+from dataparallel.samples import Samples
+
+__all__ = ["joined_structures"]
+
+_HINT = "; if the list has one entry for each sample, return dataparallel.samples(list) from forward"
+
+
+def joined_structures(outputs: Sequence[Any], target: torch.device, dim: int) -> Any:
+    """`scatter_gather.gather` on a device that is known to exist. Raises the same errors."""
+    return _joined(list(outputs), _Joins(target, dim, {}, _of_one_node(outputs)), "output", ())
+
+
+def _of_one_node(outputs: Sequence[Any]) -> dict[int, Tensor]:
+    """What is gathered in place of tensors that share a graph on their replica, by the `id` of each: see `OneNode`."""
+    found: dict[int, Tensor] = {}
+    groups: dict[int, list[list[int]]] = {}  # by the number of tensors: replicas that return as many are alike
+    for output in outputs if len(outputs) > 1 else ():
+        tensors = [leaf for _, leaf in leaves(output, "output") if type(leaf) is Tensor and leaf.grad_fn is not None]
+        made = [*{id(leaf): leaf for leaf in tensors if leaf.layout is torch.strided}.values()]
+        makers = [leaf.grad_fn for leaf in made]
+        if len({*makers}) < 2:
+            continue
+        if len(made) not in groups:
+            groups[len(made)] = sharing(makers)
+        for group in groups[len(made)]:
+            of_group = [made[i] for i in group]
+            found.update(zip(map(id, of_group), OneNode.apply(*of_group), strict=True))
+    return found
+
+
+class _Joins(NamedTuple):
+    """One gather.
+
+    Attributes:
+        offsets: those of the ragged tensors that it has joined.
+        of_one_node: see `_of_one_node`.
+    """
+
+    target: torch.device
+    dim: int
+    offsets: dict[Any, Any]
+    of_one_node: dict[int, Tensor]
+
+
+def _joined(outputs: list[Any], joins: _Joins, path: str, above: tuple[int, ...]) -> Any:
+    first = outputs[0]
+    if any(isinstance(output, Tensor) for output in outputs):
+        return _joined_tensors(outputs, joins, path)
+    if isinstance(first, Samples):
+        _check_same_type(outputs, path)
+        for output in outputs:
+            check_entries(output, path)
+        return joined_samples(outputs, joins.target)
+    batch = batch_of(first)
+    if batch is not None:
+        _check_same_type(outputs, path)
+        return batch.merge([batch.to(output, joins.target) for output in outputs])
+    container = container_of(first)
+    if container is None:
+        return _joined_leaves(outputs, path)
+    if id(first) in above:
+        raise ValueError(f"{path} contains itself; a structure to scatter or gather must be a tree")
+    _check_same_type(outputs, path)
+    rows = [container.children(output) for output in outputs]
+    keys = [key for key, _ in rows[0]]
+    for replica, row in enumerate(rows):
+        keys_here = [key for key, _ in row]
+        if sorted(keys_here) != sorted(keys):
+            raise ValueError(
+                f"cannot gather {path}: replica 0 returned {len(keys)} elements {keys}, "
+                f"replica {replica} {len(row)} elements {keys_here}{_HINT if isinstance(first, list) else ''}"
+            )
+        if keys_here != keys:  # the same keys in another order
+            rows[replica] = sorted(row, key=lambda pair: keys.index(pair[0]))
+    above = (*above, id(first))
+    values = [
+        _joined([value for _, value in column], joins, path + key, above)
+        for key, column in zip(keys, zip(*rows, strict=True), strict=True)
+    ]
+    return container.rebuild(first, values)
+
+
+def _joined_tensors(outputs: list[Any], joins: _Joins, path: str) -> Tensor:
+    dim = joins.dim
+    for replica, output in enumerate(outputs):
+        if not isinstance(output, Tensor):
+            other = next(i for i, found in enumerate(outputs) if isinstance(found, Tensor))
+            raise ValueError(
+                f"cannot gather {path}: replica {other} returned a tensor, replica {replica} returned "
+                f"{type(output).__name__}"
+            )
+        problem = why_not_movable(output)
+        if problem:
+            raise ValueError(f"cannot gather {path}: the tensor of replica {replica} {problem}")
+    _check_layouts(outputs, dim, path)
+    if any(output.dim() > 0 for output in outputs):
+        for replica, output in enumerate(outputs):
+            if not -output.dim() <= dim < output.dim():
+                raise ValueError(
+                    f"cannot gather {path}: replica {replica} returned shape {tuple(output.shape)}, "
+                    f"which has no dimension {dim}"
+                )
+    jagged = outputs[0].layout is torch.jagged
+    problem = ragged.why_not_joinable(outputs) if jagged else why_not_gatherable(outputs, dim)
+    if problem:
+        raise ValueError(f"cannot gather {path}: {problem.replace('tensor', 'replica')}")
+    if ragged.is_ragged(outputs[0]):
+        return ragged.joined(outputs, joins.target, joins.offsets)
+    return Gather.apply(joins.target, dim, *(joins.of_one_node.get(id(output), output) for output in outputs))
+
+
+def _check_layouts(outputs: list[Tensor], dim: int, path: str) -> None:
+    first = outputs[0]
+    for replica, output in enumerate(outputs):
+        if output.layout != first.layout or output.is_nested != first.is_nested:
+            raise ValueError(
+                f"cannot gather {path}: replica 0 returned a tensor of layout {first.layout}, "
+                f"replica {replica} one of layout {output.layout}"
+            )
+    if ragged.is_ragged(first) or len(outputs) > 1:
+        problem = ragged.why_not_split(first, dim)
+        if problem:
+            what, _, _ = problem.partition(";")
+            raise ValueError(
+                f"cannot gather {path}: {what}; return a strided tensor, a sparse COO or CSR matrix, or a nested "
+                "tensor of layout torch.jagged"
+            )
+
+
+def _joined_leaves(outputs: list[Any], path: str) -> Any:
+    first = outputs[0]
+    for replica, output in enumerate(outputs[1:], start=1):
+        if container_of(output) is not None or batch_of(output) is not None:
+            _check_same_type(outputs, path)
+            raise ValueError(f"cannot gather {path}: replica {replica} returned a {type(output).__name__}")
+    # A `PerReplica` that a wrapper inside a replica returned belongs to that replica, even if all are equal.
+    own = len(outputs) > 1 and any(isinstance(output, PerReplica) for output in outputs)
+    return first if not own and all(_equal(first, output) for output in outputs[1:]) else PerReplica(outputs)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    try:
+        answer = a == b
+        # Arrays of one shape answer with an array; NaN is not even equal to itself.
+        equal = bool(answer.all() if hasattr(answer, "all") else answer)
+        return equal or bool(isinstance(a, float) and a != a and b != b)
+    except Exception:  # a user's == may raise anything; the values are not known to be equal then
+        return False
+
+
+def _check_same_type(outputs: list[Any], path: str) -> None:
+    for replica, output in enumerate(outputs[1:], start=1):
+        if type(output) is not type(outputs[0]):
+            raise ValueError(
+                f"cannot gather {path}: replica 0 returned {type(outputs[0]).__name__}, "
+                f"replica {replica} returned {type(output).__name__}"
+            )

@@ -1,0 +1,270 @@
+"""The stages `scatter`, `scatter_kwargs` and `gather`: they split and join nested structures.
+
+They walk the containers that ``batch_types`` knows, and move each tensor with a function of ``autograd.functions``.
+Every error names the place in the structure. ``joined`` does the work of `gather`. The forms call them, and users may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel import _torch
+from dataparallel.autograd.functions import Broadcast, Scatter
+from dataparallel.batches import ragged
+from dataparallel.batches.batch_types import batch_of, container_of
+from dataparallel.batches.chunk_sizes import Splits, checked, near_equal
+from dataparallel.batches.joined import joined_structures
+from dataparallel.batches.per_replica import PerReplica
+from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
+from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, whole
+from dataparallel.comm.checks import why_not_movable
+from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
+from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
+from dataparallel.samples import Samples
+
+__all__ = ["gather", "moved", "scatter", "scatter_arguments", "scatter_kwargs", "whole"]
+
+
+@_torch.not_traced
+def scatter(
+    inputs: Any,
+    target_gpus: Sequence[DeviceLike],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[float] | None = None,
+) -> list[Any]:
+    """Splits every tensor of a nested structure along ``dim``, and returns one structure for each slot.
+
+    Chunks are near-equal, as ``torch.chunk`` makes them, or have ``chunk_sizes``. A batch with fewer samples than slots
+    gives fewer structures. Tensors of 0 dimensions and tensors marked `whole` go to every slot. A list marked with
+    `dataparallel.samples` is split itself, and the tensors in it are moved whole. Sparse CSR matrices and jagged nested
+    tensors are split along dimension 0. Each slot gets its own entry of a `PerReplica`. Other objects are handed to all
+    slots by reference; each slot has its own containers. If no tensor is to be split, the structure is repeated for
+    each slot, or for each entry of a `PerReplica` in it. All tensors arrive on their slot's device. Host memory is the
+    caller's again when this returns, also if it is pinned.
+
+    Args:
+        inputs: tensors, containers and batches (see ``batch_types``), nested to any depth.
+        target_gpus: the slots, of any device type.
+        dim: the batch dimension of the tensors; batch types have their own.
+        chunk_sizes: the number of samples for each slot, at least 1 each, which have to be all of the batch. With a
+            float among them they are shares of a batch of any size: ``[0.5, 1, 1]``. See `chunk_sizes.split_by_shares`.
+
+    Returns:
+        A list with one structure for each slot that has samples.
+
+    Raises:
+        ValueError: batch sizes disagree (the message has both, with their paths); ``chunk_sizes`` do not fit; a tensor
+            has no dimension ``dim``, or a layout that cannot be split; a container contains itself; a `PerReplica` has
+            another number of entries than there are replicas; several replicas would share a cache of ``transformers``.
+    """
+    with HostReads() as reads:
+        return _scatter(inputs, target_gpus, dim, checked(chunk_sizes), "input", reads)
+
+
+@_torch.not_traced
+def scatter_kwargs(
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    target_gpus: Sequence[DeviceLike],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[float] | None = None,
+) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
+    """`scatter` for the arguments of a call. Batch sizes of positional and keyword arguments must agree.
+
+    Returns:
+        A tuple with the positional arguments for each slot, and one with the keyword arguments for each slot. Both are
+        empty if there is no argument.
+    """
+    with HostReads() as reads:
+        return scatter_arguments(inputs, kwargs, target_gpus, dim, checked(chunk_sizes), reads)
+
+
+def scatter_arguments(
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    target_gpus: Sequence[DeviceLike],
+    dim: int,
+    chunk_sizes: Splits | None,
+    reads: HostReads,
+) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
+    """`scatter_kwargs` for the forms. When it returns, the copies in ``reads`` may still read pinned memory."""
+    if not inputs and not kwargs:
+        resolve_slots(target_gpus)
+        return (), ()
+    split = _scatter(Arguments((tuple(inputs), kwargs or {})), target_gpus, dim, chunk_sizes, "", reads)
+    return tuple(args for args, _ in split), tuple(keywords for _, keywords in split)
+
+
+def _scatter(
+    inputs: Any,
+    devices: Sequence[DeviceLike],
+    dim: int,
+    chunk_sizes: Splits | None,
+    name: str,
+    reads: HostReads,
+) -> list[Any]:
+    slots = resolve_slots(devices)
+    found = list(leaves(inputs, name))
+    size = _batch_size(found, dim)
+    sizes = None if size is None else near_equal(size, len(slots), chunk_sizes)
+    replicas = number_of_replicas(found, size, sizes, len(slots))
+    marked = [leaf for _, leaf in found if isinstance(leaf, Samples)]
+    walk = _Splitter(slots[:replicas], sizes, dim, marked)
+    tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}.values()
+    with copied_at_once(((tensor, walk.sizes_of(tensor)) for tensor in tensors), walk.slots, dim, reads):
+        return walk.split(inputs)
+
+
+def _batch_size(found: Sequence[tuple[str, Any]], dim: int) -> int | None:
+    """The batch size of all leaves that are to be split; ``None`` if there are none."""
+    first: tuple[str, int] | None = None
+    for path, leaf in found:
+        if isinstance(leaf, Tensor):
+            problem = why_not_movable(leaf)
+            if problem:
+                raise ValueError(f"{path} {problem}")
+            if is_whole(leaf):
+                continue
+            problem = ragged.why_not_split(leaf, dim)
+            if problem:
+                raise ValueError(f"{path} cannot be split: {problem}")
+            if not -leaf.dim() <= dim < leaf.dim():
+                raise ValueError(
+                    f"{path} of shape {tuple(leaf.shape)} has no dimension {dim} to split; "
+                    "mark it dataparallel.whole(...) if every replica needs all of it, and a list that has one entry "
+                    "for each sample dataparallel.samples(...)"
+                )
+            size = leaf.shape[dim]
+        else:
+            batch = batch_of(leaf)
+            if isinstance(leaf, Samples):
+                check_entries(leaf, path)
+                size = len(leaf)
+            elif batch is not None:
+                size = batch.size(leaf)
+            else:
+                continue
+        if first is None:
+            first = (path, size)
+        elif size != first[1]:
+            raise ValueError(
+                f"batch sizes disagree along dimension {dim}: {first[0]} has {first[1]}, {path} has {size}; mark a "
+                "tensor that is no batch (a mask, a table) as dataparallel.whole(tensor), and a list that has one "
+                "entry for each sample as dataparallel.samples(list)"
+            )
+    return None if first is None else first[1]
+
+
+class _Splitter:
+    """One scatter: the slots in use and their chunk sizes (``None``: nothing is to be split)."""
+
+    def __init__(
+        self, slots: list[torch.device], sizes: list[int] | None, dim: int, marked: Sequence[Samples[Any]]
+    ) -> None:
+        self.slots, self.sizes, self.dim, self.marked = slots, sizes, dim, marked
+        self.samples: SampleCopies | None = None
+        self.ragged = ragged.RaggedCopies(slots)
+        # A tensor in two places becomes one chunk in two places: attention tests whether query is key.
+        # Keyed by id, with the tensor beside it so that the id stays taken.
+        self.done: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
+
+    def split(self, obj: Any) -> list[Any]:
+        """``obj`` for each slot."""
+        if isinstance(obj, Tensor):
+            if id(obj) not in self.done:
+                self.done[id(obj)] = obj, self.split_tensor(obj)
+            return list(self.done[id(obj)][1])
+        if type(obj) is Arguments:
+            return list(zip(*map(self.split, obj), strict=True))
+        if isinstance(obj, PerReplica):
+            return [moved(entry, slot) for entry, slot in zip(obj, self.slots, strict=True)]
+        if isinstance(obj, Samples):
+            assert self.sizes is not None
+            self.samples = self.samples or SampleCopies(self.marked, self.slots, self.sizes)
+            return list(self.samples.of(obj))
+        batch = batch_of(obj)
+        if batch is not None:
+            assert self.sizes is not None
+            if len(self.slots) == 1:
+                return [batch.to(obj, self.slots[0])]
+            parts = batch.split(obj, self.sizes)
+            return [batch.to(part, slot) for part, slot in zip(parts, self.slots, strict=True)]
+        container = container_of(obj)
+        if container is None:
+            return [obj] * len(self.slots)
+        columns = [self.split(value) for _, value in container.children(obj)]
+        return [container.rebuild(obj, [column[slot] for column in columns]) for slot in range(len(self.slots))]
+
+    def sizes_of(self, tensor: Tensor) -> list[int] | None:
+        """The sizes of its chunks; ``None`` if every slot gets the whole tensor."""
+        return None if is_whole(tensor) else self.sizes
+
+    def split_tensor(self, tensor: Tensor) -> Sequence[Tensor]:
+        if len(self.slots) == 1 and tensor.device == self.slots[0]:
+            return [tensor]
+        if not (tensor.requires_grad and torch.is_grad_enabled()):  # chunks that were sent ahead are in no graph
+            copied = take_sent_chunks(tensor, self.slots, self.sizes_of(tensor), self.dim)
+            if copied is not None:
+                return copied
+        is_ragged = ragged.is_ragged(tensor)
+        if not is_whole(tensor):
+            assert self.sizes is not None
+            if is_ragged:
+                return self.ragged.chunks(tensor, self.sizes)
+            return Scatter.apply(self.slots, self.sizes, self.dim, tensor)
+        copies = self.ragged.copies(tensor) if is_ragged else Broadcast.apply(self.slots, tensor)
+        for copy in copies:
+            if tensor.dim() > 0:
+                mark_whole(copy)
+        return copies
+
+
+def moved(obj: Any, device: torch.device) -> Any:
+    """The nested structure with every tensor and batch on ``device``; the same object if all are there already."""
+    if isinstance(obj, Tensor):
+        if obj.device == device:
+            return obj
+        return (
+            ragged.RaggedCopies([device]).copies(obj)[0] if ragged.is_ragged(obj) else Broadcast.apply([device], obj)[0]
+        )
+    if isinstance(obj, Samples):
+        return joined_samples([obj], device)
+    batch = batch_of(obj)
+    if batch is not None:
+        return batch.to(obj, device)
+    container = container_of(obj)
+    if container is None:
+        return obj
+    old = [value for _, value in container.children(obj)]
+    new = [moved(value, device) for value in old]
+    return obj if all(a is b for a, b in zip(new, old, strict=True)) else container.rebuild(obj, new)
+
+
+@_torch.not_traced
+def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
+    """Joins one structure from each replica into one structure on ``target_device``.
+
+    Tensors are concatenated along ``dim``; 0-dim tensors become a vector. Sparse CSR matrices and jagged nested tensors
+    are joined along dimension 0. Lists marked with `dataparallel.samples` become one list with all entries. For leaves
+    that are no tensors the result has the first replica's if all are equal, else a `PerReplica` with one entry for each
+    replica. Containers have the type and the further attributes of the first replica's container.
+
+    Args:
+        outputs: one structure for each replica, at least one.
+        target_device: a device. -1 or ``"cpu"`` is the CPU; the values are there when the call returns.
+        dim: the batch dimension.
+
+    Raises:
+        ValueError: outputs cannot be joined, because types, keys, lengths, shapes or dtypes differ; the message names
+            the place, such as ``output["logits"][2]``.
+    """
+    if not outputs:
+        raise ValueError("gather needs the output of at least one replica; got none")
+    target = CPU if target_device == -1 else resolve(target_device)
+    return joined_structures(outputs, target, dim)

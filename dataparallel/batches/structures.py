@@ -1,0 +1,178 @@
+"""Walks nested arguments: finds their leaves, marks tensors as `whole`, and counts the replicas that they are for.
+
+``batch_types`` says which types are containers. Nothing is moved here: ``scatter_gather`` splits and joins the leaves;
+``parallel_apply``, ``prefetch`` and ``threads.permits`` look for tensors; the forms use `arguments_of_one`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel import _torch
+from dataparallel.batches.batch_types import batch_of, container_of, is_written_to
+from dataparallel.batches.per_replica import PerReplica
+from dataparallel.comm.buckets import alias
+from dataparallel.samples import Samples
+
+__all__ = [
+    "Arguments",
+    "arguments_of_one",
+    "children_of",
+    "is_whole",
+    "leaves",
+    "mark_whole",
+    "number_of_replicas",
+    "tensors_in",
+    "whole",
+]
+
+_WHOLE = "_dataparallel_whole"
+
+
+@_torch.not_traced
+def whole(tensor: Tensor) -> Tensor:
+    """Marks a tensor (a mask, a table) of which every replica gets all, instead of a chunk.
+
+    Returns another tensor on the same memory and in the same graph, or a copy of a sparse one that needs gradients. The
+    argument itself is not marked. Results of operators are not marked, so mark last:
+    ``model(x, mask=dataparallel.whole(mask))``. For a module that is not wrapped it is an ordinary tensor.
+
+    Raises:
+        TypeError: ``tensor`` is no tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"whole() marks a tensor; got {type(tensor).__name__}: everything else is handed on whole anyway"
+        )
+    marked = alias(tensor, 0)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        has_views = tensor.layout in (torch.strided, torch.jagged)  # sparse ones have none
+        marked = tensor.view_as(tensor) if has_views else tensor.clone()
+    mark_whole(marked)
+    return marked
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """True if every replica gets the whole tensor: it is marked, or has no dimension to split."""
+    return tensor.dim() == 0 or hasattr(tensor, _WHOLE)
+
+
+def mark_whole(tensor: Tensor) -> None:
+    """Marks the tensor itself; see `whole`."""
+    setattr(tensor, _WHOLE, True)
+
+
+class Arguments(tuple[Any, ...]):
+    """Positional and keyword arguments of one call, walked together so that their batch sizes are compared."""
+
+    __slots__ = ()
+
+
+def children_of(obj: Any, path: str) -> list[tuple[str, Any]] | None:
+    """Paths and values of a container's children; ``None`` for a leaf."""
+    if type(obj) is Arguments:
+        args, kwargs = obj
+        return [("args", args), ("kwargs", kwargs)]
+    if isinstance(obj, (Tensor, Samples)) or batch_of(obj) is not None:
+        return None
+    container = container_of(obj)
+    return None if container is None else [(path + key, value) for key, value in container.children(obj)]
+
+
+def leaves(obj: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Paths and values of everything that is no container, in order.
+
+    Raises:
+        ValueError: a container contains itself.
+    """
+    children = children_of(obj, path)
+    if children is None:
+        yield path, obj
+        return
+    if id(obj) in above:
+        raise ValueError(f"{path} contains itself; a structure to scatter or gather must be a tree")
+    for child_path, child in children:
+        yield from leaves(child, child_path, (*above, id(obj)))
+
+
+def tensors_in(obj: Any) -> Iterator[Tensor]:
+    """The tensors of a nested structure, in order. Of batches it looks only into `Samples`."""
+    for _, leaf in leaves(obj, ""):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Samples):
+            yield from tensors_in(list(leaf))
+
+
+def number_of_replicas(
+    found_leaves: Sequence[tuple[str, Any]], batch_size: int | None, sizes: Sequence[int] | None, slots: int
+) -> int:
+    """The number of replicas that get a structure, from its `leaves`. ``sizes`` of chunks: ``None`` without tensors.
+
+    Raises:
+        ValueError: a `PerReplica` has another number of entries; replicas would share an object that they write to.
+    """
+    found: tuple[str, int] | None = None
+    if sizes is not None:
+        found = f"a batch of {batch_size} on {slots} slots is for {len(sizes)}", len(sizes)
+    for path, leaf in found_leaves:
+        if not isinstance(leaf, PerReplica):
+            continue
+        if not leaf:
+            raise ValueError(f"{path} is an empty PerReplica; it needs one entry for each replica")
+        if found is None and len(leaf) > slots:
+            found = "there is only 1 slot" if slots == 1 else f"there are only {slots} slots", slots
+        if found is not None and len(leaf) != found[1]:
+            raise ValueError(
+                f"{path} has entries for {len(leaf)} replicas, but {found[0]}; pass a PerReplica to calls with as many "
+                "replicas as the one that returned it"
+            )
+        found = f"{path} has entries for {len(leaf)}", len(leaf)
+    replicas = slots if found is None else found[1]
+    for path, leaf in found_leaves:
+        if replicas > 1 and is_written_to(leaf):
+            raise ValueError(
+                f"{path} is one {type(leaf).__name__}, to which {replicas} replicas would write at the same time; let "
+                "each have its own: pass what an earlier call returned in its place, a dataparallel.PerReplica, or "
+                "make one with an entry for each replica. In `generate` of a module that is replicated, call "
+                "register_forward_method(model, 'generate') first"
+            )
+    return replicas
+
+
+def arguments_of_one(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call without slots. Each `PerReplica` in them is replaced by its only entry.
+
+    Raises:
+        ValueError: a `PerReplica` has another number of entries; the message names the place.
+    """
+    # The compiler cannot follow the walk: a `PerReplica` is handed on as it is.
+    if torch.compiler.is_dynamo_compiling():
+        return inputs, kwargs
+    both = Arguments((inputs, kwargs))
+    if not _holds_entries(both, ()):
+        return inputs, kwargs
+    number_of_replicas([*leaves(both, "")], None, None, 1)
+    args, keywords = (_entries_of_one(part) for part in both)
+    return args, keywords
+
+
+def _holds_entries(obj: Any, above: tuple[int, ...]) -> bool:
+    """True if there is a `PerReplica` in a structure. Without slots, structures may contain themselves."""
+    if isinstance(obj, PerReplica):
+        return True
+    children = None if id(obj) in above else children_of(obj, "")
+    return children is not None and any(_holds_entries(child, (*above, id(obj))) for _, child in children)
+
+
+def _entries_of_one(obj: Any) -> Any:
+    if isinstance(obj, PerReplica):
+        return obj[0]
+    container = None if isinstance(obj, (Tensor, Samples)) or batch_of(obj) is not None else container_of(obj)
+    if container is None:
+        return obj
+    return container.rebuild(obj, [_entries_of_one(value) for _, value in container.children(obj)])

@@ -1,0 +1,211 @@
+"""Copies of parameters that travel while replicas already compute, and who has to wait for which of them.
+
+A forward needs the first layer's parameters first. So buckets are sent in the order of use, on one side stream for each
+device, and a lookup of a parameter makes the current stream wait for its bucket only (``replicas.build``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dataparallel import _torch
+from dataparallel.comm.duplex import PieceStreams, piece_streams_kept
+from dataparallel.comm.streams.current import Event, current_streams, kept_stream, run_apart, streams_set
+from dataparallel.comm.transport import FlatBroadcast
+from dataparallel.environment import says_no
+
+__all__ = ["Arrival", "Arrivals", "Expected", "LateCopies", "arrivals_for", "parameter_stream"]
+
+VARIABLE = "DATAPARALLEL_LATE_COPIES"
+
+_FLATS_HELD = 2
+"""How many flat buffers there are at a time: one is sent while the next one is filled."""
+
+_PIECE_STREAMS = 3
+"""Streams that pieces take in turn on each device (``comm.duplex``). Those of different buckets differ in size."""
+
+
+def parameter_stream(device: torch.device) -> torch.Stream:
+    """The stream of an accelerator on which parameters travel."""
+    return kept_stream(device, "parameters")
+
+
+def filling_stream(device: torch.device) -> torch.Stream:
+    """The stream of an accelerator on which it fills flat buffers if it is the root."""
+    return kept_stream(device, "flat buffers")
+
+
+class Arrival:
+    """Events on one device after which a bucket may be used there. It came on these streams.
+
+    ``waited``: the streams that have waited for it.
+    """
+
+    __slots__ = ("_events", "waited")
+
+    def __init__(self, *streams: torch.Stream) -> None:
+        self._events = [Event(stream) for stream in streams]
+        self.waited: set[torch.Stream] = set()
+
+    def make_wait(self, stream: torch.Stream) -> None:
+        """Makes ``stream`` wait for the bucket."""
+        for event in self._events:
+            event.make_wait(stream)
+        self.waited.add(stream)  # after the wait: another thread may use the stream as soon as it finds it here
+
+
+class Expected:
+    """What one replica waits for: the index of its device, and for each position in the plan its bucket's `Arrival`."""
+
+    __slots__ = ("by_position", "index")
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.by_position: Sequence[Arrival | None] = ()
+
+
+class Arrivals:
+    """The late copies of one call, for replicas on ``slots``, which are accelerators. The first slot is the root.
+
+    - The side streams wait for the computing streams before they read a source or write a copy. The memory of copies
+      belongs to the computing streams, and earlier work there may still use it.
+    - The root fills flat buffers on a stream of its own, so that it fills one while it sends another. They are memory
+      of this stream, so each is held until it waits for the send; before it fills a third one, it waits for the first.
+    - Buckets follow each other on the streams of ``comm.duplex``, without waiting for each other.
+    - An event follows each bucket on each stream that it came on. On the root, where replicas share the source's
+      memory, an event follows the read of the source: a forward may write to it.
+    - When the call ends, also if it fails, the computing streams wait for the side streams, so that all that comes
+      later there comes after the copies. Until then the copies are held, and the memory of the sources too: somebody
+      may give a source other memory. Until then only slot 0's lookups order writes to the source.
+    """
+
+    def __init__(self, slots: Sequence[torch.device]) -> None:
+        self._slots = list(slots)
+        self._computing = current_streams(slots)
+        self._read: dict[int, Arrival] = {}
+        self._arrived: dict[torch.device, dict[int, Arrival]] = {device: {} for device in self._computing}
+        self._held: list[object] = []  # memory that side streams may still use
+
+    @torch.no_grad()
+    def launch(self, broadcasts: Iterable[FlatBroadcast], at_once: Set[int]) -> None:
+        """Sends buckets from the root, in this order, and returns when all are launched.
+
+        ``at_once``: positions of tensors that are read without a lookup. Their buckets go first, and the computing
+        streams wait for them.
+        """
+        root = self._slots[0]
+        sides = {device: parameter_stream(device) for device in self._computing}
+        filling = filling_stream(root)
+        for device, side in [*sides.items(), (root, filling)]:
+            Event(self._computing[device]).make_wait(side)
+        sent: deque[tuple[Tensor, Event]] = deque()  # flat buffers, and an event after the send of each
+        try:
+            with streams_set(sides), piece_streams_kept([*sides], _PIECE_STREAMS) as pieces:
+                for broadcast in sorted(broadcasts, key=lambda broadcast: at_once.isdisjoint(broadcast.indices)):
+                    if len(sent) == _FLATS_HELD:
+                        oldest, is_sent = sent.popleft()
+                        is_sent.make_wait(filling)
+                        del oldest
+                    sent.append(self._launch(broadcast, sides, filling, pieces))
+        finally:
+            Event(sides[root]).make_wait(filling)
+            sent.clear()
+        for device, stream in self._computing.items():
+            # On the root, what follows the send follows the read too.
+            for arrival in {self._arrived[device][i] for i in at_once & self._read.keys()}:
+                arrival.make_wait(stream)
+
+    def _launch(
+        self,
+        broadcast: FlatBroadcast,
+        sides: Mapping[torch.device, torch.Stream],
+        filling: torch.Stream,
+        pieces: PieceStreams,
+    ) -> tuple[Tensor, Event]:
+        """Fills a flat buffer and sends it. Returns it, with an event after the send."""
+        root = self._slots[0]
+        self._held += [broadcast.buffers, [source.untyped_storage() for source in broadcast.sources]]
+        with streams_set({root: filling}):
+            flat = broadcast.read()
+        read = Arrival(filling)
+        Event(filling).make_wait(sides[root])
+        broadcast.send(flat)
+        arrived = {device: Arrival(*(pieces.taken(device) or (side,))) for device, side in sides.items()}
+        for i in broadcast.indices:
+            self._read[i] = read
+            for device, arrival in arrived.items():
+                self._arrived[device][i] = arrival
+        return flat, Event(sides[root])
+
+    def expect(self, expected: Expected, slot: int, positions: int) -> None:
+        """Fills ``expected`` for a replica. Negative positions count from the end of the plan."""
+        device = self._slots[slot]
+        arrivals = self._read if device == self._slots[0] else self._arrived[device]
+        expected.index = device.index
+        expected.by_position = [*map(arrivals.get, range(positions))]
+
+    def end(self) -> None:
+        """Makes the computing streams wait for the copies, and releases them."""
+        if self._held:
+            for device, stream in self._computing.items():
+                Event(parameter_stream(device)).make_wait(stream)
+            self._held.clear()
+
+
+LATE_FROM_BYTES = 16 * 2**20
+"""Copies of a smaller model are on all devices within a fraction of a millisecond. That is about what the host needs
+for the lookups of one forward, each of which costs it about a microsecond more if copies may be late."""
+
+_open = threading.local()
+
+
+class LateCopies:
+    """The sets of late copies that one call makes. Inside `may_begin` they may be late, if ``allowed``."""
+
+    def __init__(self, allowed: bool) -> None:
+        self._allowed = allowed
+        self._begun: list[Arrivals] = []
+
+    @contextmanager
+    def may_begin(self) -> Iterator[None]:
+        """Inside the block `arrivals_for` lets copies be late in this thread, if that is allowed."""
+        outer = getattr(_open, "copies", None)
+        try:
+            _open.copies = self if self._allowed else None
+            yield
+        finally:
+            _open.copies = outer
+
+    def end(self) -> None:
+        """Makes the computing streams wait for all copies of the call."""
+        while self._begun:
+            self._begun[-1].end()
+            self._begun.pop()  # after the wait: if that fails, the memory is held as long as this object
+
+    def add(self, arrivals: Arrivals) -> None:
+        """Notes a set of copies that this call makes."""
+        self._begun.append(arrivals)
+
+
+def arrivals_for(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> Arrivals | None:
+    """The late copies for new replicas on ``slots``; ``None`` if copies have to be ordered on the computing streams.
+
+    So they are where something has been compiled: compiled code may read parameters past the registries. ``tensors``:
+    those of which each replica gets copies.
+    """
+    call: LateCopies | None = getattr(_open, "copies", None)
+    if call is None or sum([tensor.numel() * tensor.itemsize for tensor in tensors]) < LATE_FROM_BYTES:
+        return None
+    if says_no(VARIABLE) or _torch.note_whether_compiler_is_in_use():
+        return None
+    if not run_apart(slots):
+        return None
+    arrivals = Arrivals(slots)
+    call.add(arrivals)
+    return arrivals

@@ -1,0 +1,42 @@
+"""The public path of the forms without a wrapper: `replicate` and `fully_shard` change a module in place.
+
+Afterwards the module runs on all slots. With `replicate` each slot has all parameters, with `fully_shard` each device
+owns a part of them. Importing this file touches no device. Names are imported when they are first asked for: the
+placements of `fully_shard` take torch most of a second to import.
+"""
+
+from typing import TYPE_CHECKING
+
+from dataparallel._on_demand import import_on_demand
+
+if TYPE_CHECKING:
+    from dataparallel.forms.fully_shard import fully_shard
+    from dataparallel.forms.fully_sharded_module import FullyShardedModule
+    from dataparallel.forms.on_slots import register_forward_method
+    from dataparallel.forms.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from dataparallel.forms.replicate import ReplicatedModule, replicate
+    from dataparallel.gradients.comm_hooks import GradBucket
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FullyShardedModule",
+    "GradBucket",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ReplicatedModule",
+    "fully_shard",
+    "register_forward_method",
+    "replicate",
+]
+
+import_on_demand(
+    __name__,
+    {
+        "forms.fully_shard": ("fully_shard",),
+        "forms.fully_sharded_module": ("FullyShardedModule",),
+        "forms.on_slots": ("register_forward_method",),
+        "forms.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
+        "forms.replicate": ("ReplicatedModule", "replicate"),
+        "gradients.comm_hooks": ("GradBucket",),
+    },
+)

@@ -1,0 +1,1 @@
+"""The forms: `DataParallel`, `replicate` and `fully_shard`, each with what it keeps between calls."""

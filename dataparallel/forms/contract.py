@@ -1,0 +1,242 @@
+"""The contract of composable forms, which are functions that change in place how a module runs.
+
+A module, its children and its parents have one form. A form that nests is applied to children before their parents, and
+to lists of modules. The module stays the same object with the same parameter names, and its class becomes a subclass.
+Its state is in its ``__dict__``, so it is no parameter and not in the state dict.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from torch import Tensor, nn
+
+from dataparallel.forms.managed import KEY, ManagedModule, name_of_form
+from dataparallel.replicas import replaced_parameters
+from dataparallel.replicas.plan import ORIGINAL_CLASS
+
+__all__ = ["Form", "are_in_one_tree"]
+
+P = ParamSpec("P")
+M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
+S = TypeVar("S")
+
+_lock = threading.RLock()
+_managed: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+
+
+def are_in_one_tree(first: nn.Module | ManagedModule, second: nn.Module | ManagedModule) -> bool:
+    """True if a managed module holds both, or is one of them and holds the other."""
+    return any(_holds(root, first) and _holds(root, second) for root in list(_managed.values()))
+
+
+class Form(Generic[P, S]):
+    """A form, made from a function.
+
+    Args:
+        prepare: takes the module and the arguments of the form, checks them, and returns the state for the module. It
+            changes nothing. If the form nests it takes a list of modules, and calls `check_unshared`. The state refers
+            to the modules weakly. It has ``manages(parameter)``: true if the form handles this parameter of the tree,
+            and false for parameters of other states.
+        base: the first base of the class that modules get.
+        nests: if true, the form can be applied to children and then to their parents, and to a list of modules.
+        begin: takes the list of modules and their state when the modules have their class, and does what may change
+            the modules. If it raises, it has changed nothing, and the modules get their class back.
+    """
+
+    __name__: str
+
+    def __init__(
+        self,
+        prepare: Callable[Concatenate[Any, P], S],
+        base: type[ManagedModule],
+        nests: bool = False,
+        begin: Callable[[list[nn.Module], S], None] | None = None,
+    ) -> None:
+        functools.update_wrapper(self, prepare)  # type: ignore[arg-type]
+        taken, written = "nn.Module | Sequence[nn.Module]" if nests else "nn.Module", inspect.signature(prepare)
+        first, *others = written.parameters.values()
+        self.__signature__ = written.replace(
+            parameters=[first.replace(annotation=taken), *others], return_annotation=taken
+        )
+        self._prepare, self._form_class, self._nests, self._begin = prepare, base, nests, begin
+
+    def __repr__(self) -> str:
+        return f"<composable form {self.__name__}>"
+
+    def __call__(self, module: M, *args: P.args, **kwargs: P.kwargs) -> M:
+        """Applies the form to ``module``, or to all modules of a list, and returns it, the same object.
+
+        Raises:
+            TypeError: it is no module, or its class cannot be changed.
+            ValueError: a list is empty, or one of its modules holds another.
+            RuntimeError: it, a parent, a child or one of its parameters has a form already; the message names it.
+            Exception: the form's function raised it.
+        """
+        modules = self._modules_of(module)
+        with _lock:
+            for each in modules:
+                self._check_tree(each)
+            state: Any = self._prepare(modules if self._nests else module, *args, **kwargs)
+            if not self._nests:
+                self.check_unshared([item for item in modules[0].named_parameters() if state.manages(item[1])])
+            before = [type(each) for each in modules]
+            try:
+                for each in modules:
+                    self._change(each, state)
+                if self._begin is not None:
+                    self._begin(modules, state)
+            except BaseException:
+                for each, cls in zip(modules, before, strict=True):
+                    if vars(each).pop(KEY, None) is not None:
+                        _set_class(each, cls)
+                raise
+            _managed.update((id(each), each) for each in modules)
+        return module
+
+    def _modules_of(self, given: Any) -> list[nn.Module]:
+        """The module that was given, or the modules of the list, after the checks that need no form."""
+        if isinstance(given, nn.Module):
+            return [given]
+        if not (self._nests and isinstance(given, (list, tuple))):
+            or_list = " or a list of them" if self._nests else ""
+            raise TypeError(f"`{self.__name__}` takes a torch.nn.Module{or_list}; got {type(given).__name__}")
+        if not given:
+            raise ValueError(f"`{self.__name__}` got an empty list; pass the modules that make one unit")
+        for i, module in enumerate(given):
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"`{self.__name__}` takes a list of torch.nn.Module; item {i} is {module!r}")
+        for i, module in enumerate(given):
+            below = {id(child): path for path, child in module.named_modules()}
+            for j, other in enumerate(given):
+                if i != j and id(other) in below:
+                    path = below[id(other)]
+                    raise ValueError(
+                        f"cannot apply `{self.__name__}` to this list: item {j}, a {_class_name(other)}, is "
+                        + (f"{path!r} in item {i}, so leave it out" if path else f"item {i} too")
+                    )
+        return list(given)
+
+    def _change(self, module: nn.Module, state: S) -> None:
+        """Gives the module its new class, and its state."""
+        before, names = type(module), _names(module)
+        _set_class(module, self._class_for(before))
+        vars(module)[KEY] = self, state
+        if _names(module) != names:
+            raise RuntimeError(
+                f"`{self.__name__}` would change parameter names of this {before.__name__}, from {names}; they "
+                "depend on the module's class, which becomes a subclass. Let named_parameters give the same names"
+            )
+
+    def state(self, module: nn.Module) -> S | None:
+        """This form's state for ``module``, or ``None`` if this form is not applied to it."""
+        form, state = vars(module).get(KEY, (None, None))
+        return state if form is self else None
+
+    def _class_for(self, cls: type[nn.Module]) -> type[nn.Module]:
+        """The subclass for modules of the class ``cls``, made when it is first needed."""
+        bases = (self._form_class, cls)
+        for known in type.__subclasses__(cls):  # Python refers to them weakly there
+            if known.__bases__ == bases:
+                return known
+        name = f"{self.__name__.title().replace('_', '')}{cls.__name__}"
+        body = {"__module__": cls.__module__, "__doc__": cls.__doc__, ORIGINAL_CLASS: cls}
+        made = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
+        # Programs look at the name of a class to choose how labels are shifted or what a saved configuration says. A
+        # class that registers its subclasses by name has seen the other name, which also shows in the class's repr.
+        made.__name__ = cls.__name__
+        return made
+
+    def _check_tree(self, module: nn.Module) -> None:
+        """Raises if a module of the tree is managed, or a tree that contains the module."""
+        cannot = f"cannot apply `{self.__name__}`"
+        for path, child in module.named_modules():
+            if KEY not in vars(child) or (path and self._nests and vars(child)[KEY][0] is self):
+                continue
+            what = f"its child {path!r}" if path else f"the {_class_name(child)}"
+            if not self._nests:
+                do = "apply one form, once, to the outermost module only"
+            elif vars(child)[KEY][0] is self:
+                do = "apply it once to each module, to children before their parents"
+            else:
+                do = "one tree has one form"
+            raise RuntimeError(f"{cannot}: {what} is managed by `{name_of_form(child)}` already; {do}")
+        for parent in list(_managed.values()):
+            if not _holds(parent, module):
+                continue
+            path = next(path for path, child in parent.named_modules() if child is module)
+            mine = self._nests and vars(parent)[KEY][0] is self
+            raise RuntimeError(
+                f"{cannot}: the module is {path!r} in a {_class_name(parent)} that is managed by "
+                f"`{name_of_form(parent)}` already, with all its children"
+                + (f". Apply `{self.__name__}` to children before their parents" if mine else "")
+            )
+
+    def check_unshared(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Checks parameters that the form would manage. The function of a form that nests calls it with the unit's own.
+
+        Raises:
+            RuntimeError: one is managed in another module, or was replaced there by a form.
+        """
+        ours = {id(parameter): (name, parameter) for name, parameter in named}
+        for name, parameter in ours.values():
+            before = replaced_parameters.where(parameter)
+            if before is not None:
+                raise self._shared(name, f"it was {before[0]}", before[1])
+        for other in list(_managed.values()):
+            form, others = vars(other)[KEY]
+            # Of most pairs of units it is known without the names that they share nothing.
+            if form._nests and not any(others.manages(parameter) for _, parameter in ours.values()):
+                continue
+            for name, parameter in other.named_parameters():
+                if id(parameter) in ours and others.manages(parameter):
+                    now = f"it is {name!r} of a {_class_name(other)}"
+                    raise self._shared(ours[id(parameter)][0], now, form.__name__)
+
+    def _shared(self, name: str, place: str, form: str) -> RuntimeError:
+        do = "Apply the form to a module that holds both, or pass it in ignored_params"
+        if self._nests and form == self.__name__:
+            do = (
+                f"Pass the modules that use it as one list, `{self.__name__}([a, b])`, or leave them to a parent of "
+                f"both. If one module is used in two places, apply `{self.__name__}` to that module first"
+            )
+        return RuntimeError(
+            f"parameter {name!r} is shared with a module outside: {place} that is managed by `{form}` already. {do}"
+        )
+
+
+def _holds(root: nn.Module, module: Any) -> bool:
+    """True if ``module`` is in the tree of ``root``. Units are many: this is several times as fast as `modules`."""
+    seen: set[int] = set()
+    waiting: list[Any] = [root]
+    while waiting:
+        each = waiting.pop()
+        if each is module:
+            return True
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            waiting += each._modules.values()
+    return False
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of the class that the module has without a form. Classes of forms have the same."""
+    return type(module).__name__
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    try:
+        # Not by `Module.__setattr__`: a class may override it with a stricter one.
+        object.__setattr__(module, "__class__", cls)
+    except TypeError as error:
+        raise TypeError(f"cannot change the class of a {type(module).__name__}: {error}") from error
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(remove_duplicate=False)]

@@ -1,0 +1,330 @@
+"""`DataParallel` and `data_parallel`: a wrapper around a module. ``call.engine`` has the four stages of its calls.
+
+This file checks the arguments, lets subclasses override stages, and keeps the attributes and the state dict that code
+written for ``torch.nn.DataParallel`` reads. Users call it; in the library only ``prefetch`` knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from dataparallel import _torch
+from dataparallel.batches.chunk_sizes import ChunkSizes
+from dataparallel.batches.scatter_gather import gather, scatter_arguments
+from dataparallel.call.batch_split import BatchSplit
+from dataparallel.call.context import call_of_this_thread
+from dataparallel.call.engine import CallEngine, CallOptions, Method, ReplicaMaker
+from dataparallel.call.losses import Criterion
+from dataparallel.call.parallel_apply import CALL, run_replicas
+from dataparallel.comm.streams.ahead import HostReads
+from dataparallel.devices import DeviceLike, device_id, resolve_output, resolve_slots
+from dataparallel.nn.sync_batch_norm import prepare
+from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.kept_replicas import KeptReplicas
+from dataparallel.replicas.placement import check_placement
+from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
+from dataparallel.replicas.signatures import shows_forward_of_module
+
+__all__ = ["DataParallel", "data_parallel"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class DataParallel(nn.DataParallel, Generic[M]):  # type: ignore[type-arg]
+    """Uses every device for one module: splits the batch, runs a replica on each slot, joins the outputs.
+
+    Gradients of all replicas are summed into the parameters of ``module``, which stay where they are, so the optimizer,
+    the loss and the training loop are those of one device. It is a ``torch.nn.DataParallel`` for ``isinstance`` only.
+
+    Args:
+        module: the module; its parameters and buffers are on the first slot when it is called. It may be moved there
+            after it was wrapped; with a single slot it is moved at once, as torch does.
+        device_ids: the slots: ints (accelerators), strings, ``torch.device``. One device may be listed several times:
+            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; if there is none, a call just calls
+            the module.
+        output_device: where outputs are gathered; default the first slot, -1 or ``"cpu"`` for the CPU.
+        dim: the batch dimension of inputs and outputs.
+        chunk_sizes: how the slots share a batch, if not equally. Ints are the number of samples for each slot, which
+            has to fit every batch. With a float among them they are shares of any batch: ``[0.5, 1, 1]``. With
+            ``"balanced"`` the library times the replicas and chooses: see :ref:`uneven-devices`. It may be assigned
+            between calls: ``model.chunk_sizes = [4, 8]``.
+        workers: how many replicas may run Python at the same time; default: the library chooses. See `parallel_apply`.
+        serial: run all replicas in the calling thread, so that ``breakpoint()`` works; default: the value of the
+            environment variable ``DATAPARALLEL_SERIAL``.
+        bucket_cap_mb: size in MiB of the buckets in which parameters are sent, and in which gradients are sent back
+            while backward still runs. The first bucket has 1 MiB, and each further one twice the size of the one before
+            it, up to this size.
+        compile: compile the replicas: ``True``, or a dict of arguments for ``torch.compile`` (``backend``, ``mode``,
+            ``dynamic``, ``fullgraph``, ``options``). The module itself stays as it is. A module that is compiled
+            before it is wrapped, as a whole or in parts, needs no argument.
+        loss: a criterion, ``loss(output, target)``. ``model(x, target=y)`` then splits the targets as it does the
+            batch, and returns the loss of the whole batch; ``model(x, target=y, outputs=True)`` returns the loss and
+            the outputs. Each replica computes the loss of its chunk, so outputs need not be gathered. How they are
+            combined: `dataparallel.call.losses.ReplicaLoss`. A criterion with tensors has to be on the first slot. It
+            is not part of the wrapper: its parameters, if it has any, are its own.
+        sync_batch_norm: make each BatchNorm of ``module`` a `dataparallel.nn.SyncBatchNorm`, in place, so that its
+            statistics are those of the whole batch. A ``torch.nn.SyncBatchNorm`` is refused otherwise.
+
+    Attributes:
+        module: the wrapped module.
+        device_ids: the slots, accelerators as ints, CPU slots as ``torch.device``; empty if there are none.
+        output_device: like one of ``device_ids``.
+        src_device_obj: the first slot as a ``torch.device``.
+
+    Raises:
+        TypeError: ``module`` is no module, or is already wrapped; ``dim`` is no int; ``loss`` cannot be called;
+            ``chunk_sizes`` or ``compile`` is something else.
+        ValueError: devices do not exist or do not go together; ``workers`` is below 1; ``bucket_cap_mb`` is not above
+            0; ``chunk_sizes`` are not one positive number for each slot; ``compile`` is given for a compiled module;
+            ``module`` contains a ``torch.nn.SyncBatchNorm`` and is not to be converted.
+    """
+
+    module: M
+    device_ids: list[int | torch.device]  # type: ignore[assignment]
+    output_device: int | torch.device | None  # type: ignore[assignment]
+    src_device_obj: torch.device | None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        module: M,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        chunk_sizes: ChunkSizes = None,
+        workers: int | None = None,
+        serial: bool | None = None,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
+        compile: bool | dict[str, Any] | None = None,
+        loss: Criterion | None = None,
+        sync_batch_norm: bool = False,
+    ) -> None:
+        _check_module(module)
+        slots = resolve_slots(device_ids)
+        options = CallOptions.checked(
+            [module],
+            slots,
+            output_device=output_device,
+            dim=dim,
+            chunk_sizes=chunk_sizes,
+            bucket_cap_mb=bucket_cap_mb,
+            workers=workers,
+            serial=serial,
+            loss=loss,
+        )
+        compiled = CompileArgument.checked(module, compile)
+        prepare(module, sync_batch_norm, slots)
+        nn.Module.__init__(self)
+        self.module = module
+        self.device_ids = [device_id(slot) for slot in slots]
+        self.output_device = device_id(resolve_output(output_device, slots)) if slots else None
+        self.src_device_obj = slots[0] if slots else None
+        self.dim = options.dim
+        self._split, self._loss, self._permits = options.split, options.loss, options.permits
+        self.workers = workers
+        self.serial = serial
+        self.bucket_cap_mb = bucket_cap_mb
+        self._compile = compiled
+        self._kept = KeptReplicas(compile=compiled)
+        if len(slots) == 1:
+            self.module.to(slots[0])
+
+    @shows_forward_of_module
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output for the whole batch, on ``output_device``.
+
+        Raises:
+            RuntimeError: a parameter or buffer is not on the first slot; a replica cannot be made or run here.
+            ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
+            Exception: a replica raised it.
+        """
+        engine = CallEngine(self._call_options(), _FreshCopies(self))
+        return engine.run(Method(CALL, self.module), inputs, kwargs)
+
+    def _call_options(self) -> CallOptions:
+        """The options of a call that begins now: all of them may be assigned between calls."""
+        used = {name: getattr(getattr(self, name), "__func__", None) for name in _OWN_STAGES}
+        overridden = {name for name, own in _OWN_STAGES.items() if used[name] is not own}
+        return CallOptions(
+            slots=self.device_ids,
+            output_device=self.output_device,
+            dim=self.dim,
+            split=self._split,
+            cap_bytes=cap_in_bytes(self.bucket_cap_mb),
+            workers=self.workers,
+            serial=self.serial,
+            loss=self._loss,
+            permits=self._permits,
+            overridden=self._stages() if overridden else {},
+            may_use_source=bool(overridden - {"scatter"}),
+        )
+
+    @property
+    def chunk_sizes(self) -> ChunkSizes:
+        """How the slots share a batch, as it was given; sequences as tuples."""
+        return self._split.given
+
+    @chunk_sizes.setter
+    def chunk_sizes(self, given: ChunkSizes) -> None:
+        self._split = BatchSplit(given, len(self.device_ids))
+
+    def _stages(self) -> dict[str, Callable[..., Any]]:
+        """All stages as methods with torch's arguments, because one that is overridden may assign options."""
+
+        def gather_here(outputs: Any) -> Any:
+            return self.gather(outputs, self.device_ids[0] if self.output_device is None else self.output_device)
+
+        return {
+            "scatter": lambda inputs, kwargs: self.scatter(inputs, kwargs, self.device_ids),
+            "replicate": lambda slots: self.replicate(self.module, self.device_ids[: len(slots)]),
+            "parallel_apply": lambda *args: self.parallel_apply(*args),
+            "gather": gather_here,
+        }
+
+    def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
+        """The stage `dataparallel.replicate`; override it to make replicas in another way.
+
+        It uses parts of the last call's replicas again: see ``dataparallel.replicas.kept_replicas``.
+
+        Raises:
+            RuntimeError: a graph is recorded inside `frozen`.
+        """
+        if "_is_replica" in vars(self):  # this wrapper is part of a replica, and gone after this call
+            root_call = None if self._compile is None else self._compile.of(module)
+            slots, cap_bytes = resolve_slots(device_ids), cap_in_bytes(self.bucket_cap_mb)
+            return make_replicas(module, slots, cap_bytes, root_call=root_call)
+        return self._kept.replicas(module, resolve_slots(device_ids), cap_in_bytes(self.bucket_cap_mb))
+
+    @contextmanager
+    def frozen(self) -> Iterator[DataParallel[M]]:
+        """For serving: inside the block replicas are made once and used again as they are, and nothing is sent.
+
+        You promise that the module does not change inside: no values, no attributes, no modules. If it does change,
+        replicas do not see it before the end, or only some of them do. Anything that ``forward`` writes to its replica
+        stays there until the end, as it does on one device. Calls that run at the same time have their own replicas:
+        `dataparallel.replicas.kept_replicas.MOST_FROZEN` sets are kept until the block ends, further ones for one call.
+
+        A call that records a graph raises ``RuntimeError``. Blocks may be nested.
+        """
+        with self._kept.frozen():
+            yield self
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
+        """The stage `dataparallel.scatter_kwargs`; override it to split inputs in another way.
+
+        As a stage of a call it does not wait for copies from pinned memory: the call does, before it returns.
+        """
+        call = call_of_this_thread(self._kept)
+        if call is not None:
+            return scatter_arguments(inputs, kwargs, device_ids, self.dim, call.chunk_sizes, call.reads)
+        with HostReads() as reads:
+            return scatter_arguments(inputs, kwargs, device_ids, self.dim, self._split, reads)
+
+    def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """The stage `dataparallel.parallel_apply`; override it to run replicas in another way.
+
+        With a loss it is not called: the loss is computed in the replicas' threads.
+        """
+        call = call_of_this_thread(self._kept)
+        return run_replicas(
+            replicas,
+            inputs,
+            kwargs,
+            self.device_ids[: len(replicas)],
+            workers=self.workers,
+            serial=self.serial,
+            chooser=self._permits,
+            balanced=None if call is None else call.balanced,
+        )
+
+    def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
+        """The stage `dataparallel.gather`; override it to join outputs in another way."""
+        return gather(outputs, output_device, self.dim)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {name!r}, but the module that it wraps has: "
+                    f"write .module.{name}"
+                ) from None
+            raise
+
+
+# As they are now: what is assigned to the class later is another function.
+_OWN_STAGES = {name: vars(DataParallel)[name] for name in ("scatter", "replicate", "parallel_apply", "gather")}
+
+
+class _FreshCopies(ReplicaMaker):
+    """The replicas of a wrapper: they get new tensors at each call that records a graph."""
+
+    form = "DataParallel"
+
+    def __init__(self, wrapper: DataParallel[Any]) -> None:
+        self._wrapper = wrapper
+        self.kept = wrapper._kept
+
+    def source(self) -> nn.Module:
+        return self._wrapper.module
+
+    def check(self, slots: Sequence[torch.device]) -> None:
+        check_placement(self.source(), slots[0])
+
+    def alone(self, method: Method) -> Callable[..., Any]:
+        compiled = self._wrapper._compile
+        if compiled is None or torch.compiler.is_dynamo_compiling():  # what is being compiled contains the module
+            return method.of_module
+        return compiled.call(self.source())
+
+    def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
+        return self._wrapper.replicate(self.source(), slots)
+
+
+@_torch.not_traced
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """One parallel call of ``module`` without a wrapper: a `DataParallel` for a single call.
+
+    Args:
+        module: a module whose parameters and buffers are on the first slot.
+        inputs: a tuple of positional arguments, a single argument that is no tuple, or ``None`` for no argument.
+        device_ids, output_device, dim: as for `DataParallel`.
+        module_kwargs: keyword arguments.
+
+    Raises:
+        As `DataParallel` and its ``forward``; ``RuntimeError`` if there is no accelerator and no ``device_ids``.
+    """
+    slots = resolve_slots(device_ids)
+    if not slots:
+        raise RuntimeError(
+            "data_parallel found no accelerator; pass device_ids=['cpu', 'cpu'] for CPU slots, or call the module"
+        )
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    _check_module(module)
+    check_placement(module, slots[0])
+    return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"DataParallel wraps a torch.nn.Module; got {type(module).__name__}")
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(
+            f"the module is wrapped already, in a {type(module).__name__}; wrap its .module instead: "
+            "wrappers do not nest"
+        )

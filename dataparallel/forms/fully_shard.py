@@ -1,0 +1,217 @@
+"""``fully_shard(module)``: each device owns a part of the module's parameters, and the module runs on all slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from dataparallel.batches.chunk_sizes import ChunkSizes
+from dataparallel.call.engine import CallOptions
+from dataparallel.call.losses import Criterion
+from dataparallel.devices import CPU, DeviceLike, resolve_slots
+from dataparallel.forms.contract import Form
+from dataparallel.forms.full_state import full_state_dict, load_full_state_dict
+from dataparallel.forms.fully_shard_arguments import (
+    check_children,
+    check_kind,
+    check_parameters,
+    check_policies,
+    check_reshard,
+    parameters_of_unit,
+    places_of,
+)
+from dataparallel.forms.fully_shard_machines import compare_start, failing_together, machines_for, send_values
+from dataparallel.forms.fully_shard_state import FullyShardState
+from dataparallel.forms.fully_sharded_module import FullyShardedModule
+from dataparallel.forms.managed import own_parameters
+from dataparallel.forms.policies import MixedPrecisionPolicy, OffloadPolicy
+from dataparallel.nn.sync_batch_norm import check_sync_batch_norm, prepare
+from dataparallel.replicas import replaced_parameters
+from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.replicate import BUCKET_CAP_MB
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["fully_shard"]
+
+_P = ParamSpec("_P")
+
+
+def _prepare(
+    module: list[nn.Module],
+    *,
+    devices: Sequence[DeviceLike] | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: Iterable[Tensor] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    chunk_sizes: ChunkSizes = None,
+    process_group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    compile: bool | dict[str, Any] | None = None,
+    loss: Criterion | None = None,
+    sync_batch_norm: bool | Literal["across_machines"] = False,
+    workers: int | None = None,
+    serial: bool | None = None,
+) -> FullyShardState:
+    """Shards the parameters of ``module`` over the devices, in place, and makes it run on all slots.
+
+    The parameters of the module make one unit, except those of children that are fully sharded already. A unit is
+    gathered on each slot when its module is called, freed afterwards, and gathered again in backward. Its gradients are
+    summed, and each device keeps its part of the sum. So a device holds a part of parameters, gradients and optimizer
+    state, and two or three full units at a time. Apply this to the blocks of a model, then to the model. Make the
+    optimizer afterwards.
+
+    The module stays the same object with the same parameter names. Its class becomes a subclass of `FullyShardedModule`
+    and of its former class; its parameters become sharded tensors. The outermost module that is called splits the
+    batch, runs a replica on each slot and joins the outputs. Gradients are those of the whole batch's loss: they are
+    summed and not divided. ``fully_shard.state(module)`` returns the unit's state.
+
+    Names, defaults and meanings are those of ``torch.distributed.fsdp.fully_shard``, as far as they make sense in one
+    process.
+
+    Args:
+        module: a module that has a ``forward``, or a list of them that makes one unit. Parameters may be on any one
+            device, or on meta to be initialised later.
+        devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
+            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs,
+            and its parameters stay as they are.
+        reshard_after_forward: ``True`` frees the full parameters after forward. ``False`` keeps them until backward. An
+            int above 1 that divides the number of slots makes groups of as many slots: each slot keeps a part, and
+            backward gathers from the group. ``None`` means ``True``, but ``False`` for the outermost module, which
+            backward needs at once.
+        shard_placement_fn: takes a parameter and returns the ``Shard(dim)`` that says how it is cut, or ``None`` for
+            ``Shard(0)``. A dimension other than 0 has to be a multiple of the number of slots.
+        mp_policy: the dtypes to compute and to sum in.
+        offload_policy: where the shards are kept; ``CPUOffloadPolicy()`` keeps them in host memory.
+        ignored_params: parameters that are not sharded, not copied to the slots and not summed. Those of other modules
+            are allowed.
+        output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
+        dim: the batch dimension of inputs and outputs.
+        chunk_sizes: how the slots share a batch, as for `dataparallel.DataParallel`. To change it, assign
+            ``fully_shard.state(module).chunk_sizes``. That of the outermost module counts.
+        process_group: a ``torch.distributed`` group with one process for each machine. Parameters are sharded over the
+            devices of each machine, and replicated over machines.
+        mesh: the same as a mesh over processes, with the meaning that it has for ``torch.distributed.fsdp``. One
+            dimension shards over all devices of all machines. Of two dimensions the first replicates and the second
+            shards. Each machine computes with its own part of the batch, and gradients are averaged over machines: if
+            machine r of R has the loss :math:`L_r`, they are :math:`\\frac{1}{R} \\sum_r \\partial L_r / \\partial p`.
+            All ranks apply this to the same modules in the same order, and then call them in the same order. Parameters
+            and buffers get the values of rank 0; parameters on meta get them in the first call, where they are
+            replicated.
+        compile: compile the module on the slots: ``True``, or a dict of arguments for ``torch.compile`` (``backend``,
+            ``mode``, ``dynamic``, ``fullgraph``, ``options``). Each unit below is compiled by itself, in the same way
+            unless it has its own. A module that is compiled needs no argument.
+        loss: a criterion for the replicas, as for `dataparallel.DataParallel`. That of the outermost module counts.
+        sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
+            ``"across_machines"``: with the batch of all machines. BatchNorms that have a unit of their own stay as they
+            are.
+        workers, serial: how replicas run: as for `dataparallel.DataParallel`. Those of the outermost module count.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: ``module`` is no module, has no ``forward``, or is a wrapper or a ScriptModule; an argument or what
+            ``shard_placement_fn`` returns is of another type. A parameter is a ``DTensor``. ``compile`` is something
+            else.
+        ValueError: devices as for `dataparallel.DataParallel`; nothing to shard, parameters on two devices, a
+            ``reshard_after_forward`` that does not divide the number of slots, a dimension that cannot be cut, a child
+            that is sharded over other devices; a list that is empty or has a module twice; ``compile`` for a module
+            that is compiled.
+        RuntimeError: the module or a parent is fully sharded already, a module or a parameter of the tree has another
+            form, a parameter is shared with another unit, or a lazy one is not initialised. There is no process group.
+        dataparallel.machines.errors.MachinesError: ranks differ in what they are about to do, or one has failed or is
+            gone.
+    """
+    slots = resolve_slots(devices)
+    if not slots and (process_group is not None or mesh is not None):
+        slots = [CPU]
+    machines = machines_for(process_group, mesh, slots)
+    parts, given = (1, (None, None)) if machines is None else (machines.parts, machines.given)
+    with failing_together(machines):
+        for each in module:
+            check_kind(each)
+            check_sync_batch_norm(each, sync_batch_norm, slots, machines is not None)
+        options = CallOptions.checked(
+            module,
+            slots,
+            output_device=output_device,
+            dim=dim,
+            chunk_sizes=chunk_sizes,
+            bucket_cap_mb=BUCKET_CAP_MB,
+            workers=workers,
+            serial=serial,
+            loss=loss,
+        )
+        check_policies(mp_policy, offload_policy)
+        compiled = [CompileArgument.checked(each, compile) for each in module]
+        if reshard_after_forward is not None:
+            check_reshard(reshard_after_forward, len(slots), parts)
+        ignored = [] if ignored_params is None else [*ignored_params]
+        named = parameters_of_unit(module, ignored)
+        fully_shard.check_unshared(named)
+        check_parameters(named)
+        check_children(module, slots, given)
+        kept = {id(parameter) for parameter in ignored}
+        placements = places_of(named, shard_placement_fn, len(slots) * parts)
+    settings = {
+        "reshard_after_forward": reshard_after_forward,
+        "placements": placements,
+        "mp_policy": mp_policy,
+        "offload_policy": type(offload_policy).__name__,
+    }
+    if machines is not None:
+        compare_start(machines, module, named, slots, settings)
+    for each in module:
+        prepare(each, sync_batch_norm, slots, machines is not None)
+    return FullyShardState(
+        module,
+        [parameter for _, parameter in named],
+        options,
+        placements=placements,
+        reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
+        is_reshard_automatic=reshard_after_forward is None,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_parameters=[parameter for _, parameter in own_parameters(module) if id(parameter) in kept],
+        machines=machines,
+        compile=compiled[0],
+    )
+
+
+def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
+    """Replaces the parameters by sharded ones."""
+    if not state.slots:
+        if state.compile is not None:
+            for module in modules:
+                module.compile(**state.compile.options)
+        return
+    before = own_parameters(modules)
+    if state.machines is not None:
+        send_values(state.machines, modules, {name: p for name, p in before if state.manages(p)})
+    state.shard()
+    now = dict(own_parameters(modules))
+    replaced = [(name, parameter, now[name]) for name, parameter in before if now[name] is not parameter]
+    owner = type(modules[0]).__name__ if len(modules) == 1 else f"list of {len(modules)} modules"
+    replaced_parameters.remember(replaced, owner, "fully_shard")
+    replaced_parameters.rebind({id(module): module for top in modules for module in top.modules()}.values())
+
+
+class _FullyShard(Form[_P, FullyShardState]):
+    """The form, with the functions that save and load what it has sharded."""
+
+    full_state_dict = staticmethod(full_state_dict)
+    load_full_state_dict = staticmethod(load_full_state_dict)
+
+
+_prepare.__name__ = _prepare.__qualname__ = "fully_shard"
+fully_shard = _FullyShard(_prepare, FullyShardedModule, nests=True, begin=_begin)

@@ -1,0 +1,194 @@
+"""The checks of what ``fully_shard`` is given, before anything is changed.
+
+Each raises an error that says what was passed, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.nn.parameter import is_lazy
+
+from dataparallel.forms.managed import KEY, own_modules, own_parameters
+from dataparallel.forms.policies import MixedPrecisionPolicy, OffloadPolicy
+from dataparallel.sharded.placements import check_placement
+from dataparallel.sharded.tensor import ShardedTensor
+
+__all__ = [
+    "check_children",
+    "check_kind",
+    "check_parameters",
+    "check_policies",
+    "check_reshard",
+    "parameters_of_unit",
+    "places_of",
+]
+
+
+def check_kind(module: nn.Module) -> None:
+    """Checks that the module can be a unit: that it has a forward, and is no wrapper or ScriptModule."""
+    name = type(module).__name__
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(f"the module is wrapped already, in a {name}; shard its .module instead: forms do not nest")
+    for path, child in own_modules([module]):
+        if isinstance(child, torch.jit.ScriptModule):
+            what = f"{path!r}, a {type(child).__name__}" if path else f"a {name}"
+            raise TypeError(
+                f"cannot shard {what}: the parameters of a ScriptModule belong to TorchScript and cannot be replaced. "
+                "Shard the module that is not scripted"
+            )
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        raise TypeError(
+            f"a {name} has no forward of its own, so there is no call that could gather its parameters; shard each of "
+            "its modules, or the module that holds it"
+        )
+
+
+def check_policies(mp_policy: object, offload_policy: object) -> None:
+    """Checks the types of the policies."""
+    for name, policy, expected in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        if not isinstance(policy, expected):
+            raise TypeError(f"{name}={policy!r}: expected a dataparallel.composable.{expected.__name__}")
+
+
+def check_reshard(value: object, slots: int, machines: int = 1) -> None:
+    """Checks that the value is a bool, or a number of slots that makes groups.
+
+    Over several machines all slots of one make a group. ``slots`` is 0 without devices.
+    """
+    if isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise TypeError(
+            f"reshard_after_forward={value!r}: expected True, False, or an int, the number of slots in a group"
+        )
+    if value == 1:
+        raise ValueError("reshard_after_forward=1: each slot would keep all parameters; pass False for that")
+    if value < 1:
+        raise ValueError(f"reshard_after_forward={value}: expected a number of slots above 1, or True or False")
+    if slots and value == slots and machines == 1:
+        raise ValueError(f"reshard_after_forward={value} is the number of all slots; pass True for that")
+    if slots and slots % value:
+        groups = [size for size in range(2, slots) if slots % size == 0]
+        instead = " or ".join(map(str, groups)) if groups else "there is no such number, so pass True or False"
+        raise ValueError(
+            f"reshard_after_forward={value}: groups of {value} slots do not divide {slots} slots evenly; possible: "
+            f"{instead}"
+        )
+
+
+def parameters_of_unit(modules: Sequence[nn.Module], ignored: Sequence[object]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of the unit with their names: those of `own_modules` that are not ignored.
+
+    Raises:
+        TypeError: an ignored one is no tensor.
+        ValueError: there is nothing to shard.
+    """
+    for i, parameter in enumerate(ignored):
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"ignored_params[{i}] is {parameter!r}; expected parameters, not their names")
+    kept = {id(parameter) for parameter in ignored}
+    named = [(name, parameter) for name, parameter in own_parameters(modules) if id(parameter) not in kept]
+    if not named and not _children(modules):
+        names = " and ".join(f"a {type(module).__name__}" for module in modules)
+        raise ValueError(
+            f"there is nothing to shard in {names}: it has no parameters and none below, or all of them are in "
+            "ignored_params. Leave it to the module that holds it"
+        )
+    return named
+
+
+def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Checks the unit's parameters.
+
+    Raises:
+        TypeError: one is a tensor of several parts already.
+        ValueError: they are on two devices.
+        RuntimeError: one is not initialised.
+    """
+    for name, parameter in named:
+        if is_lazy(parameter):
+            raise RuntimeError(
+                f"{name!r} is not initialised yet; run the module once on a sample batch before it is sharded"
+            )
+        if isinstance(parameter, ShardedTensor) or hasattr(parameter, "__tensor_flatten__"):
+            raise TypeError(
+                f"{name!r} is a {type(parameter).__name__}, which stands for other tensors already; `fully_shard` "
+                "takes plain parameters"
+            )
+    first: dict[torch.device, str] = {}
+    for name, parameter in named:
+        if parameter.device.type != "meta":
+            first.setdefault(parameter.device, name)
+    if len(first) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in first.items())
+        raise ValueError(
+            f"the parameters of one unit are on {len(first)} devices: {where}. Move the module to one device before, "
+            "with .to(device); the CPU is one"
+        )
+
+
+def check_children(modules: Sequence[nn.Module], slots: Sequence[torch.device], groups: tuple[Any, Any]) -> None:
+    """Checks that units below are sharded over the same devices as this one, and over the same groups of machines."""
+    for path, state in _children(modules):
+        if [*state.slots] != [*slots]:
+            theirs, ours = (", ".join(map(str, each)) or "no devices" for each in (state.slots, slots))
+            raise ValueError(
+                f"the child {path!r} is sharded over {theirs}, and this module would be over {ours}; give all modules "
+                "of one tree the same devices, in the same order"
+            )
+        given = (None, None) if state.machines is None else state.machines.given
+        if given != groups:
+            theirs, ours = ("one machine" if each == (None, None) else "several machines" for each in (given, groups))
+            raise ValueError(
+                f"the child {path!r} is spread over {theirs}, and this module would be over {ours}"
+                + (", with another group or mesh" if ours == theirs else "")
+                + ". Give all modules of one tree the same process_group or mesh, the same object"
+            )
+
+
+def places_of(
+    named: Collection[tuple[str, nn.Parameter]], place: Callable[[nn.Parameter], Any] | None, slots: int
+) -> list[Shard]:
+    """For each parameter how it is cut. ``place`` is the user's ``shard_placement_fn``."""
+    return [_place(name, parameter, place and place(parameter), slots) for name, parameter in named]
+
+
+def _place(name: str, parameter: nn.Parameter, given: object, slots: int) -> Shard:
+    if given is None:
+        return Shard(0)
+    if type(given) is not Shard:
+        raise TypeError(
+            f"shard_placement_fn returned {given!r} for {name!r}; expected torch.distributed.tensor.Shard(dim), or "
+            "None for Shard(0)"
+        )
+    try:
+        placement = check_placement(given, parameter.shape)
+    except ValueError as error:
+        raise ValueError(f"shard_placement_fn for {name!r}: {error}") from None
+    assert isinstance(placement, Shard)
+    dim = placement.dim
+    if dim and slots and parameter.shape[dim] % slots:
+        raise ValueError(
+            f"shard_placement_fn returned {given!r} for {name!r} of shape {tuple(parameter.shape)}: "
+            f"{parameter.shape[dim]} is no multiple of {slots} slots. Only dimension 0 may be cut unevenly: return None"
+        )
+    return placement
+
+
+def _children(modules: Sequence[nn.Module]) -> list[tuple[str, Any]]:
+    """The states of managed modules below, with the names of the modules."""
+    own = {id(module) for module in modules}
+    return [
+        (path, vars(child)[KEY][1])
+        for module in modules
+        for path, child in module.named_modules()
+        if KEY in vars(child) and id(child) not in own
+    ]

@@ -1,0 +1,229 @@
+"""The state that `fully_shard` keeps for one unit. That of the outermost module is called, and has the tree of units.
+
+Replicas are made from a twin of the module, as those of `replicate` are. Their modules have the same classes, which let
+the units gather parameters around each call. Only ``forms.fully_shard`` makes states.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import _torch
+from dataparallel.call.engine import CallOptions, Method
+from dataparallel.forms.managed import KEY, ManagedModule, Twin
+from dataparallel.forms.on_slots import StateOnSlots
+from dataparallel.forms.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from dataparallel.forms.unit_tensors import UnitTensors
+from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.kept_replicas import KeptReplicas
+from dataparallel.replicas.plan import TwinInfo
+from dataparallel.sharded.distribute import distribute_tensor
+from dataparallel.sharded.placements import Shard
+from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded.units.over_machines import MachinesOfTree
+from dataparallel.sharded.units.tree import Tree
+from dataparallel.sharded.units.unit import Precision, Unit
+
+if TYPE_CHECKING:
+    from dataparallel.machines.peer_rounds import PeerCall
+    from dataparallel.sharded.units.over_machines import MachinesOfTree
+
+__all__ = ["FullyShardState"]
+
+
+class FullyShardState(StateOnSlots):
+    """The state of the modules of one unit. It refers to them weakly.
+
+    Args:
+        modules: of the unit; calls of other modules below them that have no unit of their own need this one's.
+        parameters: of the unit, which `shard` replaces.
+        options: of the calls. Those of the outermost module count.
+        placements: for each parameter how it is cut.
+        reshard_after_forward, is_reshard_automatic: as for `Unit`; automatic means that the user gave ``None``.
+        ignored_parameters: those that all replicas share.
+        machines: over which the unit is spread, if there are several.
+        compile: how replicas of the modules are compiled, if these are not compiled themselves.
+
+    Attributes:
+        unit: the unit, once `shard` has been called.
+    """
+
+    form = "fully_shard"
+    may_use_source = True  # forward reads the source's shards, and copies of these are never late
+    unit: Unit
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[nn.Parameter],
+        options: CallOptions,
+        *,
+        placements: Sequence[Shard],
+        reshard_after_forward: bool | int,
+        is_reshard_automatic: bool,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        ignored_parameters: Sequence[Tensor],
+        machines: MachinesOfTree | None = None,
+        compile: CompileArgument | None = None,
+    ) -> None:
+        super().__init__(options)
+        self.machines, self.compile = machines, compile
+        self._modules = [weakref.ref(module) for module in modules]
+        self._parameters, self._placements = list(parameters), list(placements)
+        self._reshard, self._is_automatic = reshard_after_forward, is_reshard_automatic
+        self._precision = Precision(
+            mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype, mp_policy.cast_forward_inputs
+        )
+        self._offload = offload_policy
+        self._ignored = tuple(ignored_parameters)  # else other objects could get their ids
+        self._tree: Tree | None = None
+
+    def manages(self, parameter: Tensor) -> bool:
+        """True if it is a parameter of the unit, or registered in the place of one: the next call will adopt it."""
+        if self._parameters:  # plain ones: `shard` comes later, or never without slots
+            return any(parameter is own for own in self._parameters)
+        if not isinstance(parameter, ShardedTensor):  # most are not, and forms ask about each parameter of each unit
+            return False
+        registered = (registry.get(name) for registry, name, _ in self.unit.registered.places)
+        return any(parameter is own for own in (*self.unit.parameters, *registered))
+
+    # ---- the parameters become sharded -------------------------------------------------------------------------------
+
+    def shard(self) -> None:
+        """Replaces the unit's parameters by sharded ones, in all modules, and moves buffers to the first slot."""
+        modules = [self._module(i) for i in range(len(self._modules))]
+        is_offloaded = isinstance(self._offload, CPUOffloadPolicy)
+        sharded = [
+            _sharded(parameter, self.slots, placement, is_offloaded, self.machines)
+            for parameter, placement in zip(self._parameters, self._placements, strict=True)
+        ]
+        name = " and ".join(type(module).__name__ for module in modules)
+        unit = Unit(
+            name,
+            sharded,
+            self.slots,
+            self._precision,
+            is_offloaded=is_offloaded,
+            pin=isinstance(self._offload, CPUOffloadPolicy) and self._offload.pin_memory,
+            machines=self.machines,
+        )
+        unit.reshard_after_forward, unit.is_reshard_automatic = self._reshard, self._is_automatic
+        unit.number_of_modules = len(modules)
+        position = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        for module in {id(m): m for top in modules for m in top.modules()}.values():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in position:
+                    unit.registered.places.append((module._parameters, key, position[id(parameter)]))
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != "meta":
+                    module._buffers[key] = buffer.to(self.slots[0])
+        unit.registered.show_sharded()
+        self.unit = unit
+        self._parameters = []  # frees the plain ones
+
+    # ---- what calls ask for ------------------------------------------------------------------------------------------
+
+    def source(self) -> nn.Module:
+        """The first module of the unit."""
+        return self._module(0)
+
+    def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
+        """What spans machines in the forward."""
+        return nullcontext() if self.machines is None else self._failing_together(self.machines, method.name)
+
+    @contextmanager
+    def _failing_together(self, machines: MachinesOfTree, method: str) -> Iterator[PeerCall]:
+        """If the forward fails here, the other machines raise too."""
+        try:
+            with machines.peers.calling((method, torch.is_grad_enabled(), self.source().training)) as call:
+                yield call
+        except BaseException as error:
+            if not _torch.is_in_backward():  # else the pass has failed, and tells the other machines
+                machines.forward_failed(error, was_recorded=torch.is_grad_enabled())
+            raise
+
+    def check(self, slots: Sequence[torch.device]) -> None:
+        """Parameters have memory, and buffers are on the first slot."""
+        self._update_tree()
+
+    def needs_no_replica(self) -> bool:
+        """The parameters of a single slot are gathered too."""
+        return False
+
+    def lends(self, slots: Sequence[torch.device]) -> AbstractContextManager[Any]:
+        """The forward of the tree: inside, replicas may gather its units."""
+        assert self._tree is not None
+        return self._tree.calling(len(slots))
+
+    def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
+        """Made or refreshed from the twin, with the units of their slots."""
+        twin = self._twin.update(self.source(), method.name)
+        replicas = self.kept.replicas(twin, slots, self.options.cap_bytes)
+        self._tensors.bind(replicas, lent)
+        return replicas
+
+    # ---- the tree of which the module is the root --------------------------------------------------------------------
+
+    def _module(self, number: int) -> nn.Module:
+        module = self._modules[number]()
+        if module is None:
+            raise RuntimeError("the module of this state is gone")
+        return module
+
+    def _states_below(self) -> Iterator[tuple[str, FullyShardState]]:
+        """The states of the tree with the paths of their modules, this one first."""
+        seen: set[int] = set()
+        for path, module in self.source().named_modules():
+            form_and_state = vars(module).get(KEY)
+            if form_and_state is not None and id(form_and_state[1]) not in seen:
+                seen.add(id(form_and_state[1]))
+                yield path, form_and_state[1]
+
+    def _update_tree(self) -> None:
+        """Makes the tree anew if its units have changed, and lets them see what has happened to their parameters."""
+        states = [*self._states_below()]
+        units = [state.unit for _, state in states]
+        if self._tree is None or self._tree.units != units:
+            self._tree = self._made_tree(states)
+        for unit in units:
+            if unit.is_reshard_automatic:
+                unit.reshard_after_forward = unit is not self.unit
+        self._tree.prepare()
+
+    def _made_tree(self, states: Sequence[tuple[str, FullyShardState]]) -> Tree:
+        source, units = self.source(), [state.unit for _, state in states]
+        for path, state in states:
+            state.unit.name = path or state.unit.name
+        ignored = [parameter for _, state in states for parameter in state._ignored]
+        info = TwinInfo(id(source), ignored_parameters=frozenset(map(id, ignored)), allowed=ManagedModule)
+        self._twin = Twin(type(source), info)
+        tops = [[*map(state._module, range(len(state._modules)))] for _, state in states]
+        self._tensors = UnitTensors(units, tops, [state.compile for _, state in states])
+        self.kept = KeptReplicas(self._tensors)
+        return Tree(units, self.slots)
+
+
+def _sharded(
+    parameter: nn.Parameter,
+    slots: Sequence[torch.device],
+    placement: Shard,
+    is_offloaded: bool,
+    machines: MachinesOfTree | None,
+) -> ShardedTensor:
+    """The parameter, sharded over the slots; its shards are in host memory if it is offloaded."""
+    places = [torch.device("cpu")] * len(slots) if is_offloaded else slots
+    if machines is not None:
+        places, slots = machines.owners(places), machines.owners(slots)
+    made = distribute_tensor(parameter.detach(), places, placement)
+    sharded = ShardedTensor(made.shards, made.placement, made.shape, devices=slots)
+    found: Any = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    found.__dict__.update(vars(parameter))
+    _torch.share_hooks(found, parameter)
+    return found

@@ -1,0 +1,322 @@
+"""The class that ``fully_shard`` gives to modules: how they are called, saved and converted, and what users can set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import _torch
+from dataparallel.call.engine import Method
+from dataparallel.forms.contract import are_in_one_tree
+from dataparallel.forms.fully_shard_arguments import check_reshard
+from dataparallel.forms.managed import ManagedModule
+from dataparallel.forms.on_slots import OnSlots, state_of
+from dataparallel.replicas.compiled.calls import CALL
+from dataparallel.replicas.plan import UNIT_ON_SLOT
+
+__all__ = ["FullyShardedModule", "UnshardHandle"]
+
+
+class UnshardHandle:
+    """What `FullyShardedModule.unshard` returns. This one is of a module without devices: nothing is gathered."""
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the full parameters, which the module has from then on."""
+
+
+class FullyShardedModule(ManagedModule):
+    """The class that `fully_shard` adds to the class of a module. Its methods set how the module's unit behaves.
+
+    Call them on the module itself: inside ``forward`` there is a replica, and there they raise ``RuntimeError``. Where
+    the machine has no accelerator and no devices were given they do nothing.
+    """
+
+    _why_no_copy = "its parameters are sharded over several devices"
+    _instead_of_a_copy = (
+        "Save or copy its full state with fully_shard.full_state_dict(module), and load that into a new module"
+    )
+    _instead_of_a_wrapper = "the outermost module that is fully sharded runs on all slots by itself"
+
+    forward = OnSlots("forward")
+
+    @_torch.not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module. In a replica the full parameters of its unit are there, for its hooks too."""
+        unit = vars(self).get(UNIT_ON_SLOT)
+        run = super().__call__  # type: ignore[misc]
+        if unit is None:
+            return run(*args, **kwargs)
+        return unit.run(run, *args, **kwargs)
+
+    def _dataparallel_run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = vars(self).get(UNIT_ON_SLOT)
+        if unit is None:
+            return state_of(self).run(method, args, kwargs)
+        # The slots call `forward` of the outermost replica, because hooks run around the call on the whole batch.
+        compiled = self._compiled_call_impl if unit.is_root and method.name == "forward" else None
+        return unit.run(compiled or method.of_module, *args, **kwargs)
+
+    @property
+    @_torch.leave_alone
+    def _compiled_call_impl(self) -> Any:
+        """What torch calls in place of the module, if it is compiled. Only replicas are: this module splits the batch.
+
+        In a replica it runs inside of the unit's call, so the compiler sees full parameters and no gathers.
+        """
+        is_replica = UNIT_ON_SLOT in vars(self)
+        return vars(self).get(CALL) if is_replica or not state_of(self).slots else None
+
+    @_compiled_call_impl.setter
+    def _compiled_call_impl(self, call: Any) -> None:
+        vars(self)[CALL] = call
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # `to` and the like are for the sharded parameters: they would be lost on full ones, which are freed. All units
+        # first: if one refuses, nothing has been converted.
+        for unit in _units(self):
+            unit.reshard()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    @_torch.not_traced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module, for the gradients of the sharded parameters, also while the module has full ones."""
+        for unit in _units(self) if UNIT_ON_SLOT not in vars(self) else ():
+            unit.registered.show_sharded()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._reshard_on_source()
+        super()._save_to_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._reshard_on_source()
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _reshard_on_source(self) -> None:
+        # State dicts are of sharded parameters: what is written to full ones is lost, and they are freed. Modules
+        # below that belong to this unit come later. A replica's state dict has its own tensors.
+        if UNIT_ON_SLOT in vars(self):
+            return
+        for unit in _units(self, recurse=False):
+            # Also while shards are on their way: the host may not write to those in its memory before they have left.
+            # Else `reshard` would undo what `assign=True` has registered in other modules of the unit.
+            if any(on_slot.is_started for on_slot in unit.on_slots):
+                unit.reshard()
+
+    @_torch.not_traced
+    def reshard(self) -> None:
+        """Frees the full parameters of this module's unit. The module has the sharded ones again.
+
+        Units of children stay as they are.
+        """
+        for unit in _units(self, recurse=False):
+            unit.reshard()
+
+    @_torch.not_traced
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers the parameters of this module's unit on all slots, in ``param_dtype`` if its policy has one.
+
+        The module has the full parameters of the first slot until `reshard`, or until its next forward or backward
+        frees them. Units of children stay as they are.
+
+        Args:
+            async_op: if true, the gather is launched and a handle is returned. Call its ``wait()`` before you use the
+                parameters; a forward of the module waits by itself.
+
+        Returns:
+            The handle, or ``None`` without ``async_op``.
+        """
+        handle = UnshardHandle()
+        for unit in _units(self, recurse=False):
+            handle = unit.unshard(async_op)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Says if the next ``backward()`` is the last one of a step; ``True`` at the beginning.
+
+        With ``False`` a backward does not wait for its last sums, and it keeps what it knows about the order of units.
+        Use this for micro-batches. It holds for the whole tree.
+        """
+        _set(self, True, is_last_backward=is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
+        """With ``True`` each later ``backward()`` sums gradients into the sharded parameters, as at the beginning.
+
+        With ``False`` full gradients stay on the slots, and the next ``backward()`` with ``True`` adds them. That saves
+        the sums, and takes the memory of a full gradient on each slot.
+
+        Args:
+            requires_gradient_sync: sum them or not.
+            recurse: if true, this also holds for the units of all children.
+        """
+        _set(self, recurse, requires_gradient_sync=requires_gradient_sync)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block each ``backward()`` leaves gradients on the slots: see `set_requires_gradient_sync`."""
+        before = [(unit, unit.requires_gradient_sync) for unit in _units(self)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, flag in before:
+                unit.requires_gradient_sync = flag
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, recurse: bool = True) -> None:
+        """With ``False`` each later ``backward()`` sums gradients only over devices that have different parameters.
+
+        The next ``backward()`` with ``True`` adds them up over machines that have the same ones too, with a
+        ``process_group`` or the first dimension of a ``mesh``. Until then they wait, in memory of the size of the
+        shards. ``.grad`` stays as it is or becomes zeros, and ``zero_grad`` drops what waits. Without such machines
+        this does nothing.
+
+        Args:
+            requires_all_reduce: sum them there or not.
+            recurse: if true, this also holds for the units of all children.
+        """
+        _set(self, recurse, requires_all_reduce=requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
+        """Changes what `fully_shard` was given: whether units free their full parameters after forward.
+
+        Use it to keep them while you evaluate, for example.
+
+        Args:
+            reshard_after_forward: as for `fully_shard`, without ``None``.
+            recurse: if true, this also holds for the units of all children.
+
+        Raises:
+            TypeError: it is neither a bool nor an int.
+            ValueError: it does not divide the number of slots.
+        """
+        state = state_of(self)
+        check_reshard(reshard_after_forward, len(state.slots), 1 if state.machines is None else state.machines.parts)
+        _set(self, recurse, is_reshard_automatic=False, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
+        """With ``False`` units keep their full parameters after backward, so that the next forward gathers nothing.
+
+        Use this between micro-batches: it takes the memory of all full parameters on each slot.
+
+        Args:
+            reshard_after_backward: free them or not.
+            recurse: if true, this also holds for the units of all children.
+        """
+        _set(self, recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Sets which units are gathered ahead in forward: those of ``modules``, after this module's own.
+
+        By default the next unit is, in the order of the last forward. An empty list turns this off, two modules or
+        more take more memory.
+
+        Raises:
+            ValueError: one is not fully sharded, or is in no tree with this module; the message names it.
+        """
+        _set(self, False, forward_prefetch=self._units_to_prefetch(modules))
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Sets which units are gathered ahead in backward: those of ``modules``, after this module's own.
+
+        By default the next unit is, in the reverse order of the last forward. An empty list turns this off, two modules
+        or more take more memory.
+
+        Raises:
+            ValueError: one is not fully sharded, or is in no tree with this module; the message names it.
+        """
+        _set(self, False, backward_prefetch=self._units_to_prefetch(modules))
+
+    def set_post_optim_event(self, event: torch.Event | Sequence[torch.Event]) -> None:
+        """Gives an event that was recorded after the optimizer's step. The next gathers wait for it, and only for it.
+
+        By default they wait for all that was launched on the current streams before the call. Call this on the
+        outermost module, before each call: the event is used once.
+
+        Args:
+            event: after it all shards have their values. An optimizer steps on each device: pass a list of events, one
+                for each, or one event of a stream that has waited for all of them.
+        """
+        _set(self, False, post_optim_event=event)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides the gradients of this unit by ``factor`` when they are summed. At the beginning it is 1: a plain sum.
+
+        Over several machines they are averaged too, so this comes on top.
+
+        Raises:
+            ValueError: ``factor`` is not above 0.
+        """
+        if not factor > 0:
+            raise ValueError(f"factor={factor}: gradients are divided by a number above 0")
+        _set(self, False, gradient_divide_factor=float(factor))
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """With ``False`` backward does not gather this unit: for one whose parameters backward does not read.
+
+        An embedding is an example. The sums of its gradients are made all the same.
+        """
+        _set(self, False, unshard_in_backward=unshard_in_backward)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
+        """Has a function called for each owner's part of this unit's summed gradients, before it goes to ``.grad``.
+
+        The part is a flat tensor on the owner's device, in the dtype in which gradients are summed, which is at least
+        32 bits wide. It is the sum over slots and, if there are several machines, the mean over them. The function may
+        change it in place. Over machines it is called at the end of the backward, for units in the same order on all of
+        them, so it may call collectives of a group of its own; if it raises, it raises on this machine only. On one
+        machine it may be called by any thread, and the stream that adds up gradients is current.
+
+        Raises:
+            TypeError: ``hook`` cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook={hook!r}: expected a function that takes a tensor")
+        _set(self, False, all_reduce_hook=hook)
+
+    def _units_to_prefetch(self, modules: Sequence[nn.Module]) -> list[Any]:
+        if isinstance(modules, nn.Module):
+            raise TypeError(f"expected a list of modules; got a {type(modules).__name__}: write [module]")
+        for i, module in enumerate(modules):
+            what = f"modules[{i}], a {type(module).__name__},"
+            if not isinstance(module, FullyShardedModule):
+                raise ValueError(f"{what} is not fully sharded, so it has no unit that could be gathered ahead")
+            if not are_in_one_tree(self, module):
+                raise ValueError(
+                    f"{what} is in no fully sharded tree with this {type(self).__name__}; pass modules of one tree, "
+                    "after its outermost module was fully sharded"
+                )
+        return [unit for module in modules for unit in _units(module, recurse=False)]
+
+
+def _states(module: Any, recurse: bool = True) -> list[Any]:
+    """The states of the module and, with ``recurse``, of its children, each once; none where there are no devices.
+
+    Raises:
+        RuntimeError: the module is a replica.
+    """
+    if UNIT_ON_SLOT in vars(module):
+        raise RuntimeError(
+            f"this {type(module).__name__} is a replica on one slot; call the methods of fully_shard on the module "
+            "itself, outside of forward"
+        )
+    modules = module.modules() if recurse else [module]
+    states = [state_of(each) for each in modules if isinstance(each, FullyShardedModule)]
+    return [state for state in {id(state): state for state in states}.values() if state.slots]
+
+
+def _units(module: Any, recurse: bool = True) -> list[Any]:
+    return [state.unit for state in _states(module, recurse)]
+
+
+def _set(module: Any, recurse: bool, **settings: Any) -> None:
+    """Sets attributes of the module's unit and, with ``recurse``, of the units of its children."""
+    for unit in _units(module, recurse):
+        for name, value in settings.items():
+            setattr(unit, name, value)

@@ -1,0 +1,199 @@
+"""`prefetch`: a loader whose next batches are scattered while the devices compute on the current one.
+
+This room reads the loader ahead and decides which tensors of a batch are sent where. ``comm.streams.ahead`` sends
+them, and the wrapper's scatter takes the chunks from there. No thread is started: batches are read in the loop's own
+thread, between two iterations. Users call it; nothing in the library does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel.batches.samples import slots_of_tensors
+from dataparallel.batches.structures import is_whole, leaves
+from dataparallel.call.engine import CallOptions
+from dataparallel.comm.streams.ahead import Sender, SentBatch, can_be_sent
+from dataparallel.devices import CPU, resolve
+from dataparallel.forms.data_parallel import DataParallel
+from dataparallel.forms.managed import ManagedModule
+from dataparallel.forms.on_slots import state_of
+from dataparallel.samples import Samples
+
+__all__ = ["Prefetch", "prefetch"]
+
+T = TypeVar("T")
+
+
+def prefetch(loader: Iterable[T], model: nn.Module, *, depth: int = 1) -> Prefetch[T]:
+    """Yields the loader's batches, and copies their tensors to the model's slots while the batch before computes.
+
+    The batches are the loader's own objects, unchanged: unpack them, read them, pass all or parts of them to ``model``.
+    A tensor that you pass to ``model``, directly or within a container, is on the slots already. A tensor that you do
+    not pass (targets of a loss outside of the model) is still an ordinary host tensor, and was sent in vain::
+
+        for inputs, targets in dataparallel.prefetch(loader, model):
+            output = model(inputs)
+            loss = loss_function(output, targets.to(output.device))
+
+    The copies serve one call, in the iteration of their batch. Everything else is copied in the call, as without
+    ``prefetch``: results of operators on a batch, ``whole(tensor)`` called in the loop (a generator around the
+    loader can call it instead), tensors that you changed in place, the batch of a second call, tensors that require
+    gradients or are on a device already, sparse tensors, tensor subclasses, values of registered batch types. What
+    is inside ``dataparallel.samples(...)`` is sent if the loader has marked it, for example in its ``collate_fn``.
+    A change through numpy or ``.data``, or of a tensor made under ``inference_mode``, cannot be noticed: make it in
+    the loader.
+
+    Copies from pinned memory run beside the compute. Let the loader pin (``DataLoader(pin_memory=True)``), or each
+    batch is first copied into pinned memory, in the loop's thread. A pinned batch may still be read after the call
+    returns, until the loop asks for the next batch: write to it before the call or not at all. After that nothing reads
+    it, and a loader may fill its memory again.
+
+    With CPU slots, or without an accelerator, batches are read when the loop asks for them, and handed on.
+
+    Args:
+        loader: any iterable; each loop over the result iterates over it again.
+        model: what is called with the batches: a `DataParallel`, or a module after ``composable.replicate`` or
+            ``fully_shard``. Its slots, ``dim`` and ``chunk_sizes`` decide which slot gets which samples. With
+            ``chunk_sizes="balanced"`` a batch is sent as the call before was split. While the split is being measured
+            it may change, and then the call copies its chunks itself.
+        depth: how many batches are read and sent before the loop asks for them. The devices hold ``depth`` batches
+            besides the current one.
+
+    Returns:
+        An iterable, with the loader's ``len()``. An exception in reading or sending a batch is raised in its place, and
+        ends the iteration. A loop that stops early waits for the copies in flight and frees them.
+
+    Raises:
+        TypeError: ``model`` has no form; ``loader`` cannot be iterated over; ``depth`` is no integer.
+        ValueError: ``depth`` is below 1.
+    """
+    if not isinstance(model, (DataParallel, ManagedModule)):
+        cls = type(model)
+        raise TypeError(
+            "prefetch needs what will be called with the batches, a dataparallel.DataParallel or a module after "
+            f"composable.replicate or fully_shard; got {cls.__module__}.{cls.__qualname__}"
+        )
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"prefetch reads batches from an iterable; got {type(loader).__name__}")
+    if operator.index(depth) < 1:
+        raise ValueError(f"depth={depth}: at least 1 batch has to be read ahead; without prefetch none is")
+    return Prefetch(loader, model, depth)
+
+
+@dataclass
+class _Read:
+    """A batch of the loader and the part of it that was sent, or the exception that reading or sending it raised."""
+
+    batch: Any = None
+    sent: SentBatch | None = None
+    error: Exception | None = None
+
+    def end(self) -> None:
+        if self.sent is not None:
+            self.sent.end()
+
+
+class Prefetch(Generic[T]):
+    """The iterable that `prefetch` returns. ``loader``, ``model`` and ``depth`` are the arguments of `prefetch`."""
+
+    def __init__(self, loader: Iterable[T], model: nn.Module, depth: int) -> None:
+        self.loader, self.model, self.depth = loader, model, depth
+
+    def _options(self) -> CallOptions:
+        """Those of a call that begins now."""
+        options: CallOptions = (
+            self.model._call_options() if isinstance(self.model, DataParallel) else state_of(self.model).options
+        )
+        return options
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        slots = [resolve(device) for device in self._options().slots]
+        if all(slot == CPU for slot in slots):
+            # "yield from" would close the loader's generator when the loop stops early. A user may go on with it.
+            for batch in self.loader:  # noqa: UP028
+                yield batch
+            return
+        sender, batches = Sender(slots), iter(self.loader)
+        # reads[0] is the batch that the loop is using. A suspended generator is closed when the loop drops it, so
+        # `finally` is reached however the loop ends.
+        reads: deque[_Read] = deque()
+        more = True
+        try:
+            while True:
+                while more and len(reads) <= self.depth:
+                    more = self._read(batches, sender, reads)
+                if not reads:
+                    return
+                if reads[0].error is not None:
+                    raise reads.popleft().error  # type: ignore[misc]
+                yield reads[0].batch
+                # Before the loader is asked again: it may fill the same memory with another batch.
+                reads[0].end()
+                reads.popleft()
+        finally:
+            for read in reads:
+                read.end()
+
+    def _read(self, batches: Iterator[T], sender: Sender, reads: deque[_Read]) -> bool:
+        """Sends and appends the loader's next batch, or appends its exception. Returns ``False`` at the end."""
+        try:
+            batch = next(batches)
+            slots = sender.slots
+            sent = sender.send(self._chunked(batch, slots), self._options().dim, to_some=self._in_samples(batch, slots))
+        except StopIteration:
+            return False
+        except Exception as error:  # raised where its batch would have come, after those before it
+            reads.append(_Read(error=error))
+            return False
+        reads.append(_Read(batch, sent))
+        return True
+
+    def _chunked(self, batch: T, slots: Sequence[torch.device]) -> Iterator[tuple[Tensor, list[int] | None]]:
+        """The tensors to send, each once, with the chunk sizes that a call will split them into.
+
+        Tensors of one batch may have different sizes if no call gets both. A tensor that cannot be split is not sent:
+        the call that gets it raises and says why.
+        """
+        options = self._options()
+        dim, split = options.dim, options.split
+        for tensor in {id(leaf): leaf for _, leaf in leaves(batch, "") if isinstance(leaf, Tensor)}.values():
+            if not can_be_sent(tensor):
+                continue
+            if is_whole(tensor):
+                yield tensor, None
+            elif -tensor.dim() <= dim < tensor.dim():
+                try:
+                    sizes = split.sizes(tensor.shape[dim], len(slots))
+                except ValueError:  # numbers of samples that do not fit this tensor: a call with it says so
+                    continue
+                yield tensor, sizes
+
+    def _in_samples(self, batch: T, slots: Sequence[torch.device]) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """The tensors inside lists of samples, each once, with the numbers of the slots that a call sends them to.
+
+        Lists of different lengths are not for one call, so a tensor that is in two of them is sent for one call only.
+        """
+        found: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+        by_size: dict[int, list[Samples[Any]]] = {}
+        for _, leaf in leaves(batch, ""):
+            if isinstance(leaf, Samples):
+                by_size.setdefault(len(leaf), []).append(leaf)
+        for size, marked in by_size.items():
+            try:
+                sizes = self._options().split.sizes(size, len(slots))
+            except ValueError:  # as above
+                continue
+            for tensor, numbers in slots_of_tensors(marked, sizes):
+                if can_be_sent(tensor):
+                    found.setdefault(id(tensor), (tensor, numbers))
+        return [*found.values()]

@@ -1,0 +1,320 @@
+"""``replicate(module)``: the module itself runs on all slots, without a wrapper around it.
+
+The class of the module becomes a subclass whose ``forward`` scatters inputs, runs replicas and gathers outputs. Callers
+of the module and hooks on it see one call on the whole batch. This file has the part that a user touches: arguments and
+the class. ``forms.replicate_state`` has the four stages of a call, ``forms.on_slots`` has methods that run on
+replicas, and ``forms.contract`` has the rules of all forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import _torch
+from dataparallel.batches.chunk_sizes import ChunkSizes
+from dataparallel.call.engine import CallOptions
+from dataparallel.call.losses import Criterion
+from dataparallel.devices import CPU, DeviceLike, resolve_slots
+from dataparallel.forms.contract import Form
+from dataparallel.forms.managed import ManagedModule
+from dataparallel.forms.on_slots import OnSlots, state_of
+from dataparallel.forms.replicate_state import ReplicateState
+from dataparallel.nn.sync_batch_norm import prepare
+from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dataparallel.gradients.comm_hooks import GradBucket
+    from dataparallel.machines.group import Machines
+
+__all__ = ["ReplicatedModule", "replicate"]
+
+
+class _OfReplicas:
+    """An attribute that replicas have, and the module itself has not: ``None`` here, whatever was set.
+
+    ``module.compile()`` sets one, by which the module's own call would lead to compiled code. That is for replicas.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @_torch.leave_alone
+    def __get__(self, module: Any, cls: type) -> None:
+        return None
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self._name] = value
+
+
+class ReplicatedModule(ManagedModule):
+    """The class that `replicate` adds to the class of a module."""
+
+    forward = OnSlots("forward")
+    _compiled_call_impl = _OfReplicas("_compiled_call_impl")
+
+    def set_requires_gradient_sync(self, flag: bool) -> None:
+        """With ``True`` each later ``backward()`` sums gradients into the module's parameters, as at the beginning.
+
+        With ``False`` gradients stay on the slots: a parameter's ``.grad`` is that of slot 0, and the next
+        ``backward()`` with ``True`` adds the others. Over machines, and with a communication hook, all gradients stay
+        on the slots, and a ``.grad`` stays as it is or becomes zeros. If you set a ``.grad`` to ``None``, to another
+        tensor or to zeros (``zero_grad()``), the gradients that wait for it are thrown away. The module looks for this
+        at its next forward or backward. It does not notice a backward that does not lead through it, for example one of
+        a loss on its parameters alone. Let no such backward come between.
+        """
+        state_of(self).tensors.sums.are_on = flag
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block each ``backward()`` leaves gradients on the slots: see `set_requires_gradient_sync`."""
+        tensors = state_of(self).tensors
+        before, tensors.sums.are_on = tensors.sums.are_on, False
+        try:
+            yield
+        finally:
+            tensors.sums.are_on = before
+
+    @contextmanager
+    def frozen(self) -> Iterator[ReplicatedModule]:
+        """For serving: inside the block replicas stay as they are, and nothing is sent. See `DataParallel.frozen`.
+
+        It begins and ends with new replicas. Gradients that wait on the slots are kept.
+        """
+        with state_of(self).kept.frozen():
+            yield self
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
+        """From the next forward on, ``hook(state, bucket)`` says what becomes of the gradients after the slots.
+
+        As with ``torch.nn.parallel.DistributedDataParallel``, whose hooks run unchanged here. Each backward that sums
+        gradients calls the hook once for each bucket, one after the other, in the order of their `GradBucket.index`,
+        which is the same on all machines. It gets the sum over the slots of this process, not divided by anything, and
+        returns a ``torch.futures.Future`` of a tensor like ``bucket.buffer()``. That tensor has the gradients: nothing
+        is added over machines besides, and ``average`` has no effect. torch's hooks divide by the number of ranks.
+
+        - A bucket that this backward does not reach comes with zeros, and so does a parameter in it. A parameter that
+          no machine has used gets ``None`` all the same. Without machines, ``None`` is for parameters that no slot has
+          used here.
+        - Inside `no_sync` the hook is not called. The next backward with sums brings the sum of all.
+        - In the first backward each parameter is a bucket. From the second on, buckets stay as they are as long as the
+          parameters do.
+        - If the process group cannot send tensors of the device, the buffer is in host memory. Without machines it is
+          on the first slot's device.
+        - With machines the hook runs in a thread of its own, beside the backward, and may use the machines' group.
+          Without, it runs in the thread of the backward, which goes on when it has returned its future. A hook that
+          seeds torch's CPU generator (PowerSGD does) should not run beside a backward that draws from it.
+        - Nothing limits how long a hook takes without machines. With machines, the group's timeout does.
+
+        Each gradient lies in the buffer in the order of a contiguous tensor. With `DistributedDataParallel` it lies in
+        the order of the parameter's memory, and parameters may follow each other in another order. Hooks that send
+        parameters themselves need a group that can send them: model averaging after ``post_localSGD_hook``, say.
+
+        If a hook raises, or what it leaves cannot be gradients, the backward raises an error that names the hook and
+        the bucket, and no ``.grad`` is changed on any machine. The other machines raise `PeerFailed`. The next backward
+        works, unless others wait for what the hook should have sent: then all machines raise from there on, because
+        what they send later would be taken for it. What a hook keeps in its state is its own affair.
+
+        Args:
+            state: is given to each call.
+            hook: the same on all machines. A backward raises where its name differs.
+
+        Raises:
+            TypeError: ``hook`` cannot be called.
+            RuntimeError: the module has a hook already; or it just runs, because there is no accelerator.
+        """
+        state_of(self).register_comm_hook(state, hook)
+
+
+def _prepare(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    *,
+    devices: Sequence[DeviceLike] | None = None,
+    ignored_params: Iterable[Tensor] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    chunk_sizes: ChunkSizes = None,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    first_bucket_mb: float = 1,
+    broadcast_buffers: bool = True,
+    process_group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    device_id: DeviceLike | None = None,
+    average: bool = True,
+    compile: bool | dict[str, Any] | None = None,
+    loss: Criterion | None = None,
+    sync_batch_norm: bool | Literal["across_machines"] = False,
+    workers: int | None = None,
+    serial: bool | None = None,
+) -> ReplicateState:
+    """Makes ``module`` run on all devices, in place: splits the batch, runs a replica on each slot, joins the outputs.
+
+    The module stays the same object with the same parameters, so optimizers, ``state_dict`` and the training loop are
+    those of one device. Its class becomes a subclass of `ReplicatedModule` and of its former class. The devices of its
+    parameters are checked at each call, so it may be moved, loaded or materialised before. Hooks on the module itself
+    run once per call, on the whole batch; hooks on submodules run in each replica. ``replicate.state(module)`` returns
+    its state.
+
+    Over machines all ranks call this in the same order. Then they have rank 0's parameters and buffers. All ranks make
+    the same forwards in grad mode and the same backwards; a forward under ``torch.no_grad`` may run on one rank alone.
+    A parameter's ``.grad`` is ``None`` if no rank has used it. If a rank fails, all ranks raise, and no ``.grad`` is
+    changed. Gradients have to be dense, ``create_graph=True`` and reentrant checkpoints inside the module raise, and
+    inside `no_sync` all gradients wait on the slots: a ``.grad`` changes only when a backward sums.
+
+    A ``backward()`` must not run in one thread while another thread calls the module, unless both threads call the
+    module: see the limits. The call writes current values into the replicas, which the backward pass may still read.
+
+    Args:
+        module: a module that has a ``forward`` and no form yet. It has to be on the first slot when it is called.
+        ignored_modules: modules below it that replicas share, with all their parameters: these are not copied and their
+            gradients are not summed. You make sure that several threads can use them at the same time, with tensors
+            on the device of each slot.
+        devices: the slots: ints (accelerators), strings, ``torch.device``; one device may be listed several times,
+            ``["cpu", "cpu"]`` are two slots on the CPU. Default: all accelerators; without any the module just runs.
+        ignored_params: single parameters that replicas share.
+        output_device: the device of the outputs; default the first slot, -1 or ``"cpu"`` for the CPU.
+        dim: the batch dimension of inputs and outputs.
+        chunk_sizes: how the slots share a batch, as for `dataparallel.DataParallel`. To change it, assign
+            ``replicate.state(module).chunk_sizes``.
+        bucket_cap_mb: size in MiB of the buckets in which parameters travel, and their gradients back.
+        first_bucket_mb: size in MiB of the bucket whose gradients come first.
+        broadcast_buffers: if true, replicas get the module's buffers at each call, else only when they are made. Over
+            machines each forward that is recorded begins with the buffers of rank 0.
+        process_group: a group of torch.distributed over which the module is replicated too, with one process for each
+            machine. Default: this process alone.
+        mesh: a ``DeviceMesh`` of one dimension over such processes, instead of a group.
+        device_id: the only slot; another way to write ``devices=[device_id]``.
+        average: over R machines, ``p.grad = (1/R) * sum_r dL_r/dp``, where ``L_r`` is the loss of rank r and
+            ``dL_r/dp`` is summed over its slots: so a loss that is the mean of each machine's batch is that of
+            DistributedDataParallel. If false, without the factor 1/R.
+        compile: compile the replicas: as for `dataparallel.DataParallel`. A module that is compiled already, or later
+            by ``module.compile()``, needs no argument: its replicas are compiled, and its own call is not.
+        loss: a criterion for the replicas: as for `dataparallel.DataParallel`.
+        sync_batch_norm: make each BatchNorm a `dataparallel.nn.SyncBatchNorm`, as for `dataparallel.DataParallel`.
+            ``"across_machines"``: with the batch of all machines.
+        workers, serial: how replicas run: as for `dataparallel.DataParallel`.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: ``module`` is no module, has no ``forward``, or is a wrapper or a ScriptModule; ``dim`` is no int; an
+            entry of ``ignored_modules`` is no module; ``compile`` is something else.
+        MachinesDiffer: on every rank, if the modules, slots or arguments of the machines differ.
+        ValueError: devices and BatchNorms as for `dataparallel.DataParallel`; a bucket size is not above 0; a module or
+            parameter to ignore is no part of ``module``; ``compile`` is given for a compiled module.
+        RuntimeError: the module, a parent, a child or one of its parameters has a form already.
+    """
+    if device_id is not None:
+        from dataparallel.machines.arguments import one_device
+
+        devices = one_device(devices, device_id)
+    machines: Machines | None = None
+    together: AbstractContextManager[object] = nullcontext()
+    if process_group is not None or mesh is not None:
+        # Only here: a module on one machine needs no torch.distributed.
+        from dataparallel.gradients.machine_sums import machines_for
+
+        machines, together = machines_for(process_group, mesh)
+    with together:
+        _check_kind(module)
+        slots = resolve_slots(devices) or ([] if machines is None else [CPU])
+        first_bytes = cap_in_bytes(first_bucket_mb, "first_bucket_mb")
+        options = CallOptions.checked(
+            [module],
+            slots,
+            output_device=output_device,
+            dim=dim,
+            chunk_sizes=chunk_sizes,
+            bucket_cap_mb=bucket_cap_mb,
+            workers=workers,
+            serial=serial,
+            loss=loss,
+        )
+        compiled = CompileArgument.checked(module, compile)
+        modules, parameters = _check_ignored(module, [*(ignored_modules or ())], [*(ignored_params or ())])
+        if machines is not None:
+            _check_for_machines(module, slots, converts=bool(sync_batch_norm))
+        prepare(module, sync_batch_norm, slots, machines is not None)  # the last check, and replicas get its class
+        state = ReplicateState(
+            module,
+            options,
+            first_bytes=first_bytes,
+            broadcast_buffers=broadcast_buffers,
+            ignored_modules=modules,
+            ignored_parameters=parameters,
+            machines=machines,
+            average=average,
+            compile=compiled,
+        )
+    return state
+
+
+def _begin(modules: Sequence[nn.Module], state: ReplicateState) -> None:
+    """What changes the module, when it has its class."""
+    state.begin()
+
+
+_prepare.__name__ = _prepare.__qualname__ = "replicate"
+replicate = Form(_prepare, ReplicatedModule, begin=_begin)
+
+
+def _check_for_machines(module: nn.Module, slots: Sequence[torch.device], converts: bool) -> None:
+    """Checks that a module can be replicated over machines. ``converts``: its BatchNorms will be converted.
+
+    Raises:
+        TypeError: its parameters are DTensors, sparse or nested.
+        ValueError: it has torch's SyncBatchNorm, and several slots.
+    """
+    from dataparallel.machines.arguments import refuse_tensor_parallel
+
+    refuse_tensor_parallel(module)
+    synchronised = any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())
+    if len(slots) > 1 and synchronised and not converts:
+        raise ValueError(
+            f"the {type(module).__name__} has a torch.nn.SyncBatchNorm and {len(slots)} slots: the slots of one "
+            'process would call collectives of one group at the same time. Pass sync_batch_norm="across_machines", or '
+            "use one slot for each process"
+        )
+
+
+def _check_kind(module: nn.Module) -> None:
+    name = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"cannot replicate a {name} in place: the class of a ScriptModule belongs to TorchScript and cannot be "
+            "changed. Replicate the module that is not scripted, or wrap this one in dataparallel.DataParallel"
+        )
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(f"the module is wrapped already, in a {name}; replicate its .module instead: forms do not nest")
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        raise TypeError(
+            f"a {name} has no forward of its own, so there is no call that could be split; replicate the module that "
+            "holds it"
+        )
+
+
+def _check_ignored(
+    module: nn.Module, modules: list[nn.Module], parameters: list[Tensor]
+) -> tuple[list[nn.Module], list[Tensor]]:
+    """The ignored modules, and all ignored parameters: those of ignored modules too."""
+    below = {id(child) for child in module.modules()} - {id(module)}
+    own = {id(parameter) for parameter in module.parameters()}
+    for i, child in enumerate(modules):
+        if not isinstance(child, nn.Module):
+            raise TypeError(f"ignored_modules[{i}] is {child!r}, which is no module; slots are named: devices=[...]")
+        if id(child) not in below:
+            raise ValueError(f"ignored_modules[{i}], a {type(child).__name__}, is not below the module to replicate")
+    for i, parameter in enumerate(parameters):
+        if id(parameter) not in own:
+            raise ValueError(f"ignored_params[{i}] is no parameter of the module to replicate")
+    return modules, [*parameters, *(parameter for child in modules for parameter in child.parameters())]

@@ -1,0 +1,217 @@
+"""The state that `replicate` keeps for one module: its slots and its replicas, which stay from call to call.
+
+Replicas are made from a twin: an object of the original class with all attributes of the module. ``call.engine`` makes
+the calls. Only ``composable.replicate`` makes states.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import _torch
+from dataparallel.call.engine import CallOptions, Method
+from dataparallel.forms.managed import KEY, Twin
+from dataparallel.forms.on_slots import StateOnSlots
+from dataparallel.forms.persistent_tensors import PersistentTensors
+from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookedSums
+from dataparallel.replicas.compiled.calls import CompileArgument, call_of, compiled_here
+from dataparallel.replicas.kept_replicas import KeptReplicas
+from dataparallel.replicas.placement import check_placement
+from dataparallel.replicas.plan import TwinInfo
+
+if TYPE_CHECKING:
+    from dataparallel.gradients.machine_sums import Agreement
+    from dataparallel.machines.group import Machines
+    from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
+
+__all__ = ["ReplicateState"]
+
+
+class ReplicateState(StateOnSlots):
+    """The state of one module. It refers to the module weakly, and to ignored modules and parameters strongly.
+
+    Args:
+        module: a module that is not replicated yet; replicas get its class.
+        options: of the calls; none of its slots if there is no accelerator.
+        first_bytes: size of the bucket whose gradients come first.
+        machines: over which gradients are summed too; ``None``: this one alone.
+        average: if true, the sums of all machines are divided by their number.
+        compile: how replicas are compiled, if the module is not compiled itself.
+
+    Attributes:
+        tensors: the tensors of the replicas.
+        machines: the same ranks, with a group of the module's own.
+    """
+
+    form = "replicate"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: CallOptions,
+        *,
+        first_bytes: int,
+        broadcast_buffers: bool,
+        ignored_modules: Sequence[nn.Module] = (),
+        ignored_parameters: Sequence[Tensor] = (),
+        machines: Machines | None = None,
+        average: bool = True,
+        compile: CompileArgument | None = None,
+    ) -> None:
+        super().__init__(options)
+        self._module = weakref.ref(module)
+        self._ignored = (*ignored_modules, *ignored_parameters)  # else other objects could get their ids
+        self._twin_info = TwinInfo(
+            id(module), frozenset(ignored_modules), frozenset(id(parameter) for parameter in ignored_parameters)
+        )
+        self._twin = Twin(type(module), self._twin_info)
+        self.machines = machines
+        self._settings: dict[str, Any] = {
+            "first_bytes": first_bytes,
+            "cap_bytes": options.cap_bytes,
+            "broadcast_buffers": broadcast_buffers,
+        }
+        self._agreement: Agreement | None = None
+        self._peers: PeerRounds | None = None
+        self._hook: CommHook | None = None
+        self.tensors = PersistentTensors(self.slots, first_bytes, options.cap_bytes, broadcast_buffers)
+        if machines is not None:
+            self._settings["average"] = average
+        self._compile = compile
+        self.kept = KeptReplicas(self.tensors, compile)
+
+    def manages(self, parameter: Tensor) -> bool:
+        """True if replicas have copies of it."""
+        return id(parameter) not in self._twin_info.ignored_parameters
+
+    # ---- what calls ask for ------------------------------------------------------------------------------------------
+
+    def source(self) -> nn.Module:
+        """The module."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module of this state is gone")
+        return module
+
+    def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
+        """What spans machines in the forward."""
+        if self._agreement is None or self._peers is None:
+            return nullcontext()
+        return self._failing_together(self._agreement, self._peers, method.name)
+
+    @contextmanager
+    def _failing_together(self, agreement: Agreement, peers: PeerRounds, method: str) -> Iterator[PeerCall]:
+        """If a recorded forward fails here, the other machines raise too, instead of waiting for its backward."""
+        is_recorded = torch.is_grad_enabled()
+        try:
+            with peers.calling((method, is_recorded, self.source().training)) as call:
+                yield call
+        except BaseException as error:
+            are_summed = self.tensors.sums.are_on and any(each.requires_grad for each in self.source().parameters())
+            if is_recorded and are_summed:
+                agreement.signal_failure(error)
+            raise
+
+    def check(self, slots: Sequence[torch.device]) -> None:
+        """Parameters and buffers that are not ignored are on the first slot."""
+        check_placement(self.source(), slots[0], self._twin_info.ignored_modules, self._twin_info.ignored_parameters)
+
+    def needs_no_replica(self) -> bool:
+        """A recorded call needs one if there is more to its gradients than on one device: machines, or a hook."""
+        return not torch.is_grad_enabled() or self.tensors.passes is None
+
+    def alone(self, method: Method) -> Callable[..., Any]:
+        """What runs ``method`` without replicas: compiled if replicas would be, by way of the twin."""
+        # What is being compiled contains the module.
+        if torch.compiler.is_dynamo_compiling() or method.name != "forward" or not _torch.is_compiler_loaded():
+            return method.of_module
+        twin = self._updated_twin(method.name)
+        root = compiled_here(twin) if self._compile is None else self._compile.of(twin)
+        return method.of_module if root is None or root.child is not None else call_of(twin, root)
+
+    def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
+        """Made or refreshed from the twin."""
+        return self.replicate(self._updated_twin(method.name), slots)
+
+    def replicate(self, source: nn.Module, slots: list[torch.device]) -> list[Any]:
+        """The stage that makes replicas; override it on this object to make them in another way."""
+        return self.kept.replicas(source, slots, self.options.cap_bytes)
+
+    @property
+    def may_use_source(self) -> bool:  # type: ignore[override]
+        """True if the stage is overridden."""
+        return getattr(self.replicate, "__func__", None) is not ReplicateState.replicate
+
+    def returns(self, output: Any) -> None:
+        """A recorded output leads to the pass in which gradients are summed."""
+        if torch.is_grad_enabled() and self.tensors.passes is not None:
+            self.tensors.passes.notice(output)
+
+    # ---- machines and hooks ------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Compares the module with that of the other machines, and gives it the values of rank 0.
+
+        Raises:
+            MachinesDiffer: on every rank; the message names what differs.
+        """
+        if self.machines is None:
+            return
+        from dataparallel.gradients.machine_sums import Agreement, MachineSums
+        from dataparallel.machines.peer_rounds import PeerRounds
+        from dataparallel.machines.start import compare, describe, send_values
+
+        source = self.source()
+        ignored = {id(tensor) for module in self._twin_info.ignored_modules for tensor in module.buffers()}
+        parameters = {name: each for name, each in source.named_parameters() if self.manages(each)}
+        buffers = {name: each for name, each in source.named_buffers() if id(each) not in ignored}
+        what = f"`replicate` of a {type(self._twin.module).__name__}"
+        compare(self.machines, what, describe(parameters, buffers, self.slots, self._settings))
+        # Rounds come one after the other, and those of modules and of their replicas' collectives do not wait for each
+        # other.
+        self.machines = self.machines.another()
+        self._peers = PeerRounds(self.machines.another())
+        self.machines.make_communicators(self.slots[:1])
+        send_values(self.machines, {**parameters, **buffers})
+        self._agreement = Agreement(self.machines)
+        self.tensors.agree_by(self._agreement, MachineSums(self.machines, bool(self._settings["average"])))
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
+        """See `ReplicatedModule.register_comm_hook`."""
+        registered = CommHook(state, hook)
+        if self._hook is not None:
+            raise RuntimeError(
+                f"the module has the communication hook {self._hook.name} already. It can have one, and keeps it; a "
+                "hook of your own can call others"
+            )
+        if not self.slots:
+            raise RuntimeError(
+                "there is no accelerator, so the module just runs, and no gradients are summed: call replicate with "
+                "devices=['cpu'] if a hook is to get them"
+            )
+        if self.machines is None:
+            self.tensors.take_further(HookedSums(registered))
+        else:
+            from dataparallel.gradients.hooked_machine_sums import HookedMachineSums
+
+            self.tensors.take_further(HookedMachineSums(registered, self.machines))
+        self._hook = registered
+
+    def _updated_twin(self, method: str) -> nn.Module:
+        """The twin, which has the class that the module had before, with the current attributes of the module."""
+        source, cls = self.source(), type(self._twin.module)
+        if type(source).__bases__[1:] != (cls,):
+            raise RuntimeError(
+                f"the class of this {cls.__name__} is another one than `replicate` gave to it, "
+                f"{type(source).__name__}. What changes a module's class, as torch.nn.utils.parametrize does, has to "
+                "come before `replicate`; on its children it may come at any time"
+            )
+        twin = self._twin.update(source, method)
+        del vars(twin)[KEY]
+        return twin

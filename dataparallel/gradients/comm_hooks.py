@@ -1,0 +1,320 @@
+"""Communication hooks: a user's function does with the sum of a bucket over the slots whatever it likes.
+
+It is called as those of ``torch.nn.parallel.DistributedDataParallel``: ``hook(state, bucket)`` returns a
+``torch.futures.Future`` of a tensor. `HookedSums` is the `AfterSlots` of a hook where there are no machines.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataparallel._torch import current_stream_at
+from dataparallel.comm.streams.current import Event, kept_stream, streams_set
+from dataparallel.comm.streams.nodes import memory_of
+from dataparallel.devices import current_device_set
+from dataparallel.gradients.after_slots import BucketSum
+
+__all__ = ["Called", "CommHook", "GradBucket", "HookedSums", "wait_for"]
+
+
+class GradBucket:
+    """A bucket of gradients, for a communication hook. It has the methods of ``torch.distributed.GradBucket``.
+
+    The buffer has the sum over the slots of this process, one gradient after the other in the order of `parameters`,
+    each in the order of a contiguous tensor. It is not divided by anything. A parameter that no slot has used has
+    zeros there. The hook may write to the buffer.
+    """
+
+    def __init__(
+        self, index: int, count: int, buffer: Tensor, parameters: Sequence[Tensor], names: Sequence[str]
+    ) -> None:
+        self._index, self._count, self._parameters, self._names = index, count, list(parameters), list(names)
+        self._buffer = self.summed = buffer
+        """``summed`` is the buffer that the bucket was made with; `set_buffer` does not change it."""
+        self.kind = buffer.shape, buffer.dtype, buffer.device
+
+    def index(self) -> int:
+        """The bucket's number, from 0 on. Hooks are called in this order, once for each bucket in each backward."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """True for the last bucket of a backward."""
+        return self._index == self._count - 1
+
+    def buffer(self) -> Tensor:
+        """All gradients in one flat tensor: what the last `set_buffer` has set, else the sum over the slots."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replaces what `buffer` and `gradients` return. The gradients still are what the hook's future has.
+
+        Raises:
+            TypeError: it is no tensor.
+        """
+        if not isinstance(buffer, Tensor):
+            raise TypeError(f"set_buffer takes a tensor, not a {type(buffer).__name__}")
+        self._buffer = buffer
+
+    @torch.no_grad()
+    def owned(self, value: Tensor) -> Tensor:
+        """``value``, which a hook has left, as a tensor like the buffer that it got, on the current stream.
+
+        It is that buffer, or memory of its own, so that a tensor which the hook keeps is not a gradient too.
+        """
+        if value is self.summed:
+            return value
+        shape, dtype, device = self.kind
+        return torch.empty(shape, dtype=dtype, device=device).copy_(value)
+
+    def gradients(self) -> list[Tensor]:
+        """For each parameter a view into `buffer` that has the parameter's shape.
+
+        Raises:
+            RuntimeError: `set_buffer` was given a tensor of another size.
+        """
+        numels = [parameter.numel() for parameter in self._parameters]
+        if self._buffer.shape != (sum(numels),):
+            raise RuntimeError(
+                f"the buffer of {self} has the shape {[*self._buffer.shape]} since set_buffer. It is no longer the "
+                f"{sum(numels)} elements of its parameters in a row, so it has no views of their shapes"
+            )
+        parts = self._buffer.split(numels)
+        return [part.view(each.shape) for part, each in zip(parts, self._parameters, strict=True)]
+
+    def parameters(self) -> list[Tensor]:
+        """The module's parameters whose gradients are in the bucket."""
+        return [*self._parameters]
+
+    def __str__(self) -> str:
+        (numel,), dtype, _ = self.kind
+        more = f" and {len(self._names) - 1} more" if len(self._names) > 1 else ""
+        return f"bucket {self._index} of {self._count} ({self._names[0]!r}{more}, {numel} x {dtype})"
+
+
+class CommHook:
+    """A registered hook.
+
+    Attributes:
+        name: for messages.
+
+    Raises:
+        TypeError: ``hook`` cannot be called.
+    """
+
+    def __init__(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        if not callable(hook):
+            raise TypeError(
+                f"the communication hook is {hook!r}, which cannot be called. Pass the state first, then the hook: a "
+                "function hook(state, bucket) that returns a torch.futures.Future of the bucket's flat tensor"
+            )
+        self.state, self.hook = state, hook
+        self.name = _name_of(hook)
+
+    @torch.no_grad()
+    def begin(self, bucket: GradBucket) -> Any:
+        """Calls the hook, and returns its future.
+
+        Raises:
+            RuntimeError: the hook has raised; that error is its cause.
+            TypeError: it has returned something else.
+        """
+        try:
+            future = self.hook(self.state, bucket)
+        except Exception as error:
+            raise RuntimeError(
+                f"the communication hook {self.name} has failed for {bucket}: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(future, torch.Future):
+            raise TypeError(
+                f"the communication hook {self.name} has returned {_what(future)} for {bucket}. It has to return a "
+                "torch.futures.Future of the bucket's flat tensor: the get_future() of an asynchronous collective, or "
+                "a Future() whose set_result(tensor) has been called"
+            )
+        return future
+
+    def value(self, bucket: GradBucket, future: Any) -> Tensor:
+        """The tensor that the hook's future has, which has to be done. The current stream is ordered after it.
+
+        Raises:
+            RuntimeError: the future has failed. Its error is the cause.
+            TypeError: it has no tensor.
+            ValueError: the tensor has another shape, dtype or device. The dtype may also be the one of the tensor that
+                the hook gave to `GradBucket.set_buffer`: torch's ``fp16_compress_wrapper`` returns that.
+        """
+        try:
+            value = future.wait()
+        except Exception as error:
+            raise RuntimeError(
+                f"the future of the communication hook {self.name} has failed for {bucket}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if isinstance(value, (list, tuple)) and len(value) == 1:  # what the future of a collective has
+            (value,) = value
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"the future of the communication hook {self.name} has {_what(value)} for {bucket}; it has to have "
+                "the bucket's flat tensor"
+            )
+        self._check(bucket, value)
+        return value
+
+    def _check(self, bucket: GradBucket, value: Tensor) -> None:
+        shape, dtype, device = bucket.kind
+        found = []
+        if value.shape != shape:
+            found.append(f"the shape {[*value.shape]} instead of {[*shape]}")
+        if value.dtype not in (dtype, bucket.buffer().dtype):
+            found.append(f"the dtype {value.dtype} instead of {dtype}")
+        if value.device != device:
+            found.append(f"the device {value.device} instead of {device}")
+        if value.layout is not torch.strided:
+            found.append(f"the layout {value.layout} instead of {torch.strided}")
+        if found:
+            raise ValueError(
+                f"the communication hook {self.name} has left a tensor for {bucket} that has {' and '.join(found)}. "
+                "Its future has to have a tensor like bucket.buffer(); compressed gradients have to be restored first"
+            )
+
+
+def wait_for(future: Any) -> None:
+    """Blocks until the future is done, or has failed. Ctrl-C interrupts this in the main thread."""
+    if not future.done():
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        done.wait()
+
+
+def _name_of(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(hook, "__qualname__", None) or type(hook).__qualname__
+
+
+def _what(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+class HookedSums:
+    """The `AfterSlots` of a hook."""
+
+    def __init__(self, hook: CommHook) -> None:
+        self.hook = hook
+        self._lock = threading.Lock()  # several threads may have a pass each
+        self._under_way: Any = None
+
+    def begin(self, contents: str) -> _Pass:
+        """See `AfterSlots`."""
+        return _Pass(self)
+
+    def signal_failure(self, error: BaseException) -> None:
+        """See `AfterSlots`. No other process is known."""
+
+    def call(self, bucket: GradBucket) -> Called:
+        """Calls the hook, once the call for the bucket before it is done.
+
+        Raises:
+            Exception: as `CommHook.begin`.
+        """
+        with self._lock:
+            former, self._under_way = self._under_way, None
+            if former is not None:
+                wait_for(former)
+            called = Called(self.hook, bucket)
+            if not called.future.done():
+                self._under_way = called.future
+        return called
+
+
+class _Pass:
+    """A `Backward`."""
+
+    def __init__(self, sums: HookedSums) -> None:
+        self._sums = sums
+        self._has_failed = False
+
+    def launch(self, sums: BucketSum) -> Called | None:
+        """See `Backward`. If the pass fails elsewhere, the hook is still called for the other buckets, with zeros.
+
+        After a failure of its own it is not called again, and nobody waits for what this returns.
+
+        Raises:
+            Exception: as `CommHook.begin`.
+        """
+        if self._has_failed:
+            return None
+        self._has_failed = True
+        called = self._sums.call(GradBucket(sums.index, sums.count, sums.flat, sums.parameters, sums.names))
+        self._has_failed = False
+        return called
+
+    def end(self, used: Sequence[bool], error: BaseException | None = None) -> _There:
+        """See `Backward`. Only this process is known, so a gradient is ``None`` if no slot has used the parameter."""
+        return _There(used)
+
+
+class _There:
+    """What is known at once. Who waits for the end of a pass has waited for its buckets before."""
+
+    def __init__(self, value: Sequence[bool]) -> None:
+        self._value = value
+
+    def wait(self) -> Sequence[bool]:
+        return self._value
+
+
+class Called:
+    """A call of the hook. Made with the streams current that have made the bucket's sum, or with an event behind it.
+
+    Attributes:
+        future: what the hook has returned.
+    """
+
+    def __init__(self, hook: CommHook, bucket: GradBucket, summed: Event | None = None) -> None:
+        self._hook, self._bucket = hook, bucket
+        self._device = bucket.buffer().device
+        self._stream = None if self._device.type == "cpu" else kept_stream(self._device, "hooks")
+        with self._stream_set(bucket.buffer(), summed):
+            self.future = hook.begin(bucket)
+        self._was_done = self.future.done()
+        self._event = None if self._stream is None else Event(self._stream)
+
+    def check(self) -> None:
+        """Raises as `CommHook.value`. The future has to be done."""
+        self._hook.value(self._bucket, self.future)
+
+    def wait(self) -> Tensor:
+        """The gradients, on the current stream.
+
+        Raises:
+            Exception: as `CommHook.value`.
+        """
+        wait_for(self.future)
+        if self._event is None:
+            return self._bucket.owned(self._hook.value(self._bucket, self.future))
+        here = current_stream_at(self._device.index)
+        self._event.make_wait(here)
+        if not self._was_done:
+            Event(torch.get_device_module(self._device).default_stream(self._device)).make_wait(here)
+        value = self._hook.value(self._bucket, self.future)
+        for memory in memory_of(value):  # it may have been allocated on another stream
+            memory.record_stream(here)
+        return self._bucket.owned(value)
+
+    @contextmanager
+    def _stream_set(self, flat: Tensor, summed: Event | None) -> Iterator[None]:
+        """Inside, the stream and the device of hooks are current. The stream is behind what has made ``flat``."""
+        if self._stream is None:
+            yield
+            return
+        (summed or Event(current_stream_at(self._device.index))).make_wait(self._stream)
+        # If the pass fails, nobody's stream waits for this one before the memory is used again.
+        flat.record_stream(self._stream)
+        with current_device_set(self._device), streams_set({self._device: self._stream}):
+            yield

@@ -1,0 +1,347 @@
+"""Builds one replica of a module tree, from a plan and the replica's tensors.
+
+``plan`` says which modules there are and what each of them has. ``replicate`` and ``kept_replicas`` bring the tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import _torch
+from dataparallel._torch import HOOK_FLAGS, HOOK_TABLES, OWN_HOOK_TABLES, REGISTRIES
+from dataparallel.comm.streams.arrivals import Expected
+from dataparallel.replica_parameter import ReplicaParameter
+from dataparallel.replicas.compiled.calls import CompiledCall
+from dataparallel.replicas.placement import forward_on
+from dataparallel.replicas.plan import (
+    HAS_COMPILED,
+    MADE_FOR_ATTRIBUTES,
+    NONE_POSITION,
+    TWIN_INFO,
+    UNIT_ON_SLOT,
+    ModuleEntry,
+    ModulePlan,
+    dotted,
+    instance_slots,
+    original_class,
+)
+from dataparallel.replicas.references import Rebinding
+
+__all__ = [
+    "ParameterRegistry",
+    "bare_module",
+    "build_replica",
+    "call_compiled",
+    "collector_paused",
+    "device_of",
+    "empty_hook_flags",
+    "give_attributes",
+    "make_parameters",
+    "own_attributes",
+    "parameter_registry",
+    "tell_units",
+]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pauses the garbage collector while replicas are made.
+
+    They are thousands of objects that are all in use, and it would walk through them again and again in vain. The
+    switch is for the whole process: garbage of other threads waits for these milliseconds too.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    try:
+        gc.disable()
+        yield
+    finally:
+        gc.enable()
+
+
+def build_replica(plan: ModulePlan, tensors: list[Tensor], record: bool, expected: Expected | None = None) -> Any:
+    """One replica of the plan's tree, with these tensors.
+
+    ``record``: they are outputs of a recorded broadcast. ``expected``: which of them may still be on their way.
+    """
+    make_parameters(plan, tensors, ReplicaParameter if record else nn.Parameter)
+    tensor_table = [*tensors, *plan.shared, None]  # None at `NONE_POSITION`
+    flags = empty_hook_flags()
+    device = device_of(tensors)
+    modules = [_by_its_own_rule(entry) if entry.has_own_rule else bare_module(entry.cls) for entry in plan.entries]
+    module_table = [*modules, *plan.shared, None]
+    for entry, module in zip(plan.entries, modules, strict=True):
+        if entry.is_script:
+            _fill_script(entry, module, module_table, tensor_table)
+        else:
+            own = own_attributes(entry, vars(module) if entry.has_own_rule else entry.attributes.copy(), flags)
+            _fill_registries(entry, own, module_table, tensor_table, expected)
+            give_attributes(module, own, entry.module, entry.slots)
+    if plan.has_references:
+        _rebind_attributes(plan, modules, tensors, device)
+    for call in call_compiled(plan, modules):
+        call.device = device
+    tell_units(modules)
+    return modules[0]
+
+
+def call_compiled(plan: ModulePlan, modules: list[nn.Module]) -> list[CompiledCall]:
+    """Makes modules that are compiled in the source call compiled code. Returns the calls, which need their device."""
+    calls: list[CompiledCall] = []
+    if not plan.has_compiled:
+        return calls
+    table: list[Any] = [*modules, *plan.shared, None]
+    for entry, module in zip(plan.entries, modules, strict=True):
+        if entry.compiled is not None:
+            functions, attribute, child, _ = entry.compiled
+            called = module if child is None else table[entry.children[child]]
+            is_managed = child is None and original_class(entry.cls) is not entry.cls
+            call = CompiledCall(functions, called, _as_written if is_managed else None)
+            vars(module)[attribute] = call
+            calls.append(call)
+    vars(modules[0])[HAS_COMPILED] = True
+    return calls
+
+
+def _as_written(module: Any) -> nn.Module:
+    """A module with the class that ``module`` had without a form, and with the same dict of attributes.
+
+    The compiler traces this one. A form's class is about what happens around a call, and that is not to be compiled.
+    """
+    cls = original_class(type(module))
+    return give_attributes(bare_module(cls), vars(module), module, instance_slots(cls))
+
+
+def device_of(tensors: list[Tensor]) -> torch.device | None:
+    """The device of a replica with these tensors."""
+    return tensors[0].device if tensors else None
+
+
+def tell_units(modules: list[nn.Module]) -> None:
+    """Tells the units of a replica where the registries of its modules are; see `UNIT_ON_SLOT`."""
+    for module in modules:
+        unit = vars(module).get(UNIT_ON_SLOT)
+        if unit is not None:
+            unit.made(modules)
+
+
+def make_parameters(plan: ModulePlan, tensors: list[Tensor], cls: type[Tensor]) -> None:
+    """Changes the class of copied parameters from ``Tensor`` to ``cls``."""
+    for i in plan.parameters:
+        if type(tensors[i]) is Tensor:
+            # The object is still the output of the broadcast, with its graph; only the Python class changes.
+            tensors[i].__class__ = cls
+
+
+def _rebind_attributes(
+    plan: ModulePlan, modules: list[nn.Module], tensors: list[Tensor], device: torch.device | None
+) -> None:
+    """Makes attributes outside of the registries refer to the replica instead of the source."""
+    table: dict[int, Any] = {id(entry.module): module for entry, module in zip(plan.entries, modules, strict=True)}
+    table[plan.source_id] = modules[0]
+    table.update({id(source): tensor for source, tensor in zip(plan.tensors, tensors, strict=True)})
+    rebinding = Rebinding(table)
+    for entry, module in zip(plan.entries, modules, strict=True):
+        attributes = vars(module)
+        for key in entry.references:
+            if key in attributes:
+                try:
+                    attributes[key] = rebinding.rebound(attributes[key])
+                except Exception as error:
+                    raise RuntimeError(
+                        f"cannot replicate {dotted(entry.name, key)!r}: it refers to modules of the tree, and another "
+                        f"{type(attributes[key]).__name__} that refers to their replicas could not be built"
+                    ) from error
+        if entry.fixed_to is not None and device not in (None, entry.fixed_to) and "forward" not in attributes:
+            code = forward_on(original_class(entry.cls).forward, entry.fixed_to, device)
+            attributes["forward"] = MethodType(code, module)
+            rebinding.made.append(attributes["forward"])
+    if plan.may_hold_cycles:
+        vars(modules[0])[MADE_FOR_ATTRIBUTES] = rebinding.made  # for a `CycleBreaker`
+
+
+def bare_module(cls: type[nn.Module]) -> nn.Module:
+    """An instance without any attribute."""
+    try:
+        return object.__new__(cls)  # `cls.__new__` may require arguments
+    except TypeError:  # the class is also a built-in type
+        return original_class(cls).__new__(cls)  # `__new__` of a form's class makes instances of the original class
+
+
+def give_attributes(module: nn.Module, own: dict[str, Any], source: nn.Module, slots: Sequence[str]) -> nn.Module:
+    """Makes ``own`` the ``__dict__`` of ``module``, and copies the attributes that ``source`` has in ``slots``."""
+    # Past `Module.__setattr__`, which would look for parameters in it.
+    object.__setattr__(module, "__dict__", own)
+    for name in slots:
+        if hasattr(source, name):
+            setattr(module, name, getattr(source, name))
+    return module
+
+
+def _by_its_own_rule(entry: ModuleEntry) -> nn.Module:
+    """The copy that the class's ``_replicate_for_data_parallel`` makes of the source."""
+    replica: nn.Module = _without_form(entry)._replicate_for_data_parallel()
+    if type(replica) is original_class(entry.cls) is not entry.cls:
+        object.__setattr__(replica, "__class__", entry.cls)
+    own = vars(replica)
+    # Attributes that its rule leaves out are added, except methods of a ScriptModule, which are bound to the source.
+    left_out = entry.attributes.keys() - own.keys()
+    own.update(
+        {key: entry.attributes[key] for key in left_out if not isinstance(entry.attributes[key], _torch.ScriptMethod)}
+    )
+    own.pop(MADE_FOR_ATTRIBUTES, None)
+    return replica
+
+
+def _without_form(entry: ModuleEntry) -> nn.Module:
+    """The source, or an object with its attributes and its original class if a form has changed that."""
+    original = original_class(entry.cls)
+    if original is entry.cls:
+        return entry.module
+    return give_attributes(bare_module(original), entry.attributes.copy(), entry.module, entry.slots)
+
+
+def empty_hook_flags() -> dict[str, Any]:
+    """New empty tables for `HOOK_FLAGS`. The modules of one replica share them: each hook has its own number."""
+    return {name: OrderedDict() for name in HOOK_FLAGS}
+
+
+def own_attributes(entry: ModuleEntry, own: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Changes ``own``, a copy of the source's attributes, into those of a replica, and returns it.
+
+    The registries are empty and the tables of hooks are new. Without hooks, the flag tables are those of ``flags``,
+    which modules share: see `empty_hook_flags`.
+    """
+    attributes = entry.attributes
+    own["_is_replica"] = True
+    if UNIT_ON_SLOT in own:
+        own[UNIT_ON_SLOT] = own[UNIT_ON_SLOT].for_replica()
+    own.pop(TWIN_INFO, None)
+    for name in entry.left_out:
+        own.pop(name, None)
+    for name in REGISTRIES:
+        own[name] = {}
+    own["_non_persistent_buffers_set"] = attributes["_non_persistent_buffers_set"].copy()
+    if entry.has_hooks:
+        for name in HOOK_TABLES:
+            own[name] = attributes[name].copy()
+    else:
+        for name in OWN_HOOK_TABLES:
+            own[name] = OrderedDict()
+        own.update(flags)
+    return own
+
+
+def parameter_registry(positions: Mapping[str, int], expected: Expected | None) -> dict[str, Any]:
+    """An empty registry for the parameters at these positions."""
+    return {} if expected is None or not positions else ParameterRegistry(positions, expected)
+
+
+def _fill_registries(
+    entry: ModuleEntry, own: dict[str, Any], modules: list[Any], tensors: list[Any], expected: Expected | None
+) -> None:
+    """Puts the replica's tensors and children where the source has its own. Both lists end with ``None``."""
+    if entry.parameters:
+        registry = own["_parameters"] = parameter_registry(entry.parameters, expected)
+        for key, i in entry.parameters.items():
+            registry[key] = tensors[i]
+    if entry.buffers:
+        registry = own["_buffers"]
+        for key, i in entry.buffers.items():
+            registry[key] = tensors[i]
+    if entry.children:
+        registry = own["_modules"]
+        for key, i in entry.children.items():
+            registry[key] = modules[i]
+        for key in entry.proxied:
+            registry[key] = weakref.proxy(registry[key])
+
+
+def _fill_script(entry: ModuleEntry, replica: nn.Module, modules: list[Any], tensors: list[Any]) -> None:
+    """Fills a ScriptModule, whose registries are views of a C++ object that is written through attributes."""
+    for key, i in (*entry.parameters.items(), *entry.buffers.items()):
+        if i != NONE_POSITION:
+            setattr(replica, key, tensors[i])
+    for key, i in entry.children.items():
+        replica._modules[key] = modules[i]
+
+
+# ---- registries whose lookups wait -----------------------------------------------------------------------------------
+
+
+_get = dict.__getitem__
+_current_stream = _torch.current_stream_at
+
+
+class ParameterRegistry(dict[str, Any]):
+    """The parameters of one module of a replica, by name.
+
+    ``Module.__getattr__`` looks a parameter up as ``_parameters[name]``, and that makes the current stream of the
+    replica's device wait for the parameter's bucket, once for each stream and call. To use it on another stream, make
+    that stream current before the lookup, or let it wait for this one after the lookup. Every other way to the values
+    waits for all parameters of the module; only dict's own methods, called as ``dict.values(registry)``, do not wait.
+    Copies and pickles are plain dicts.
+
+    Args:
+        positions: for each name the position in the plan.
+        expected: what the replica waits for; all of its registries share it.
+    """
+
+    __slots__ = ("_expected", "_positions")
+
+    def __init__(self, positions: Mapping[str, int], expected: Expected) -> None:
+        super().__init__()
+        self._positions, self._expected = positions, expected
+
+    def __getitem__(self, name: str) -> Any:
+        position = self._positions.get(name)
+        if position is not None:
+            expected = self._expected
+            arrival = expected.by_position[position]
+            if arrival is not None and (stream := _current_stream(expected.index)) not in arrival.waited:
+                arrival.make_wait(stream)
+        return _get(self, name)
+
+    def wait(self) -> None:
+        """Makes the current stream wait for all parameters of the module."""
+        expected = self._expected
+        for position in self._positions.values():
+            arrival = expected.by_position[position]
+            if arrival is not None and (stream := _current_stream(expected.index)) not in arrival.waited:
+                arrival.make_wait(stream)
+
+    def __iter__(self) -> Iterator[str]:
+        # Also what makes ``dict(registry)`` and ``**registry`` look every value up: see `PyDict_Merge`.
+        self.wait()
+        return super().__iter__()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (self.copy(),)
+
+
+def _after_the_wait(name: str) -> Any:
+    method = getattr(dict, name)
+
+    def waiting(self: ParameterRegistry, *args: Any, **kwargs: Any) -> Any:
+        self.wait()
+        return method(self, *args, **kwargs)
+
+    waiting.__name__, waiting.__doc__ = name, method.__doc__
+    return waiting
+
+
+for _name in (
+    *("get", "items", "values", "copy", "pop", "popitem", "setdefault"),
+    *("__eq__", "__ne__", "__or__", "__ror__", "__repr__"),
+):
+    setattr(ParameterRegistry, _name, _after_the_wait(_name))

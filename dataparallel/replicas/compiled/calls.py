@@ -1,0 +1,214 @@
+"""Which modules of a tree are compiled, and what their replicas call in place of the source's compiled code.
+
+A module is compiled by ``torch.compile`` or ``module.compile()``, or by the argument ``compile=`` of its wrapper.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dataparallel import _torch
+from dataparallel.replicas.compiled.functions import CompiledFunctions, by_call, by_call_impl, functions_for
+
+__all__ = [
+    "CALL",
+    "NOT_COMPILED",
+    "CompileArgument",
+    "Compiled",
+    "CompiledCall",
+    "call_of",
+    "compiled_here",
+    "compiled_in_place",
+]
+
+CALL = "_compiled_call_impl"
+"""The attribute of a module that ``module.compile()`` sets."""
+
+NAMES = ("backend", "mode", "dynamic", "fullgraph", "options")
+"""What a dict may hold: arguments of ``torch.compile``."""
+
+
+class _Reference(weakref.ref[Any]):
+    """A weak reference of its own. torch and users share the plain one, so it would hide theirs where they count."""
+
+    __slots__ = ()
+
+
+class CompiledCall:
+    """Calls a module by a compiled function.
+
+    It refers to the module weakly, because the module holds it: a circle would keep replicas alive. While the compiler
+    traces a module around this one it does not get here, but looks into the module.
+
+    Args:
+        functions: the functions of modules that are alike.
+        module: the module, which runs while this is called.
+        seen: makes of the module what the compiler is to see in its place; ``None``: the module itself.
+
+    Attributes:
+        device: that of all tensors of the replica; ``None`` if it has none.
+    """
+
+    def __init__(self, functions: CompiledFunctions, module: Any, seen: Callable[[Any], Any] | None = None) -> None:
+        self._functions, self._module, self._seen = functions, _Reference(module), seen
+        self.device: torch.device | None = None
+        if functions.is_disabled:
+            _torch.say_that_it_is_disabled(self)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        return self._functions.run(self.device, module if self._seen is None else self._seen(module), args, kwargs)
+
+    # Between two graphs the compiler looks at every frame. This one, and those below it, are not for it.
+    __call__ = _torch.not_traced(_call)
+
+
+class _NotCompiled:
+    """In the place of functions of a wrapper by ``torch.compile`` whose replicas are not compiled as a whole."""
+
+    is_disabled = True
+
+    def run(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the module."""
+        return module(*args, **kwargs)
+
+    def are_for(self, structure: Hashable, body: object, context: object) -> bool:
+        """False: no module shares them."""
+        return False
+
+
+NOT_COMPILED: Any = _NotCompiled()
+"""Functions that call the module as it is."""
+
+
+class Compiled(NamedTuple):
+    """How replicas of a module call compiled code.
+
+    Attributes:
+        functions: what they call.
+        attribute: where they have a `CompiledCall`.
+        child: the name of the child that is called; ``None`` if it is the module itself.
+        left_out: attributes of the source that a replica has no copy of, because they lead to the source.
+    """
+
+    functions: CompiledFunctions
+    attribute: str
+    child: str | None
+    left_out: tuple[str, ...]
+
+
+def compiled_here(module: nn.Module, others: Iterable[CompiledFunctions] = ()) -> Compiled | None:
+    """How ``module`` is compiled: by ``module.compile()``, or because it is what ``torch.compile(...)`` has returned.
+
+    ``None`` if it is not. ``others``: functions of other modules of its tree, which it may share.
+
+    Raises:
+        LookupError: it is compiled, and replicas could not be compiled in the same way.
+    """
+    if not _torch.is_compiler_loaded():
+        return None
+    call = vars(module).get(CALL)  # managed modules hide it from their own calls
+    if call is not None:
+        return compiled_in_place(module, call, others)
+    original = _torch.compiled_original(module)
+    if original is None:
+        return None
+    functions = _functions(original, by_call, module, others)
+    return Compiled(functions, "forward", _torch.ORIGINAL_OF_COMPILED, _torch.OWN_OF_COMPILED)
+
+
+def compiled_in_place(module: nn.Module, call: Any, others: Iterable[CompiledFunctions] = ()) -> Compiled:
+    """How a module is compiled whose own calls lead to ``call``, which ``torch.compile`` has made.
+
+    Raises:
+        LookupError: see `compiled_here`.
+    """
+    return Compiled(_functions(module, by_call_impl, call, others), CALL, None, (CALL,))
+
+
+def call_of(module: nn.Module, compiled: Compiled) -> CompiledCall:
+    """What calls ``module`` itself as replicas of it are called. The caller keeps the module alive."""
+    call = CompiledCall(compiled.functions, module)
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
+    call.device = None if first is None else first.device
+    return call
+
+
+def _functions(
+    module: nn.Module, body: Callable[..., Any], compiled: Any, others: Iterable[CompiledFunctions]
+) -> CompiledFunctions:
+    context = _torch.compiler_context(compiled)
+    if context is None:
+        raise LookupError(f"{compiled!r} is not what torch.compile makes")
+    return functions_for(module, body, context, others)
+
+
+class CompileArgument:
+    """How a wrapper compiles its replicas. A copy of it, and an unpickled one, compiles anew.
+
+    Args:
+        options: arguments of ``torch.compile``.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = dict(options)
+        self._call = torch.compile(_nothing, **self.options)  # holds the context, which the functions live as long as
+
+    @classmethod
+    def checked(cls, module: nn.Module, compile: Any) -> CompileArgument | None:
+        """Reads the argument of a wrapper of ``module``.
+
+        Raises:
+            TypeError: it is neither ``True``, ``False`` or ``None`` nor a dict; a name in the dict is none of `NAMES`;
+                the module is a ScriptModule.
+            ValueError: the module is compiled already.
+            Exception: ``torch.compile`` does not take an option.
+        """
+        if compile is None or compile is False:
+            return None
+        options = {} if compile is True else compile
+        if not isinstance(options, dict):
+            raise TypeError(f"compile is True, False or a dict of arguments for torch.compile; got {compile!r}")
+        unknown = [name for name in options if name not in NAMES]
+        if unknown:
+            raise TypeError(f"compile={compile!r}: {unknown[0]!r} is none of {', '.join(NAMES)}")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError("compile= is for Python modules: torch.compile takes no ScriptModule")
+        if _is_compiled(module):
+            raise ValueError(
+                f"this {type(module).__name__} is compiled already, and its replicas are compiled in the same way: "
+                "leave compile= out, or wrap the module that is not compiled"
+            )
+        return cls(options)
+
+    def __reduce__(self) -> tuple[type[CompileArgument], tuple[dict[str, Any]]]:
+        return CompileArgument, (self.options,)
+
+    def call(self, module: nn.Module) -> Callable[..., Any]:
+        """What runs ``module`` itself compiled, where it needs no replicas."""
+        root = self.of(module)
+        return module if root is None else call_of(module, root)
+
+    def of(self, module: nn.Module, others: Iterable[CompiledFunctions] = ()) -> Compiled | None:
+        """How replicas of ``module`` are called. ``None`` if the compiler is switched off.
+
+        ``others``: functions of other modules of its tree, which it may share.
+        """
+        return None if self._call is _nothing else compiled_in_place(module, self._call, others)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    try:
+        return compiled_here(module) is not None
+    except LookupError:
+        return True
+
+
+def _nothing() -> None:
+    """What is compiled to get a context."""

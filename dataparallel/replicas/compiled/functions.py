@@ -1,0 +1,253 @@
+"""The compiled functions that replicas call: one for each device, shared by all replicas of modules that are alike.
+
+A function here takes a replica and calls it. The compiler keeps graphs with the code object of a function and looks
+through all of them at each call, so each function has a code object of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from dataparallel import _torch
+from dataparallel.replicas.compiled.gate import gate
+
+__all__ = ["CompiledFunctions", "Counts", "by_call", "by_call_impl", "counts", "functions_for"]
+
+
+def by_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What is compiled for a module that ``torch.compile`` has wrapped."""
+    return module(*args, **kwargs)
+
+
+def by_call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What is compiled for a module whose own calls lead to compiled code: `module()` would lead here again."""
+    return module._call_impl(*args, **kwargs)
+
+
+class _LookAgain(Exception):
+    """Raised where the compiler has found no graph, and another thread has made one before this one's turn."""
+
+
+_LOOK_AGAIN_SECONDS = 0.002
+_RETURN_SECONDS = 1.0
+"""How long a graph is waited for that another thread has made. After ``torch._dynamo.reset()`` it never comes."""
+
+
+class CompiledFunctions:
+    """The functions of modules that are alike and were compiled alike, one for each device.
+
+    Modules of one tree that have the same structure and were compiled alike share them, as the blocks of a model do
+    that are compiled one by one. So do the replicas of all wrappers of a module. They live as long as the source or a
+    replica that calls them.
+
+    Args:
+        structure: that of the modules; see `_structure`.
+        body: what is compiled: `by_call` or `by_call_impl`.
+        context: how it is compiled; see `_torch.compiler_context`.
+    """
+
+    def __init__(self, structure: Hashable, body: Callable[..., Any], context: Any) -> None:
+        self._structure, self._body = structure, body
+        self._context = _torch.copy_of_context(context)  # not the one whose end is the end of the functions
+        self._number = next(_numbers)
+        self._lock = threading.Lock()
+        self._on: dict[torch.device | None, _CompiledFunction] = {}
+
+    def are_for(self, structure: Hashable, body: Callable[..., Any], context: Any) -> bool:
+        """True if a module of this structure, compiled in that way, can call these functions."""
+        return structure == self._structure and body is self._body and _torch.are_contexts_alike(context, self._context)
+
+    @property
+    def is_disabled(self) -> bool:
+        """True if they run without the compiler, because the user said so with ``torch.compiler.disable``."""
+        return _torch.is_disabled(self._context)
+
+    def run(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the module, all of whose tensors are on ``device``, by the compiled function of this device."""
+        function = self._on.get(device) or self._make(device)
+        return gate.run_inside(function.run, module, args, kwargs)
+
+    @property
+    def devices(self) -> int:
+        """How many devices have a function."""
+        return len(self._on)
+
+    def _make(self, device: torch.device | None) -> _CompiledFunction:
+        if device is not None and device.type == "cuda" and _torch.uses_cuda_graphs(self._context):
+            raise RuntimeError(
+                "replicas cannot be compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune', or the option "
+                "'triton.cudagraphs'): a capture cannot follow several threads, and its inputs have fixed addresses, "
+                "while parameters of replicas move. Take mode='default' or 'max-autotune-no-cudagraphs'"
+            )
+        with self._lock:
+            if device not in self._on:
+                self._on[device] = _CompiledFunction(self, self._body, self._number, device, self._context)
+            return self._on[device]
+
+
+class _CompiledFunction:
+    """The compiled function of one device.
+
+    Several threads may call it, and miss the same graph. The first one compiles it, alone (see ``gate``). The others
+    were outside meanwhile. They look again, because they may find it now. That is possible only where the frame has not
+    begun: in the function itself. A frame further inside is compiled again, once for each thread that has missed it.
+    """
+
+    def __init__(
+        self,
+        family: CompiledFunctions,
+        body: Callable[..., Any],
+        number: int,
+        device: torch.device | None,
+        context: Any,
+    ) -> None:
+        self._family, self._device = weakref.ref(family), device
+        # From the name the compiler remembers which sizes vary. Devices share that, other modules do not.
+        original = cast(FunctionType, body)
+        self._code = original.__code__.replace(co_name=f"{original.__name__}_{number}")
+        function = FunctionType(self._code, original.__globals__, self._code.co_name)
+        self._compiled = _torch.compile_within(context, function, self._compile)
+        _torch.let_backwards_run_at_once()
+        self._graphs, self._made_by, self._made_at = 0, 0, -math.inf
+        self._seen: dict[int, int] = {}  # for each thread that looks again: how many graphs there were before
+
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            while True:
+                try:
+                    return self._compiled(module, *args, **kwargs)
+                except _LookAgain:
+                    time.sleep(_LOOK_AGAIN_SECONDS)
+        finally:
+            self._seen.pop(threading.get_ident(), None)
+
+    def _compile(self, code: CodeType, convert: Callable[[], Any]) -> Any:
+        """Called by the compiler, inside, where none of the code's graphs fits."""
+        return gate.run_alone(self._convert, code, convert)
+
+    def _convert(self, code: CodeType, convert: Callable[[], Any]) -> Any:
+        if code is self._code:
+            self._check_that_it_has_seen_all_graphs()
+        _torch.refuse_parameters_in_graphs()
+        family, failed, is_compiled = self._family(), _torch.frames_that_failed(), False
+        try:
+            with _torch.compiling_for(1 if family is None else family.devices):
+                result = convert()
+            is_compiled = _torch.has_graph(result)
+            return result
+        finally:
+            _note(self._device, int(is_compiled), _torch.frames_that_failed() - failed)
+            if code is self._code and is_compiled:
+                self._graphs = _torch.number_of_graphs(code) + 1
+                self._made_by, self._made_at = threading.get_ident(), time.monotonic()
+
+    def _check_that_it_has_seen_all_graphs(self) -> None:
+        """Raises `_LookAgain` if another thread has just made a graph that this one may not have seen.
+
+        torch adds a graph when the thread that has made it returns, a moment after its turn. So what counts is how many
+        graphs there were when this thread missed them the last time.
+        """
+        me = threading.get_ident()
+        if self._made_by == me or time.monotonic() > self._made_at + _RETURN_SECONDS:
+            return
+        before = self._seen.get(me, -1)
+        self._seen[me] = _torch.number_of_graphs(self._code)
+        if before < self._graphs:
+            raise _LookAgain
+
+
+_numbers = itertools.count()
+_of_contexts: weakref.WeakKeyDictionary[Any, dict[tuple[Hashable, Callable[..., Any]], CompiledFunctions]]
+_of_contexts = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def functions_for(
+    module: nn.Module, body: Callable[..., Any], context: Any, others: Iterable[CompiledFunctions]
+) -> CompiledFunctions:
+    """The functions of a module that ``context`` compiles. They live as long as the context.
+
+    ``others``: those of other modules of its tree. A module that is like one of them shares its functions.
+    """
+    with _lock:
+        held = _of_contexts.setdefault(context, {})
+        structure = _structure(module)
+        key = structure, body
+        if key not in held:
+            alike = (functions for functions in others if functions.are_for(structure, body, context))
+            held[key] = next(alike, None) or CompiledFunctions(structure, body, context)
+        return held[key]
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """Classes of the modules below, their hooks, and kinds of their tensors. Modules with one structure share graphs.
+
+    The compiler traces hooks, but does not look at a later call if they are the same.
+    """
+    return (
+        tuple((name, type(child), _hooks(child)) for name, child in module.named_modules()),
+        tuple((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in module.named_parameters()),
+        tuple((name, tensor.shape, tensor.dtype) for name, tensor in module.named_buffers()),
+    )
+
+
+def _hooks(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    """The hooks of a module, which all have numbers of their own, and copies of a module the same ones."""
+    tables = [vars(module).get(name) or {} for name in _torch.OWN_HOOK_TABLES]
+    return tuple((number, id(hook)) for table in tables for number, hook in table.items())
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often frames of Python were compiled, and how often that failed, so that a frame runs as it is.
+
+    A call without graph breaks is one frame. Each further part between two graph breaks is one more.
+
+    Attributes:
+        compilations: how many frames were compiled, for each device. ``None`` stands for replicas without tensors.
+        eager: how many frames could not be compiled, for each device.
+    """
+
+    compilations: Counter[torch.device | None] = field(default_factory=Counter)
+    eager: Counter[torch.device | None] = field(default_factory=Counter)
+
+    def __sub__(self, earlier: Counts) -> Counts:
+        """What has happened since ``earlier``."""
+        return Counts(self.compilations - earlier.compilations, self.eager - earlier.eager)
+
+    @property
+    def total(self) -> int:
+        """Compilations on all devices."""
+        return self.compilations.total() if hasattr(self.compilations, "total") else sum(self.compilations.values())
+
+
+_counts_lock = threading.Lock()
+_now = Counts()
+
+
+def counts() -> Counts:
+    """The counts of this process until now."""
+    with _counts_lock:
+        return Counts(_now.compilations.copy(), _now.eager.copy())
+
+
+def _note(device: torch.device | None, compilations: int, eager: int) -> None:
+    """Adds to the counts of a device."""
+    with _counts_lock:
+        _now.compilations[device] += compilations
+        _now.eager[device] += eager

@@ -1,0 +1,265 @@
+"""Makes the replicas of one call after another, and keeps what the next call can use again.
+
+Replicas have the module objects of the last call (``kept_modules``) and the tensors that a form's store lends
+(``kept_tensors``). Each call sees the source as it is then, and nothing that ``forward`` did to the last replicas.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from dataparallel import ownership
+from dataparallel._torch import HOOK_TABLES
+from dataparallel.comm.streams.arrivals import arrivals_for
+from dataparallel.comm.streams.current import current_streams
+from dataparallel.forks import in_forked_child
+from dataparallel.replicas.build import build_replica, collector_paused
+from dataparallel.replicas.compiled.calls import CompileArgument
+from dataparallel.replicas.cycles import CycleBreaker
+from dataparallel.replicas.kept_modules import ReplicaModules, TreeSnapshot
+from dataparallel.replicas.kept_tensors import KeptCopies, ReplicaTensors
+from dataparallel.replicas.placement import refuse_constants
+from dataparallel.replicas.plan import ModulePlan
+from dataparallel.replicas.replicate import build_replicas
+
+__all__ = ["MOST_FROZEN", "KeptReplicas"]
+
+MOST_FROZEN = 4
+"""The number of sets of replicas that one ``frozen`` block keeps: one for each call that runs at the same time.
+
+Further calls make replicas that are not kept.
+"""
+
+_all: weakref.WeakSet[KeptReplicas] = weakref.WeakSet()
+
+
+class KeptReplicas:
+    """The replicas that one wrapper or module keeps: at most one for each slot, inside ``frozen`` `MOST_FROZEN`.
+
+    Values are sent at every call, because a write through ``.data`` leaves no trace. Only inside ``frozen`` replicas
+    stay as they are and nothing is sent. An object that is replaced in the source is held here until the next call. An
+    object that somebody else still holds (a call in another thread, a parameter that ``forward`` returned, a replica
+    that a hook stored) is left to its holder and a new one is made. ``ownership`` tells; if reference counts are not
+    trusted, each call outside of ``frozen`` has its own module objects.
+
+    Any thread may use it. A copy of it, and an unpickled one, is empty.
+
+    Args:
+        tensors: lends the replicas' tensors outside of ``frozen``.
+        compile: how replicas are compiled, if their module is not compiled itself.
+    """
+
+    def __init__(self, tensors: ReplicaTensors | None = None, compile: CompileArgument | None = None) -> None:
+        self._tensors = KeptCopies() if tensors is None else tensors
+        self._compile = compile
+        self._lock = threading.Lock()
+        self._frozen = 0  # open blocks
+        self._clear()
+        _all.add(self)
+
+    def __reduce__(self) -> tuple[type[KeptReplicas], tuple[ReplicaTensors, CompileArgument | None]]:
+        return KeptReplicas, (copy.copy(self._tensors), self._compile)
+
+    def _plan_of(self, network: nn.Module) -> ModulePlan:
+        return ModulePlan.of(network, None if self._compile is None else self._compile.of(network))
+
+    def _clear(self) -> None:
+        self._plan: ModulePlan | None = None
+        self._snapshot: TreeSnapshot | None = None
+        self._modules: list[ReplicaModules] = []
+        self._frozen_sets: list[_FrozenSet] = []
+        self._is_from_before_fork = False  # everything kept was made by the parent process
+        self._tensors.clear()
+
+    @property
+    def is_frozen(self) -> bool:
+        """True while a ``frozen`` block is open."""
+        return self._frozen > 0
+
+    def clear(self) -> None:
+        """Drops everything."""
+        with self._lock:
+            self._clear()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """A block in which replicas stay as they are. Blocks may be nested."""
+        self._freeze()
+        try:
+            yield
+        finally:
+            self._thaw()
+
+    def _freeze(self) -> None:
+        with self._lock:
+            self._frozen += 1
+            if self._frozen == 1:
+                self._clear()
+
+    def _thaw(self) -> None:
+        with self._lock:
+            self._frozen -= 1
+            if self._frozen:
+                return
+            breaker = CycleBreaker([replica for kept in self._frozen_sets for replica in kept.replicas])
+            self._clear()
+        breaker.take_apart()
+
+    def replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
+        """Replicas for ``slots``, as `dataparallel.replicate` makes them.
+
+        Raises:
+            RuntimeError: the tree cannot be replicated, the message names the module; or a graph is recorded inside
+                `frozen`.
+        """
+        record = torch.is_grad_enabled()
+        with self._lock:
+            if self.is_frozen and record:
+                raise RuntimeError(
+                    "inside model.frozen() replicas stay as they are and no gradient leads back to the module; call "
+                    "the model under torch.no_grad() or torch.inference_mode(), or outside of frozen()"
+                )
+            try:
+                if self._is_from_before_fork:
+                    self._clear()
+                with collector_paused():
+                    if self.is_frozen:
+                        return self._frozen_replicas(network, slots, cap_bytes)
+                    return self._refreshed_replicas(network, slots, cap_bytes, record)
+            except BaseException:
+                self._clear()  # it may be half-made
+                raise
+
+    def end_call(self) -> None:
+        """Removes everything that the last call left on kept replicas, activations for example."""
+        with self._lock:
+            self._reset()
+            self._tensors.end_call()
+
+    def forget_last_call(self) -> None:
+        """Drops the replicas of the last call, which has failed."""
+        with self._lock:
+            self._modules = []
+            self._tensors.forget_last_call()
+
+    def _frozen_replicas(self, network: nn.Module, slots: list[torch.device], cap_bytes: int) -> list[Any]:
+        for kept in self._frozen_sets:
+            if kept.is_free() and kept.serves(network, slots):
+                return kept.lease(len(slots))
+        plan = self._plan_of(network)
+        refuse_constants(plan, slots)
+        copies = KeptCopies().refreshed(plan, slots, cap_bytes)
+        made = _FrozenSet(network, slots, [build_replica(plan, tensors, record=False) for tensors in copies])
+        # A set of fewer slots was made for a smaller batch. It is dropped if the new set serves its calls too.
+        self._frozen_sets = [kept for kept in self._frozen_sets if not (kept.is_free() and kept.is_part_of(made))]
+        if len(self._frozen_sets) < MOST_FROZEN:
+            self._frozen_sets.append(made)
+        return made.lease(len(slots))
+
+    def _refreshed_replicas(
+        self, network: nn.Module, slots: list[torch.device], cap_bytes: int, record: bool
+    ) -> list[Any]:
+        self._reset()
+        if self._plan is None or self._snapshot is None or not self._snapshot.still_holds(network):
+            self._modules = []
+            self._plan = self._plan_of(network)
+            self._snapshot = TreeSnapshot(self._plan) if self._plan.is_plain else None
+        plan = self._plan
+        refuse_constants(plan, slots)
+        arrivals = arrivals_for(slots, plan.tensors)
+        copies = self._tensors.for_call(plan, slots, cap_bytes, record, arrivals)
+        if self._snapshot is None:
+            self._plan = None
+        if self._snapshot is None or not ownership.are_counts_trusted():
+            return build_replicas(plan, copies, record, arrivals)
+        may_be_late = arrivals is not None
+        if any(modules.may_be_late != may_be_late for modules in self._modules):
+            self._modules = []
+        while len(self._modules) < len(slots):
+            self._modules.append(ReplicaModules(plan, may_be_late))
+        return [
+            modules.filled(tensors, arrivals, slot)
+            for slot, (modules, tensors) in enumerate(zip(self._modules, copies, strict=False))
+        ]
+
+    def _reset(self) -> None:
+        if not all([modules.reset() for modules in self._modules]):
+            self._modules = []
+
+
+class _Lease(list[Any]):
+    """Replicas of one call: other calls use them only after this list is deleted."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _FrozenSet:
+    """Replicas that stay as they are, leased to one call at a time.
+
+    The lease ends with the call, even if somebody holds one of the replicas longer.
+    """
+
+    def __init__(self, network: nn.Module, slots: list[torch.device], replicas: list[Any]) -> None:
+        self.replicas = replicas
+        self._network, self._slots = network, slots
+        # Nothing orders other streams after these copies were made, nor before their memory is used again.
+        self._streams = current_streams(slots)
+        self._hooks = _hook_tables(network)
+        self._leased: weakref.ref[_Lease] | None = None
+
+    def serves(self, network: nn.Module, slots: list[torch.device]) -> bool:
+        """True if a call of ``network`` on ``slots`` and on the current streams may use the set."""
+        return self._fits(network, _hook_tables(network), slots, current_streams(slots))
+
+    def is_part_of(self, other: _FrozenSet) -> bool:
+        """True if ``other`` serves every call that this set serves."""
+        return other._fits(self._network, self._hooks, self._slots, self._streams)
+
+    def _fits(
+        self,
+        network: nn.Module,
+        hooks: list[Any],
+        slots: list[torch.device],
+        streams: dict[torch.device, torch.Stream],
+    ) -> bool:
+        return (
+            network is self._network
+            and all(map(is_, hooks, self._hooks))
+            and self._slots[: len(slots)] == slots
+            and streams.items() <= self._streams.items()
+        )
+
+    def is_free(self) -> bool:
+        """True if no call has leased it."""
+        return self._leased is None or self._leased() is None
+
+    def lease(self, count: int) -> _Lease:
+        """The first ``count`` replicas. The set is leased until the returned list is deleted."""
+        lease = _Lease(self.replicas[:count])
+        self._leased = weakref.ref(lease)
+        return lease
+
+
+def _hook_tables(network: nn.Module) -> list[Any]:
+    """What holds the hooks of the root. A twin has others for ``forward`` than for other methods."""
+    return [vars(network).get(name) for name in HOOK_TABLES]
+
+
+@in_forked_child
+def _start_afresh_after_fork() -> None:
+    """Replaces locks, which another thread may have held at the fork, and has kept replicas dropped at the next call.
+
+    They are not dropped here: that may add gradients, and torch does not know yet that its threads are gone.
+    """
+    for kept in _all:
+        kept._lock = threading.Lock()
+        kept._is_from_before_fork = True

@@ -1,0 +1,349 @@
+"""The plan of a module tree: its modules, tensors, ties, attributes that refer to the tree, classes with own rules.
+
+It is made from the tree as it is at the start of a call, and read once for each replica: building a replica does not
+look at the source again. It also says which trees cannot be replicated, and why.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dataparallel._torch import HOOK_TABLES, REGISTRIES
+from dataparallel.comm.buckets import PLAIN_TYPES
+from dataparallel.devices import CPU
+from dataparallel.replicas.compiled.calls import Compiled, compiled_here
+from dataparallel.replicas.placement import constants_of, devices_of, is_graph
+from dataparallel.replicas.references import ATOMIC, behind_proxy, compiled_over, reached
+
+__all__ = [
+    "HAS_COMPILED",
+    "ORIGINAL_CLASS",
+    "REFUSAL",
+    "TWIN_INFO",
+    "UNIT_ON_SLOT",
+    "ModuleEntry",
+    "ModulePlan",
+    "TwinInfo",
+    "dotted",
+    "instance_slots",
+    "names_of",
+    "original_class",
+]
+
+TABLES = frozenset({dict, OrderedDict, list, tuple, set})
+"""Types of containers that refer to nothing while they are empty."""
+
+_RULE_OF_GRAPHS = torch.fx.GraphModule._replicate_for_data_parallel
+
+NONE_POSITION = -1
+"""The position of a name that is registered for ``None``."""
+
+MADE_FOR_ATTRIBUTES = "_dataparallel_made_for_attributes"
+"""Attribute of a replica's root: the objects that were made for its attributes."""
+
+HAS_COMPILED = "_dataparallel_has_compiled"
+"""Attribute of a replica's root: true if a module of the replica calls compiled code."""
+
+TWIN_INFO = "_dataparallel_twin_info"
+"""Attribute of a root that is the twin of another module: a `TwinInfo`. Replicas do not have it."""
+
+REFUSAL = "_dataparallel_refusal"
+"""Method of modules that cannot be replicated. It takes the name in the tree and returns the error message."""
+
+ORIGINAL_CLASS = "_dataparallel_original_class"
+"""Attribute of a class that a composable form made: the class that the module had before."""
+
+UNIT_ON_SLOT = "_dataparallel_unit_on_slot"
+"""Attribute of a replica's module: what gathers the parameters of its unit on the slot, a `UnitInReplica`."""
+
+
+@dataclass(frozen=True, eq=False)
+class TwinInfo:
+    """Describes a twin: a root that replaces a module in its tree, with the same children and tensors.
+
+    Attributes:
+        source_id: the id of that module. In replicas, references to it become references to the replica.
+        ignored_modules: modules below the root that all replicas share with the source.
+        ignored_parameters: ids of parameters that all replicas share with the source.
+        allowed: modules of this class may be in the tree, although they refuse replicas that others make of them.
+    """
+
+    source_id: int
+    ignored_modules: frozenset[nn.Module] = frozenset()
+    ignored_parameters: frozenset[int] = frozenset()
+    allowed: type | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ModuleEntry:
+    """One module: positions of its tensors and children in the plan, and attributes that refer to the tree.
+
+    A name that is registered for ``None`` has the position `NONE_POSITION`, which is -1. That and lower positions count
+    from the end of ``[*plan.shared, None]``. ``attributes`` is a copy of the module's ``__dict__``, registries
+    included; ``proxied`` names the children that are weak proxies of a module. ``constants`` names plain attributes
+    whose tensors are buffers in replicas, and ``fixed_to`` is the device that its graph names.
+    """
+
+    module: nn.Module
+    name: str
+    cls: type[nn.Module] = field(init=False)
+    attributes: dict[str, Any] = field(init=False)
+    parameters: dict[str, int] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
+    children: dict[str, int] = field(default_factory=dict)
+    references: list[str] = field(default_factory=list)
+    proxied: list[str] = field(default_factory=list)
+    slots: tuple[str, ...] = ()
+    has_hooks: bool = field(init=False)
+    has_own_rule: bool = False
+    is_script: bool = field(init=False)
+    compiled: Compiled | None = None
+    constants: list[str] = field(default_factory=list)
+    fixed_to: torch.device | None = None
+
+    def __post_init__(self) -> None:
+        self.cls = type(self.module)
+        self.attributes = vars(self.module).copy()
+        self.attributes.pop(MADE_FOR_ATTRIBUTES, None)
+        self.has_hooks = any(map(self.attributes.get, HOOK_TABLES))
+        self.is_script = isinstance(self.module, torch.jit.ScriptModule)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Attributes of the source that its replicas have no copy of."""
+        return (*self.constants, *(() if self.compiled is None else self.compiled.left_out))
+
+
+@dataclass
+class ModulePlan:
+    """A tree. Each module and each tensor is in it once, however often it is used. Position 0 is the root.
+
+    Attributes:
+        parameters: positions of the tensors that are parameters; the others are buffers.
+        source_id: the id of the root or, if the root is a twin, of the module that it replaces.
+        shared: modules and parameters that all replicas share with the source.
+        read_directly: positions of parameters that a replica may read, or slot 0 may write to, without a lookup of
+            their own: by attributes, in ScriptModules, by a ``_replicate_for_data_parallel`` of the class, or by
+            another tensor of the plan on the same storage.
+    """
+
+    entries: list[ModuleEntry]
+    tensors: list[Tensor]
+    parameters: list[int]
+    source_id: int
+    ignored_parameters: frozenset[int] = frozenset()
+    shared: list[Any] = field(default_factory=list)
+    read_directly: set[int] = field(default_factory=set)
+    has_references: bool = False
+    may_hold_cycles: bool = False
+
+    @classmethod
+    def of(cls, network: nn.Module, root_call: Compiled | None = None) -> ModulePlan:
+        """The plan of ``network`` as it is now.
+
+        ``root_call``: how its replicas are called, although it is not compiled itself.
+
+        Raises:
+            RuntimeError: the tree cannot be replicated; the message names the module or parameter.
+        """
+        twin: TwinInfo = vars(network).get(TWIN_INFO) or TwinInfo(id(network))
+        ignored = twin.ignored_modules
+        entries = [ModuleEntry(module, name) for name, module in network.named_modules(memo={*ignored})]
+        _check_replicatable(entries, twin.allowed)
+        if root_call is not None:
+            if entries[0].compiled is not None:
+                raise RuntimeError(
+                    f"this {entries[0].cls.__name__} was compiled, and its wrapper has compile= as well. Compile the "
+                    "module, or pass compile= to the wrapper, not both"
+                )
+            entries[0].compiled = root_call
+        position = {id(entry.module): i for i, entry in enumerate(entries)}
+        plan = cls(entries, [], [], twin.source_id, twin.ignored_parameters)
+        position.update((id(module), plan._share(module)) for module in ignored)
+        found: dict[int, int] = {}
+        # Parameters first: a tensor that is both a parameter and a buffer is a parameter.
+        for entry in entries:
+            for key, parameter in entry.module._parameters.items():
+                entry.parameters[key] = plan._add(parameter, True, found, entry, key)
+        for entry in entries:
+            for key, buffer in entry.module._buffers.items():
+                entry.buffers[key] = plan._add(buffer, False, found, entry, key)
+            for key, child in entry.module._modules.items():
+                at = NONE_POSITION if child is None else position.get(id(child))
+                if at is None:
+                    at = position[id(behind_proxy(child))]
+                    entry.proxied.append(key)
+                entry.children[key] = at
+        plan._find_graphs(position, found)
+        modules = {id(entry.module) for entry in entries} | {plan.source_id}
+        plan._find_references(modules, {name: at for name, at in found.items() if name not in plan.ignored_parameters})
+        plan._find_shared_storages()
+        return plan
+
+    @property
+    def has_compiled(self) -> bool:
+        """True if a module of the tree is compiled."""
+        return any(entry.compiled is not None for entry in self.entries)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if replicas differ from the source in their tensors and children only."""
+        return not self.has_references and not any(
+            entry.slots or entry.has_own_rule or entry.proxied or entry.has_hooks for entry in self.entries
+        )
+
+    def _add(
+        self, tensor: Tensor | None, is_parameter: bool, found: dict[int, int], entry: ModuleEntry, key: str
+    ) -> int:
+        if tensor is None:
+            return NONE_POSITION
+        if id(tensor) in found:
+            return found[id(tensor)]
+        if id(tensor) in self.ignored_parameters:
+            found[id(tensor)] = self._share(tensor)
+        else:
+            if type(tensor) not in PLAIN_TYPES and is_lazy(tensor):
+                raise RuntimeError(
+                    f"{dotted(entry.name, key)} is not initialised yet; run the module once on a sample batch "
+                    "before it is replicated"
+                )
+            found[id(tensor)] = len(self.tensors)
+            if is_parameter:
+                self.parameters.append(len(self.tensors))
+            self.tensors.append(tensor)
+        return found[id(tensor)]
+
+    def _share(self, item: nn.Module | Tensor) -> int:
+        """Adds a module or parameter to `shared` and returns its position."""
+        self.shared.insert(0, item)
+        return NONE_POSITION - len(self.shared)
+
+    def _find_graphs(self, position: Mapping[int, int], found: dict[int, int]) -> None:
+        """Makes tensors in plain attributes of graphs buffers of replicas, and notes graphs that name the root."""
+        root = self.tensors[0].device if self.tensors else CPU
+        for entry in self.entries if root != CPU else ():  # on the CPU all slots share them
+            if not is_graph(entry.module):
+                continue
+            for holder, key, tensor in constants_of(entry.module, root):
+                at = position.get(id(holder), NONE_POSITION)
+                if at >= 0:
+                    of = self.entries[at]
+                    of.buffers[key] = self._add(tensor, False, found, of, key)
+                    of.constants.append(key)
+            if root in devices_of(entry.module):
+                entry.fixed_to = root
+                self.has_references = self.may_hold_cycles = True  # replicas have a bound method
+
+    def _find_references(self, modules: Set[int], tensors: Mapping[int, int]) -> None:
+        known = modules | tensors.keys()
+        rules: dict[type, tuple[tuple[str, ...], bool]] = {}
+        for entry in self.entries:
+            cls = entry.cls
+            if cls not in rules:
+                rule = original_class(cls)._replicate_for_data_parallel
+                # The rule of graphs makes their code anew, with a class of its own for each copy.
+                has_own_rule = rule not in (nn.Module._replicate_for_data_parallel, _RULE_OF_GRAPHS)
+                rules[cls] = instance_slots(cls), has_own_rule
+            entry.slots, entry.has_own_rule = rules[cls]
+            if entry.has_own_rule or entry.is_script:
+                self.read_directly.update(entry.parameters.values())
+            # Most attributes are atomic or empty tables.
+            held = [
+                (key, value)
+                for key, value in entry.attributes.items()
+                if type(value) not in ATOMIC and (type(value) not in TABLES or value)
+            ]
+            for key, value in held:
+                if key in REGISTRIES or key in entry.left_out:  # they are read above
+                    continue
+                items = reached(value)
+                if compiled_over(items, known):
+                    raise RuntimeError(
+                        f"cannot replicate {dotted(entry.name, key)!r}: it was compiled with torch.compile, and the "
+                        "compiled code computes with the weights of the source. Compile modules of the tree instead: "
+                        "by torch.compile(module) or module.compile()"
+                    )
+                ids = {id(item) for item in items}
+                if not ids.isdisjoint(known):
+                    entry.references.append(key)
+                    self.has_references = True
+                    self.read_directly.update(tensors[name] for name in ids & tensors.keys())
+                    # Tensors refer to nothing. An attribute that leads to a module may lead back to its owner.
+                    self.may_hold_cycles |= not ids.isdisjoint(modules)
+
+    def _find_shared_storages(self) -> None:
+        """Adds parameters whose storage belongs to another tensor too, which may be written by the other's name."""
+        first: dict[int, int] = {}
+        parameters = set(self.parameters)
+        for i, tensor in enumerate(self.tensors):
+            # Those with "__tensor_flatten__" stand for other tensors, and have no memory of their own.
+            if tensor.layout is not torch.strided or tensor.is_nested or hasattr(tensor, "__tensor_flatten__"):
+                continue
+            address = tensor.untyped_storage().data_ptr()
+            if address and (other := first.setdefault(address, i)) != i:
+                self.read_directly |= parameters & {i, other}
+
+
+def names_of(plan: ModulePlan) -> dict[int, str]:
+    """The name of each tensor, by its position; that of its first place if it has several."""
+    found: dict[int, str] = {}
+    for entry in plan.entries:
+        for key, position in (*entry.parameters.items(), *entry.buffers.items()):
+            found.setdefault(position, dotted(entry.name, key))
+    return found
+
+
+def instance_slots(cls: type) -> tuple[str, ...]:
+    """Names of the attributes that instances keep in ``__slots__`` and not in their ``__dict__``."""
+    names = []
+    for base in cls.__mro__:
+        declared = vars(base).get("__slots__", ())
+        for name in (declared,) if isinstance(declared, str) else declared:
+            if name not in ("__dict__", "__weakref__"):
+                private = name.startswith("__") and not name.endswith("__")
+                names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(names)
+
+
+def original_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module of the class ``cls`` would have without a form."""
+    found: type[nn.Module] = getattr(cls, ORIGINAL_CLASS, cls)
+    return found
+
+
+def dotted(module_name: str, key: str) -> str:
+    """The full name of the attribute ``key`` of the module called ``module_name`` (``""``: the root)."""
+    return f"{module_name}.{key}" if module_name else key
+
+
+def _check_replicatable(entries: list[ModuleEntry], allowed: type | None) -> None:
+    """Raises ``RuntimeError`` if replicas of the tree would not be copies. Notes how each entry is compiled."""
+    for entry in entries:
+        module = entry.module
+        refusal = getattr(entry.cls, REFUSAL, None)
+        if refusal is not None and not (allowed is not None and issubclass(entry.cls, allowed)):
+            raise RuntimeError(refusal(module, entry.name))
+        if entry.is_script:
+            for name, child in module.named_modules():
+                if not isinstance(child, torch.jit.ScriptModule):
+                    raise RuntimeError(
+                        f"cannot replicate the ScriptModule {entry.name or 'at the root'!r}: it holds the Python "
+                        f"module {name!r} ({type(child).__name__}). Script that one too, or keep it outside"
+                    )
+            continue
+        try:
+            entry.compiled = compiled_here(module, [other.compiled.functions for other in entries if other.compiled])
+        except LookupError:
+            raise RuntimeError(
+                f"cannot replicate {entry.name or type(module).__name__!r}: it was compiled, and torch does not say "
+                "how, so its replicas cannot be compiled likewise. Wrap the module that is not compiled, and pass "
+                "compile=... to the wrapper"
+            ) from None

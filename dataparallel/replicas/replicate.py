@@ -1,0 +1,220 @@
+"""`replicate`: copies one module to each slot. ``plan`` says which modules can be replicated.
+
+Each call makes new replicas from the source as it is then. ``kept_replicas`` has those that later calls use again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dataparallel import _torch, comm
+from dataparallel.autograd.bucket_nodes import broadcast_bucket
+from dataparallel.autograd.gradient_streams import GradientStreams
+from dataparallel.comm.buckets import alias, fill_buckets
+from dataparallel.comm.streams.arrivals import Arrivals, Expected, arrivals_for
+from dataparallel.comm.streams.current import current_streams
+from dataparallel.comm.transport import FlatBroadcast, Later
+from dataparallel.devices import DeviceLike, resolve_slots
+from dataparallel.replicas.build import build_replica, collector_paused
+from dataparallel.replicas.compiled.calls import Compiled
+from dataparallel.replicas.placement import refuse_constants
+from dataparallel.replicas.plan import ModulePlan
+
+__all__ = [
+    "BUCKET_CAP_MB",
+    "build_replicas",
+    "cap_in_bytes",
+    "copy_buffers",
+    "copy_constants",
+    "copy_tensors",
+    "make_replicas",
+    "of_part",
+    "put",
+    "replicate",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+BUCKET_CAP_MB = 25.0
+"""Default size in MiB of the buckets in which parameters are sent and gradients are sent back."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""1 MiB: the size of the bucket whose gradients come first."""
+
+
+@_torch.not_traced
+def replicate(
+    network: M, devices: Sequence[DeviceLike], detach: bool = False, *, bucket_cap_mb: float = BUCKET_CAP_MB
+) -> list[M]:
+    """A copy of ``network`` for each of ``devices``. Its parameters and buffers should be on the first device.
+
+    Args:
+        network: a module without uninitialised parameters, or Python modules below ScriptModules.
+        devices: the slots; a device may be listed more than once.
+        detach: make copies without autograd.
+        bucket_cap_mb: size in MiB of the buckets in which parameters are sent and gradients are sent back; above 0.
+
+    Returns:
+        The replicas, in slot order. Parameters that require gradients are outputs of one autograd node per bucket,
+        whose backward sums gradients into the source. If no graph is recorded they are leaves that require gradients,
+        for a ``forward`` that enables recording. Replica 0 shares the storage of the source's parameters and buffers.
+        Other replicas on its device share the parameters and have their own buffers.
+
+    Raises:
+        RuntimeError: the tree cannot be replicated; the message names the module.
+        TypeError, ValueError: devices as in ``dataparallel.devices.resolve_slots``; ``bucket_cap_mb`` is not above 0.
+    """
+    return make_replicas(network, resolve_slots(devices), cap_in_bytes(bucket_cap_mb), detach)
+
+
+def make_replicas(
+    network: Any, slots: list[torch.device], cap_bytes: int, detach: bool = False, root_call: Compiled | None = None
+) -> list[Any]:
+    """`replicate`, for wrappers. ``root_call``: see `ModulePlan.of`."""
+    record = torch.is_grad_enabled() and not detach
+    with collector_paused():
+        plan = ModulePlan.of(network, root_call)
+        refuse_constants(plan, slots)
+        is_at_root = all(tensor.device == slots[0] for tensor in plan.tensors)
+        arrivals = arrivals_for(slots, plan.tensors) if is_at_root else None
+        copies = copy_tensors(plan, slots, record, cap_bytes, arrivals)
+        if not record and not detach and not torch.is_inference_mode_enabled():
+            _make_leaves(plan, copies)
+        return build_replicas(plan, copies, record, arrivals)
+
+
+def build_replicas(plan: ModulePlan, copies: list[list[Tensor]], record: bool, arrivals: Arrivals | None) -> list[Any]:
+    """A replica for each slot, with its tensors; see `build_replica`. ``arrivals``: they may still be on their way."""
+    if arrivals is None:
+        return [build_replica(plan, tensors, record) for tensors in copies]
+    replicas = []
+    for slot, tensors in enumerate(copies):
+        expected = Expected()
+        arrivals.expect(expected, slot, len(tensors) + len(plan.shared) + 1)
+        replicas.append(build_replica(plan, tensors, record, expected))
+    return replicas
+
+
+def copy_tensors(
+    plan: ModulePlan, slots: list[torch.device], record: bool, cap_bytes: int, arrivals: Arrivals | None = None
+) -> list[list[Tensor]]:
+    """The plan's tensors for each slot.
+
+    ``record``: those that require gradients are outputs of a broadcast. ``arrivals``: parameters may still be on their
+    way when this returns.
+    """
+    copies: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
+    parameters = set(plan.parameters)
+    recorded: list[int] = []
+    constant: list[int] = []
+    buffers: list[int] = []
+    for i, tensor in enumerate(plan.tensors):
+        (recorded if record and tensor.requires_grad else constant if i in parameters else buffers).append(i)
+    late: list[FlatBroadcast] = []
+    later = None if arrivals is None else late.append
+
+    if recorded:
+        _broadcast_in_buckets(copies, plan.tensors, recorded, slots, cap_bytes, later)
+    copy_constants(copies, plan, constant, slots, cap_bytes, later)
+    copy_buffers(copies, plan, buffers, slots, cap_bytes)
+    cloned = [i for i in recorded if i not in parameters]
+    if arrivals is not None:
+        # Modules are used in about the order in which they are registered.
+        arrivals.launch(sorted(late, key=lambda broadcast: min(broadcast.indices)), plan.read_directly.union(cloned))
+    for on_slot in copies[1:]:
+        for i in cloned:
+            on_slot[i] = on_slot[i].clone()
+    return copies
+
+
+def copy_constants(
+    copies: Sequence[list[Tensor]],
+    plan: ModulePlan,
+    indices: Sequence[int],
+    slots: Sequence[torch.device],
+    cap_bytes: int,
+    later: Later | None,
+) -> None:
+    """Puts parameters that no graph records, at ``indices`` of the plan, into each slot's list in ``copies``.
+
+    ``later``: see `comm.broadcast_coalesced`. Its positions are those in the plan.
+    """
+    sent = comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, cap_bytes, later=of_part(indices, later))
+    # Each replica has its own tensor for a parameter, even if no graph records it.
+    put(copies, indices, [[alias(tensor, slot) for tensor in tensors] for slot, tensors in enumerate(sent)])
+
+
+def copy_buffers(
+    copies: Sequence[list[Tensor]],
+    plan: ModulePlan,
+    indices: Sequence[int],
+    slots: Sequence[torch.device],
+    cap_bytes: int,
+) -> None:
+    """Puts buffers, at ``indices`` of the plan, into each slot's list in ``copies``.
+
+    Slot 0 has the source's memory, every other slot its own.
+    """
+    put(
+        copies,
+        indices,
+        comm.broadcast_coalesced([plan.tensors[i] for i in indices], slots, cap_bytes, own_storage=True),
+    )
+
+
+def cap_in_bytes(mebibytes: float, argument: str = "bucket_cap_mb") -> int:
+    """Converts an argument from MiB to bytes, at least 1. Raises ``ValueError`` if it is not above 0."""
+    if not mebibytes > 0:
+        raise ValueError(f"{argument}={mebibytes}: a bucket holds more than 0 MiB")
+    return max(1, int(min(mebibytes * 2**20, sys.maxsize)))
+
+
+def put(copies: Sequence[list[Tensor]], indices: Sequence[int], by_slot: Sequence[Sequence[Any]]) -> None:
+    """Puts the tensors of each slot at ``indices`` of the slot's list in ``copies``."""
+    for on_slot, tensors in zip(copies, by_slot, strict=True):
+        for i, tensor in zip(indices, tensors, strict=True):
+            on_slot[i] = tensor
+
+
+def _broadcast_in_buckets(
+    copies: Sequence[list[Tensor]],
+    tensors: list[Tensor],
+    recorded: Sequence[int],
+    slots: list[torch.device],
+    cap_bytes: int,
+    later: Later | None,
+) -> None:
+    """Puts the tensors at the positions ``recorded`` on every slot, as outputs of one autograd node per bucket.
+
+    Buckets are filled from the last tensor to the first, because gradients of the last layers come first. The first
+    bucket is small, so that sums start early. DistributedDataParallel does the same (Li et al., "PyTorch Distributed:
+    Experiences on Accelerating Data Parallel Training", VLDB 2020). Here buckets grow step by step and shrink again at
+    the end, because no computation is left to overlap with the sum of the last one, and a forward waits for the
+    parameters in it.
+    """
+    is_at_root = all(tensors[i].device == slots[0] for i in recorded)
+    gradient_streams = GradientStreams.for_forward(slots, current_streams(slots)) if is_at_root else None
+    for number, indices in enumerate(fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, cap_bytes)):
+        streams = None if gradient_streams is None else gradient_streams.of_bucket(number)
+        bucket = [tensors[i] for i in indices]
+        put(copies, indices, broadcast_bucket(slots, bucket, streams, later=of_part(indices, later)))
+
+
+def of_part(members: Sequence[int], later: Later | None) -> Later | None:
+    """``later``, for a list that has only these members of the list that it is for."""
+    if later is None:
+        return None
+    return lambda broadcast: later(broadcast._replace(indices=[members[k] for k in broadcast.indices]))
+
+
+def _make_leaves(plan: ModulePlan, copies: list[list[Tensor]]) -> None:
+    """Sets ``requires_grad`` on copies of parameters that require gradients."""
+    needed = [i for i in plan.parameters if plan.tensors[i].requires_grad and not plan.tensors[i].is_inference()]
+    for tensors in copies:
+        for i in needed:
+            tensors[i].requires_grad_()

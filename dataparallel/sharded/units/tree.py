@@ -1,0 +1,273 @@
+"""The units of one tree of modules: its calls, its passes of backward, and who waits for whom between them.
+
+The outermost module that is called is the root of a tree.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dataparallel import _torch
+from dataparallel.comm.streams.current import GivenEvents, current_streams
+from dataparallel.sharded import host_reads
+from dataparallel.sharded.units.calls import ForwardCall
+from dataparallel.sharded.units.deliveries import SumsOfPass
+from dataparallel.sharded.units.in_tree import InTree, Room
+from dataparallel.sharded.units.owned import LastCopies
+from dataparallel.sharded.units.passes import BackwardPass
+from dataparallel.sharded.units.streams import wait_for
+from dataparallel.sharded.units.unit import Unit
+
+if TYPE_CHECKING:
+    from dataparallel.sharded.units.over_machines import MachinesOfTree
+    from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
+
+__all__ = ["Tree", "before_next_step"]
+
+_lock = threading.Lock()
+
+_waiting: dict[weakref.WeakMethod[Callable[[Optimizer], bool]], None] = {}
+_hook: Any = None
+
+
+def before_next_step(method: Callable[[Optimizer], bool]) -> None:
+    """Has a bound method called with the optimizer before each step of any, until it returns true.
+
+    Its object is referred to weakly.
+    """
+    global _hook
+    with _lock:
+        if _hook is None:
+            _hook = register_optimizer_step_pre_hook(_run)
+        _waiting[weakref.WeakMethod(method)] = None
+
+
+@_torch.not_traced
+def _run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs before each step of every optimizer."""
+    if not _waiting:
+        return
+    for reference in [*_waiting]:
+        method = reference()
+        if method is None or method(optimizer):
+            with _lock:
+                _waiting.pop(reference, None)
+
+
+class Tree:
+    """The units of one tree.
+
+    Args:
+        units: all of them, the root's first.
+        slots: devices.
+
+    Attributes:
+        machines: those that the units are spread over, if there are several.
+        places: for each unit what it has of the tree while that uses it.
+    """
+
+    def __init__(self, units: Sequence[Unit], slots: Sequence[torch.device]) -> None:
+        self.units, self.slots = list(units), list(slots)
+        self.next_unit: dict[Unit, Unit] = {}
+        self.unit_of = {id(unit): unit for unit in units}
+        self.last_call: ForwardCall | None = None
+        self._pass: BackwardPass | None = None
+        self._failed: list[BackwardPass] = []  # passes with tasks of the engine that have not ended
+        self._ending_thread: int | None = None
+        self._changed = threading.Condition()
+        self._copies = LastCopies()
+        self._room = Room()
+        self.places = [InTree(i, self.deliver, self.settle, self._copies, self._room) for i in range(len(self.units))]
+        self._unfinished: list[SumsOfPass] = []  # of passes that were not the last of a step
+        self.machines = self.units[0].machines
+        # In which units are added up over machines: at first the reverse of that of their names.
+        self._order = [*reversed(range(len(self.units)))]
+        self._is_order_known = False
+
+    @contextmanager
+    def calling(self, number_of_slots: int) -> Iterator[ForwardCall]:
+        """Around a call of the root on the first few slots, once the units are up to date (`prepare`)."""
+        self._finish_sums()
+        call = ForwardCall(self, self.slots[:number_of_slots])
+        has_failed = True
+        try:
+            yield call
+            has_failed = False
+        finally:
+            call.end_forward(has_failed)
+            self._make_owners_wait(call.computing)
+
+    def prepare(self) -> None:
+        """Before a call: sees what has happened to the parameters since the last one.
+
+        Raises:
+            RuntimeError: the parameters of a unit have no memory.
+        """
+        for unit in self.units:
+            unit.refresh(self._wait_for_optimizer)
+            unit.gradients.drop_void()
+            for on_slot in unit.on_slots:
+                on_slot.free_if_changed()
+            unit.pieces.drop_if_changed()
+
+    def place_of(self, unit: Unit) -> InTree:
+        """What the unit has of this tree."""
+        return self.places[self.units.index(unit)]
+
+    def settle(self) -> None:
+        """Waits until the units are not in a backward. Inside a backward it does nothing.
+
+        A backward that fails raises at once, while other threads of the engine are still in nodes of it, which read
+        parameters. The pass ends when all have left.
+        """
+        if _torch.is_in_backward() or self._ending_thread == threading.get_ident():
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._pass is None and self._ending_thread is None)
+
+    def _wait_for_optimizer(self) -> None:
+        """Shards are packed now, on the current streams."""
+        event = self.take_post_optim_event()
+        if event is not None:
+            wait_for([event], current_streams(self.slots).values())
+
+    def take_post_optim_event(self) -> GivenEvents | None:
+        """The events after the optimizer's step that the user has given for the next call, once."""
+        root = self.units[0]
+        given, root.post_optim_event = root.post_optim_event, None
+        if given is None:
+            return None
+        return GivenEvents([given] if isinstance(given, torch.Event) else given)
+
+    def _finish_sums(self) -> None:
+        """Waits for the sums of passes that were not the last of a step."""
+        while self._unfinished:
+            self._unfinished.pop(0).end()
+
+    def _before_last_sums(self, computing: Mapping[torch.device, torch.Stream]) -> None:
+        """Gradients are complete soon. Hooks on them may step an optimizer, which writes to the shards."""
+        self._finish_sums()
+        self._make_owners_wait(computing)
+
+    def join_pass(self, call: ForwardCall) -> BackwardPass:
+        """The running pass of backward, begun now if there is none. It lasts at least until the engine's task ends."""
+        return self._joined_pass(call, only_if_alone=False)
+
+    def _joined_pass(self, call: ForwardCall, only_if_alone: bool) -> BackwardPass:
+        with self._changed:
+            if any(failed.has_current_task() for failed in self._failed):
+                raise RuntimeError(
+                    "this backward has lost gradients: it ran together with another one through the same modules, "
+                    "which has failed. Zero the gradients, and run it again"
+                )
+            is_new = False
+            while self._pass is None or not self._pass.join(only_if_alone):
+                if self._pass is None:
+                    self._pass, is_new = self._new_pass(call), True
+                else:  # it ends in another thread
+                    self._changed.wait()
+            self._pass.include(call.slots)
+            if is_new:  # once it is joined: if this raises, the pass fails
+                self._refuse_lost()
+            return self._pass
+
+    def _before_step(self, optimizer: Optimizer) -> bool:
+        """Before the step of an optimizer, if a ``backward()`` has returned while another one in its pass ran on.
+
+        That one may have failed before: torch raises the error while threads are still in its nodes. A backward that
+        begins meanwhile takes part in the same pass, and loses gradients when that ends.
+
+        Returns false if the optimizer has none of the parameters, so that a later one is to be checked.
+        """
+        own = {id(parameter) for unit in self.units for parameter in unit.parameters}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            return False
+        self.settle()
+        self._refuse_lost()
+        return True
+
+    def _refuse_lost(self) -> None:
+        for unit in self.units:
+            unit.gradients.refuse_lost()
+
+    def _new_pass(self, call: ForwardCall) -> BackwardPass:
+        self._room.renew()
+        for unit in self.units:
+            unit.note_versions()
+            unit.renew_sources(len(call.slots))
+            unit.level(len(call.slots))
+            unit.gradients.drop_void()
+            # Until the pass has ended, however that may be. Replicas have the full parameters.
+            unit.registered.show_sharded()
+        returned = partial(before_next_step, self._before_step)
+        over = None if self.machines is None else self._sums_over(self.machines, call.computing)
+        return BackwardPass(
+            self.units, call.slots, call.computing, self._before_last_sums, self._pass_ended, returned, over
+        )
+
+    def _sums_over(
+        self, machines: MachinesOfTree, computing: Mapping[torch.device, torch.Stream]
+    ) -> SumsOverMachines | None:
+        """What adds up over machines in a new pass. ``None`` if no unit is synchronised."""
+        if not any(unit.requires_gradient_sync for unit in self.units):
+            return None
+        if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
+            self._finish_sums()  # what waits for other machines is part of the next sums
+        from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
+
+        learn = None if self._is_order_known else self._learn_order
+        return SumsOverMachines(machines, self.units, self.slots, self._order, computing, learn)
+
+    def _learn_order(self, order: list[int]) -> None:
+        """That of rank 0, in which units are added up over machines from the next pass on."""
+        self._order, self._is_order_known = order, True
+
+    def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
+        """Takes all gradients of a unit on a slot, in the backward of their node."""
+        call = self.last_call
+        assert call is not None
+        running = self._joined_pass(call, only_if_alone=True)
+        if unit.gradients.deliver(slot, grads, running.sums) is not None:
+            running.delivered(slot, unit, unit.gradients.full_bytes)
+
+    def _pass_ended(self, ended: BackwardPass, has_failed: bool) -> None:
+        with self._changed:
+            self._pass, self._ending_thread = None, threading.get_ident()
+            self._failed = [failed for failed in [*self._failed, ended] if failed.has_tasks]
+            if not ended.has_finished:
+                self._unfinished.append(ended.sums)
+        if has_failed and self.machines is not None:
+            self.machines.step_failed(RuntimeError("its backward has failed, with an error that is shown there"))
+        try:
+            for unit in self.units:
+                unit.forget_versions()
+                for on_slot in unit.on_slots:
+                    on_slot.pass_ended(has_failed, ended.is_recorded)
+                unit.pieces.drop()
+                unit.renew_sources()  # slots that have not pulled will not: drops the copies
+                unit.registered.show_what_is_there()
+            self._make_owners_wait(ended.sums.computing)
+            ended.sums.make_callers_wait()
+        finally:
+            with self._changed:
+                self._ending_thread = None
+                self._changed.notify_all()
+
+    def _make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
+        """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
+        copies = self._copies.take()
+        reads = [*copies, *(event for unit in self.units for event in unit.take_pulls())]
+        met = self.units[0].streams.meet("pulls", reads) if reads else None
+        wait_for([] if met is None else [met], computing.values())
+        if any(unit.is_offloaded for unit in self.units):
+            host_reads.note(copies)

@@ -1,0 +1,261 @@
+"""Containers keep their type and whatever else they hold; leaves are not looked into.
+
+What is split where is in test_scatter_gather, batches that are no tensors are in test_batch_types_batches.
+"""
+
+import collections
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dataparallel import gather, scatter
+from dataparallel.batch_types import register_container
+from dataparallel.batches import batch_types
+from dataparallel.batches.batch_types import batch_of, container_of
+
+
+def samples(count: int = 6) -> Tensor:
+    return torch.arange(count)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class NotedPair(Pair):
+    """A namedtuple whose instances have attributes: no __slots__."""
+
+
+class Noted(dict):
+    note: str
+
+
+class NotedOrdered(collections.OrderedDict):
+    note: str
+
+
+class NotedList(list):
+    note: str
+
+
+class NotedUserDict(collections.UserDict):
+    note: str
+
+
+class AttributeDict(dict):
+    """The idiom in which items and attributes are the same thing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+@dataclasses.dataclass
+class Plain:
+    x: Any
+    y: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+    y: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    x: Any
+    y: Any = None
+
+
+@dataclasses.dataclass
+class Derived:
+    x: Any
+    y: Any = dataclasses.field(init=False)
+    unset: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.y = "y"
+
+
+class Output(collections.OrderedDict):
+    """Both a dataclass and a mapping, as model outputs of some libraries are: reads go either way."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+@dataclasses.dataclass
+class LossAndLogits(Output):
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        self["logits"] = self.logits
+
+
+def noted(obj: Any) -> Any:
+    obj.note = "kept"
+    return obj
+
+
+CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tuple": (lambda t: (t, "leaf"), lambda c: c[0]),
+    "list": (lambda t: [t, "leaf"], lambda c: c[0]),
+    "list subclass": (lambda t: noted(NotedList([t, "leaf"])), lambda c: c[0]),
+    "namedtuple": (lambda t: Pair(t, "leaf"), lambda c: c.left),
+    "namedtuple subclass": (lambda t: noted(NotedPair(t, "leaf")), lambda c: c.left),
+    "dict": (lambda t: {"x": t, 2: "leaf"}, lambda c: c["x"]),
+    "dict subclass": (lambda t: noted(Noted(x=t)), lambda c: c["x"]),
+    "OrderedDict": (lambda t: collections.OrderedDict(z=t, a="leaf"), lambda c: c["z"]),
+    "OrderedDict subclass": (lambda t: noted(NotedOrdered(x=t)), lambda c: c["x"]),
+    "UserDict": (lambda t: collections.UserDict(x=t), lambda c: c["x"]),
+    "UserDict subclass": (lambda t: noted(NotedUserDict(x=t)), lambda c: c["x"]),
+    "dict of attributes, by key": (lambda t: AttributeDict(x=t), lambda c: c["x"]),
+    "dict of attributes, by attribute": (lambda t: AttributeDict(x=t), lambda c: c.x),
+    "dataclass": (lambda t: Plain(t, "leaf"), lambda c: c.x),
+    "frozen dataclass": (lambda t: Frozen(t, "leaf"), lambda c: c.x),
+    "frozen dataclass with slots": (lambda t: FrozenSlots(t, "leaf"), lambda c: c.x),
+    "dataclass with init=False": (Derived, lambda c: c.x),
+    "dataclass that is a mapping, by key": (LossAndLogits, lambda c: c["logits"]),
+    "dataclass that is a mapping, by attribute": (LossAndLogits, lambda c: c.logits),
+    "deque": (lambda t: collections.deque([t, "leaf"], maxlen=5), lambda c: c[0]),
+    "return type of an operator": (lambda t: torch.max(torch.stack([t, t]), 0), lambda c: c.values),
+}
+
+
+@pytest.mark.parametrize(("make", "read"), CONTAINERS.values(), ids=CONTAINERS.keys())
+def test_containers_are_split_and_joined(make: Callable, read: Callable, slots: list, root: torch.device) -> None:
+    whole = make(samples().to(root))
+    parts = scatter(whole, slots)
+    assert [type(part) for part in parts] == [type(whole)] * 3
+    assert [read(part).tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert read(whole).tolist() == [0, 1, 2, 3, 4, 5], "scatter leaves its argument alone"
+    joined = gather(parts, root)
+    assert type(joined) is type(whole)
+    assert read(joined).tolist() == [0, 1, 2, 3, 4, 5]
+    assert [read(part).tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]], "so does gather"
+    for each in (*parts, joined):
+        assert getattr(each, "note", None) == getattr(whole, "note", None)
+
+
+def test_a_default_factory_is_kept(slots: list, root: torch.device) -> None:
+    parts = scatter(collections.defaultdict(list, x=samples().to(root)), slots)
+    assert parts[1]["new"] == []
+    assert gather([{"x": part["x"]} for part in parts], root).keys() == {"x"}, "and keys made by it are that part's"
+
+
+def test_order_of_keys_and_length_of_a_deque_are_kept(slots: list) -> None:
+    assert list(scatter(collections.OrderedDict(z=samples(), a=1), slots)[0]) == ["z", "a"]
+    assert list(scatter({"z": samples(), "a": 1}, slots)[2]) == ["z", "a"]
+    assert scatter(collections.deque([samples()], maxlen=4), slots)[0].maxlen == 4
+
+
+def test_fields_that_were_never_set_stay_so(slots: list, root: torch.device) -> None:
+    parts = scatter(Derived(samples().to(root)), slots)
+    for each in (*parts, gather(parts, root)):
+        assert each.y == "y"
+        assert not hasattr(each, "unset")
+
+
+def test_a_tuple_that_cannot_be_built_again_says_what_to_do(slots: list) -> None:
+    class Point(tuple):
+        def __new__(cls, x: Any, y: Any) -> "Point":
+            return super().__new__(cls, (x, y))
+
+    with pytest.raises(TypeError, match=r"Point.*dataparallel\.batch_types\.register_container"):
+        scatter(Point(samples(), 1), slots)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.Size([4, 6]), "text", b"bytes", None, 3, 2.5, True, torch.zeros(2), torch.nn.Parameter(torch.zeros(2))],
+    ids=lambda leaf: type(leaf).__name__,
+)
+def test_leaves_are_not_looked_into(leaf: Any) -> None:
+    assert container_of(leaf) is None
+    assert batch_of(leaf) is None
+
+
+def test_a_size_stays_a_size(slots: list, root: torch.device) -> None:
+    parts = scatter((torch.Size([2, 3]), samples().to(root)), slots)
+    assert all(type(part[0]) is torch.Size for part in parts)
+    assert gather(parts, root)[0] == torch.Size([2, 3])
+
+
+def test_a_result_that_is_no_tensor_and_looks_like_a_tuple_is_kept(slots: list, root: torch.device) -> None:
+    status = os.stat_result(range(10))
+    assert scatter((status, samples().to(root)), slots)[2][0] == status
+
+
+class Mine:
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first, second
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes back what a test registers: registrations have no public end."""
+    monkeypatch.setattr(batch_types, "_containers", dict(batch_types._containers))
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_registered_class_and_its_subclasses_are_containers(slots: list, root: torch.device) -> None:
+    class Sub(Mine):
+        pass
+
+    before = scatter(Mine(samples(), 1), slots)
+    assert len({id(part) for part in before}) == 1, "an unknown type is a leaf, and so the same object for all"
+    register_container(
+        Mine,
+        lambda obj: [("<first>", obj.first), ("<second>", obj.second)],
+        lambda obj, values: type(obj)(*values),
+    )
+    parts = scatter(Sub(samples().to(root), 1), slots)
+    assert [type(part) for part in parts] == [Sub] * 3
+    assert gather(parts, root).first.tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match=r"output\[0\]<first>"):
+        gather([[Sub(torch.zeros(2, 1), 1)], [Sub(torch.zeros(2, 2), 1)]], root)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_registration_comes_before_what_is_built_in(slots: list) -> None:
+    register_container(NotedList, lambda obj: [], lambda obj, values: NotedList(["rebuilt"]))
+    assert scatter(NotedList([samples()]), slots) == [["rebuilt"]] * 3
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_classes_that_pytree_knows_are_containers(with_keys: bool, slots: list, root: torch.device) -> None:
+    class Node(Mine):
+        pass
+
+    def keyed(node: Node) -> tuple:
+        return [(pytree.MappingKey("first"), node.first), (pytree.GetAttrKey("second"), node.second)], None
+
+    pytree.register_pytree_node(
+        Node,
+        lambda node: ([node.first, node.second], None),
+        lambda values, _: Node(*values),
+        flatten_with_keys_fn=keyed if with_keys else None,
+    )
+    try:
+        parts = scatter(Node(samples().to(root), "leaf"), slots)
+        joined = gather(parts, root)
+        assert (type(joined), joined.first.tolist(), joined.second) == (Node, [0, 1, 2, 3, 4, 5], "leaf")
+        path = r'output\["first"\]' if with_keys else r"output\[0\]"
+        with pytest.raises(ValueError, match=path):
+            gather([Node(torch.zeros(2, 1), 1), Node(torch.zeros(2, 2), 1)], root)
+    finally:
+        pytree._deregister_pytree_node(Node)

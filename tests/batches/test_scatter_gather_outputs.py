@@ -1,0 +1,203 @@
+"""`gather` joins the outputs of replicas into one structure, and names the place of what cannot be joined."""
+
+import collections
+import dataclasses
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+
+from dataparallel import gather
+from dataparallel.batches import batch_types
+from dataparallel.batches.scatter_gather import moved
+
+zeros, ones = torch.zeros, torch.ones
+
+
+@dataclasses.dataclass
+class Output:
+    loss: Any
+    logits: Any = None
+
+
+def test_tensors_are_concatenated_along_the_dimension(root: torch.device) -> None:
+    parts = [ones(2, 3, device=root), zeros(1, 3, device=root)]
+    assert gather(parts, root).tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+    parts = [ones(1, 2, device=root), zeros(1, 1, device=root)]
+    assert gather(parts, root, dim=1).tolist() == [[1, 1, 0]]
+    assert gather(parts, root, dim=-1).tolist() == [[1, 1, 0]]
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_tensors_without_dimensions_become_a_vector(dim: int, root: torch.device) -> None:
+    losses = [torch.tensor(float(i), device=root, requires_grad=True) for i in range(3)]
+    joined = gather([{"loss": loss} for loss in losses], root, dim)["loss"]
+    assert joined.tolist() == [0, 1, 2]
+    (joined * torch.tensor([1.0, 2.0, 3.0], device=root)).sum().backward()
+    assert [loss.grad.item() for loss in losses] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("target", ["cpu", -1, torch.device("cpu")])
+def test_the_target_may_be_the_cpu(target: Any, root: torch.device) -> None:
+    assert gather([ones(1, device=root)] * 2, target).device == torch.device("cpu")
+
+
+def test_one_replica_is_joined_like_many(root: torch.device) -> None:
+    only = [torch.tensor(1.0, device=root), [ones(2, device=root)], "text"]
+    loss, (tensor,), text = gather([only], root)
+    assert (loss.tolist(), tensor.tolist(), text) == ([1], [1, 1], "text")
+
+
+@pytest.mark.parametrize("leaf", [None, "text", 3, True, (), {}, float("inf"), torch.float32, torch.Size([2])])
+def test_equal_leaves_stay_what_they_are(leaf: Any, root: torch.device) -> None:
+    joined = gather([[leaf, ones(1, device=root)] for _ in range(3)], root)[0]
+    assert type(joined) is type(leaf)
+    assert joined == leaf
+
+
+@pytest.mark.parametrize("leaves", [[1, 2, 1], ["a", None, "a"], [1, 1.0, True], [None, None, 0]])
+def test_different_leaves_become_a_list(leaves: list, root: torch.device) -> None:
+    joined = gather([{"x": leaf} for leaf in leaves], root)["x"]
+    assert joined == leaves
+    assert list(map(type, joined)) == list(map(type, leaves))
+
+
+def test_nan_from_every_replica_is_one_nan(root: torch.device) -> None:
+    assert math.isnan(gather([math.nan] * 3, root))
+    assert math.isnan(gather([float("nan"), float("nan")], root))
+    assert len(gather([1.0, float("nan")], root)) == 2
+
+
+def test_a_leaf_whose_comparison_raises_equals_nothing_else(root: torch.device) -> None:
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise AttributeError("no")
+
+        __hash__ = None
+
+    one, other = Odd(), Odd()
+    assert gather([one, one], root) is one
+    assert gather([one, other], root)[1] is other
+
+
+def test_arrays_are_leaves(root: torch.device) -> None:
+    array = np.arange(3)
+    assert gather([(array,), (array,)], root)[0] is array
+    other = np.arange(3) + 1
+    joined = gather([(array,), (other,)], root)[0]
+    assert joined[0] is array
+    assert joined[1] is other
+
+
+def test_objects_are_leaves_whatever_their_comparison_does(root: torch.device) -> None:
+    class Odd:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> Any:
+            raise ValueError("ambiguous")
+
+    objects = [Odd(), Odd()]
+    joined = gather(objects, root)
+    assert [one is other for one, other in zip(joined, objects, strict=True)] == [True, True]
+    assert gather([SimpleNamespace(a=1), SimpleNamespace(a=1)], root) == SimpleNamespace(a=1)
+
+
+def test_keys_may_come_in_another_order(root: torch.device) -> None:
+    joined = gather([{"a": 1, "b": ones(1, device=root)}, {"b": zeros(1, device=root), "a": 1}], root)
+    assert list(joined) == ["a", "b"]
+    assert joined["b"].tolist() == [1, 0]
+
+
+def test_keys_that_look_the_same_are_not_the_same(root: torch.device) -> None:
+    class Key:
+        def __repr__(self) -> str:
+            return "key"
+
+    first, second = Key(), Key()
+    joined = gather([{first: ones(1, device=root), second: 2}] * 2, root)
+    assert joined[first].tolist() == [1, 1]
+    assert joined[second] == 2
+
+
+@pytest.mark.parametrize(
+    ("outputs", "path", "message"),
+    [
+        (
+            [{"logits": [0, 1, ones(2, 3)]}, {"logits": [0, 1, ones(2, 4)]}],
+            r'output["logits"][2]',
+            r"replica 0 has shape \(2, 3\), replica 1 has \(2, 4\)",
+        ),
+        ([ones(2, 1), ones(2)], "output", r"replica 0 has shape \(2, 1\), replica 1 has \(2,\)"),
+        ([ones(2), torch.tensor(1.0)], "output", r"replica 1 returned shape \(\), which has no dimension 0"),
+        ([[ones(2)], [ones(2).double()]], "output[0]", r"replica 0 has dtype torch.float32.*1 has torch.float64"),
+        (
+            [[torch.tensor(1.0)], [torch.tensor(1.0).double()]],
+            "output[0]",
+            r"replica 0 has dtype torch.float32.*1 has torch.float64",
+        ),
+        ([{"a": {"b": 1}}, {"a": {"c": 1}}], 'output["a"]', r'replica 0 .*\["b"\].*replica 1 .*\["c"\]'),
+        ([(1, [1, 2]), (1, [1])], "output[1]", r"replica 0 returned 2 elements.*replica 1 1 elements"),
+        ([[(1,)], [[1]]], "output[0]", "replica 0 returned tuple, replica 1 returned list"),
+        ([{"a": 1}, collections.OrderedDict(a=1)], "output", "0 returned dict, replica 1 returned OrderedDict"),
+        ([Output(ones(1)), Output(None)], "output.loss", "0 returned a tensor, replica 1 returned NoneType"),
+        ([Output(None), Output(ones(1))], "output.loss", "1 returned a tensor, replica 0 returned NoneType"),
+        ([[None], [[1]]], "output[0]", "replica 0 returned NoneType, replica 1 returned list"),
+        ([[[1]], [None]], "output[0]", "replica 0 returned list, replica 1 returned NoneType"),
+        ([pack_sequence([ones(2)]), None], "output", "0 returned PackedSequence, replica 1 returned NoneType"),
+        ([pack_sequence([ones(2)]), ones(1)], "output", "1 returned a tensor, replica 0 returned PackedSequence"),
+        ([{"x": torch.zeros(2, 1)}, {"x": torch.zeros(2)}], 'output["x"]', r"\(2, 1\).*\(2,\)"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_named(outputs: list, path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        gather(outputs, "cpu")
+    assert f"cannot gather {path}:" in str(caught.value)
+
+
+def test_the_replica_that_differs_is_named() -> None:
+    with pytest.raises(ValueError, match=r"replica 0 has shape \(2, 3\), replica 2 has \(2, 4\)"):
+        gather([ones(2, 3), ones(2, 3), ones(2, 4)], "cpu")
+
+
+def test_no_output_at_all_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one replica; got none"):
+        gather([], "cpu")
+
+
+def test_an_output_that_contains_itself_is_refused() -> None:
+    cyclic: list = [ones(1)]
+    cyclic.append({"again": cyclic})
+    with pytest.raises(ValueError, match=r'output\[1\]\["again"\] contains itself'):
+        gather([cyclic, cyclic], "cpu")
+
+
+def test_gathering_is_one_node_over_all_replicas(root: torch.device) -> None:
+    parts: list[Tensor] = [ones(2, device=root, requires_grad=True) for _ in range(3)]
+    (gathered,) = gather([[part] for part in parts], root)
+    assert len([link for link, _ in gathered.grad_fn.next_functions if link is not None]) == 3
+
+
+def test_what_is_in_place_already_is_not_copied(root: torch.device) -> None:
+    tree = {"x": [ones(2, device=root)], "rest": "text"}
+    assert moved(tree, root) is tree
+
+
+def test_batches_inside_containers_move_too(root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parcel:
+        address: torch.device | None = None
+
+        def to(self, device: torch.device) -> "Parcel":
+            sent = Parcel()
+            sent.address = device
+            return sent
+
+    # Registrations are for the whole process, and there is no way to take one back.
+    monkeypatch.setattr(batch_types, "_batches", dict(batch_types._batches))
+    batch_types.register_batch(Parcel, size=lambda _: 1, split=lambda _, sizes: [], merge=lambda parcels: parcels[0])
+    assert moved(Parcel(), root).address == root
+    assert moved([{"x": Parcel()}], root)[0]["x"].address == root

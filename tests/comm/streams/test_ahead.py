@@ -1,0 +1,272 @@
+"""Copies on side streams are ordered against the streams that use their memory.
+
+Clocks show a missing order in every run, GPUs only as wrong numbers now and then. The values of chunks are tested in
+``test_prefetch``.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from clocked import check_clocks
+from dataparallel import DataParallel, prefetch, scatter, whole
+from dataparallel.comm.buckets import is_dense
+from dataparallel.comm.streams.ahead import HostReads, SentTensor, can_be_sent
+from echo import left_behind
+
+pytestmark = pytest.mark.devices("sim", "cuda")
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def pinned(count: int = 4) -> list[Tensor]:
+    return [torch.full((8, 3), float(k + 1)).pin_memory() for k in range(count)]
+
+
+def settled(slots: list) -> None:
+    """Waits for all devices, and checks that no freed memory is used any more."""
+    for slot in slots:
+        check_clocks()
+        torch.accelerator.synchronize(slot)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[torch.Stream]:
+    """Collects the streams on which copies run."""
+    used: list[torch.Stream] = []
+    real = SentTensor.copy_to
+
+    def copy_to(self: SentTensor, device: torch.device) -> None:
+        used.append(torch.accelerator.current_stream(device))
+        real(self, device)
+
+    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
+    return used
+
+
+@pytest.fixture
+def elsewhere(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
+    """A new stream on every device. None of them is current."""
+    streams, device = {slot: torch.Stream(slot) for slot in slots}, torch.accelerator.current_device_index()
+    yield streams
+    for stream in streams.values():
+        stream.synchronize()
+    torch.accelerator.set_device_index(device)  # setting a stream makes its device current
+
+
+def test_the_call_waits_for_the_copies(slots: list) -> None:
+    model = DataParallel(Doubles(), slots)
+    for x in prefetch(pinned(), model):
+        assert torch.equal(model(x).cpu(), x * 2)
+    settled(slots)
+
+
+def test_copies_run_on_streams_of_their_own(slots: list, used: list[torch.Stream]) -> None:
+    before = [torch.accelerator.current_stream(slot) for slot in slots]
+    here = torch.accelerator.current_device_index()
+    for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
+        assert [torch.accelerator.current_stream(slot) for slot in slots] == before
+        assert torch.accelerator.current_device_index() == here
+    assert len(used) == 4 * len({*slots})
+    assert len({*used}) == len({*slots})  # one for each device, kept
+    assert not {*used} & {*before}
+
+
+@pytest.mark.devices("sim", "stand-in")
+def test_memory_of_chunks_is_used_again_after_the_work_that_used_it(slots: list) -> None:
+    """It belongs to the side stream, which does not wait for that work."""
+    for x in pinned(3):
+        for chunk in scatter(x, slots):
+            chunk.mul_(2)
+        del chunk
+        check_clocks()
+    settled(slots)
+
+
+def test_a_call_on_other_streams_than_the_loops(slots: list, elsewhere: dict) -> None:
+    """The call's streams wait for the copies. The memory returns to the side streams when the call's work is done."""
+    model = DataParallel(Doubles(), slots)
+    before = {slot: torch.accelerator.current_stream(slot) for slot in slots}
+    for x in prefetch(pinned(), model):
+        for slot, stream in elsewhere.items():
+            stream.wait_stream(before[slot])
+            torch.accelerator.set_stream(stream)
+        output = model(x)
+        for stream in before.values():
+            torch.accelerator.set_stream(stream)
+        check_clocks()  # the chunks have been freed
+        with elsewhere[slots[0]]:
+            assert torch.equal(output.cpu(), x * 2)
+    for slot, stream in elsewhere.items():
+        before[slot].wait_stream(stream)
+
+
+def test_a_loop_on_the_callers_streams(slots: list, elsewhere: dict) -> None:
+    before = {slot: torch.accelerator.current_stream(slot) for slot in slots}
+    for slot, stream in elsewhere.items():
+        stream.wait_stream(before[slot])
+        torch.accelerator.set_stream(stream)
+    try:
+        model = DataParallel(Doubles(), slots)
+        for x in prefetch(pinned(), model):
+            assert torch.equal(model(x).cpu(), x * 2)
+    finally:
+        for slot, stream in before.items():
+            stream.wait_stream(elsewhere[slot])
+            torch.accelerator.set_stream(stream)
+    settled(slots)
+
+
+@pytest.mark.devices("sim", "stand-in")
+def test_chunks_that_nobody_takes_are_freed_behind_their_copies(slots: list) -> None:
+    for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
+        settled(slots)
+
+
+def test_a_loop_that_stops_early_waits_for_the_copies(slots: list) -> None:
+    for _ in prefetch(pinned(), DataParallel(Doubles(), slots), depth=2):
+        break
+    check_clocks()
+    assert left_behind() == 0
+
+
+@pytest.mark.devices("sim", "stand-in")
+def test_a_batch_is_the_loaders_again_when_the_next_is_asked_for(slots: list) -> None:
+    """The loader fills a ring of pinned buffers from another device, whose streams are not ordered after the copies."""
+    camera = torch.device(7)
+    ring = [torch.empty(8, 3).pin_memory() for _ in range(2)]  # depth + 1: one is the loop's, the next is sent
+
+    def loader() -> Iterator[Tensor]:
+        for k in range(9):
+            buffer = ring[k % 2]
+            with torch.no_grad():
+                buffer.copy_(torch.full((8, 3), float(k), device=camera), non_blocking=True)
+            torch.accelerator.current_stream(camera).synchronize()
+            yield buffer
+
+    for k, x in enumerate(prefetch(loader(), DataParallel(Doubles(), slots))):
+        assert torch.equal(x, torch.full((8, 3), float(k)))
+
+
+def test_what_was_copied_before_a_failure_is_waited_for(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SentTensor.copy_to
+
+    def copy_to(self: SentTensor, device: torch.device) -> None:
+        if device == slots[-1]:
+            raise torch.OutOfMemoryError("made up")
+        real(self, device)
+
+    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
+    with pytest.raises(torch.OutOfMemoryError, match="made up"):
+        for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
+            pass
+    settled(slots)
+    assert left_behind() == 0
+
+
+def test_pinned_memory_is_sent_from_where_it_is(slots: list) -> None:
+    (x,) = pinned(1)
+    whole = SentTensor(x, slots, None, 0)
+    assert whole.pinned[0].data_ptr() == x.data_ptr()
+    chunks = SentTensor(x, slots, [3, 3, 2], 0)
+    assert chunks.pinned[1].data_ptr() == x[3:].data_ptr()
+
+
+def test_other_memory_is_made_one_pinned_run_first(slots: list) -> None:
+    """Otherwise the host or the device would have to rearrange it during the copy."""
+    (x,) = pinned(1)
+    conjugated = torch.complex(x, x).pin_memory().conj()
+    for other in (x.clone(), x.t(), x[:, ::2], x[:1].expand(8, 3), conjugated, conjugated.imag):
+        for chunk in SentTensor(other, slots, [1, 1, other.shape[0] - 2], 0).pinned:
+            assert chunk.is_pinned()
+            assert is_dense(chunk.shape, chunk.stride())
+            assert not chunk.is_conj()
+            assert not chunk.is_neg()
+
+
+def test_what_a_plain_copy_carries(slots: list) -> None:
+    x = torch.ones(4, 4)
+    assert can_be_sent(x)
+    others = [
+        x.to(slots[0]),
+        x.to_sparse(),
+        x.clone().requires_grad_(),
+        x.as_subclass(type("Named", (Tensor,), {})),
+        torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+    ]
+    assert not any(map(can_be_sent, others))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward_ad
+def test_a_tangent_is_not_lost_on_the_way(make_slots: Callable[[int], list]) -> None:
+    """Copies in no graph would drop it. A scatter cannot carry it either, and says so."""
+    for count in (1, 2):
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(torch.ones(4, 3), torch.ones(4, 3))
+            assert not can_be_sent(x)
+            with pytest.raises(NotImplementedError, match="jvp"):
+                DataParallel(Doubles(), make_slots(count))(x)
+
+
+def test_nothing_is_sent_inside_a_transform(slots: list) -> None:
+    torch.func.vmap(lambda x: pytest.fail("sent") if can_be_sent(x) else x)(torch.ones(4, 3))
+    assert can_be_sent(torch.ones(4, 3))
+
+
+def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, used: list[torch.Stream]) -> None:
+    """Pinned and pageable memory, on side streams. After the scatter the caller may write to the batch again."""
+    before = {torch.accelerator.current_stream(slot) for slot in slots}
+    for pin_memory in (False, True):
+        x = torch.arange(12.0, pin_memory=pin_memory).reshape(6, 2)
+        table = whole(torch.arange(3.0))
+        parts = scatter({"x": x, "again": [x], "table": table}, slots)
+        x.fill_(-1)
+        table.fill_(-1)
+        assert torch.cat([part["x"].cpu() for part in parts]).tolist() == torch.arange(12.0).reshape(6, 2).tolist()
+        assert all(part["again"][0] is part["x"] for part in parts)
+        assert all(part["table"].tolist() == [0, 1, 2] for part in parts)
+    assert len(used) == 2 * 2 * len({*slots})
+    assert not {*used} & before
+    assert left_behind() == 0
+
+
+def test_a_call_that_cannot_be_scattered_leaves_nothing_on_its_way(slots: list) -> None:
+    x, y = torch.arange(6.0), torch.arange(5.0)
+    with pytest.raises(ValueError, match="batch sizes"):
+        scatter([x, y], slots)
+    assert left_behind() == 0
+
+
+def test_a_batch_that_was_sent_ahead_is_not_sent_again(slots: list, used: list[torch.Stream]) -> None:
+    model = DataParallel(Doubles(), slots)
+    for x in prefetch(pinned(), model):
+        assert torch.equal(model(x).cpu(), x * 2)
+    assert len(used) == 4 * len({*slots})
+
+
+class Waited:
+    """In place of an event."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.is_waited = fails, False
+
+    def synchronize(self) -> None:
+        self.is_waited = True
+        if self.fails:
+            raise RuntimeError("the device is gone")
+
+
+def test_a_failed_wait_for_one_copy_leaves_no_other_copy_out() -> None:
+    events = [Waited(False), Waited(True), Waited(False), Waited(True)]
+    reads = HostReads()
+    reads.note([torch.ones(1)], events[:2])
+    reads.note([torch.ones(1)], events[2:])
+    with pytest.raises(RuntimeError, match="gone"):
+        reads.wait()
+    assert all(event.is_waited for event in events)

@@ -1,0 +1,311 @@
+"""A forward with inputs in host memory starts its copies while the step before still runs, and the host goes on.
+
+The clocks know what each stream and the host have waited for. A step leaves a mark on each computing stream, as its
+last work. Whoever can use the mark without a race has waited for the whole step.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, prefetch, scatter, scatter_kwargs
+from dataparallel.call.parallel_apply import SERIAL_VARIABLE
+from dataparallel.comm.streams import ahead
+from dataparallel.comm.streams.ahead import SentTensor
+from dataparallel.comm.streams.current import streams_set
+from dataparallel.composable import replicate
+from spare_streams import spare_stream
+
+pytestmark = pytest.mark.devices("sim", "stand-in")
+
+both_forms = pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+host_memory = pytest.mark.parametrize("pin_memory", [False, True], ids=["pageable", "pinned"])
+arrangements = pytest.mark.parametrize("slots", [[0, 1, 2], [0, 0, 1], [0, 0, 0], [0]], ids=str, indirect=True)
+
+
+class Step:
+    """What a step leaves on each device, and who has waited for it. Made before the first step."""
+
+    def __init__(self, slots: list) -> None:
+        self.last = {device: torch.zeros(1, device=device) for device in dict.fromkeys(slots)}
+        self._others = {device: spare_stream(device) for device in self.last}
+
+    def ends(self) -> None:
+        """Launches the last work of a step on each computing stream."""
+        for last in self.last.values():
+            last.add_(1)
+
+    def known_to(self, stream: torch.Stream) -> bool:
+        last = self.last[stream.device]
+        with streams_set({stream.device: stream}):
+            try:
+                last + 0
+            except RuntimeError as error:
+                if "race" in str(error):
+                    return False
+                raise
+        torch.accelerator.current_stream(stream.device).wait_stream(stream)  # the next step writes to it
+        return True
+
+    def known_to_host(self) -> bool:
+        """True if the host has waited for a step: an unused stream knows only what the host knows."""
+        return any([self.known_to(stream) for stream in self._others.values()])
+
+
+class Looks(nn.Module):
+    """A layer that calls ``look`` first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.look: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.look()
+        return self.layer(x)
+
+
+def in_form(form: str, model: Looks, slots: list) -> nn.Module:
+    return DataParallel(model, slots) if form == "DataParallel" else replicate(model, devices=slots)
+
+
+def batch(pin_memory: bool) -> Tensor:
+    x = torch.arange(42.0).reshape(7, 6)
+    return x.pin_memory() if pin_memory else x
+
+
+@pytest.fixture(autouse=True)
+def serial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first calls of a model are timed, and wait for the devices. Those in one thread are not."""
+    monkeypatch.setenv(SERIAL_VARIABLE, "1")
+
+
+@pytest.fixture
+def slots(request: pytest.FixtureRequest, make_slots: Callable[[int], list]) -> list:
+    """On the devices of `arrangements`, or three as elsewhere."""
+    indices = getattr(request, "param", None)
+    return make_slots(3) if indices is None else [torch.device(index) for index in indices]
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> list[torch.Stream]:
+    """The streams on which chunks have been copied."""
+    streams: list[torch.Stream] = []
+    real = SentTensor.copy_to
+
+    def copy_to(self: SentTensor, device: torch.device) -> None:
+        streams.append(torch.accelerator.current_stream(device))
+        real(self, device)
+
+    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
+    return streams
+
+
+@pytest.fixture
+def camera() -> Iterator[Callable[[Tensor], None]]:
+    """A function by which another device fills pinned memory. Nothing but the host orders it after the copies."""
+    device = torch.device(7)
+
+    def fill(memory: Tensor) -> None:
+        with torch.no_grad():
+            memory.copy_(torch.full(memory.shape, -1.0, device=device), non_blocking=True)
+
+    yield fill
+    torch.accelerator.synchronize(device)
+
+
+def train(model: nn.Module, x: Tensor, step: Step) -> None:
+    forward_and_backward(model, x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(parameter.grad, alpha=1e-4)
+    step.ends()
+
+
+def forward_and_backward(model: nn.Module, x: Tensor) -> None:
+    model(x).square().sum().backward()
+
+
+@both_forms
+@host_memory
+@arrangements
+def test_nobody_waits_for_the_step_before(
+    form: str, pin_memory: bool, slots: list, root: torch.device, copying: list[torch.Stream]
+) -> None:
+    source, step, looked = Looks().to(root), Step(slots), []
+
+    def look() -> None:
+        looked.append((step.known_to_host(), any([step.known_to(stream) for stream in copying])))
+
+    model = in_form(form, source, slots)
+    train(model, batch(pin_memory), step)
+    copying.clear()
+    source.look = look
+    forward_and_backward(model, batch(pin_memory))
+    assert len(copying) == len({*slots})  # one for each device
+    assert looked == [(False, False)] * len(slots)
+    assert not step.known_to_host()  # nor in backward
+
+
+@host_memory
+def test_nobody_waits_for_the_step_before_where_workers_run_the_replicas(
+    pin_memory: bool, slots: list, root: torch.device, copying: list[torch.Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SERIAL_VARIABLE)
+    step, model = Step(slots), DataParallel(Looks().to(root), slots, workers=2)
+    train(model, batch(pin_memory), step)
+    copying.clear()
+    forward_and_backward(model, batch(pin_memory))
+    assert copying
+    assert not step.known_to_host()
+    assert not any([step.known_to(stream) for stream in copying])
+
+
+@host_memory
+@arrangements
+def test_prefetch_waits_for_no_step(
+    pin_memory: bool, slots: list, root: torch.device, copying: list[torch.Stream]
+) -> None:
+    """Neither its copies, when they are sent, nor the host, when a batch is released."""
+    step, model = Step(slots), DataParallel(Looks().to(root), slots)
+    for x in prefetch([batch(pin_memory) for _ in range(4)], model):
+        assert not any([step.known_to(stream) for stream in copying if step.last[stream.device]._version])
+        assert not step.last[root]._version or not step.known_to_host()
+        copying.clear()
+        train(model, x, step)
+
+
+@both_forms
+@arrangements
+def test_a_pinned_batch_is_the_callers_when_the_call_returns(
+    form: str, slots: list, root: torch.device, camera: Callable
+) -> None:
+    model, step, x = in_form(form, Looks().to(root), slots), Step(slots), batch(True)
+    expected = nn.functional.linear(x, *(p.detach().cpu() for p in model.parameters()))
+    for _ in range(2):
+        output = model(x)
+        camera(x)
+        step.ends()
+        assert not step.known_to_host()
+        torch.testing.assert_close(output.cpu(), expected)
+        torch.accelerator.synchronize(torch.device(7))
+        x.copy_(batch(False))
+
+
+@both_forms
+@arrangements
+def test_the_clocks_would_see_a_call_that_does_not_wait_for_the_copies(
+    form: str, slots: list, root: torch.device, camera: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead.HostReads, "wait", lambda self: None)
+    model, x = in_form(form, Looks().to(root), slots), batch(True)
+    model(x)
+    with pytest.raises(RuntimeError, match="race"):
+        camera(x)
+
+
+@both_forms
+@arrangements
+def test_a_pinned_batch_is_the_callers_when_the_call_has_failed(
+    form: str, slots: list, root: torch.device, camera: Callable
+) -> None:
+    source, x = Looks().to(root), batch(True)
+    model = in_form(form, source, slots)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    source.look = fail
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    camera(x)
+
+
+def test_a_scatter_outside_of_a_call_waits_for_its_copies(slots: list, root: torch.device, camera: Callable) -> None:
+    model = DataParallel(Looks().to(root), slots)
+    scatters = [
+        lambda x: scatter(x, slots),
+        lambda x: scatter_kwargs((x,), None, slots)[0],
+        lambda x: model.scatter((x,), None, slots)[0],
+    ]
+    for each in scatters:
+        x = batch(True)
+        chunks = each(x)
+        camera(x)
+        assert len(chunks) == len(slots)
+
+
+def test_a_public_scatter_in_a_stage_waits_for_its_copies(slots: list, root: torch.device, camera: Callable) -> None:
+    """A subclass may rely on what the function promises. The wrapper's own stage leaves the wait to the call."""
+
+    class Fills(DataParallel):
+        def scatter(self, inputs: tuple, kwargs: dict, device_ids: list) -> tuple:
+            (x,) = inputs
+            chunks = scatter_kwargs(inputs, kwargs, device_ids)
+            camera(x)
+            return chunks
+
+    class Calls(DataParallel):
+        def scatter(self, inputs: tuple, kwargs: dict, device_ids: list) -> tuple:
+            return super().scatter((inputs[0],), kwargs, device_ids)
+
+    source = Looks().to(root)
+    Fills(source, slots)(batch(True))
+    x = batch(True)
+    Calls(source, slots)(x)
+    camera(x)
+
+
+def test_a_wrapper_that_is_called_in_another_ones_scatter_waits_for_its_own_copies(
+    slots: list, root: torch.device, camera: Callable
+) -> None:
+    inner = DataParallel(Looks().to(root), slots)
+
+    class Outer(DataParallel):
+        def scatter(self, inputs: tuple, kwargs: dict, device_ids: list) -> tuple:
+            y = batch(True)
+            inner(y)
+            camera(y)
+            return super().scatter(inputs, kwargs, device_ids)
+
+    x = batch(True)
+    Outer(Looks().to(root), slots)(x)
+    camera(x)
+
+
+def test_what_a_failed_send_has_started_is_waited_for(
+    slots: list, camera: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = SentTensor.copy_to
+
+    def copy_to(self: SentTensor, device: torch.device) -> None:
+        if device == slots[-1]:
+            raise torch.OutOfMemoryError("made up")
+        real(self, device)
+
+    monkeypatch.setattr(SentTensor, "copy_to", copy_to)
+    x = batch(True)
+    with pytest.raises(torch.OutOfMemoryError, match="made up"):
+        scatter(x, slots)
+    camera(x)
+
+
+@pytest.mark.devices("sim")  # CUDA's allocator rounds sizes up
+@host_memory
+@arrangements
+def test_chunks_are_all_the_memory_of_a_scatter(pin_memory: bool, slots: list) -> None:
+    x = batch(pin_memory)
+    devices = [*dict.fromkeys(slots)]
+    before = [torch.sim.memory_allocated(device) for device in devices]
+    for device in devices:
+        torch.sim.reset_peak_memory_stats(device)
+    chunks = scatter(x, slots)
+    of_chunks = [sum(chunk.nbytes for chunk in chunks if chunk.device == device) for device in devices]
+    assert sum(of_chunks) == x.nbytes
+    expected = [sum(pair) for pair in zip(before, of_chunks, strict=True)]
+    assert [torch.sim.memory_allocated(device) for device in devices] == expected
+    assert [torch.sim.max_memory_allocated(device) for device in devices] == expected
+    del chunks
+    assert [torch.sim.memory_allocated(device) for device in devices] == before

@@ -1,0 +1,333 @@
+"""Copies of parameters are late only where nothing but lookups in replicas can meet them.
+
+Clocks tell a race: a write to the source that no event orders after the copy that reads it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dataparallel as dp
+from dataparallel import DataParallel
+from dataparallel.call.context import Call
+from dataparallel.comm import broadcast_into
+from dataparallel.comm.buckets import plan_buckets
+from dataparallel.comm.streams import arrivals as room
+from dataparallel.comm.streams.arrivals import Arrivals, arrivals_for
+from dataparallel.composable import replicate
+from dataparallel.replicas.build import ParameterRegistry
+from dataparallel.testing.pytest import settle
+
+pytestmark = pytest.mark.devices("sim", "stand-in")
+
+WIDTH = 8
+
+
+def slots() -> list[torch.device]:
+    """Three slots. A function, because there is no such device where this file is collected for CPU slots."""
+    return [torch.device(index) for index in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests may have compiled something in this process. Nothing here is compiled."""
+    monkeypatch.setattr("dataparallel._torch.note_whether_compiler_is_in_use", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def all_is_done_afterwards() -> Iterator[None]:
+    yield
+    settle()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.ones(6, WIDTH, device=slots()[0])
+
+
+class Half(nn.Module):
+    """Its forward leaves the last layer out, so only the end of the call waits for that layer's copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+
+def in_single_buckets(model: nn.Module, cls: type[DataParallel] = DataParallel, **options: Any) -> DataParallel:
+    """A wrapper in which each parameter is a bucket."""
+    return cls(model, slots(), bucket_cap_mb=1e-9, **options)
+
+
+def halve(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+class HalvesBeforeGather(DataParallel):
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        halve(self.module)
+        return super().gather(outputs, output_device)
+
+
+class HalvesAfterParallelApply(DataParallel):
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        outputs = super().parallel_apply(replicas, inputs, kwargs)
+        halve(self.module)
+        return outputs
+
+
+class HalvesAfterReplicate(DataParallel):
+    def replicate(self, module: Any, device_ids: Any) -> Any:
+        replicas = super().replicate(module, device_ids)
+        halve(module)
+        return replicas
+
+
+class StepsInside(DataParallel):
+    """Computes the gradients and steps an optimizer in the stage ``parallel_apply``."""
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        outputs = super().parallel_apply(replicas, inputs, kwargs)
+        sum(output.sum().to(slots()[0]) for output in outputs).backward()
+        torch.optim.SGD(self.module.parameters(), lr=0.1).step()
+        return [output.detach() for output in outputs]
+
+
+HALVING = [HalvesBeforeGather, HalvesAfterParallelApply, HalvesAfterReplicate]
+
+
+@pytest.mark.parametrize(
+    ("cls", "grad"), [*((cls, grad) for cls in HALVING for grad in (True, False)), (StepsInside, True)]
+)
+def test_a_stage_of_a_subclass_may_write_to_the_source(grad: bool, cls: type[DataParallel], x: Tensor) -> None:
+    call = in_single_buckets(Half().to(slots()[0]), cls)
+    for parameter in call.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(3):
+        with torch.set_grad_enabled(grad):
+            call(x)
+
+
+@pytest.mark.parametrize("name", ["replicate", "parallel_apply", "gather"])
+def test_a_stage_of_one_wrapper_may_write_to_the_source(name: str, x: Tensor) -> None:
+    model = Half().to(slots()[0])
+    call = in_single_buckets(model)
+    own = getattr(call, name)
+
+    def halving(*arguments: Any) -> Any:
+        result = own(*arguments)
+        halve(model)
+        return result
+
+    setattr(call, name, halving)
+    for _ in range(3):
+        with torch.no_grad():
+            call(x)
+
+
+def test_the_stage_of_a_module_changed_in_place_may_write_to_the_source(x: Tensor) -> None:
+    model = replicate(Half().to(slots()[0]), devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    state = replicate.state(model)
+    own = state.replicate
+
+    def halving(*arguments: Any) -> Any:
+        replicas = own(*arguments)
+        halve(model)
+        return replicas
+
+    state.replicate = halving
+    for _ in range(3):
+        with torch.no_grad():
+            model(x)
+
+
+def test_a_forward_on_a_single_slot_may_replicate_and_write(x: Tensor) -> None:
+    """Its replicas end with no call of the library, so their copies are ordered on the computing streams."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Half()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                replicas = dp.replicate(self.inner, slots(), bucket_cap_mb=1e-9)
+                outputs = dp.parallel_apply(replicas, dp.scatter(x, slots()), devices=slots())
+                halve(self.inner)
+                return dp.gather(outputs, slots()[0])
+
+    call = DataParallel(Outer().to(slots()[0]), slots()[:1])
+    for _ in range(3):
+        call(x)
+
+
+class Kept:
+    """In place of `KeptReplicas`."""
+
+    is_frozen = False
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def end_call(self) -> None:
+        self.told.append("end_call")
+
+    def forget_last_call(self) -> None:
+        self.told.append("forget_last_call")
+
+
+def may_be_late() -> bool:
+    return arrivals_for(slots(), []) is not None
+
+
+def test_only_the_stage_replicate_begins_late_copies() -> None:
+    found = []
+    with Call(slots(), Kept(), False) as call:
+        found.append(may_be_late())
+        with call.replicates():
+            found.append(may_be_late())
+        found.append(may_be_late())
+    assert found == [False, True, False]
+
+
+@pytest.mark.parametrize("refused", [{"serial": True}, {"serial": False, "may_use_source": True}])
+def test_a_call_inside_the_stage_allows_no_more_than_its_own(refused: dict) -> None:
+    found = []
+    with Call(slots(), Kept(), False) as outer, outer.replicates():
+        with Call(slots(), Kept(), **refused) as inner, inner.replicates():
+            found.append(may_be_late())
+        found.append(may_be_late())
+    assert found == [False, True]
+
+
+def test_after_an_interrupt_nothing_may_be_late() -> None:
+    with pytest.raises(KeyboardInterrupt), Call(slots(), Kept(), False) as call, call.replicates():
+        raise KeyboardInterrupt
+    assert not may_be_late()
+
+
+def test_a_failed_wait_for_copies_releases_the_replicas_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call counts as failed, and the memory of its copies is held as long as the call."""
+    kept = Kept()
+    with monkeypatch.context() as patch:
+        patch.setattr(Arrivals, "end", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError), Call(slots(), kept, False) as call:  # noqa: PT012
+            with call.replicates():
+                arrivals = arrivals_for(slots(), [])
+            call.uses([nn.Identity()])
+    assert kept.told == ["forget_last_call"]
+    ended = []
+    monkeypatch.setattr(Arrivals, "end", lambda self: ended.append(self))
+    call._copies.end()
+    assert ended == [arrivals]
+
+
+def test_a_source_may_get_other_memory_while_its_copies_travel() -> None:
+    """What gets the former memory next must not meet the copy that reads it."""
+    source = torch.ones(WIDTH, WIDTH, device=slots()[0])
+    copies = [torch.empty(WIDTH * WIDTH, device=device) for device in slots()[1:]]
+    arrivals = Arrivals(slots())
+    (planned,), _ = plan_buckets([source], 1)
+    arrivals.launch([broadcast_into(copies, planned, [source])], set())
+    source.data = torch.empty(WIDTH, WIDTH, device=slots()[0])
+    torch.zeros(WIDTH, WIDTH, device=slots()[0])
+    arrivals.end()
+    assert [copy.sum().item() for copy in copies] == [WIDTH * WIDTH] * 2
+
+
+def writes_to_slot_0(net: nn.Module, name: str) -> None:
+    """Writes to a tensor of the replica that is not the last layer's weight, but has the same memory."""
+    with torch.no_grad():
+        getattr(net, name).mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: str, kind: str, x: Tensor) -> None:
+    class Shares(Half):
+        def forward(self, x: Tensor) -> Tensor:
+            writes_to_slot_0(self, "other")
+            return super().forward(x)
+
+    model = Shares().to(slots()[0])
+    other = model.last.weight.data[1:]
+    if kind == "buffer":
+        model.register_buffer("other", other)
+    else:
+        model.register_parameter("other", nn.Parameter(other))
+    if form == "DataParallel":
+        call: nn.Module = in_single_buckets(model)
+    else:
+        call = replicate(model, devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    for _ in range(3):
+        with torch.no_grad():
+            call(x)
+
+
+@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+def test_an_attribute_may_begin_to_refer_to_a_parameter(form: str, x: Tensor) -> None:
+    class Reads(Half):
+        held: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.held is not None:
+                x = x + self.held[0].detach()
+            return self.last(super().forward(x))
+
+    model = Reads().to(slots()[0])
+    if form == "DataParallel":
+        call: nn.Module = in_single_buckets(model)
+    else:
+        call = replicate(model, devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    for _ in range(3):
+        call(x).sum().backward()
+    model.held = [model.last.bias]
+    for _ in range(3):
+        call(x).sum().backward()
+
+
+@pytest.mark.parametrize(("value", "expected"), [("0", dict), ("off", dict), ("1", ParameterRegistry)])
+def test_a_variable_turns_late_copies_off(
+    value: str, expected: type, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATAPARALLEL_LATE_COPIES", value)
+    found: set[type] = set()
+
+    class Looked(Half):
+        def forward(self, x: Tensor) -> Tensor:
+            found.add(type(self.last._parameters))
+            return super().forward(x)
+
+    in_single_buckets(Looked().to(slots()[0]))(x)
+    assert found == {expected}
+
+
+def test_lookups_are_late_where_nothing_is_in_the_way(x: Tensor) -> None:
+    found: set[type] = set()
+
+    class Looked(Half):
+        def forward(self, x: Tensor) -> Tensor:
+            found.add(type(self.last._parameters))
+            return super().forward(x)
+
+    in_single_buckets(Looked().to(slots()[0]))(x)
+    assert found == {ParameterRegistry}
+
+
+def test_a_small_model_is_not_late(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lookups would take longer than its copies."""
+    model = Half().to(slots()[0])
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
+    late: list[Arrivals] = []
+    monkeypatch.setattr(room.LateCopies, "add", lambda self, arrivals: late.append(arrivals))
+    for least in (nbytes + 1, nbytes):
+        monkeypatch.setattr(room, "LATE_FROM_BYTES", least)
+        DataParallel(model, slots())(x)
+        assert len(late) == (1 if least == nbytes else 0)

@@ -1,0 +1,250 @@
+"""Each thread's current streams are its own again after every block, and replicas run on the caller's.
+
+Clocks show a missing order whatever the timing; GPUs only show wrong numbers, now and then.
+"""
+
+import ast
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dataparallel
+from backends_events import BackendsEvent, BackendsStream, as_of_backend
+from dataparallel import DataParallel
+from dataparallel.autograd.gradient_streams import side_stream
+from dataparallel.comm.streams.current import Event, GivenEvents, current_streams, streams_set
+from dataparallel.threads.settings import TRANSLATED
+from steps import build, gradients, numbers
+
+pytestmark = pytest.mark.devices("sim", "cuda")
+
+
+def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
+    return current_streams([torch.device(slot) for slot in slots])
+
+
+def test_streams_are_current_inside_and_the_device_stays(slots: list) -> None:
+    before, here = streams_of(slots), torch.accelerator.current_device_index()
+    sides = {device: side_stream(device) for device in before}
+
+    def fail() -> None:
+        with streams_set(sides):
+            assert streams_of(slots) == sides
+            assert torch.accelerator.current_device_index() == here
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    assert streams_of(slots) == before
+    assert torch.accelerator.current_device_index() == here
+
+
+def test_on_the_cpu_there_are_no_streams_to_set(slots: list) -> None:
+    before = streams_of(slots)
+    with streams_set({}):
+        assert streams_of(slots) == before
+
+
+@pytest.mark.devices("sim", "stand-in")
+def test_an_event_holds_a_stream_back_until_what_was_launched_before_it(root: torch.device) -> None:
+    side = torch.Stream(root)
+    x = torch.ones(2, device=root)
+    event = Event(torch.accelerator.current_stream(root))
+    with streams_set({root: side}), pytest.raises(RuntimeError, match="race"):
+        x.add_(1)
+    event.make_wait(side)
+    with streams_set({root: side}):
+        x.add_(1)
+    Event(side).synchronize()
+    assert x.tolist() == [2, 2]
+
+
+@pytest.mark.devices("sim", "stand-in")
+class TestEventsOfTheBackend:
+    """Those that the backend's own streams record, as CUDA's do."""
+
+    @pytest.fixture(params=["a stream", "a user"])
+    def event_on(self, request: pytest.FixtureRequest) -> Callable[[torch.Stream], Event]:
+        """A function that makes an event on a stream."""
+
+        def made(stream: torch.Stream) -> Event:
+            own = as_of_backend(stream)
+            return Event(own) if request.param == "a stream" else GivenEvents([own.record_event()])
+
+        return made
+
+    def test_streams_wait_for_them(self, event_on: Callable, root: torch.device) -> None:
+        side = torch.Stream(root)
+        x = torch.ones(2, device=root)
+        event_on(torch.accelerator.current_stream(root)).make_wait(side)
+        with streams_set({root: side}):
+            x.add_(1)  # the clocks see it
+        event_on(side).synchronize()
+        assert x.tolist() == [2, 2]
+
+    def test_they_see_only_the_backends_streams(
+        self, event_on: Callable, root: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.get_device_module(root), "Stream", BackendsStream)
+        seen: list[torch.Stream] = []
+        monkeypatch.setattr(BackendsEvent, "wait", lambda self, stream: seen.append(stream))
+        side = torch.Stream(root)
+        event_on(torch.accelerator.current_stream(root)).make_wait(side)
+        assert [*map(type, seen)] == [BackendsStream]
+        assert seen == [side]
+
+
+def test_waits_are_made_in_one_way() -> None:
+    """``torch.Stream.wait_event`` orders nothing after an event of ``torch.cuda.Event``, and says nothing."""
+    package = Path(dataparallel.__file__).parent
+    sources = {str(path.relative_to(package)): path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+    assert len(sources) > 40
+    found = [
+        f"{path}:{node.lineno}"
+        for path, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr == "wait_event"
+    ]
+    assert found == []
+
+
+def test_a_replica_runs_on_the_callers_stream_of_its_device(
+    slots: list, root: torch.device, side_streams: dict
+) -> None:
+    seen = {}
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen[x.device] = (torch.accelerator.current_stream(x.device), torch.accelerator.current_device_index())
+            return x * 1
+
+    DataParallel(Looks(), slots)(torch.ones(len(slots), 2, device=root))
+    assert seen == {device: (stream, device.index) for device, stream in side_streams.items()}
+    for device, stream in side_streams.items():
+        assert torch.accelerator.current_stream(device) == stream
+
+
+def test_a_worker_is_left_on_the_stream_that_it_was_on(slots: list, side_streams: dict) -> None:
+    (row,) = (setting for setting in TRANSLATED if setting.name == "current stream")
+    devices = [torch.device(slot) for slot in slots]
+    value = row.read(devices)
+    elsewhere = torch.Stream(devices[1])
+    torch.accelerator.set_stream(elsewhere)
+    end = row.hold(value, devices, devices[1])
+    assert torch.accelerator.current_stream(devices[1]) == side_streams[devices[1]]
+    end()
+    assert torch.accelerator.current_stream(devices[1]) == elsewhere
+
+
+@pytest.mark.devices("sim", "stand-in")
+def test_what_the_caller_has_waited_for_the_replicas_know_on_any_stream(slots: list, root: torch.device) -> None:
+    """The caller also knows the streams that a replica has waited for."""
+    devices = [torch.device(slot) for slot in slots]
+    x = torch.ones(len(slots), 2, device=root)
+    DataParallel(nn.Identity(), slots)(x)  # so that its worker threads exist, with the waits that they know
+    tables = {}
+    for device in devices:
+        with (side := torch.Stream(device)):
+            tables[device] = torch.full((2,), 3.0, device=device)
+        side.synchronize()
+    made = {}
+
+    class Uses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with (fresh := torch.Stream(x.device)):  # only the host's wait orders this stream
+                made[x.device] = tables[x.device] * 2
+            fresh.synchronize()
+            return x * 1
+
+    DataParallel(Uses(), slots)(x)
+    assert {*made} == {*devices}
+    for device, tensor in made.items():
+        with torch.Stream(device):
+            tensor.add_(1)
+        torch.accelerator.synchronize(device)
+        assert tensor.tolist() == [7, 7]
+
+
+# Several threads, each with a current stream of its own
+
+
+class OneInsideTheOther:
+    """The second thread comes into a block while the first is in there, and leaves it after the first."""
+
+    def __init__(self) -> None:
+        self.first_is_in, self.second_is_in, self.first_is_out = (threading.Event() for _ in range(3))
+
+    def inside(self) -> None:
+        """Called in the block, by the first thread and then by the second one."""
+        if not self.first_is_in.is_set():
+            self.first_is_in.set()
+            assert self.second_is_in.wait(20)
+        else:
+            self.second_is_in.set()
+            assert self.first_is_out.wait(20)
+
+    def run(self, root: torch.device, enter: Callable[[], object]) -> list[bool]:
+        """For each thread, if it is on its own stream after ``enter``."""
+
+        def first() -> bool:
+            mine = on_a_stream_of_its_own(root)
+            enter()
+            self.first_is_out.set()
+            return torch.accelerator.current_stream(root) == mine
+
+        def second() -> bool:
+            mine = on_a_stream_of_its_own(root)
+            assert self.first_is_in.wait(20)
+            enter()
+            return torch.accelerator.current_stream(root) == mine
+
+        with ThreadPoolExecutor(2) as threads:
+            return [done.result(30) for done in [threads.submit(first), threads.submit(second)]]
+
+
+def on_a_stream_of_its_own(root: torch.device) -> torch.Stream:
+    """Makes a new stream current in this thread."""
+    mine = torch.Stream(root)
+    mine.wait_stream(torch.accelerator.current_stream(root))
+    torch.accelerator.set_stream(mine)
+    return mine
+
+
+def test_each_thread_goes_back_to_its_own_stream(root: torch.device) -> None:
+    order, shared = OneInsideTheOther(), torch.Stream(root)
+
+    def enter() -> None:
+        with streams_set({root: shared}):
+            order.inside()
+            assert torch.accelerator.current_stream(root) == shared
+
+    assert order.run(root, enter) == [True, True]
+
+
+@pytest.mark.slots(2)
+def test_two_threads_with_wrappers_and_streams_of_their_own(slots: list, root: torch.device) -> None:
+    start = threading.Barrier(2)
+
+    def steps() -> set[bool]:
+        mine = on_a_stream_of_its_own(root)
+        model, x = build(root), numbers(root)
+        expected = gradients(model(x).square().sum(), model, x)
+        wrapped, stayed = DataParallel(model, slots), set()
+        start.wait(20)
+        for _ in range(40):
+            output = wrapped(x)
+            stayed.add(torch.accelerator.current_stream(root) == mine)
+            found = gradients(output.square().sum(), model, x)
+            stayed.add(torch.accelerator.current_stream(root) == mine)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        return stayed
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(steps) for _ in range(2)]:
+            assert done.result(60) == {True}

@@ -1,0 +1,212 @@
+"""Nodes of the graph know the caller's streams, and are ordered against other streams that make or use their tensors.
+
+Clocks show a missing order whatever the timing; GPUs only show wrong numbers, now and then.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, comm, parallel_apply, replicate
+from dataparallel.autograd import functions
+from dataparallel.comm.streams.current import current_streams, streams_set
+from dataparallel.comm.streams.nodes import memory_of
+from dataparallel.testing.pytest import settle
+from graphs import nodes_of
+from spare_streams import spare_stream
+from steps import Cubes, build, numbers
+
+pytestmark = pytest.mark.devices("sim", "cuda")
+
+
+def test_nodes_that_a_recorded_backward_makes_know_the_callers_streams(
+    slots: list, root: torch.device, side_streams: dict
+) -> None:
+    x = numbers(root)
+    (gradient,) = torch.autograd.grad(DataParallel(Cubes().to(root), slots)(x).square().sum(), x, create_graph=True)
+    nodes = nodes_of(gradient)
+    noted = [node.streams for node in nodes if hasattr(node, "streams")]
+    names = {type(node).__name__ for node in nodes}
+    assert {"ScatterBackward", "GatherBackward"} <= names
+    assert all(streams.items() <= side_streams.items() for streams in noted)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("callers", ["default", "side"])
+def test_gradients_that_replicas_make_on_streams_of_their_own(
+    callers: str, sparse: bool, slots: list, root: torch.device, request: pytest.FixtureRequest
+) -> None:
+    """They are read on the caller's streams, after they are made and before their memory is used again."""
+    if callers == "side":
+        request.getfixturevalue("side_streams")
+
+    class Aside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            here, side = torch.accelerator.current_stream(x.device), torch.Stream(x.device)
+            side.wait_stream(here)
+            x.record_stream(side)
+            torch.accelerator.set_stream(side)
+            out = torch.nn.functional.embedding(torch.tensor([0, 2, 0], device=x.device), x, sparse=sparse) * 2
+            torch.accelerator.set_stream(here)
+            here.wait_stream(side)
+            out.record_stream(here)
+            return out
+
+    x = torch.randn(3 * len(slots), 6, dtype=torch.float64).to(root).requires_grad_()
+    for _ in range(2):
+        out = DataParallel(Aside(), slots)(x)
+        (gradient,) = torch.autograd.grad(out.square().sum(), x)
+        of_chunk = torch.tensor([16.0, 0, 8], dtype=torch.float64, device=root).repeat(len(slots))[:, None]
+        torch.testing.assert_close(gradient.to_dense(), x.detach() * of_chunk, rtol=0, atol=1e-12)
+
+
+NODES = {
+    "broadcast": lambda slots, tensors: functions.Broadcast.apply(slots, *tensors[:2]),
+    "reduce": lambda slots, tensors: functions.ReduceAddCoalesced.apply(slots[0], 2, *tensors),
+    "scatter": lambda slots, tensors: functions.Scatter.apply(slots, None, 0, tensors[0]),
+    "gather": lambda slots, tensors: [functions.Gather.apply(slots[0], 0, *tensors)],
+    "gather on the host": lambda slots, tensors: [functions.Gather.apply("cpu", 0, *tensors)],
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"route": "star"}, {"route": "chain"}, {"route": "shards"}, {"transport": "host"}],
+    ids=lambda way: "".join(way.values()),
+)
+@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("callers", ["default", "side"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_inputs_and_outputs_of_a_node_that_belong_to_other_streams(
+    dtype: torch.dtype,
+    callers: str,
+    name: str,
+    way: dict,
+    slots: list,
+    root: torch.device,
+    request: pytest.FixtureRequest,
+) -> None:
+    """The engine orders them against the one stream that it knows of a node, and the node orders the others.
+
+    Complex gradients are conjugated lazily, so after a copy the receiving stream has work of its own.
+    """
+    if callers == "side":
+        request.getfixturevalue("side_streams")
+    others = {device: torch.Stream(device) for device in map(torch.device, slots)}
+    here = current_streams(others)
+
+    @contextmanager
+    def elsewhere(tensors: list[Tensor]) -> Iterator[None]:
+        for device, other in others.items():
+            other.wait_stream(here[device])
+        for tensor in tensors:
+            if tensor.device in others:
+                tensor.record_stream(others[tensor.device])
+        with streams_set(others):
+            yield
+        for device, other in others.items():
+            here[device].wait_stream(other)
+
+    def gradients_of(place: Callable) -> tuple[Tensor | None, ...]:
+        leaves = [torch.ones(6, 4, dtype=dtype, device=slot).requires_grad_() for slot in slots for _ in range(2)]
+        with place(leaves):
+            tensors = [leaf * 2 for leaf in leaves]
+        for tensor in tensors:
+            tensor.record_stream(here[tensor.device])
+        with comm.using(**way):
+            outputs = NODES[name](slots, tensors)
+        with place(outputs):
+            loss = sum((output.conj() * weight).sum().real.to(root) for weight, output in enumerate(outputs, start=1))
+        loss.record_stream(here[root])
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+    expected, found = gradients_of(lambda _: nullcontext()), gradients_of(elsewhere)
+    settle()  # before a comparison waits for everything
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+
+
+@pytest.mark.slots(2)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_gradients_for_a_source_beside_the_slots(
+    recorded: bool, slots: list, make_slots: Callable, side_streams: dict
+) -> None:
+    """They are summed on the caller's stream of its device too, which no slot is on."""
+    *_, home = make_slots(3)
+    if home in slots:
+        pytest.skip("no other device")
+    with streams_set({home: torch.Stream(home)}):
+        check_against_one_device(recorded, slots, home)
+        torch.accelerator.synchronize(home)
+
+
+def test_gradients_of_slots_on_one_device_for_a_source_beside_them(make_slots: Callable) -> None:
+    """They are read after they are made, where no slot comes before whose stream the engine orders."""
+    first, shared, home = make_slots(3)
+    if home in (first, shared):
+        pytest.skip("no other device")
+    check_against_one_device(False, [first, shared, shared], home, unused=1)
+
+
+class Around(Tensor):
+    """A tensor without memory of its own, around another one."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Around":
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Callable, types: object, args: tuple, kwargs: dict) -> object:
+        raise NotImplementedError
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+
+MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "strided": lambda t: t,
+    "sparse": lambda t: torch.sparse_coo_tensor(
+        torch.zeros(1, 8, dtype=torch.int64, device=t.device), t, (1,), check_invariants=False
+    ),
+    "subclass": Around,
+    "conjugated": lambda t: t.to(torch.complex64).conj(),
+}
+
+
+@pytest.mark.devices("sim", "stand-in")
+@pytest.mark.parametrize("kind", MEMORY)
+def test_memory_that_another_stream_reads_is_not_used_again_before(kind: str, root: torch.device) -> None:
+    values = torch.ones(8, device=root)
+    tensor = MEMORY[kind](values)
+    side = spare_stream(root)
+    side.wait_stream(torch.accelerator.current_stream(root))
+    memory = memory_of(tensor)
+    assert any(part.untyped_storage().nbytes() >= 8 * 4 for part in memory)
+    with streams_set({root: side}):
+        for part in memory:
+            part.record_stream(side)
+            part * 2
+    del values, tensor, memory, part
+    torch.ones(8, device=root)
+    settle()
+
+
+def check_against_one_device(recorded: bool, slots: list, home: torch.device, unused: int = 0) -> None:
+    """``unused``: how many of the first outputs have no part in the loss."""
+    model = build(home)
+    parameters = [*model.parameters()]
+    inputs = [torch.ones(2, 6, dtype=torch.float64, device=slot) for slot in slots]
+
+    def found(outputs: list[Tensor]) -> list[Tensor]:
+        loss = sum(output.square().sum().to(home) for output in outputs[unused:])
+        grads = torch.autograd.grad(loss, parameters, create_graph=recorded)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in grads), parameters) if recorded else grads)
+
+    expected = found([model(x.to(home)) for x in inputs])
+    for ours, theirs in zip(found(parallel_apply(replicate(model, slots), inputs)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)

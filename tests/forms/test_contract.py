@@ -1,0 +1,370 @@
+"""A composable form is applied once, to trees that share nothing, and other code does not see it.
+
+What a form does with its arguments is in the form's own files. Two small forms stand for those that cannot be applied.
+"""
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
+from dataparallel.forms.contract import Form, are_in_one_tree
+from dataparallel.forms.managed import KEY, ManagedModule, original_class, own_modules, own_parameters
+from dataparallel.replicas.plan import ModulePlan
+from each_form import composable_forms
+
+BOTH = pytest.mark.parametrize("apply", [replicate, fully_shard], ids=["replicate", "fully_shard"])
+ONE_AND_THE_OTHER = pytest.mark.parametrize(("first", "then"), [(replicate, fully_shard), (fully_shard, replicate)])
+
+
+class Renaming(ManagedModule):
+    """The class of a form under which parameters have other names."""
+
+    def named_parameters(self, *args, **kwargs):
+        return ((f"new.{name}", parameter) for name, parameter in super().named_parameters(*args, **kwargs))
+
+
+class State:
+    def manages(self, parameter):
+        return True
+
+
+def rename(module) -> State:
+    """Says what it does."""
+    return State()
+
+
+def fail_late(modules) -> State:
+    return State()
+
+
+def begin(modules, state):
+    raise MemoryError("no room")
+
+
+rename, fail_late = Form(rename, Renaming), Form(fail_late, ManagedModule, nests=True, begin=begin)
+
+
+@pytest.fixture
+def net(root):
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4)).double().to(root)
+
+
+def managed(net):
+    return [name for name, module in net.named_modules() if KEY in vars(module)]
+
+
+@composable_forms
+class TestTheModuleIsWhatItWas:
+    def test_the_same_object_of_a_subclass_that_keeps_its_name(self, net, form, slots):
+        # transformers writes the name into config.json, and shifts labels for the classes that it knows.
+        assert form(net, slots) is net
+        assert isinstance(net, nn.Sequential)
+        assert isinstance(net, (ReplicatedModule, FullyShardedModule))
+        assert original_class(type(net)) is nn.Sequential
+        assert (type(net).__name__, type(net).__module__) == ("Sequential", nn.Sequential.__module__)
+        assert type(net).__qualname__ in ("ReplicateSequential", "FullyShardSequential")
+
+    def test_there_is_one_class_for_each_original_class(self, net, form, slots):
+        assert type(form(net, slots)) is type(form(copy.deepcopy(net.__class__(nn.Linear(1, 1))), slots))
+        assert type(form(nn.Linear(1, 1), slots)) is not type(net)
+
+    def test_names_keys_and_repr_stay(self, net, form, slots):
+        def seen():
+            return [
+                [*net.state_dict()],
+                *([name for name, _ in each()] for each in (net.named_modules, net.named_parameters)),
+                repr(net),
+            ]
+
+        before = seen()
+        form(net, slots)
+        assert seen() == before
+
+    def test_containers_and_instances_of_its_class_are_plain(self, net, form, slots):
+        first, middle, last = net
+        form(net, slots)
+        assert [*net] == [first, middle, last]
+        assert type(net[1:]) is type(type(net)()) is nn.Sequential
+        assert net[1:][1] is last
+
+    def test_modes_and_signatures_stay(self, affine, form, slots, batch):
+        before = inspect.signature(affine.forward)
+        form(affine, slots)
+        assert inspect.signature(affine.forward) == before
+        assert not affine.eval().training
+        assert not affine.linear.training
+        affine.float().requires_grad_(False)
+        output = affine(batch.float())
+        assert output.dtype == torch.float32
+        assert not output.requires_grad
+
+    @pytest.mark.parametrize(
+        ("what", "copied"),
+        [
+            ("copy", copy.copy),
+            ("deepcopy", copy.deepcopy),
+            ("pickle", pickle.dumps),
+            ("pickle", lambda module: torch.save(module, io.BytesIO())),
+            ("deepcopy", lambda module: copy.deepcopy(nn.Sequential(module))),
+        ],
+        ids=["copy", "deepcopy", "pickle", "save", "deepcopy of a parent"],
+    )
+    def test_copies_are_refused(self, net, form, slots, batch, what, copied):
+        form(net, slots)(batch)
+        with pytest.raises(TypeError, match=rf"cannot {what} .* `(replicate|fully_shard)`.*state_dict\(?"):
+            copied(net)
+
+
+class TestTheState:
+    @ONE_AND_THE_OTHER
+    def test_is_found_by_the_form_that_made_it(self, net, slots, first, then):
+        assert first.state(net) is None
+        first(net, devices=slots)
+        assert first.state(net) is not None
+        assert then.state(net) is None
+        assert first.state(net[0]) is None
+
+    def test_of_children_is_their_own_in_a_form_that_nests(self, net, slots):
+        units = (net[1][0], net[1], net)
+        for module in units:
+            assert fully_shard(module, devices=slots) is module
+        assert len({id(fully_shard.state(module)) for module in units}) == 3
+        assert managed(net) == ["", "1", "1.0"]
+        assert fully_shard.state(net[1]).manages(net[1][1].weight)
+        assert not fully_shard.state(net).manages(net[1][1].weight)
+
+    def test_of_a_list_is_one(self, net, slots):
+        both = [net[0], net[2]]
+        assert fully_shard(both, devices=slots) is both
+        assert fully_shard.state(net[0]) is fully_shard.state(net[2])
+        assert [original_class(type(module)) for module in both] == [nn.Linear, nn.Linear]
+
+
+class TestRefused:
+    @BOTH
+    @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict])
+    def test_a_container_without_forward(self, container, apply, slots):
+        with pytest.raises(TypeError, match=f"a {container.__name__} has no forward of its own"):
+            apply(container(), devices=slots)
+
+    @BOTH
+    @pytest.mark.filterwarnings("ignore:.*torch.jit")
+    def test_a_script_module(self, net, apply, slots):
+        with pytest.raises(TypeError, match=r"ScriptModule belongs? to"):
+            apply(torch.jit.script(net), devices=slots)
+
+    @BOTH
+    def test_a_module_that_has_the_form(self, net, apply, slots):
+        apply(net, devices=slots)
+        with pytest.raises(RuntimeError, match=f"the Sequential is managed by `{apply.__name__}` already"):
+            apply(net, devices=slots)
+        assert managed(net) == [""]
+
+    @pytest.mark.parametrize(
+        ("first", "then"), [(replicate, replicate), (replicate, fully_shard), (fully_shard, replicate)]
+    )
+    def test_a_parent_of_a_managed_module(self, net, first, then, slots):
+        first(net[1], devices=slots)
+        message = f"`{then.__name__}`: its child '1' is managed by `{first.__name__}` already; .*one"
+        with pytest.raises(RuntimeError, match=message):
+            then(net, devices=slots)
+        assert managed(net) == ["1"]
+
+    @pytest.mark.parametrize(
+        ("first", "then"),
+        [(replicate, replicate), (replicate, fully_shard), (fully_shard, replicate), (fully_shard, fully_shard)],
+    )
+    def test_a_child_of_one(self, net, first, then, slots):
+        first(net, devices=slots)
+        message = rf"`{then.__name__}`: the module is '1\.0' in a Sequential .*`{first.__name__}` already"
+        with pytest.raises(RuntimeError, match=message) as raised:
+            then(net[1][0], devices=slots)
+        assert ("Apply `fully_shard` to children before their parents" in str(raised.value)) is (
+            first is then is fully_shard
+        )
+        assert managed(net) == [""]
+
+    @pytest.mark.parametrize("first", [replicate, fully_shard])
+    @BOTH
+    def test_a_module_that_shares_a_parameter_with_one(self, net, first, apply, slots):
+        """A sharded module has other parameters since, so the tie shows in what they have replaced."""
+        other = nn.Sequential(nn.Linear(4, 4).to(net[2].weight))
+        other[0].weight = net[2].weight
+        first(net, devices=slots)
+        message = rf"'0\.weight' is shared.*it (is|was) '2\.weight' of a Sequential .*`{first.__name__}` already"
+        with pytest.raises(RuntimeError, match=message):
+            apply(other, devices=slots)
+        assert type(other) is nn.Sequential
+        assert managed(other) == []
+
+    @BOTH
+    def test_but_not_if_it_is_ignored_on_either_side_or_the_other_is_gone(self, net, apply, slots):
+        weight = net[2].weight
+        others = [nn.Sequential(nn.Linear(4, 4).to(weight)) for _ in range(3)]
+        for other in others:
+            other[0].weight = weight
+        apply(others[0], devices=slots, ignored_params=[weight])
+        if apply is replicate:
+            apply(others.pop(), devices=slots)
+            other = None
+            gc.collect()
+        apply(net, devices=slots)
+        apply(others[1], devices=slots, ignored_params=[weight])
+
+    def test_a_form_under_which_names_change(self, net, slots):
+        assert (rename.__name__, rename.__doc__) == ("rename", "Says what it does.")
+        with pytest.raises(RuntimeError, match=r"`rename` would change parameter names.*'0\.weight'"):
+            rename(net)
+        assert type(net) is nn.Sequential
+        assert managed(net) == []
+        replicate(net, devices=slots)
+
+    @BOTH
+    def test_a_class_that_cannot_be_changed(self, net, apply, slots, root):
+        class Fixed(nn.Linear):
+            def __init_subclass__(cls):
+                raise TypeError("final")
+
+        fixed = Fixed(1, 1).to(root)
+        modules = fixed if apply is replicate else [net[0], fixed, net[2]]
+        with pytest.raises(TypeError, match="final"):
+            apply(modules, devices=slots)
+        assert KEY not in vars(fixed)
+        assert managed(net) == []
+        assert type(net[0]) is nn.Linear
+
+    def test_a_form_that_cannot_begin_leaves_the_modules_as_they_were(self, net, slots):
+        with pytest.raises(MemoryError, match="no room"):
+            fail_late([net[0], net[1]])
+        assert managed(net) == []
+        assert [type(module) for module in net] == [nn.Linear, nn.Sequential, nn.Linear]
+        fully_shard([net[0], net[1]], devices=slots)
+
+    @BOTH
+    @pytest.mark.parametrize(("path", "what"), [("", "the Sequential"), ("a.0", "'a.0', a Sequential")])
+    def test_replicas_of_a_tree_that_holds_it(self, net, apply, slots, path, what):
+        apply(net, devices=slots)
+        tree = nn.ModuleDict({"a": nn.ModuleList([net])}) if path else net
+        message = f"^cannot replicate {what}: it is managed by `{apply.__name__}` already"
+        with pytest.raises(RuntimeError, match=message):
+            ModulePlan.of(tree)
+        with pytest.raises(RuntimeError, match=r"^cannot replicate the Sequential"):
+            net._replicate_for_data_parallel()
+
+
+class TestTiesBetweenUnits:
+    def test_within_one_unit_or_one_list(self, net, slots):
+        net[1][1].weight = net[2].weight
+        fully_shard(net[0], devices=slots)
+        fully_shard([net[1], net[2]], devices=slots)
+        assert net[1][1].weight is net[2].weight
+        fully_shard(net, devices=slots)
+
+    @pytest.mark.parametrize("parent", [True, False], ids=["parent", "sibling"])
+    def test_across_units_are_refused(self, net, slots, parent):
+        net[1][1].weight = net[2].weight
+        fully_shard(net[1], devices=slots)
+        message = (
+            r"parameter '(2\.)?weight' is shared with a module outside: it was '1\.weight' of a Sequential that is "
+            r"managed by `fully_shard` already\. Pass the modules that use it as one list, `fully_shard\(\[a, b\]\)`"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            fully_shard(net if parent else net[2], devices=slots)
+        assert managed(net) == ["1"]
+
+    def test_a_module_in_two_units_is_refused_and_a_unit_in_two_is_not(self, slots, root):
+        shared = nn.Linear(1, 1).to(root)
+        first, second = nn.Sequential(shared), nn.Sequential(shared)
+        fully_shard(first, devices=slots)
+        with pytest.raises(RuntimeError, match="used in two places, apply `fully_shard` to that module first"):
+            fully_shard(second, devices=slots)
+        shared = fully_shard(nn.Linear(1, 1).to(root), devices=slots)
+        for unit in (nn.Sequential(shared), nn.Sequential(shared)):
+            fully_shard(unit, devices=slots)
+
+
+class TestLists:
+    @pytest.mark.parametrize("empty", [[], ()])
+    def test_an_empty_one(self, empty):
+        with pytest.raises(ValueError, match="`fully_shard` got an empty list"):
+            fully_shard(empty)
+
+    def test_an_item_that_is_no_module(self, net):
+        with pytest.raises(TypeError, match=r"`fully_shard` takes a list of torch\.nn\.Module; item 1 is 3"):
+            fully_shard([net, 3])
+
+    def test_a_form_that_takes_none(self):
+        with pytest.raises(TypeError, match=r"`replicate` takes a torch\.nn\.Module; got list"):
+            replicate([nn.Linear(1, 1)])
+        assert "Sequence" in str(fully_shard.__signature__)
+        assert "Sequence" not in str(replicate.__signature__).partition(",")[0]
+
+    @pytest.mark.parametrize("turn", [False, True])
+    def test_one_that_holds_another(self, net, turn):
+        both = [net, net[1][0]][:: -1 if turn else 1]
+        message = f"item {0 if turn else 1}, a Linear, is '1.0' in item {1 if turn else 0}, so leave it out"
+        with pytest.raises(ValueError, match=message):
+            fully_shard(both)
+
+    def test_one_twice(self, net):
+        with pytest.raises(ValueError, match="item 1, a Sequential, is item 0 too"):
+            fully_shard([net, net])
+
+    def test_one_refused_module_leaves_all_as_they_were(self, net, slots):
+        fully_shard(net[1], devices=slots)
+        with pytest.raises(RuntimeError, match="the Sequential is managed by `fully_shard` already"):
+            fully_shard([net[0], net[1]], devices=slots)
+        assert managed(net) == ["1"]
+
+
+class TestTheUnit:
+    def test_has_the_modules_that_no_child_unit_has(self, net, slots):
+        fully_shard(net[1], devices=slots)
+        assert [name for name, _ in own_modules([net])] == ["", "0", "2"]
+        assert [name for name, _ in own_modules([net[1]])] == ["", "0", "1"]
+
+    def test_has_each_module_and_parameter_once_in_the_order_of_torch(self, net):
+        net[0].again = net[2]
+        net[1][0].weight = net[2].weight
+        assert [name for name, _ in own_modules([net])] == [name for name, _ in net.named_modules()]
+        assert [name for name, _ in own_parameters([net])] == [name for name, _ in net.named_parameters()]
+        assert [name for name, _ in own_modules([net[0], net[1]])] == ["0", "0.again", "1", "1.0", "1.1"]
+
+
+@BOTH
+def test_metaclasses_and_init_subclass_are_called_as_python_does(apply, slots, root):
+    below = []
+
+    class Meta(type):
+        pass
+
+    class Net(nn.Linear, metaclass=Meta):
+        def __init_subclass__(cls, **kwargs):
+            super().__init_subclass__(**kwargs)
+            below.append(cls.__name__)
+
+    net, x = Net(1, 1).to(root), torch.ones(1, 1, device=root)
+    expected = net(x)
+    apply(net, devices=slots)
+    assert type(type(net)) is Meta
+    assert len(below) == 1
+    torch.testing.assert_close(net(x), expected)
+
+
+def test_two_modules_are_in_one_tree_once_a_managed_one_holds_both(net, slots):
+    fully_shard(net[0], devices=slots)
+    fully_shard(net[2], devices=slots)
+    assert are_in_one_tree(net[0], net[0])
+    assert not are_in_one_tree(net[0], net[2])
+    fully_shard(net, devices=slots)
+    assert are_in_one_tree(net[0], net[2])
+    assert are_in_one_tree(net[0], net)

@@ -1,0 +1,362 @@
+"""`fully_shard` checks all that it is given before it changes anything, and makes units of what it takes.
+
+What the module's methods do is in test_fully_shard_methods.
+"""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
+
+from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from dataparallel.forms import fully_shard as form
+from dataparallel.forms.managed import KEY
+from processes import run_script
+
+pytestmark = pytest.mark.slots(4)
+
+
+def build(root):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2)).double().to(root)
+
+
+@pytest.fixture
+def net(root):
+    return build(root)
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """What each state was made with: a list of dicts."""
+    seen = []
+    make, names = form.FullyShardState, ["modules", "parameters", "options"]
+
+    def recorded(*args, **kwargs):
+        seen.append({**dict(zip(names, args, strict=True)), **kwargs})
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(form, "FullyShardState", recorded)
+    return seen
+
+
+def untouched(module, before):
+    """True if nothing of the tree is managed, and it has its parameters."""
+    return [*map(id, module.parameters())] == before and not any(KEY in vars(child) for child in module.modules())
+
+
+class TestWhatItTakes:
+    def test_the_defaults(self, net, slots, given):
+        parameters = [*net.parameters()]
+        assert fully_shard(net, devices=slots) is net
+        (made,) = given
+        assert made["modules"] == [net]
+        assert [*map(id, made["parameters"])] == [*map(id, parameters)]
+        assert made["options"].slots == [torch.device(slot) for slot in slots]
+        assert made["placements"] == [Shard(0)] * len(parameters)
+        assert (made["reshard_after_forward"], made["is_reshard_automatic"]) == (True, True)
+        assert (made["mp_policy"], made["offload_policy"]) == (MixedPrecisionPolicy(), OffloadPolicy())
+        assert (made["ignored_parameters"], made["options"].output_device, made["options"].dim) == ([], None, 0)
+
+    def test_what_is_passed_arrives(self, net, slots, given):
+        mixed, offload = MixedPrecisionPolicy(torch.bfloat16), CPUOffloadPolicy(pin_memory=False)
+        policies = {"mp_policy": mixed, "offload_policy": offload}
+        options = {"output_device": "cpu", "dim": 1, "workers": 2, "serial": True}
+        fully_shard(net, devices=slots, reshard_after_forward=2, **policies, **options)
+        assert {name: given[0][name] for name in policies} == policies
+        assert {name: getattr(given[0]["options"], name) for name in options} == options
+        assert (given[0]["reshard_after_forward"], given[0]["is_reshard_automatic"]) == (2, False)
+
+    def test_a_unit_has_what_its_children_leave(self, net, slots, given):
+        names = {id(parameter): name for name, parameter in net.named_parameters()}
+        for module in (net[1], net):
+            fully_shard(module, devices=slots)
+        assert [[names.get(id(each)) for each in made["parameters"]] for made in given] == [
+            ["1.0.weight", "1.0.bias"],
+            ["0.weight", "0.bias", "2.weight", "2.bias"],
+        ]
+
+    def test_a_list_is_one_unit(self, net, slots, given):
+        both = [net[0], net[2]]
+        assert fully_shard(both, devices=slots) is both
+        assert len(given) == 1
+        assert given[0]["modules"] == both
+        assert len(given[0]["parameters"]) == 4
+        assert fully_shard.state(net[0]) is fully_shard.state(net[2])
+
+    def test_a_tied_parameter_of_one_unit_is_one(self, net, slots, given):
+        net[2] = nn.Linear(8, 8).double().to(net[0].weight.device)
+        net[2].weight = net[1][0].weight
+        fully_shard(net, devices=slots)
+        assert len(given[0]["parameters"]) == 5
+        assert net[2].weight is net[1][0].weight
+
+    def test_parameters_on_meta(self, slots, given):
+        with torch.device("meta"):
+            late = nn.Linear(8, 8)
+        fully_shard(late, devices=slots)
+        assert late.weight.device.type == "meta"
+
+    def test_some_parameters_on_meta(self, net, slots):
+        net[1].to("meta")
+        fully_shard(net, devices=slots)
+        assert net[1][0].weight.device.type == "meta"
+
+    def test_more_slots_than_rows(self, root, make_slots, given):
+        fully_shard(nn.Linear(2, 1).to(root), devices=make_slots(8))
+        assert given[0]["placements"] == [Shard(0), Shard(0)]
+
+    def test_a_0_dim_parameter(self, root, slots, given):
+        net = nn.Linear(2, 2)
+        net.scale = nn.Parameter(torch.tensor(1.0))
+        fully_shard(net.to(root), devices=slots)
+        assert given[0]["placements"] == [Shard(0)] * 3
+
+    @pytest.mark.parametrize("kind", [list, set, tuple, iter], ids=lambda kind: kind.__name__)
+    def test_ignored_parameters_stay(self, net, slots, given, kind):
+        ignored, elsewhere = net[0].weight, nn.Parameter(torch.ones(1))
+        fully_shard(net, devices=slots, ignored_params=kind([ignored, elsewhere]))
+        assert net[0].weight is ignored
+        assert [id(each) for each in given[0]["ignored_parameters"]] == [id(ignored)]
+        assert len(given[0]["parameters"]) == 5
+        assert not fully_shard.state(net).manages(ignored)
+
+    def test_a_unit_of_frozen_parameters(self, net, slots):
+        net.requires_grad_(False)
+        fully_shard(net, devices=slots)
+        assert not any(parameter.requires_grad for parameter in net.parameters())
+
+    def test_a_parent_without_parameters_of_its_own(self, root, slots, given):
+        net = nn.Sequential(fully_shard(nn.Linear(2, 2).to(root), devices=slots))
+        fully_shard(net, devices=slots)
+        assert given[1]["parameters"] == []
+
+    def test_a_root_whose_container_is_skipped(self, root, slots, given):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+            def forward(self, x):
+                return self.blocks[1](self.blocks[0](x))
+
+        net = Net().to(root)
+        for block in net.blocks:
+            fully_shard(block, devices=slots)
+        fully_shard(net, devices=slots)
+        assert [len(made["parameters"]) for made in given] == [2, 2, 0]
+
+    def test_its_arguments_are_those_of_torch_and_a_few_more(self):
+        theirs = inspect.signature(torch.distributed.fsdp.fully_shard).parameters
+        ours = inspect.signature(fully_shard).parameters
+        names = ["reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params"]
+        more = ["output_device", "dim", "chunk_sizes", "process_group", "mesh", "compile"]
+        more += ["loss", "sync_batch_norm", "workers", "serial"]
+        assert list(ours) == ["module", "devices", *names, *more]
+        for name in [*names, "mesh"]:
+            assert ours[name].kind is theirs[name].kind is inspect.Parameter.KEYWORD_ONLY
+        for name in ("reshard_after_forward", "shard_placement_fn", "ignored_params", "mesh"):
+            assert ours[name].default is theirs[name].default is None
+
+
+class TestPlacements:
+    def test_the_function_says_how_each_is_cut(self, net, slots, given):
+        fully_shard(
+            net,
+            devices=slots,
+            shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1) if parameter.dim() > 1 else None,
+        )
+        assert given[0]["placements"] == [Shard(1), Shard(0)] * 3
+
+    def test_a_negative_dimension_counts_from_the_end(self, net, slots, given):
+        fully_shard(net, devices=slots, shard_placement_fn=lambda parameter: Shard(-1))
+        assert given[0]["placements"] == [Shard(1), Shard(0)] * 3
+
+    def test_it_gets_the_parameters_that_are_sharded(self, net, slots):
+        seen, expected = [], [id(parameter) for parameter in net[1].parameters()]
+        fully_shard(net[1], devices=slots, shard_placement_fn=lambda parameter: seen.append(id(parameter)))
+        assert seen == expected
+
+    @pytest.mark.parametrize(
+        ("placement", "error", "message"),
+        [
+            (0, TypeError, r"shard_placement_fn returned 0 for '0\.weight'; expected torch.*Shard\(dim\), or None"),
+            (Replicate(), TypeError, r"returned Replicate\(\) for '0\.weight'; expected"),
+            (Shard(2), ValueError, r"for '0\.weight': cannot place .*\(8, 4\).*no such dimension"),
+            (Shard(-3), ValueError, r"for '0\.weight': cannot place .*no such dimension"),
+        ],
+        ids=str,
+    )
+    def test_what_is_no_placement(self, net, slots, placement, error, message):
+        before = [*map(id, net.parameters())]
+        with pytest.raises(error, match=message):
+            fully_shard(net, devices=slots, shard_placement_fn=lambda parameter: placement)
+        assert untouched(net, before)
+
+    def test_an_uneven_dimension_that_is_not_the_first(self, root, slots):
+        net = nn.Linear(6, 4).to(root)
+        with pytest.raises(
+            ValueError, match=r"Shard\(dim=1\) for 'weight' of shape \(4, 6\): 6 is no multiple of 4 slots"
+        ):
+            fully_shard(net, devices=slots, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+
+    def test_an_error_of_the_function_is_raised(self, net, slots):
+        before = [*map(id, net.parameters())]
+        with pytest.raises(KeyError, match="mine"):
+            fully_shard(net, devices=slots, shard_placement_fn=lambda parameter: {}["mine"])
+        assert untouched(net, before)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"dim": "0"}, TypeError, "dim='0': the batch dimension is an int"),
+            ({"dim": True}, TypeError, "dim=True"),
+            ({"mp_policy": None}, TypeError, r"mp_policy=None: expected a dataparallel\.composable\.MixedPrecisionP"),
+            ({"mp_policy": torch.bfloat16}, TypeError, r"mp_policy=torch\.bfloat16: expected"),
+            (
+                {"offload_policy": True},
+                TypeError,
+                r"offload_policy=True: expected a dataparallel\.composable\.OffloadP",
+            ),
+            ({"ignored_params": ["0.weight"]}, TypeError, r"ignored_params\[0\] is '0\.weight'; expected parameters"),
+            (
+                {"reshard_after_forward": "yes"},
+                TypeError,
+                "reshard_after_forward='yes': expected True, False, or an int",
+            ),
+            ({"reshard_after_forward": 2.0}, TypeError, r"reshard_after_forward=2\.0"),
+            ({"reshard_after_forward": 0}, ValueError, "reshard_after_forward=0: expected a number of slots above 1"),
+            ({"reshard_after_forward": -2}, ValueError, "reshard_after_forward=-2"),
+            ({"reshard_after_forward": 1}, ValueError, "=1: each slot would keep all parameters; pass False for that"),
+            ({"reshard_after_forward": 4}, ValueError, "=4 is the number of all slots; pass True for that"),
+            ({"reshard_after_forward": 3}, ValueError, "=3: groups of 3 slots do not divide 4 slots.*possible: 2"),
+            ({"reshard_after_forward": 8}, ValueError, "=8: groups of 8 slots do not divide 4 slots"),
+        ],
+    )
+    def test_arguments(self, net, slots, arguments, error, message):
+        before = [*map(id, net.parameters())]
+        with pytest.raises(error, match=message):
+            fully_shard(net, **{"devices": slots, **arguments})
+        assert untouched(net, before)
+        fully_shard(net, devices=slots)
+
+    def test_groups_of_a_prime_number_of_slots(self, net, make_slots):
+        with pytest.raises(ValueError, match="possible: there is no such number, so pass True or False"):
+            fully_shard(net, devices=make_slots(3), reshard_after_forward=2)
+
+    @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict])
+    @pytest.mark.parametrize("in_list", [False, True])
+    def test_a_container_without_forward(self, container, slots, net, in_list):
+        made = container()
+        with pytest.raises(
+            TypeError, match=f"a {container.__name__} has no forward of its own.*shard each of its modules"
+        ):
+            fully_shard([net, made] if in_list else made, devices=slots)
+        assert KEY not in vars(net)
+
+    @pytest.mark.parametrize("module", [nn.Tanh(), nn.Sequential(nn.Tanh(), nn.Identity())], ids=["leaf", "tree"])
+    def test_nothing_to_shard(self, module, slots):
+        with pytest.raises(ValueError, match=f"nothing to shard in a {type(module).__name__}: it has no parameters"):
+            fully_shard(module, devices=slots)
+
+    def test_nothing_but_ignored_parameters(self, net, slots):
+        with pytest.raises(ValueError, match=r"nothing to shard in .* all of them are in ignored_params"):
+            fully_shard(net, devices=slots, ignored_params=net.parameters())
+
+    @pytest.mark.devices("sim", "cuda")
+    def test_a_unit_on_two_devices(self, net, slots, root):
+        net[2].to("cpu")
+        before = [*map(id, net.parameters())]
+        message = rf"of one unit are on 2 devices: '0\.weight' on {root}, '2\.weight' on cpu\. Move the module"
+        with pytest.raises(ValueError, match=message):
+            fully_shard(net, devices=slots)
+        assert untouched(net, before)
+        fully_shard(net[2], devices=slots)
+        fully_shard(net, devices=slots)
+
+    def test_a_child_over_other_devices(self, net, slots):
+        fully_shard(net[1], devices=slots[:3])
+        shown = ", ".join(str(torch.device(slot)) for slot in slots)
+        with pytest.raises(
+            ValueError, match=rf"the child '1' is sharded over .*, and this module would be over {shown};"
+        ):
+            fully_shard(net, devices=slots)
+        assert KEY not in vars(net)
+        fully_shard(net, devices=slots[:3])
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit")
+    @pytest.mark.parametrize("below", [False, True])
+    def test_a_script_module(self, net, slots, below):
+        module = torch.jit.script(net[1])
+        what = r"'0', a RecursiveScriptModule" if below else "a RecursiveScriptModule"
+        with pytest.raises(TypeError, match=f"cannot shard {what}: the parameters of a ScriptModule belong to"):
+            fully_shard(nn.Sequential(module) if below else module, devices=slots)
+
+    @pytest.mark.filterwarnings("ignore:Lazy modules")
+    def test_lazy_parameters(self, slots):
+        lazy = nn.Sequential(nn.LazyLinear(2))
+        with pytest.raises(RuntimeError, match=r"'0\.weight' is not initialised yet; run the module once"):
+            fully_shard(lazy, devices=slots)
+        assert KEY not in vars(lazy)
+
+    def test_a_tensor_of_parts(self, net, slots):
+        net[0].weight = nn.Parameter(TwoTensor(net[0].weight.detach(), net[0].weight.detach()))
+        with pytest.raises(TypeError, match=r"'0\.weight' is a TwoTensor, which stands for other tensors already"):
+            fully_shard(net, devices=slots)
+
+
+class TestOptimizers:
+    def test_one_made_before_raises_at_its_first_step(self, net, slots):
+        optimizer = torch.optim.AdamW(net.parameters())
+        fully_shard(net[1], devices=slots)
+        fully_shard(net, devices=slots)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        message = (
+            r"this AdamW holds '.*' of a Sequential as it was before `fully_shard`.*Make the optimizer after fully_sh"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+
+    def test_one_of_ignored_parameters_steps(self, net, slots):
+        weight = net[0].weight
+        optimizer = torch.optim.SGD([weight], lr=1)
+        fully_shard(net, devices=slots, ignored_params=[weight])
+        expected = weight.detach() - 1
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert torch.equal(weight, expected)
+
+    def test_a_form_that_fails_leaves_it_alone(self, net, slots, monkeypatch):
+        optimizer, before = torch.optim.SGD(net.parameters(), lr=1), [*map(id, net.parameters())]
+
+        def fails(self):
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(form.FullyShardState, "shard", fails)
+        with pytest.raises(MemoryError):
+            fully_shard(net, devices=slots)
+        assert untouched(net, before)
+        optimizer.step()
+
+
+@pytest.mark.long
+@pytest.mark.devices("cpu")
+def test_placements_are_imported_when_they_are_needed():
+    script = "import sys, dataparallel.composable; print('torch.distributed.tensor' in sys.modules)"
+    assert run_script(script).split() == ["False"]
+
+
+def test_the_room_has_it_whatever_was_imported_first(net):
+    import dataparallel.composable as room
+
+    assert room.fully_shard is fully_shard
+    assert {"fully_shard", "FullyShardedModule"} <= {*dir(room)}
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        room.nothing  # noqa: B018

@@ -1,0 +1,325 @@
+"""`fully_shard` over machines: settings of units, policies, and gradients that wait or that only one machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+from dataparallel.comm.streams.current import streams_joined
+from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from dataparallel.testing.steps import assert_equal
+from machine_ranks import on_machines
+from sharded_machines import EACH_SPREAD, SPREADS, spread
+from sharded_steps import gradients
+
+pytestmark = [pytest.mark.usefixtures("one_intra_op_thread")]
+
+REPLICATED = pytest.mark.parametrize("way", ["hybrid", "2-D, one of each", "2-D"])
+
+
+class Net(nn.Module):
+    """Two units, and branches that a machine may use or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 7)
+        self.branches = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.last = nn.Linear(7, 3)
+        self.double()
+
+    uses = (True, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for branch, used in zip(self.branches, Net.uses, strict=True):
+            if used:
+                x = x + branch(x)
+        return self.last(x)
+
+
+def made(devices: list[Any], way: str | None = None, **options: Any) -> Any:
+    """The model over machines, or on the first device."""
+    net = Net().to(devices[0])
+    if way is None:
+        return net
+    where = spread(way)
+    for unit in (net.first, [*net.branches]):
+        fully_shard(unit, devices=devices, **where, **options)
+    return fully_shard(net, devices=devices, **where, **options)
+
+
+def batch(rank: int, seed: int, device: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 10 + rank)
+    return torch.randn(3, 5, dtype=torch.float64, generator=generator).to(device)
+
+
+def backward(net: Any, rank: int, seed: int, device: Any, scale: float = 1) -> None:
+    (net(batch(rank, seed, device)).double().square().sum() * scale).backward()
+
+
+def by_one(
+    devices: list[Any], seeds: list[int], uses: Callable[[int], tuple[bool, bool]] = lambda _: (True, False)
+) -> Any:
+    """The model on one device with the gradients of all machines' backwards, averaged over machines."""
+    net, ranks = made(devices), distributed.get_world_size()
+    for seed in seeds:
+        for rank in range(ranks):
+            Net.uses = uses(rank)
+            backward(net, rank, seed, devices[0], 1 / ranks)
+    Net.uses = True, False
+    return net
+
+
+def assert_as_by_one(net: Any, one: Any, atol: float = 1e-9) -> None:
+    assert_equal(gradients(net), gradients(one), "gradients", atol=atol)
+
+
+def run(function: Callable[..., Any], way: str, *args: Any) -> list[Any]:
+    ranks = SPREADS[way][0]
+    return on_machines(function, way, *args, ranks=ranks, slots=1 if ranks > 2 else 2, group_timeout=20)
+
+
+# ---- parameters that are not used everywhere ------------------------------------------------------------------------
+
+
+def uses_on(rank: int) -> tuple[bool, bool]:
+    """The first branch on even machines."""
+    return rank % 2 == 0, False
+
+
+def unused_on_one(rank: int, devices: list[Any], way: str) -> None:
+    net = made(devices, way)
+    for seed in (1, 2):
+        Net.uses = uses_on(rank)
+        backward(net, rank, seed, devices[0])
+    assert_as_by_one(net, by_one(devices, [1, 2], uses_on))
+    found = gradients(net)
+    assert found["branches.0.weight"] is not None
+    assert found["branches.1.weight"] is None
+
+
+@pytest.mark.parametrize("way", ["hybrid", "2-D, one of each"])
+def test_a_parameter_has_a_gradient_if_any_machine_uses_it(way):
+    run(unused_on_one, way)
+
+
+# ---- gradients that wait --------------------------------------------------------------------------------------------
+
+
+def waits_for_all_reduce(rank: int, devices: list[Any], way: str) -> None:
+    net = made(devices, way)
+    net.set_requires_all_reduce(False)
+    for seed in (1, 2):
+        backward(net, rank, seed, devices[0])
+        assert all(grad is None or not grad.any() for grad in gradients(net).values())
+    net.set_requires_all_reduce(True)
+    backward(net, rank, 3, devices[0])
+    assert_as_by_one(net, by_one(devices, [1, 2, 3]))
+    # What waits is dropped with the gradients.
+    net.set_requires_all_reduce(False)
+    backward(net, rank, 4, devices[0])
+    net.zero_grad()
+    net.set_requires_all_reduce(True)
+    backward(net, rank, 5, devices[0])
+    assert_as_by_one(net, by_one(devices, [5]))
+
+
+@REPLICATED
+def test_without_all_reduce_gradients_wait_for_other_machines(way):
+    run(waits_for_all_reduce, way)
+
+
+def waits_on_slots_and_for_all_reduce(rank: int, devices: list[Any], way: str) -> None:
+    net = made(devices, way)
+    with net.no_sync():
+        backward(net, rank, 1, devices[0])
+    net.set_requires_all_reduce(False)
+    backward(net, rank, 2, devices[0])
+    with net.no_sync():
+        backward(net, rank, 3, devices[0])
+    net.set_requires_all_reduce(True)
+    net.set_is_last_backward(False)
+    backward(net, rank, 4, devices[0])
+    net.set_is_last_backward(True)
+    backward(net, rank, 5, devices[0])
+    assert_as_by_one(net, by_one(devices, [1, 2, 3, 4, 5]))
+
+
+@EACH_SPREAD
+def test_all_kinds_of_waiting_together(way):
+    run(waits_on_slots_and_for_all_reduce, way)
+
+
+def unused_while_gradients_wait(rank: int, devices: list[Any], way: str) -> None:
+    """The last pass uses no branch, and gradients of the first one wait for it."""
+    net, twin = made(devices, way), by_one(devices, [1])
+    net.set_requires_all_reduce(False)
+    backward(net, rank, 1, devices[0])
+    net.set_requires_all_reduce(True)
+    Net.uses = False, False
+    backward(net, rank, 2, devices[0])
+    ranks = distributed.get_world_size()
+    for other in range(ranks):
+        backward(twin, other, 2, devices[0], 1 / ranks)
+    assert_as_by_one(net, twin)
+
+
+@pytest.mark.parametrize("way", ["hybrid", "2-D, one of each"])
+def test_what_waits_is_added_up_by_a_pass_that_does_not_reach_it(way):
+    run(unused_while_gradients_wait, way)
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def settings(rank: int, devices: list[Any], way: str) -> None:
+    net = made(devices, way)
+    parts: list[torch.device] = []
+
+    def doubled(part: Tensor) -> None:
+        parts.append(part.device)
+        part.mul_(2)
+
+    net.set_all_reduce_hook(doubled)
+    net.first.set_gradient_divide_factor(4)
+    backward(net, rank, 1, devices[0])
+    assert parts == devices
+    expected = gradients(by_one(devices, [1]))
+    for name in expected:
+        if expected[name] is not None:
+            expected[name] *= 0.25 if name.startswith("first") else 2 if name.startswith("last") else 1
+    assert_equal(gradients(net), expected, "gradients", atol=1e-9)
+
+
+@EACH_SPREAD
+def test_the_hook_and_the_factor(way):
+    run(settings, way)
+
+
+def hooks_of_parameters(rank: int, devices: list[Any], way: str) -> None:
+    net, seen = made(devices, way), {}
+    for name, parameter in net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad}))
+    backward(net, rank, 1, devices[0])
+    expected = {name: grad for name, grad in gradients(by_one(devices, [1])).items() if grad is not None}
+    assert seen.keys() == expected.keys()
+    assert_equal({name: seen[name].full_tensor("cpu") for name in expected}, expected, "seen", atol=1e-9)
+
+
+@EACH_SPREAD
+def test_hooks_of_parameters_see_the_whole_gradients(way):
+    run(hooks_of_parameters, way)
+
+
+def hooks_that_change_gradients(rank: int, devices: list[Any], way: str) -> None:
+    net, one = made(devices, way), by_one(devices, [1])
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+    expected = {n: None if g is None else 2 * g.clamp(-0.5, 0.5) for n, g in gradients(one).items()}
+    for _ in range(2):
+        backward(net, rank, 1, devices[0])
+    assert_equal(gradients(net), expected, "gradients", atol=1e-9)
+
+
+@EACH_SPREAD
+def test_hooks_of_parameters_change_the_sum_over_machines(way):
+    run(hooks_that_change_gradients, way)
+
+
+def backward_on_other_streams(rank: int, devices: list[Any], way: str) -> None:
+    """The clocks see it if the optimizer, on those streams, does not wait for all sums."""
+    net = made(devices, way)
+    optimizer = torch.optim.AdamW(net.parameters())
+    others = {device: torch.Stream(device) for device in devices}
+    for seed in range(2):
+        loss = net(batch(rank, seed, devices[0])).square().sum()
+        with streams_joined(others):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.devices("sim")
+@EACH_SPREAD
+def test_backward_on_other_streams_than_the_forward(way):
+    run(backward_on_other_streams, way)
+
+
+def arrives_on_the_host(rank: int, devices: list[Any], way: str) -> None:
+    """What the host has waited for, any stream may read."""
+    net, x = made(devices, way, offload_policy=CPUOffloadPolicy()), batch(rank, 0, devices[0]).requires_grad_()
+    net(x).square().sum().backward()
+    with torch.Stream(devices[0]):
+        x.grad * 1
+    torch.accelerator.synchronize(devices[0])
+
+
+@pytest.mark.devices("sim")
+@EACH_SPREAD
+def test_the_host_has_waited_for_gradients_in_its_memory(way):
+    run(arrives_on_the_host, way)
+
+
+def by_hand(rank: int, devices: list[Any], way: str) -> None:
+    net, one = made(devices, way), made(devices)
+    net.unshard()
+    assert_equal(net.last.weight.detach().cpu(), one.last.weight.detach().cpu(), "weight", atol=0)
+    backward(net, rank, 1, devices[0])
+    net.reshard()
+    handle = net.first.unshard(async_op=True)
+    handle.wait()
+    with torch.no_grad():
+        net(batch(rank, 2, devices[0]))
+    backward(net, rank, 3, devices[0])
+    assert_as_by_one(net, by_one(devices, [1, 3]))
+
+
+@EACH_SPREAD
+def test_gathers_by_hand(way):
+    run(by_hand, way)
+
+
+# ---- policies -------------------------------------------------------------------------------------------------------
+
+
+def policies(rank: int, devices: list[Any], way: str, options: dict[str, Any], atol: float) -> None:
+    net = made(devices, way, **options)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    one = made(devices)
+    of_one = torch.optim.AdamW(one.parameters(), lr=1e-2)
+    ranks = distributed.get_world_size()
+    for seed in range(3):
+        optimizer.zero_grad()
+        of_one.zero_grad()
+        backward(net, rank, seed, devices[0], 0.01)
+        for other in range(ranks):
+            backward(one, other, seed, devices[0], 0.01 / ranks)
+        if seed == 0 or atol < 1e-6:
+            assert_as_by_one(net, one, atol)
+        optimizer.step()
+        of_one.step()
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+CASES = [
+    ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 1e-9),
+    ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}, 1e-6),
+    ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)}, 1e-6),
+    ({"mp_policy": HALF}, 2e-2),
+    ({"mp_policy": HALF, "offload_policy": CPUOffloadPolicy(pin_memory=False)}, 2e-2),
+]
+
+
+def all_policies(rank: int, devices: list[Any], way: str) -> None:
+    for options, atol in CASES:
+        policies(rank, devices, way, options, atol)
+
+
+@EACH_SPREAD
+def test_policies(way):
+    run(all_policies, way)

@@ -1,0 +1,489 @@
+"""The bytes that a sharded model needs on each simulated device: exact between steps, bounded during a step."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import ceil, prod
+from typing import Any
+
+import pytest
+import torch
+from loops import wait_for_the_engine
+from torch import Tensor, nn
+
+from dataparallel.composable import fully_shard
+from dataparallel.sharded import Shard
+from dataparallel.sharded.units import passes
+from dataparallel.sharded.units.gradients import UnitGradients
+from dataparallel.sharded.units.joint import JointGathers
+from dataparallel.sharded.units.memory import FullBuffer
+from dataparallel.sharded.units.passes import BackwardPass
+from dataparallel.sharded.units.sums import UnitSums
+from made_units import without_joint_gathers
+from memory import allocated, nbytes
+from selection import others_long
+from sharded_steps import no_sync, sharded
+
+pytestmark = [
+    pytest.mark.devices("sim"),
+    pytest.mark.usefixtures("one_intra_op_thread"),
+]
+
+STATES = 3
+"""Of a parameter, between two steps of AdamW: itself and two averages."""
+
+WIDTH, BLOCKS = 520, 6
+SAMPLES = 2
+"""Few for each slot, so that activations are small beside a unit."""
+
+LAG = 0.1
+"""Seconds. Other slots are more patient than this."""
+
+ROW = SAMPLES * WIDTH * 4
+"""Bytes of a slot's activation."""
+
+ACTIVATIONS = (3 * BLOCKS + 8) * ROW
+"""At most, of a slot: two tensors for each block are saved, and some are on their way."""
+
+
+class Block(nn.Module):
+    """A residual layer of more than a mebibyte. In backward, the slot with the number ``lags`` sleeps."""
+
+    def __init__(self, lags: list[int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.lags = lags
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + torch.tanh(self.linear(x))
+        if y.requires_grad and y.device.index in self.lags:
+            y.register_hook(lambda gradient: time.sleep(LAG))
+        return y
+
+
+class Deep(nn.Module):
+    """Blocks, which are the units, and a small head."""
+
+    def __init__(self, blocks: int = BLOCKS) -> None:
+        super().__init__()
+        self.lags: list[int] = []  # the same list on every slot
+        self.blocks = nn.ModuleList(Block(self.lags) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def units(self) -> list[nn.Module]:
+        return [*self.blocks]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def deep(blocks: int = BLOCKS) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Deep(blocks)
+
+
+UNIT = nbytes(Deep(1).blocks.parameters())
+ROOT = nbytes(Deep(1).head.parameters())
+
+
+class Training:
+    """A sharded model, a batch and AdamW."""
+
+    def __init__(self, slots: list, model: nn.Module, sample: tuple[int, ...], **options: Any) -> None:
+        self.slots, self.model = slots, sharded(model, slots, **options)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        dtype = next(model.parameters()).dtype
+        self.x = torch.ones(SAMPLES * len(slots), *sample, dtype=dtype, device=slots[0])
+
+    def step(self, before_optimizer: Callable[[], None] = lambda: None, quietly: int = 0) -> None:
+        """A step of ``quietly`` batches without sums, and one with."""
+        for number in range(quietly + 1):
+            if number < quietly:
+                with no_sync(self.model):
+                    self.model(self.x).square().mean().backward()
+            else:
+                self.model(self.x).square().mean().backward()
+        before_optimizer()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def wait_for(slots: list) -> None:
+    for slot in slots:
+        torch.sim.synchronize(slot)
+
+
+def peaks_of_backward(training: Training, before: list[int], quietly: int = 0) -> list[int]:
+    """The most bytes on each device in a step, but for its optimizer, beyond those ``before``."""
+    peaks: list[int] = []
+
+    def note() -> None:
+        wait_for(training.slots)
+        peaks.extend(
+            torch.sim.max_memory_allocated(slot) - old for slot, old in zip(training.slots, before, strict=True)
+        )
+
+    wait_for(training.slots)
+    for slot in training.slots:
+        torch.sim.reset_peak_memory_stats(slot)
+    training.step(note, quietly)
+    return peaks
+
+
+def padded(shape: torch.Size, owners: int, dim: int) -> int:
+    """Elements that each owner's flat shard has for a parameter: those of its largest part, a multiple of 8."""
+    part = list(shape)
+    if part:
+        part[dim] = ceil(part[dim] / owners)
+    return ceil(prod(part) / 8) * 8
+
+
+def idle_bytes(model: nn.Module, owner: int) -> int:
+    """What an owner has between two steps: its flat shards, and its part of two averages of each parameter."""
+    found = 0
+    for parameter in model.parameters():
+        assert isinstance(parameter.placement, Shard)
+        owners = len(parameter.devices)
+        found += padded(parameter.shape, owners, parameter.placement.dim) * parameter.dtype.itemsize
+        if parameter.requires_grad and parameter.is_floating_point():
+            found += (STATES - 1) * parameter.shards[owner].nbytes
+    return found
+
+
+# ---- between steps ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slots(4, 8, long=[2])
+def test_even_parameters_leave_three_parts_of_them_on_each_device(slots, root):
+    before = allocated(slots)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))  # 64 is 8 for each of 8 slots
+    model.units = lambda: [model[0], [model[1], model[2]]]
+    training = Training(slots, model, (64,))
+    for _ in range(3):
+        training.step()
+    parameters = 4 * (64 * 64 + 64) * 4
+    expected = [old + STATES * parameters // len(slots) for old in before]
+    expected[0] += training.x.nbytes
+    assert allocated(slots, expected) == expected
+
+
+class Uneven(nn.Module):
+    """Rows that no number of slots divides, fewer rows than slots, a 0-dim parameter, a frozen one, a second dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 7, bias=False))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.shift = nn.Parameter(torch.zeros(3, 5, 7), requires_grad=False)
+        self.wide = nn.Parameter(torch.ones(9, 7, dtype=torch.bfloat16))
+
+    def units(self) -> list[nn.Module]:
+        return [self.inner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * self.scale + self.shift.sum((0, 1))
+        return y @ self.wide.to(y.dtype).t()
+
+
+@pytest.mark.slots(2, 3, 4, 8)
+def test_the_padding_of_uneven_parameters_is_the_only_addition(slots, root):
+    before = allocated(slots)
+    training = Training(slots, Uneven().to(root), (7,))
+    for _ in range(3):
+        training.step()
+    expected = [old + idle_bytes(training.model, owner) for owner, old in enumerate(before)]
+    expected[0] += training.x.nbytes
+    assert allocated(slots, expected) == expected
+
+
+@pytest.mark.slots(4, long=[2, 8])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["default", "no reshard"])
+def test_steps_do_not_add_up_and_nothing_stays(options, slots, root):
+    """The same bytes after each step, and those that there were before once the model is gone."""
+    before = allocated(slots)
+    training = Training(slots, Deep(3), (WIDTH,), **options)
+    for _ in range(3):
+        training.step()
+    wait_for_the_engine(slots)
+    idle = allocated(slots)
+    for _ in range(4):
+        training.step()
+        with torch.no_grad():
+            training.model(training.x)
+        training.step(quietly=1)
+    wait_for_the_engine(slots)
+    assert allocated(slots, idle) == idle
+    del training
+    assert allocated(slots, before) == before
+
+
+@pytest.mark.slots(4)
+def test_an_output_that_is_kept_keeps_no_parameters(slots, root):
+    """The graph of a call has its activations, and refers to parameters that are freed."""
+    training = Training(slots, Deep(3), (WIDTH,))
+    training.step()
+    training.model.set_reshard_after_forward(True, recurse=False)
+    wait_for_the_engine(slots)
+    idle = allocated(slots)
+    output = training.model(training.x)
+    held = [now - old for now, old in zip(allocated(slots), idle, strict=True)]
+    assert max(held) <= ACTIVATIONS
+    del output
+    assert allocated(slots, idle) == idle
+
+
+# ---- during a step ---------------------------------------------------------------------------------------------------
+
+
+def bound(slots: int, weights: int, gradients: int = 2 * UNIT) -> int:
+    """Shards of parameters, averages and gradients; activations; the root's weights; what is not sharded."""
+    parameters = BLOCKS * UNIT + ROOT
+    padding = (STATES + 1) * (2 * BLOCKS + 2) * 8 * 4
+    return (STATES + 1) * parameters // slots + padding + ACTIVATIONS + ROOT + weights + gradients
+
+
+@pytest.mark.slots(4, long=[8])
+@pytest.mark.parametrize(
+    ("way", "lags"),
+    others_long(
+        [
+            (way, lags)
+            for way in ("default", "no prefetch", "no reshard", "in twos", "no sync")
+            for lags in ((), (1,), (0,))
+        ],
+        short=[
+            ("default", ()),
+            ("default", (1,)),
+            ("no prefetch", ()),
+            ("no reshard", ()),
+            ("in twos", ()),
+            ("no sync", ()),
+        ],
+    ),
+    ids=str,
+)
+def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lags, slots, root, monkeypatch):
+    """Beside the shards, also where one slot takes longer than others: these do not run ahead."""
+    assert passes._PATIENCE > LAG
+    monkeypatch.setattr(passes, "_PATIENCE", 30.0)  # a busy machine may take longer than a slot lags
+    before = allocated(slots)
+    options = {"no reshard": {"reshard_after_forward": False}, "in twos": {"reshard_after_forward": 2}}.get(way, {})
+    training = Training(slots, deep(), (WIDTH,), **options)
+    before[0] += training.x.nbytes
+    for module in (training.model, *training.model.units()) if way == "no prefetch" else ():
+        module.set_modules_to_forward_prefetch([])
+        module.set_modules_to_backward_prefetch([])
+    quietly = int(way == "no sync")
+    for _ in range(2):
+        training.step(quietly=quietly)
+    training.model.lags.extend(lags)
+    everything = BLOCKS * UNIT + ROOT
+    # Along a chain of more than four devices a quarter of a sum is on its way to each (`comm.matrices`).
+    on_its_way = UNIT // 4 if len(slots) > 4 else 0
+    most = {
+        "default": bound(len(slots), 2 * UNIT, 2 * UNIT + on_its_way),
+        # In the last unit's backward an owner also has gradients that it receives. Parameters that are copied out of
+        # the gather's matrix are there twice, but then there is one unit of gradients.
+        "no prefetch": bound(len(slots), UNIT + max(UNIT // len(slots), on_its_way)),
+        "no reshard": bound(len(slots), everything),
+        "in twos": bound(len(slots), everything // 2 + 2 * UNIT),
+        # All gradients wait on each slot. Sums are added to zeros, so they take memory of their own.
+        "no sync": bound(len(slots), 2 * UNIT, everything + 2 * UNIT + 3 * UNIT // len(slots)),
+    }[way]
+    for _ in range(3):
+        assert max(peaks_of_backward(training, before, quietly)) <= most
+
+
+class SkipsBlocks(Deep):
+    """One slot skips some blocks, as a draw may have it."""
+
+    skipped: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if x.device.index != 1 or number not in self.skipped:
+                x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.slots(4)
+@pytest.mark.parametrize("skipped", [(2, 3), (0, 1), (4, 5), (0, 2, 5)], ids=str)
+def test_nobody_waits_for_a_slot_that_skips_blocks(skipped, slots, root, monkeypatch):
+    """It has no gradients of them that could come."""
+    monkeypatch.setattr(passes, "_PATIENCE", 3.0)
+    gave_up: list[int] = []
+    end = BackwardPass.end
+
+    def ended(self: BackwardPass, *args: Any, **kwargs: Any) -> None:
+        gave_up.extend(self._gave_up_at)
+        end(self, *args, **kwargs)
+
+    monkeypatch.setattr(BackwardPass, "end", ended)
+    model = sharded(SkipsBlocks(BLOCKS).to(root), slots)
+    model.skipped = skipped
+    for _ in range(2):
+        model(torch.randn(2 * SAMPLES * len(slots), WIDTH, device=root)).square().mean().backward()
+    assert not gave_up
+
+
+@pytest.mark.slots(8)
+@pytest.mark.long
+def test_the_peak_does_not_grow_with_the_number_of_units(slots, root):
+    """But for the shards and the activations."""
+    found = []
+    for blocks in (4, 12):
+        before = allocated(slots)
+        training = Training(slots, deep(blocks), (WIDTH,))
+        before[0] += training.x.nbytes
+        for _ in range(2):
+            training.step()
+        peak = max(max(peaks_of_backward(training, before)) for _ in range(3))
+        found.append(peak - (STATES + 1) * blocks * UNIT // len(slots) - 3 * blocks * ROW)
+        del training
+    assert found[1] <= found[0] + UNIT
+
+
+# ---- a model that does not fit ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def capacity(size: int) -> Iterator[None]:
+    """Each simulated device has so many bytes beyond what it has now."""
+    devices = [*range(torch.sim.device_count())]
+    for device, now in zip(devices, allocated(devices), strict=True):
+        torch.sim.set_memory_capacity(now + size, device)
+    try:
+        yield
+    finally:
+        for device in devices:
+            torch.sim.set_memory_capacity(None, device)
+
+
+def steps_of(model: nn.Module, x: Tensor) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slots(4)
+@pytest.mark.parametrize("created_on", ["cpu", "meta"])
+def test_a_model_that_does_not_fit_on_one_device_trains_on_four(created_on, slots, root):
+    """One device has room for a step's shards and units, which is less than for the training on one device."""
+
+    def model_with_values() -> nn.Module:
+        return deep(12).double()  # the losses go up and down so much that float32 is not enough to compare them
+
+    expected = steps_of(model_with_values(), torch.ones(SAMPLES * 4, WIDTH, dtype=torch.float64))
+    parameters, unit = nbytes(model_with_values().parameters()), 2 * UNIT
+    size = parameters + 5 * unit
+    assert size < 1.5 * parameters
+    x = torch.ones(SAMPLES * 4, WIDTH, dtype=torch.float64, device=root)
+    with capacity(size):
+        with pytest.raises(torch.OutOfMemoryError):
+            steps_of(model_with_values().to(root), x)
+        before = allocated(slots)
+        for slot in slots:
+            torch.sim.reset_peak_memory_stats(slot)
+        if created_on == "cpu":
+            model = sharded(model_with_values(), slots)
+        else:
+            with torch.device("meta"):
+                model = Deep(12).double()
+            sharded(model, slots)
+            assert allocated(slots, before) == before
+            for tensor in (*model.parameters(), *model.buffers()):
+                assert tensor.is_meta
+            model.to_empty(device=root)
+            model.load_state_dict(model_with_values().state_dict())
+        peaks = [torch.sim.max_memory_allocated(slot) - old for slot, old in zip(slots, before, strict=True)]
+        # Shards of all units; of one, the parts before they are packed into its flat shard.
+        assert max(peaks) <= (parameters + unit) // 4 + 26 * 64
+        found = steps_of(model, x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+
+
+# ---- a device that has no room ---------------------------------------------------------------------------------------
+
+
+def take_room(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], unit: Any, device: Any) -> list[bool]:
+    """Lets ``device`` have no room in a method when it is called for ``unit``. Returns whether it has been, later."""
+    owner, name = where
+    method = getattr(owner, name)
+    has_run: list[bool] = []
+
+    def without_room(self: Any, *args: Any, **kwargs: Any) -> Any:
+        of = getattr(self, "unit", getattr(self, "_unit", self))
+        is_here = getattr(self, "device", torch.device(device)) == torch.device(device)
+        if has_run or not is_here or (owner is not FullBuffer and of is not unit):
+            return method(self, *args, **kwargs)
+        if owner is FullBuffer and self not in unit.on_slots[torch.device(device).index]._groups:
+            return method(self, *args, **kwargs)
+        if name == "_packed" and args[0] != torch.device(device).index:
+            return method(self, *args, **kwargs)
+        has_run.append(True)
+        torch.sim.set_memory_capacity(1, device)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            torch.sim.set_memory_capacity(None, device)
+
+    monkeypatch.setattr(owner, name, without_room)
+    return has_run
+
+
+@pytest.mark.slots(4)
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ((JointGathers, "_launch"), "parameters"),
+        ((FullBuffer, "fill"), "parameters"),
+        ((UnitGradients, "_packed"), "gradients"),
+        ((UnitSums, "add_up"), "summed gradients"),
+    ],
+    ids=["gather", "copy out", "gradients", "sum"],
+)
+def test_an_error_for_lack_of_memory_names_unit_and_device_and_frees_everything(where, what, slots, root, monkeypatch):
+    if where[0] is not JointGathers:
+        without_joint_gathers(monkeypatch)  # another slot's gather may need the room first
+    training = Training(slots, deep(3), (WIDTH,))
+    for _ in range(3):
+        training.step()
+    wait_for_the_engine(slots)
+    idle = allocated(slots)
+    unit = fully_shard.state(training.model.blocks[1]).unit
+    has_run = take_room(monkeypatch, where, unit, slots[2])
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        training.step()
+    assert has_run
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert re.search(rf"{slots[2]} has no room for the [\d,]+ bytes of {what} of the unit 'blocks\.1'", text), text
+    del caught
+    monkeypatch.undo()
+    training.optimizer.zero_grad()
+    wait_for_the_engine(slots)
+    assert allocated(slots, idle) == idle
+    training.step()
+    wait_for_the_engine(slots)
+    assert allocated(slots, idle) == idle
+
+
+@pytest.mark.slots(4)
+def test_a_first_call_that_found_no_room_on_one_slot_can_be_repeated(slots, root):
+    training = Training(slots, deep(2), (WIDTH,))
+    torch.sim.set_memory_capacity(torch.sim.memory_allocated(slots[2]) + UNIT // 2, slots[2])
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match=rf"{slots[2]} has no room for .* of the unit"):
+            training.step()
+    finally:
+        torch.sim.set_memory_capacity(None, slots[2])
+    training.step()

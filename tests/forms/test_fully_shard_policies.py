@@ -1,0 +1,387 @@
+"""What ``offload_policy`` and ``mp_policy`` promise: what lies where in which dtype, and how often it travels."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from loops import wait_for_the_engine
+from torch import Tensor, nn
+
+from clocked import timeline
+from dataparallel.comm.streams.current import Event
+from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from dataparallel.sharded import ShardedTensor
+from dataparallel.testing.cases import adamw, numbers, seeded
+from dataparallel.testing.steps import assert_equal, mean_square_loss
+from memory import allocated
+from sharded_steps import assert_all_sharded, gradients, no_sync, on_device, sharded, state, whole
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+WIDTH, LAYERS = 16, 4
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+CPU = torch.device("cpu")
+HOST = -1  # in a recording
+
+
+class Layers(nn.Module):
+    """Layers that are units, and one of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def units(self) -> list[nn.Module]:
+        return [*self.layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+def rows(slots: list, seed: int = 0, count: int | None = None) -> Tensor:
+    (x,), _ = numbers(WIDTH)(2 * len(slots) if count is None else count, seed)
+    return x.to(slots[0])
+
+
+def make(slots: list, **options: Any) -> Any:
+    return sharded(on_device(seeded(Layers), slots[0]), slots, **{"offload_policy": CPUOffloadPolicy(), **options})
+
+
+def twin_of(slots: list) -> Any:
+    return on_device(seeded(Layers), slots[0])
+
+
+def shards(model: Any) -> list[Tensor]:
+    return [shard for parameter in model.parameters() for shard in parameter.shards if shard.numel()]
+
+
+class Launches:
+    """What is launched inside the block."""
+
+    def __enter__(self) -> "Launches":
+        self._block = timeline()
+        self._timeline = self._block.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._block.__exit__(*error)
+        self.all = self._timeline.recording.launches
+
+    def sent(self, to_host: bool) -> list[Any]:
+        """The copies from or to the host."""
+        copies = [launch for launch in self.all if launch.copy is not None]
+        return [launch for launch in copies if launch.copy[1 if to_host else 0] == HOST]
+
+    def complete_at_the_end(self) -> set[int]:
+        """The launches that the main thread had waited for at its last launch."""
+        last = max(launch.index for launch in self.all if launch.thread == self.all[-1].thread)
+        waited = [index for launch in self.all if launch.thread == self.all[last].thread for index in launch.host_waits]
+        done: set[int] = set()
+        while waited:
+            index = waited.pop()
+            if index not in done:
+                done.add(index)
+                launch = self.all[index]
+                waited += launch.waits
+                waited += [other.index for other in self.all[:index] if other.stream == launch.stream]
+        return done
+
+
+def probe(slots: list) -> None:
+    """A launch of this thread."""
+    torch.ones(1, device=slots[0])
+
+
+class TestOffload:
+    def test_shards_gradients_and_states_are_on_the_host(self, slots):
+        model = make(slots)
+        optimizer = adamw(model.parameters())
+        mean_square_loss(model(rows(slots))).backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            assert [*parameter.devices] == [*map(torch.device, slots)]
+            assert isinstance(parameter.grad, ShardedTensor)
+            moments = [value for value in optimizer.state[parameter].values() if isinstance(value, ShardedTensor)]
+            assert len(moments) == 2
+            for tensor in (parameter, parameter.grad, *moments):
+                assert {shard.device for shard in tensor.shards} == {CPU}
+
+    @pytest.mark.devices("sim", "cuda")
+    @pytest.mark.parametrize("pin", [True, False])
+    def test_their_memory_is_pinned_if_the_policy_says_so(self, pin, slots):
+        model = make(slots, offload_policy=CPUOffloadPolicy(pin_memory=pin))
+        mean_square_loss(model(rows(slots))).backward()
+        assert {shard.is_pinned() for shard in shards(model)} == {pin}
+        grads = [shard for p in model.parameters() for shard in p.grad.shards if shard.numel()]
+        assert {shard.is_pinned() for shard in grads} == {pin}
+
+    @pytest.mark.devices("sim", "cuda")
+    def test_the_host_waits_for_uploads_before_it_writes_to_shards(self, slots, monkeypatch):
+        """Not in forward, and not for reads of values in the parameters' metadata."""
+        waited = []
+        synchronize = Event.synchronize
+        monkeypatch.setattr(Event, "synchronize", lambda event: (waited.append(event), synchronize(event)))
+        model = make(slots)
+        parameters = [*model.parameters()]
+
+        def write(parameter) -> None:
+            with torch.no_grad():
+                parameter.mul_(2)
+
+        optimizer = adamw(parameters)
+        mean_square_loss(model(rows(slots))).backward()
+        saved = fully_shard.full_state_dict(model)
+        load = partial(fully_shard.load_full_state_dict, model, saved)
+        for touch in (lambda: write(parameters[0]), lambda: parameters[0].shards, optimizer.step, load):
+            waited.clear()
+            model(rows(slots))
+            assert [parameter.shape for parameter in parameters]
+            assert not waited
+            touch()
+            assert len(waited) >= len(slots)
+
+    @pytest.mark.devices("sim")
+    @pytest.mark.slots(4)
+    def test_devices_hold_nothing_between_steps(self, slots):
+        before = allocated(slots)
+        model = make(slots)
+        optimizer = adamw(model.parameters())
+        found = []
+        for seed in range(3):
+            mean_square_loss(model(rows(slots, seed, count=3 * len(slots) - 1))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(allocated(slots))
+        assert found[0] == found[1] == found[2]
+        # Handles of the graph's nodes, and nothing that has the size of parameters.
+        assert max(after - idle for after, idle in zip(found[-1], before, strict=True)) < WIDTH * WIDTH * 8
+
+    @pytest.mark.parametrize("reduce", [None, torch.float32])
+    def test_gradients_are_added_to_those_on_the_host(self, reduce, slots):
+        model, twin = make(slots), twin_of(slots)
+        for seed in range(2):
+            for each in (model, twin):
+                mean_square_loss(each(rows(slots, seed))).backward()
+        with no_sync(model):
+            mean_square_loss(model(rows(slots, 2))).backward()
+        mean_square_loss(model(rows(slots, 3))).backward()
+        for seed in (2, 3):
+            mean_square_loss(twin(rows(slots, seed))).backward()
+        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
+
+    @pytest.mark.slots(4)
+    def test_fewer_rows_than_slots(self, slots):
+        model, twin = make(slots), twin_of(slots)
+        for count in (3, 1, 4, 2):
+            for each in (model, twin):
+                mean_square_loss(each(rows(slots, count, count=count))).backward()
+        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
+
+    def test_gradients_are_clipped(self, slots):
+        model, twin = make(slots), twin_of(slots)
+        norms = []
+        for each in (model, twin):
+            mean_square_loss(each(rows(slots))).backward()
+            norms.append(float(nn.utils.clip_grad_norm_(each.parameters(), 1e-3)))
+        assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
+
+    def test_after_an_error_the_next_step_is_right(self, slots):
+        def fail(*_: object) -> None:
+            raise ArithmeticError("in a hook")
+
+        def let_backward_fail(module: nn.Module, inputs: object, output: Tensor) -> None:
+            output.register_hook(fail)
+
+        model, twin = make(slots), twin_of(slots)
+        for seed in range(3):
+            handle = model.layers[seed].register_forward_hook(let_backward_fail)
+            loss = mean_square_loss(model(rows(slots, seed)))
+            handle.remove()
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            wait_for_the_engine(slots)
+            assert_all_sharded(model)
+            model.zero_grad()
+        for each in (model, twin):
+            mean_square_loss(each(rows(slots))).backward()
+        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
+
+    def test_values_may_be_changed_on_the_host_between_calls(self, slots):
+        model, twin = make(slots), twin_of(slots)
+        for factor in (0.5, 3.0, 0.25):
+            with torch.no_grad():
+                for each in (model, twin):
+                    for parameter in each.parameters():
+                        parameter.mul_(factor)
+                found, expected = model(rows(slots)), twin(rows(slots))
+            assert_equal(whole(found), whole(expected), "outputs", atol=1e-9)
+
+
+@pytest.mark.devices("sim", "stand-in")
+class TestCopiesOfOffloadedShards:
+    @pytest.mark.slots(4)
+    @pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), HALF], ids=["as they are", "cast"])
+    @pytest.mark.parametrize("count", [8, 3])
+    def test_one_upload_for_each_unit_and_owner_and_round(self, count, precision, slots):
+        """A round is a forward or a backward. The model's own unit stays full in between."""
+        model = make(slots, mp_policy=precision)
+        mean_square_loss(model(rows(slots)).double()).backward()
+        model.zero_grad()
+        x = rows(slots, 1, count=count)
+        with Launches() as forward:
+            loss = mean_square_loss(model(x).double())
+            probe(slots)
+        with Launches() as backward:
+            loss.backward()
+            probe(slots)
+        assert len(forward.sent(to_host=False)) == (LAYERS + 1) * len(slots)
+        assert len(backward.sent(to_host=False)) == LAYERS * len(slots)
+        assert len(backward.sent(to_host=True)) == (LAYERS + 1) * len(slots)
+
+    @pytest.mark.slots(4)
+    @pytest.mark.parametrize("count", [8, 2])
+    def test_they_are_dropped_when_the_last_slot_that_runs_has_pulled(self, count, slots):
+        model = make(slots)
+        source = fully_shard.state(model.layers[2]).unit.sources
+        held = []
+
+        def when_later(module: nn.Module, inputs: object, output: Tensor) -> None:
+            held.append(source()[0]._made)
+
+        def when_earlier(module: nn.Module, inputs: object, output: Tensor) -> None:
+            output.register_hook(lambda gradient: held.append(source()[0]._made))
+
+        model.last.register_forward_hook(when_later)
+        model.layers[0].register_forward_hook(when_earlier)
+        loss = mean_square_loss(model(rows(slots, count=count)))
+        assert held[-1] is None
+        held.clear()
+        loss.backward()
+        assert held[-1] is None
+
+    @pytest.mark.slots(3)
+    def test_gradients_are_complete_when_backward_returns(self, slots):
+        model = make(slots)
+        mean_square_loss(model(rows(slots))).backward()
+        with Launches() as launches:
+            mean_square_loss(model(rows(slots))).backward()
+            probe(slots)
+        arrived = {launch.index for launch in launches.sent(to_host=True)}
+        assert arrived
+        assert arrived <= launches.complete_at_the_end()
+
+    @pytest.mark.slots(3)
+    def test_shards_may_be_written_after_a_call(self, slots, without_graph):
+        """Nothing reads those that one gets: uploads from pinned memory are no part of what a stream orders for the
+        host."""
+        model = make(slots)
+        with without_graph():
+            model(rows(slots))
+            with Launches() as launches:
+                model(rows(slots))
+                assert shards(model)
+                probe(slots)
+        sent = {launch.index for launch in launches.sent(to_host=False)}
+        assert sent
+        assert sent <= launches.complete_at_the_end()
+
+    @pytest.mark.slots(3)
+    @pytest.mark.parametrize("what", ["an optimizer steps", "a state dict is loaded", "it is sharded again"])
+    def test_shards_may_be_written_while_an_unshard_is_on_its_way(self, what, slots):
+        """The host waits until they have left, before it writes."""
+        model = make(slots)
+        optimizer = torch.optim.SGD(model.parameters())
+        values = model.state_dict()
+        mean_square_loss(model(rows(slots))).backward()
+        with Launches() as launches:
+            handle = model.layers[1].unshard(async_op=True)
+            if what == "an optimizer steps":
+                optimizer.step()
+            elif what == "a state dict is loaded":
+                model.layers[1].load_state_dict(
+                    {name.removeprefix("layers.1."): v for name, v in values.items() if name.startswith("layers.1.")}
+                )
+            else:
+                model.layers[1].reshard()
+                assert shards(model)
+            probe(slots)
+        sent = {launch.index for launch in launches.sent(to_host=False)}
+        assert sent
+        assert sent <= launches.complete_at_the_end()
+        handle.wait()
+
+
+class Seen(nn.Module):
+    """A linear layer that notes the dtypes of its input, weight and buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.randn(WIDTH))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[:] = [x.dtype, self.linear.weight.dtype, self.shift.dtype]
+        return self.linear(x.to(self.linear.weight.dtype)) + self.shift
+
+
+class TestMixedPrecision:
+    def shard(self, slots: list, policy: MixedPrecisionPolicy) -> Any:
+        model = on_device(seeded(Seen), slots[0]).float()
+        return fully_shard(model, devices=slots, mp_policy=policy)
+
+    @pytest.mark.parametrize("casts", [True, False])
+    def test_inputs_are_cast_unless_the_policy_says_no(self, casts, slots):
+        model = self.shard(slots, MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=casts))
+        output = model(rows(slots).float())
+        assert model.seen == [torch.bfloat16 if casts else torch.float32, torch.bfloat16, torch.float32]
+        assert output.dtype == torch.float32  # the buffer's, with which the sum is promoted
+
+    def test_outputs_are_cast(self, slots):
+        output = self.shard(slots, MixedPrecisionPolicy(output_dtype=torch.float16))(rows(slots).float())
+        assert output.dtype == torch.float16
+
+    def test_parameters_and_gradients_keep_their_dtype(self, slots):
+        model = self.shard(slots, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        mean_square_loss(model(rows(slots).float())).backward()
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert {shard.dtype for parameter in model.parameters() for shard in parameter.grad.shards} == {torch.float32}
+
+    def test_integers_are_not_cast(self, slots):
+        class Takes(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding = nn.Embedding(5, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                assert x.dtype == torch.int64
+                return self.embedding(x)
+
+        model = fully_shard(on_device(seeded(Takes), slots[0]), devices=slots, mp_policy=HALF)
+        assert model(torch.arange(5).to(slots[0])).dtype == torch.bfloat16
+
+    @pytest.mark.devices("sim")
+    def test_full_parameters_have_half_the_bytes(self, slots):
+        def kept(policy: MixedPrecisionPolicy) -> int:
+            model = self.shard(slots, policy)
+            x = rows(slots).float()
+            held = []
+            for reshard in (True, False):
+                model.set_reshard_after_forward(reshard)
+                with torch.no_grad():
+                    model(x)
+                held.append(allocated(slots)[-1])
+            return held[1] - held[0]
+
+        assert kept(MixedPrecisionPolicy()) == 2 * kept(HALF) >= WIDTH * (WIDTH + 1) * 4
+
+    def test_state_is_that_of_the_parameters(self, slots):
+        model = self.shard(slots, HALF)
+        before = state(model)
+        mean_square_loss(model(rows(slots).float())).backward()
+        assert_equal(state(model), before, "state", atol=0)

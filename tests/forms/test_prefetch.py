@@ -1,0 +1,295 @@
+"""`prefetch` gives the loader's own batches, in order, and the wrapper finds them on its slots.
+
+How the loader is read: ``test_prefetch_loader``. Streams: ``streams/test_ahead``.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+import dataparallel
+from dataparallel import DataParallel, prefetch
+from dataparallel.autograd.functions import comm
+from dataparallel.comm.streams import ahead
+from echo import Echo, batches, left_behind, waiting
+
+on_accelerators = pytest.mark.devices("sim", "cuda")
+
+
+@pytest.fixture
+def scattered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors that calls have to scatter themselves.
+
+    Both ways into a scatter are watched. One is private: nothing but time would show on which way a chunk came.
+    """
+    found: list[Tensor] = []
+    real, sender = comm.scatter, ahead._sender
+
+    class Noted:
+        def __init__(self, slots: tuple) -> None:
+            self.sender = sender(slots)
+
+        def send(self, tensors: list, dim: int) -> ahead.SentBatch:
+            found.extend(tensor for tensor, _ in tensors)
+            return self.sender.send(tensors, dim)
+
+    monkeypatch.setattr(ahead, "_sender", Noted)
+
+    def scatter(tensor: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+        found.append(tensor)
+        return real(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(comm, "scatter", scatter)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    yield
+    assert not left_behind()
+
+
+@pytest.mark.slots(1, 3, 8)
+def test_the_batches_are_the_loaders_own(slots: list) -> None:
+    loader = batches()
+    for _ in range(2):
+        found = [*prefetch(loader, DataParallel(Echo(), slots))]
+        assert len(found) == len(loader)
+        assert all(ours is theirs for ours, theirs in zip(found, loader, strict=True))
+
+
+@on_accelerators
+@pytest.mark.slots(1, 3, 8)
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+def test_a_call_copies_nothing(slots: list, pinned: bool, scattered: list) -> None:
+    model = DataParallel(Echo(), slots)
+    loader = [tuple(t.pin_memory() if pinned else t for t in batch) for batch in batches()]
+    for x, _ in prefetch(loader, model):
+        assert torch.equal(model(x).cpu(), x * 2)
+    assert not scattered
+
+
+@pytest.mark.slots(2, long=[8])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_training_equals_training_without(slots: list, root: torch.device, depth: int) -> None:
+    def train(source: nn.Module, prefetched: bool) -> list[Tensor]:
+        model = DataParallel(source, slots)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = batches(6, 13)
+        losses = []
+        for x, y in prefetch(loader, model, depth=depth) if prefetched else loader:
+            optimizer.zero_grad()
+            output = model(x)
+            loss = nn.functional.cross_entropy(output, y.to(output.device))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach().cpu())
+        return [*losses, *(parameter.detach().cpu() for parameter in model.parameters())]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double().to(root)
+
+    for ours, theirs in zip(train(build(), True), train(build(), False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+class Losses(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        assert x.device == y.device
+        return x.sum() * y.sum()
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+
+
+def test_a_whole_batch_is_an_argument(slots: list, scattered: list) -> None:
+    model = DataParallel(Losses(), slots)
+    pairs = batches()
+    expected = [model(*pair).cpu() for pair in pairs]
+    scattered.clear()
+    forms = {
+        "tuple": [model(*batch) for batch in prefetch(pairs, model)],
+        "dict": [model(**batch) for batch in prefetch([OrderedDict(x=x, y=y) for x, y in pairs], model)],
+        "dataclass": [model(batch.x, batch.y) for batch in prefetch([Sample(x, y) for x, y in pairs], model)],
+        "nested": [model(*batch["a"][0]) for batch in prefetch([{"a": [pair], "b": 3} for pair in pairs], model)],
+    }
+    for form, found in forms.items():
+        assert [output.tolist() for output in found] == [output.tolist() for output in expected], form
+    assert torch.device(slots[0]).type == "cpu" or not scattered
+
+
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 9), max_size=5),
+    slot_count=st.integers(1, 4),
+    dim=st.sampled_from([0, 1, -1]),
+    depth=st.integers(1, 6),
+    pinned=st.booleans(),
+    layout=st.sampled_from(["dense", "every second", "expanded", "transposed", "conjugated"]),
+)
+def test_any_batch_arrives_as_it_would_without(
+    make_slots, sizes: list[int], slot_count: int, dim: int, depth: int, pinned: bool, layout: str
+) -> None:
+    def batch(size: int) -> Tensor:
+        shape = [3, 5]
+        shape[dim] = size
+        x = torch.randn(shape[0], shape[1] * 2, dtype=torch.complex64)
+        x = x.pin_memory() if pinned and torch.accelerator.is_available() else x
+        return {
+            "dense": lambda: x[:, : shape[1]].clone(),
+            "every second": lambda: x[:, ::2],
+            "expanded": lambda: x[:, :1].expand(shape),
+            "transposed": lambda: x[:, : shape[1]].t().contiguous().t(),
+            "conjugated": lambda: x[:, : shape[1]].conj(),
+        }[layout]()
+
+    slots = make_slots(slot_count)
+    model, without = (DataParallel(Echo(), slots, dim=dim, serial=True) for _ in range(2))
+    loader = [batch(size) for size in sizes]
+    for index, x in enumerate(prefetch(loader, model, depth=depth)):
+        assert x is loader[index]
+        assert torch.equal(model(x), without(x.clone()))
+        ours, theirs = model.module.seen, without.module.seen
+        assert [chunk.device for chunk in ours] == [chunk.device for chunk in theirs]
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        ours.clear(), theirs.clear()
+
+
+def test_chunk_sizes_are_honoured_and_may_change(slots: list, scattered: list) -> None:
+    model = DataParallel(Echo(), slots, chunk_sizes=[1, 4, 2])
+    for index, (x, _) in enumerate(prefetch(batches(), model)):
+        if index == 2:
+            model.chunk_sizes = [3, 3, 1]
+        model.module.seen.clear()
+        assert torch.equal(model(x).cpu(), x * 2)
+        sizes = sorted(len(chunk) for chunk in model.module.seen)
+        assert sizes == sorted(model.chunk_sizes)
+    # Those read before the change are cut anew: the one of the turn, and the next.
+    assert len(scattered) == (4 if torch.device(slots[0]).type == "cpu" else 2)
+
+
+def test_what_cannot_be_split_is_for_the_call_to_say(slots: list) -> None:
+    model = DataParallel(Echo(), slots, dim=1, chunk_sizes=[2, 2, 2])
+    for x, y in prefetch(batches(), model):
+        assert torch.equal(model(x).cpu(), x * 2)
+        with pytest.raises(ValueError, match="has no dimension 1 to split"):
+            model(y)
+
+
+def test_tensors_for_every_slot(slots: list, scattered: list) -> None:
+    class Adds(nn.Module):
+        def forward(self, x: Tensor, table: Tensor, factor: Tensor) -> Tensor:
+            table += 1  # slots on one device share it, as without
+            return (x + 0 * table) * factor
+
+    model = DataParallel(Adds(), slots, serial=True)
+    loader = [(x, dataparallel.whole(torch.ones(6).double()), torch.tensor(2.0)) for x, _ in batches(samples=2)]
+    for batch in prefetch(loader, model):
+        assert torch.equal(model(*batch).cpu(), batch[0] * 2)
+    assert torch.device(slots[0]).type == "cpu" or not scattered
+
+
+def test_a_tensor_that_was_changed_in_place_arrives_changed(slots: list) -> None:
+    model = DataParallel(Echo(), slots)
+    for x, _ in prefetch(batches(), model):
+        x.add_(1)
+        assert torch.equal(model(x).cpu(), x * 2)
+        x[0].zero_()
+        assert torch.equal(model(x).cpu(), x * 2)
+
+
+def test_a_second_call_sees_nothing_of_what_the_first_wrote(slots: list) -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(1)
+
+    model = DataParallel(Writes(), slots)
+    for x, _ in prefetch(repeat(batches()[0], 3), model):
+        before = x.clone()
+        outputs = [model(x).cpu() for _ in range(3)]
+        # Chunks of CPU slots are views of the batch, in which the module writes as it does without a wrapper.
+        written = [1, 2, 3] if torch.device(slots[0]).type == "cpu" else [1, 1, 1]
+        for output, more in zip(outputs, written, strict=True):
+            torch.testing.assert_close(output, before + more)
+
+
+def test_one_tensor_in_every_batch(slots: list, scattered: list) -> None:
+    """As benchmarks do."""
+    model = DataParallel(Echo(), slots)
+    (x, _), *_ = batches()
+    for same in prefetch(repeat(x, 5), model, depth=2):
+        assert torch.equal(model(same).cpu(), x * 2)
+    assert torch.device(slots[0]).type == "cpu" or not scattered
+
+
+def test_gradients_reach_a_batch_that_asks_for_them(slots: list) -> None:
+    model = DataParallel(Echo(), slots)
+    for x, _ in prefetch(batches(), model):
+        (gradient,) = torch.autograd.grad(model(x.requires_grad_()).sum(), x)
+        assert torch.equal(gradient, torch.full_like(x, 2))
+
+
+def test_what_was_read_in_inference_mode_serves_training(slots: list, root: torch.device) -> None:
+    model = DataParallel(nn.Linear(6, 2).double().to(root), slots)
+    iterator = iter(prefetch(batches(), model))
+    with torch.inference_mode():
+        next(iterator)
+        x, _ = next(iterator)
+        with torch.no_grad():
+            model(x)
+    total = torch.zeros(6, dtype=torch.float64)
+    for x, _ in iterator:
+        model(x).sum().backward()
+        total += x.sum(0)
+    assert total.any()
+    torch.testing.assert_close(model.module.weight.grad.cpu(), total.expand(2, 6))
+
+
+def test_batches_of_types_that_scatter_knows(slots: list) -> None:
+    class Sums(nn.Module):
+        def forward(self, packed: nn.utils.rnn.PackedSequence) -> Tensor:
+            return packed.data.sum().reshape(1)
+
+    packed = pack_sequence([torch.ones(k) for k in (4, 3, 2, 1)])
+    model = DataParallel(Sums(), slots)
+    for batch in prefetch([packed, packed], model):
+        assert batch is packed
+        assert model(batch).sum() == 10
+
+
+def test_a_tensor_in_two_places_is_one_tensor_in_the_replicas(slots: list) -> None:
+    class Attends(nn.Module):
+        def forward(self, query: Tensor, key: Tensor) -> Tensor:
+            assert query is key
+            return query + key
+
+    model = DataParallel(Attends(), slots)
+    (x, _), *_ = batches()
+    for batch in prefetch([(x, x), (x, x)], model):
+        assert waiting() <= 2  # sent once for each batch
+        assert torch.equal(model(*batch).cpu(), x * 2)
+
+
+@on_accelerators
+def test_another_wrapper_is_not_confused(slots: list) -> None:
+    model = DataParallel(Echo(), slots)
+    others = [DataParallel(Echo(), few) for few in (slots[::-1], slots[:2], slots[:1])]
+    for x, _ in prefetch(batches(), model):
+        for other in others:
+            other.module.seen.clear()
+            assert torch.equal(other(x).cpu(), x * 2)
+            found = [(chunk.device.index, len(chunk)) for chunk in other.module.seen]
+            sizes = comm.near_equal_sizes(7, len(other.device_ids))
+            assert sorted(found) == sorted(zip(other.device_ids, sizes, strict=True))
+        assert torch.equal(model(x).cpu(), x * 2)

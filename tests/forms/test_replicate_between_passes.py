@@ -1,0 +1,156 @@
+"""Persistent replicas between passes: gradients are added on the right streams, and no former memory is held."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.comm.streams.current import current_streams
+from dataparallel.composable import replicate
+from dataparallel.gradients.gradient_sums import WaitingBucket
+
+on_accelerators = pytest.mark.devices("sim", "cuda")
+
+
+def build(root: torch.device, width: int = 32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(width, width).double().to(root)
+
+
+def batch(module: nn.Linear) -> Tensor:
+    return torch.linspace(-1, 1, 8 * module.in_features, dtype=torch.float64).view(8, -1).to(module.weight.device)
+
+
+@pytest.fixture
+def module(slots: list, root: torch.device) -> nn.Linear:
+    """After the steps in which the order of gradients is learnt."""
+    made = replicate(build(root), devices=slots)
+    for _ in range(3):
+        made(batch(made)).sum().backward()
+    made.zero_grad()
+    return made
+
+
+@contextmanager
+def on_another_stream(root: torch.device) -> Iterator[None]:
+    """Runs the block after earlier work of the current stream and before later work."""
+    before = torch.accelerator.current_stream(root)
+    stream = torch.Stream(root)
+    stream.wait_stream(before)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        before.wait_stream(stream)
+
+
+@on_accelerators
+@pytest.mark.parametrize("elsewhere", ["backward", "forward"])
+def test_what_waits_is_added_in_order_with_the_callers_stream(
+    module: nn.Linear, root: torch.device, elsewhere: str
+) -> None:
+    """A pass that reaches only the weight adds the bias's gradients at its end, where the engine orders no streams."""
+    alone = build(root)
+    x = batch(module)
+    with on_another_stream(root) if elsewhere == "forward" else nullcontext():
+        with module.no_sync():
+            module(x).sum().backward()
+        loss = module(x).sum()
+    with on_another_stream(root) if elsewhere == "backward" else nullcontext():
+        loss.backward(inputs=[module.weight])
+        module.bias.grad.mul_(2)
+    alone(x).sum().backward()
+    torch.testing.assert_close(module.bias.grad, 2 * alone.bias.grad)
+    torch.testing.assert_close(module.weight.grad, 2 * alone.weight.grad)
+
+
+@on_accelerators
+@pytest.mark.usefixtures("warnings_are_errors")
+@pytest.mark.parametrize("weight_decay", [0, 1])
+def test_a_change_of_streams_leaves_no_former_nodes_behind(
+    module: nn.Linear, root: torch.device, weight_decay: float
+) -> None:
+    """Nodes of the parameters would go on using the former stream, and torch warns of that."""
+
+    def step() -> None:
+        (module(batch(module)).sum() + weight_decay * module.weight.square().sum()).backward()
+
+    step()
+    with on_another_stream(root):
+        step()
+        step()
+    step()
+
+
+@pytest.mark.devices("sim")
+def test_former_copies_are_gone_when_new_ones_are_made(slots: list, root: torch.device) -> None:
+    if len({*slots}) < len(slots):
+        pytest.skip("slots share devices")
+    module = replicate(build(root, width=500), devices=slots)
+    module(batch(module)).sum().backward()
+    module.zero_grad()
+    before = torch.sim.memory_allocated(slots[-1])
+    torch.sim.reset_peak_memory_stats(slots[-1])
+    module(batch(module)).sum()  # in buckets of another order
+    assert before > 2_000_000
+    assert torch.sim.max_memory_allocated(slots[-1]) < 1.2 * before
+
+
+def test_void_gradients_do_not_come_back_by_a_pass_over_former_buckets(slots: list, root: torch.device) -> None:
+    """The first graph is older than the order of gradients, so its buckets are others."""
+    found = []
+    for module in (build(root), replicate(build(root), devices=slots)):
+        x = batch(module)
+        waits = nullcontext if type(module) is nn.Linear else module.no_sync
+        older = module(x).sum()
+        with waits():
+            older.backward(retain_graph=True)
+        newer = module(x).sum()
+        with waits():
+            newer.backward()
+        module.zero_grad(set_to_none=False)
+        older.backward()
+        module(x).sum().backward()
+        found.append([module.weight.grad, module.bias.grad])
+    torch.testing.assert_close(*found)
+
+
+def test_each_bucket_is_looked_at_once_when_a_pass_ends(
+    slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[WaitingBucket] = []
+    look = WaitingBucket.add_kept
+    monkeypatch.setattr(WaitingBucket, "add_kept", lambda bucket: looks.append(bucket) or look(bucket))
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)]).to(root)
+    replicate(module, devices=slots)
+    loss = module(torch.ones(8, 4, device=root)).sum()
+    looks.clear()
+    loss.backward()
+    assert len(looks) == len({*map(id, looks)}) == 10
+
+
+@on_accelerators
+def test_streams_are_those_of_before_when_setting_them_is_interrupted(
+    slots: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataparallel.comm.streams import current as streams
+
+    devices = [torch.device(slot) for slot in slots]
+    before = current_streams(devices)
+    make_current = streams.make_current
+    calls: list[int] = []
+
+    def interrupted(wanted: list[torch.Stream]) -> None:
+        make_current(wanted)
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(streams, "make_current", interrupted)
+    with pytest.raises(KeyboardInterrupt), streams.streams_set({device: torch.Stream(device) for device in before}):
+        pass
+    assert len(calls) == 2
+    assert current_streams(devices) == before

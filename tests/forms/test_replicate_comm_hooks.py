@@ -1,0 +1,321 @@
+"""A communication hook on a replicated module, without machines: when it is called, with what, and what comes of it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import SMALL, wait_for_the_engine
+from persistent import Branched, assert_same, build, gradients, loss, numbers
+from torch import Tensor, nn
+from torch.futures import Future
+
+from dataparallel.comm.streams.current import streams_set
+from dataparallel.composable import replicate
+from dataparallel.gradients.comm_hooks import GradBucket
+
+EACH = pytest.mark.slots(2, 1)
+
+
+def done(tensor: Tensor) -> Future:
+    future: Future = Future()
+    future.set_result(tensor)
+    return future
+
+
+def unchanged(state: Any, bucket: GradBucket) -> Future:
+    return done(bucket.buffer())
+
+
+def replicated(net: nn.Module, slots: list, hook: Callable[..., Any], state: Any = None) -> Any:
+    model = replicate(net, devices=slots, **SMALL)
+    model.register_comm_hook(state, hook)
+    return model
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    model.zero_grad()
+    loss(model(x)).backward()
+    return gradients(model)
+
+
+@EACH
+def test_what_it_leaves_are_the_gradients(net, twin, slots, root):
+    model = replicated(net, slots, lambda state, bucket: done(bucket.buffer().mul_(state)), 3.0)
+    for seed in range(3):
+        x = numbers(root, 5, seed=seed)
+        assert_same(step(model, x), [None if g is None else 3 * g for g in step(twin, x)])
+
+
+@EACH
+def test_it_is_called_once_for_each_bucket_in_their_order(net, slots, root):
+    calls: list[list[tuple[int, bool]]] = []
+
+    def noted(state: Any, bucket: GradBucket) -> Future:
+        calls[-1].append((bucket.index(), bucket.is_last()))
+        return done(bucket.buffer())
+
+    model = replicated(net, slots, noted)
+    for _ in range(3):
+        calls.append([])
+        step(model, numbers(root, 5))
+    assert len(calls[0]) == len([*net.parameters()]), "in the first backward each parameter is a bucket"
+    for each in calls:
+        assert [index for index, _ in each] == [*range(len(each))]
+        assert [last for _, last in each] == [False] * (len(each) - 1) + [True]
+    assert 1 < len(calls[1]) == len(calls[2]) < len(calls[0])
+
+
+@EACH
+def test_its_views_have_the_gradients_of_its_parameters(slots, root):
+    """In the order of a contiguous tensor, whatever the strides of the parameter are."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3)).double()
+    net[0].to(memory_format=torch.channels_last)
+    net.to(root)
+    seen: dict[int, Tensor] = {}
+
+    def noted(state: Any, bucket: GradBucket) -> Future:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            assert gradient.shape == parameter.shape
+            assert gradient.is_contiguous()
+            seen[id(parameter)] = gradient.clone()
+        return done(bucket.buffer())
+
+    model = replicated(net, slots, noted)
+    for _ in range(2):
+        step(model, torch.randn(4, 2, 4, 4, dtype=torch.float64, device=root))
+        for parameter in net.parameters():
+            torch.testing.assert_close(seen[id(parameter)], parameter.grad, rtol=0, atol=0)
+
+
+@EACH
+def test_what_was_not_used_comes_as_zeros_and_has_no_gradient(net, twin, slots, root):
+    unused = {id(parameter) for parameter in net.branch.parameters()}
+    found: list[Tensor] = []
+
+    def noted(state: Any, bucket: GradBucket) -> Future:
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        found.extend(gradient.clone() for parameter, gradient in pairs if id(parameter) in unused)
+        return done(bucket.buffer())
+
+    model = replicated(net, slots, noted)
+    x = numbers(root, 4, positive=True)
+    for _ in range(3):
+        found.clear()
+        assert_same(step(model, x), step(twin, x))
+        assert len(found) == len(unused)
+        assert not any(gradient.any() for gradient in found)
+        assert all(parameter.grad is None for parameter in net.branch.parameters())
+
+
+@EACH
+def test_the_next_bucket_waits_for_the_future_of_the_one_before(net, twin, slots, root):
+    """The future may be done later, by another thread, on its own stream."""
+    under_way: list[int] = []
+    most: list[int] = []
+
+    def later(state: Any, bucket: GradBucket) -> Future:
+        future: Future = Future()
+        under_way.append(bucket.index())
+        most.append(len(under_way))
+        there = bucket.buffer().device
+        event = None if there.type == "cpu" else torch.accelerator.current_stream(there).record_event()
+
+        def finish() -> None:
+            time.sleep(0.05)  # the future says nothing of streams, so it has to be watched before it is done
+            try:
+                if event is not None:
+                    torch.accelerator.current_stream(there).wait_event(event)
+                result = bucket.buffer() * 2
+                under_way.remove(bucket.index())
+                future.set_result(result)
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=finish).start()
+        return future
+
+    model = replicated(net, slots, later)
+    # The thread that ends the future has another current stream than the one that computes.
+    with streams_set({} if root.type == "cpu" else {root: torch.Stream(root)}):
+        for _ in range(3):
+            x = numbers(root, 5)
+            assert_same(step(model, x), [None if g is None else 2 * g for g in step(twin, x)])
+    assert {*most} == {1}
+
+
+@EACH
+def test_no_sync_leaves_it_out(net, twin, slots, root):
+    calls = []
+
+    def noted(state: Any, bucket: GradBucket) -> Future:
+        calls.append(bucket.index())
+        return done(bucket.buffer().mul_(2))
+
+    model = replicated(net, slots, noted)
+    step(model, numbers(root, 5))
+    model.zero_grad()
+    calls.clear()
+    first, second = numbers(root, 5, seed=1), numbers(root, 4, seed=2)
+    with model.no_sync():
+        loss(model(first)).backward()
+    assert calls == []
+    loss(model(second)).backward()
+    assert calls == [*range(len(calls))]
+    (loss(twin(first)) + loss(twin(second))).backward()
+    assert_same(gradients(model), [None if g is None else 2 * g for g in gradients(twin)])
+
+
+@EACH
+def test_autograd_grad_returns_what_it_leaves(net, twin, slots, root):
+    model = replicated(net, slots, lambda state, bucket: done(bucket.buffer().mul_(2)))
+    x = numbers(root, 5)
+    found = torch.autograd.grad(loss(model(x)), [model.first.weight, model.last.bias])
+    expected = torch.autograd.grad(loss(twin(x)), [twin.first.weight, twin.last.bias])
+    assert_same([*found], [2 * each for each in expected])
+
+
+def test_a_recorded_backward_is_refused(net, slots, root):
+    model = replicated(net, slots, unchanged)
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*communication hook"):
+        torch.autograd.grad(loss(model(numbers(root, 5))), model.first.weight, create_graph=True)
+    assert all(each is None for each in gradients(model))
+
+
+class Broken:
+    """A hook that does one call wrongly."""
+
+    def __init__(self, wrong: Callable[[GradBucket], Any]) -> None:
+        self.wrong, self.at = wrong, 2
+
+    def __call__(self, state: Any, bucket: GradBucket) -> Any:
+        self.at -= 1
+        return done(bucket.buffer()) if self.at else self.wrong(bucket)
+
+
+def raises(bucket: GradBucket) -> Any:
+    bucket.buffer().mul_(2)
+    raise KeyError("gone")
+
+
+WRONG: dict[str, Callable[[GradBucket], Any]] = {
+    "raises": raises,
+    "returns no future": lambda bucket: bucket.buffer(),
+    "has no tensor": lambda bucket: done(3),  # type: ignore[arg-type]
+    "has another size": lambda bucket: done(bucket.buffer()[:-1]),
+    "has another dtype": lambda bucket: done(bucket.buffer().float()),
+    "fails later": lambda bucket: done(bucket.buffer()).then(lambda _: raises(bucket)),
+}
+
+
+@EACH
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_one_changes_nothing_and_the_next_step_works(wrong, net, twin, slots, root):
+    x = numbers(root, 5)
+    model = replicated(net, slots, Broken(WRONG[wrong]))
+    with pytest.raises(
+        (RuntimeError, TypeError, ValueError), match=r"communication hook .*Broken .*bucket 1 of \d+ \("
+    ):
+        loss(model(x)).backward()
+    assert all(each is None for each in gradients(model))
+    for _ in range(2):
+        assert_same(step(model, x), step(twin, x))
+
+
+@EACH
+def test_nothing_of_a_step_is_held(net, slots, root):
+    """Neither by a circle of references."""
+    buffers: list[weakref.ref] = []
+
+    def noted(state: Any, bucket: GradBucket) -> Future:
+        buffers.extend([weakref.ref(bucket), weakref.ref(bucket.buffer())])
+        return done(bucket.buffer() + 1)
+
+    model = replicated(net, slots, noted)
+    for _ in range(2):
+        step(model, numbers(root, 5))
+    gc.disable()
+    try:
+        buffers.clear()
+        step(model, numbers(root, 5))
+        assert buffers
+        assert [each for each in buffers if each() is not None] == []
+    finally:
+        gc.enable()
+
+
+class TestRegistering:
+    def test_what_cannot_be_called_is_an_error(self, net, slots):
+        model = replicate(net, devices=slots)
+        with pytest.raises(TypeError, match=r"which cannot be called\. Pass the state first"):
+            model.register_comm_hook(unchanged, None)
+        model.register_comm_hook(None, unchanged)
+
+    def test_a_second_one_is_an_error(self, net, slots):
+        model = replicated(net, slots, unchanged)
+        with pytest.raises(RuntimeError, match="has the communication hook unchanged already"):
+            model.register_comm_hook(None, unchanged)
+
+    @pytest.mark.devices("cpu")
+    def test_without_slots_it_is_an_error(self, net):
+        if torch.accelerator.is_available():
+            pytest.skip("there is an accelerator")
+        model = replicate(net)
+        with pytest.raises(RuntimeError, match=r"devices=\['cpu'\]"):
+            model.register_comm_hook(None, unchanged)
+
+    def test_between_steps_it_holds_from_the_next_one_on(self, net, twin, slots, root):
+        model = replicate(net, devices=slots, **SMALL)
+        x = numbers(root, 5)
+        for _ in range(3):
+            assert_same(step(model, x), step(twin, x))
+        model.register_comm_hook(None, lambda state, bucket: done(bucket.buffer().mul_(2)))
+        for _ in range(3):
+            assert_same(step(model, x), [None if g is None else 2 * g for g in step(twin, x)])
+
+
+@EACH
+def test_a_backward_that_fails_calls_it_for_all_buckets_or_for_none(slots, root):
+    """A hook that sends something is called as often as in other processes."""
+    net: Branched = build(root)
+    calls: list[int] = []
+
+    def noted(state: Any, bucket: GradBucket) -> Future:
+        calls.append(bucket.index())
+        return done(bucket.buffer())
+
+    model = replicated(net, slots, noted)
+    x = numbers(root, 4)
+    for _ in range(2):
+        calls.clear()
+        step(model, x)
+    every = [*calls]
+    calls.clear()
+    model.zero_grad()
+
+    left = [None] * len(slots)
+
+    def fail(grad: Tensor) -> None:
+        left.pop()
+        if not left:  # all slots have the gradients of the layers behind
+            raise KeyError("stop")
+
+    def fail_after(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    forgotten = model.first.register_forward_hook(fail_after)
+    with pytest.raises(KeyError, match="stop"):
+        loss(model(x)).backward()
+    forgotten.remove()
+    wait_for_the_engine(slots)
+    # The threads of several devices may not have launched anything yet.
+    assert calls == every or (calls == [] and root.type != "cpu")
+    assert all(each is None for each in gradients(model))
+    assert_same(step(model, x), step(build(root), x))

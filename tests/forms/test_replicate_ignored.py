@@ -1,0 +1,227 @@
+"""A tree with ignored parts is kept from call to call like any other, and every change of it is seen.
+
+The parts that replicas share are in test_replicate_tree.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import SMALL
+from persistent import assert_same, gradients
+from torch import Tensor, nn
+
+from affine import Affine
+from dataparallel.composable import replicate
+from dataparallel.replicas import kept_modules as kept_modules
+from dataparallel.replicas import kept_replicas as kept_replicas
+from dataparallel.testing.cases import seeded
+from nets import DOES, forget
+
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    # Ignored parameters are used directly: the limits tell of this.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+]
+
+
+class Shared(nn.Linear):
+    """A layer that all slots can use at the same time; it has a child and a list."""
+
+    scale = 1.0
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.inside = nn.Sequential(nn.Tanh())
+        self.notes: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.weight.to(x.device), self.bias.to(x.device))
+        return self.inside(y) * self.scale
+
+
+class WithIgnored(Affine):
+    """`shared`, `blocks[1]` and the parameter `shift` may be ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Shared(3, 3), Shared(3, 3), nn.Tanh())
+        self.shared = Shared(3, 3)
+        self.shift = nn.Parameter(torch.randn(3))
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks(super().forward(x))
+        y = self.shared(y) * self.factor + self.shift.to(y.device)
+        for does in DOES:
+            does(self)
+        return y
+
+
+def ignored(net: WithIgnored, which: str) -> dict[str, Any]:
+    """The arguments of `replicate` that ignore them."""
+    parts = {"ignored_modules": [net.shared, net.blocks[1]], "ignored_params": [net.shift]}
+    return {name: parts[name] for name in parts if which in (name, "both")}
+
+
+both_and_each = pytest.mark.parametrize("which", ["ignored_modules", "ignored_params", "both"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked():
+    yield
+    forget()
+
+
+@pytest.fixture
+def twin(root) -> WithIgnored:
+    return seeded(WithIgnored)().to(root)
+
+
+@pytest.fixture
+def build(root, slots) -> Callable[..., WithIgnored]:
+    """Makes a replicated module that ignores ``which``."""
+
+    def build(which: str = "both") -> WithIgnored:
+        net = seeded(WithIgnored)().to(root)
+        return replicate(net, devices=slots, **ignored(net, which), **SMALL)
+
+    return build
+
+
+def step(module: nn.Module, x: Tensor) -> Tensor:
+    module.zero_grad()
+    output = module(x)
+    output.square().sum().backward()
+    return output
+
+
+@both_and_each
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.reuses("replicas are used again")
+def test_nothing_is_built_anew_at_the_next_call(build, batch, which, record, monkeypatch) -> None:
+    net = build(which)
+    for _ in range(2):  # in which the order of gradients is learnt
+        step(net, batch)
+    net.ran.clear()
+    built: list[str] = []
+    of = kept_replicas.ModulePlan.of
+    monkeypatch.setattr(
+        kept_replicas.ModulePlan, "of", lambda network, *call: built.append("a plan") or of(network, *call)
+    )
+    for room, name in ((kept_replicas, "build_replica"), (kept_modules, "bare_module")):
+        make = getattr(room, name)
+        monkeypatch.setattr(room, name, lambda *args, name=name, make=make: built.append(name) or make(*args))
+    state: Any = replicate.state(net)
+    made = state.tensors.copies
+    for _ in range(3):
+        if record:
+            step(net, batch)
+        else:
+            with torch.no_grad():
+                net(batch)
+    assert built == []
+    assert len(net.ran) == 9
+    assert len({*net.ran}) == 3
+    assert state.tensors.copies is made
+    net.new = 1
+    step(net, batch)
+    assert built[0] == "a plan"
+    assert "build_replica" not in built
+
+
+def another(like: nn.Module, cls: type[nn.Module] = Shared) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return cls(3, 3).to(next(like.parameters()))
+
+
+def parameter(like: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.linspace(-1, 1, like.numel()).reshape(like.shape).to(like))
+
+
+def places_changed(net: WithIgnored) -> None:
+    net.shared, net.blocks[1] = net.blocks[1], net.shared
+
+
+CHANGES: dict[str, Callable[[WithIgnored], object]] = {
+    "a replaced ignored module": lambda net: setattr(net, "shared", another(net)),
+    "a replaced ignored module of another class": lambda net: setattr(net, "shared", another(net, nn.Linear)),
+    "a replaced ignored module further down": lambda net: net.blocks.__setitem__(1, another(net)),
+    "an ignored module's parameter": lambda net: setattr(net.shared, "weight", parameter(net.shared.weight)),
+    "an ignored module's parameter, tied": lambda net: setattr(net.shared, "weight", net.blocks[0].weight),
+    "an ignored module's parameter, further down": lambda net: setattr(
+        net.blocks[1], "bias", parameter(net.blocks[1].bias)
+    ),
+    "an ignored module's parameter in the tree": lambda net: setattr(net.blocks[0], "weight", net.shared.weight),
+    "an ignored parameter": lambda net: setattr(net, "shift", parameter(net.shift)),
+    "an ignored parameter in another place": lambda net: setattr(net.blocks[0], "bias", net.shift),
+    "values of ignored parameters": lambda net: [p.data.mul_(0.5) for p in (net.shared.weight, net.shift)],
+    "frozen ignored parameters": lambda net: [p.requires_grad_(False) for p in (net.shared.weight, net.shift)],
+    "a child added": lambda net: net.blocks.append(another(net, nn.Linear)),
+    "a child added inside an ignored module": lambda net: net.shared.inside.append(another(net)),
+    "a child removed": lambda net: net.blocks.__delitem__(0),
+    "an ignored child removed": lambda net: net.blocks.__delitem__(1),
+    "a child replaced": lambda net: net.blocks.__setitem__(0, another(net)),
+    "ignored modules that change places": places_changed,
+    "an ignored module in one more place": lambda net: net.blocks.append(net.shared),
+    "an attribute of an ignored module": lambda net: setattr(net.shared, "scale", 3.0),
+    "a hook of an ignored module": lambda net: net.shared.register_forward_hook(lambda module, args, y: y * 2),
+    "another forward of an ignored module": lambda net: setattr(
+        net.shared, "forward", types.MethodType(lambda self, x: x * 2, net.shared)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@both_and_each
+def test_a_change_is_seen_at_the_next_call(build, twin, batch, which, change) -> None:
+    net = build(which)
+    for _ in range(3):
+        step(net, batch)
+    for module in (net, twin):
+        change(module)
+    for _ in range(3):
+        torch.testing.assert_close(step(net, batch), step(twin, batch), rtol=0, atol=1e-9)
+        assert_same(gradients(net), gradients(twin))
+        with torch.no_grad():
+            torch.testing.assert_close(net(batch), twin(batch), rtol=0, atol=1e-9)
+
+
+def moved(replica: Any) -> None:
+    replica.shared.notes.append(replica.blocks)
+    replica.blocks = nn.Identity()
+
+
+LEAVES: dict[str, Callable[[Any], Any]] = {
+    "another module for the ignored one": lambda replica: setattr(replica, "shared", nn.Identity()),
+    "another parameter for the ignored one": lambda replica: setattr(replica, "shift", parameter(replica.shift)),
+    "no ignored module": lambda replica: replica.blocks.__delitem__(1),
+    "itself in the ignored one": lambda replica: replica.shared.notes.append(replica),
+    "a child in the ignored one": lambda replica: replica.shared.notes.append(replica.blocks),
+    "a child that has left for the ignored one": moved,
+    "a parameter in the ignored one": lambda replica: replica.shared.notes.append(replica.linear.weight),
+    "an attribute": lambda replica: setattr(replica, "factor", 0.0),
+    "a hook": lambda replica: replica.linear.register_forward_hook(lambda module, args, y: y * 0),
+}
+
+
+@pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES)
+def test_what_a_forward_leaves_on_its_replica_is_dropped(build, twin, batch, leave) -> None:
+    """No later call uses a tensor that it has given to an ignored module."""
+    net = build()
+    used: list[int] = []
+    for _ in range(3):
+        step(net, batch)
+        DOES.append(leave)
+        step(net, batch)
+        DOES[:] = [lambda replica: used.extend(map(id, replica.modules()))]
+        output = step(net, batch)
+        DOES.clear()
+        assert {*map(id, net.shared.notes)}.isdisjoint(used)
+        torch.testing.assert_close(output, step(twin, batch), rtol=0, atol=1e-9)
+        assert_same(gradients(net), gradients(twin))
+        used.clear()
+        net.shared.notes.clear()

@@ -1,0 +1,334 @@
+"""A communication hook on a module that is replicated over machines: what each rank is given, and what may go wrong."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from over_machines import assert_close, batch_of, build, gradients, loss_of, mean_over_ranks, over_machines
+from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.futures import Future
+
+from dataparallel.gradients import hooked_machine_sums
+from dataparallel.gradients.comm_hooks import GradBucket
+from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
+from machine_ranks import on_machines, on_mortal_machines
+
+BOTH = pytest.mark.parametrize("slots", [2, 1])
+
+
+def done(tensor: torch.Tensor) -> Future:
+    future: Future = Future()
+    future.set_result(tensor)
+    return future
+
+
+def step(model: Any, rank: int, number: int, device: torch.device) -> list[torch.Tensor | None]:
+    model.zero_grad()
+    loss_of(model(batch_of(rank, number).to(device))).backward()
+    return gradients(model)
+
+
+def on_one_device(number: int, ranks: int = 2) -> list[torch.Tensor | None]:
+    """The gradients of what all ranks do in a step, averaged."""
+    model = build(torch.device("cpu"))
+    mean_over_ranks(model, [loss_of(model(batch_of(rank, number))) for rank in range(ranks)])
+    return gradients(model)
+
+
+# ---- what it is given ------------------------------------------------------------------------------------------------
+
+
+def averaged(rank: int, devices: list[torch.device]) -> None:
+    """In steps in which both ranks, one rank and none take the branch, and nobody uses a layer.
+
+    A hook finds what it sends in host memory. What the host has waited for, any stream may read.
+    """
+    sums, number_of_calls = [], itertools.count()
+    stage = hooked_machine_sums.stage
+    hooked_machine_sums.stage = lambda machines, flat: sums.append(flat) or stage(machines, flat)
+
+    def hook(state: Any, bucket: GradBucket) -> Future:
+        flat = sums[next(number_of_calls)]
+        with nullcontext() if flat.device.type == "cpu" else torch.Stream(flat.device):
+            flat * 1
+        return allreduce_hook(state, bucket)
+
+    model = over_machines(build(devices[0]), devices)
+    model.register_comm_hook(None, hook)
+    for number in range(4):
+        assert_close(step(model, rank, number, devices[0]), on_one_device(number))
+    if devices[0].type != "cpu":
+        torch.accelerator.synchronize(devices[0])
+
+
+@BOTH
+def test_gradients_are_those_of_one_device(slots: int) -> None:
+    """A gradient is ``None`` where no rank has used the parameter, although its zeros have travelled."""
+    on_machines(averaged, slots=slots)
+
+
+def three(rank: int, devices: list[torch.device]) -> None:
+    model = over_machines(build(devices[0]), devices)
+    model.register_comm_hook(None, allreduce_hook)
+    for number in range(3):
+        assert_close(step(model, rank, number, devices[0]), on_one_device(number, ranks=3))
+
+
+@pytest.mark.long
+def test_on_three_machines_too() -> None:
+    on_machines(three, ranks=3, slots=1)
+
+
+def local(rank: int, devices: list[torch.device], average: bool) -> None:
+    """The hook sends nothing: each rank keeps its own sum, whatever ``average`` is."""
+    model = over_machines(build(devices[0]), devices, average=average)
+    kinds, orders = set(), []
+
+    def hook(state: Any, bucket: GradBucket) -> Future:
+        kinds.add(bucket.buffer().device.type)
+        orders.append((bucket.index(), bucket.is_last(), [each.shape for each in bucket.parameters()]))
+        return done(bucket.buffer())
+
+    model.register_comm_hook(None, hook)
+    for number in (0, 3):
+        orders.clear()
+        found = step(model, rank, number, devices[0])
+        alone = build(torch.device("cpu"))
+        loss_of(alone(batch_of(rank, number))).backward()
+        assert_close(found, gradients(alone))
+        assert [index for index, _, _ in orders] == [*range(len(orders))]
+        assert [last for _, last, _ in orders] == [False] * (len(orders) - 1) + [True]
+    assert kinds == {"cpu"}, "gloo sends what is in host memory"
+    said: list[Any] = [None, None]
+    dist.all_gather_object(said, orders)
+    assert said[0] == said[1]
+
+
+@BOTH
+@pytest.mark.parametrize("average", [True, False])
+def test_a_bucket_is_the_sum_over_the_slots_in_host_memory(slots: int, average: bool) -> None:
+    on_machines(local, average, slots=slots)
+
+
+def without_sync(rank: int, devices: list[torch.device]) -> None:
+    model = over_machines(build(devices[0]), devices)
+    calls = []
+
+    def noted(state: Any, bucket: GradBucket) -> Any:
+        calls.append(bucket.index())
+        return allreduce_hook(state, bucket)
+
+    model.register_comm_hook(dist.group.WORLD, noted)
+    step(model, rank, 0, devices[0])
+    model.zero_grad()
+    calls.clear()
+    with model.no_sync():
+        loss_of(model(batch_of(rank, 3).to(devices[0]))).backward()
+    assert calls == []
+    loss_of(model(batch_of(rank, 4).to(devices[0]))).backward()
+    assert calls
+    twin = build(torch.device("cpu"))
+    for number in (3, 4):
+        mean_over_ranks(twin, [loss_of(twin(batch_of(each, number))) for each in range(2)])
+    assert_close(gradients(model), gradients(twin))
+
+
+@BOTH
+def test_after_no_sync_it_gets_the_sum_of_all_backwards(slots: int) -> None:
+    on_machines(without_sync, slots=slots)
+
+
+def delayed(rank: int, devices: list[torch.device], delays: bool) -> list[list[torch.Tensor | None]]:
+    model = over_machines(build(devices[0]), devices)
+    generator = torch.Generator().manual_seed(rank)
+
+    def hook(state: Any, bucket: GradBucket) -> Any:
+        """Its future sends more when it is done, as PowerSGD does."""
+        if delays:
+            time.sleep(float(torch.rand(1, generator=generator)) / 100)
+
+        def more(future: Any) -> torch.Tensor:
+            (value,) = future.value()
+            dist.all_reduce(value[:1].clone())
+            if delays:
+                time.sleep(float(torch.rand(1, generator=generator)) / 100)
+            return value
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(more)
+
+    model.register_comm_hook(None, hook)
+    return [step(model, rank, number, devices[0]) for number in range(10)]
+
+
+def test_delays_change_no_bit() -> None:
+    plain, late = on_machines(delayed, False), on_machines(delayed, True)
+    for one, other in zip(plain, late, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert [each is None for each in a] == [each is None for each in b]
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None)
+
+
+def holds_nothing(rank: int, devices: list[torch.device]) -> None:
+    model = over_machines(build(devices[0]), devices)
+    buckets: list[weakref.ref] = []
+
+    def noted(state: Any, bucket: GradBucket) -> Future:
+        buckets.extend([weakref.ref(bucket), weakref.ref(bucket.buffer())])
+        return done(bucket.buffer() + 1)
+
+    model.register_comm_hook(None, noted)
+    for number in range(2):
+        step(model, rank, number, devices[0])
+    gc.disable()
+    buckets.clear()
+    step(model, rank, 3, devices[0])
+    assert buckets
+    assert [each for each in buckets if each() is not None] == []
+
+
+@BOTH
+def test_nothing_of_a_step_is_held(slots: int) -> None:
+    """Neither by a circle of references, nor by the launcher's thread."""
+    on_machines(holds_nothing, slots=slots)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def gone(bucket: GradBucket, result: Any) -> Any:
+    raise KeyError("gone")
+
+
+WRONG: dict[str, Callable[[GradBucket, Any], Any]] = {
+    "raises": gone,
+    "returns no future": lambda bucket, future: bucket.buffer(),
+    "has no tensor": lambda bucket, future: done(3),  # type: ignore[arg-type]
+    "has another size": lambda bucket, future: future.then(lambda each: each.value()[0][:-1]),
+    "has another dtype": lambda bucket, future: future.then(lambda each: each.value()[0].float()),
+    "has another device": lambda bucket, future: future.then(lambda each: each.value()[0].to("meta")),
+    "fails later": lambda bucket, future: future.then(lambda each: gone(bucket, each)),
+}
+
+
+def wrong_on(rank: int, devices: list[torch.device], wrong: str, ranks: list[int]) -> None:
+    """The second call in the second step sends what it has to send, and then something is wrong."""
+    model = over_machines(build(devices[0]), devices)
+    calls = -1
+
+    def breaks(state: Any, bucket: GradBucket) -> Any:
+        nonlocal calls
+        calls += calls >= 0
+        future = dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
+        if calls == 2 and rank in ranks:
+            future.wait()
+            return WRONG[wrong](bucket, future)
+        return future
+
+    model.register_comm_hook(None, breaks)
+    step(model, rank, 0, devices[0])
+    calls = 0
+    model.zero_grad()
+    kept = [torch.ones_like(each) for each in model.parameters()]
+    for parameter, grad in zip(model.parameters(), kept, strict=True):
+        parameter.grad = grad
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=r"breaks.* for bucket 1 of ") as raised:
+        loss_of(model(batch_of(rank, 3).to(devices[0]))).backward()
+    assert isinstance(raised.value, PeerFailed) == (rank not in ranks)
+    assert rank in ranks or f"rank {ranks[0]} failed" in str(raised.value)
+    for parameter, grad in zip(model.parameters(), kept, strict=True):
+        assert parameter.grad is grad
+        assert bool((grad == 1).all())
+    assert calls == 2, "a bucket after the failure was called"
+    for number in (3, 4):
+        assert_close(step(model, rank, number, devices[0]), on_one_device(number))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_one_on_one_rank_changes_nothing_anywhere_and_the_next_step_works(wrong: str) -> None:
+    on_machines(wrong_on, wrong, [1])
+
+
+@pytest.mark.parametrize("wrong", ["raises", "has another size"])
+def test_a_wrong_one_on_all_ranks_changes_nothing_and_the_next_step_works(wrong: str) -> None:
+    on_machines(wrong_on, wrong, [0, 1], slots=1)
+
+
+def raises_before_it_sends(rank: int, devices: list[torch.device]) -> None:
+    model = over_machines(build(devices[0]), devices)
+    model.register_comm_hook(None, allreduce_on_rank_0)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"allreduce_on_rank_0.* bucket 0 of ") as raised:
+        step(model, rank, 0, devices[0])
+    took = time.monotonic() - began
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        assert took < 25  # torch itself waits for the other rank before it sends
+    else:
+        assert took < 15, "it has waited for the group's timeout"
+        assert "KeyError: 'not here'" in str(raised.value)
+    assert all(each is None for each in gradients(model))
+    with pytest.raises(MachinesError, match="Start all processes again"):
+        step(model, rank, 1, devices[0])
+
+
+def allreduce_on_rank_0(state: Any, bucket: GradBucket) -> Any:
+    if dist.get_rank() == 1:
+        raise KeyError("not here")
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+
+def test_one_that_raises_before_it_sends_leaves_nobody_waiting() -> None:
+    """What the other rank has sent would be paired with later sums: all say so, and nothing goes on."""
+    ended = on_mortal_machines(raises_before_it_sends, group_timeout=20)
+    assert [each.error for each in ended] == [None, None]
+
+
+def different(rank: int, devices: list[torch.device], second: bool) -> None:
+    model = over_machines(build(devices[0]), devices)
+    if rank == 0:
+        model.register_comm_hook(None, allreduce_hook)
+    elif second:
+        model.register_comm_hook(None, fp16_compress_hook)
+    with pytest.raises(MachinesDiffer, match="allreduce_hook"):
+        step(model, rank, 0, devices[0])
+    assert all(each is None for each in gradients(model))
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_ranks_that_have_different_hooks_are_told(second: bool) -> None:
+    on_machines(different, second, slots=1)
+
+
+def backward_fails(rank: int, devices: list[torch.device]) -> None:
+    model = over_machines(build(devices[0]), devices)
+    model.register_comm_hook(None, allreduce_hook)
+    step(model, rank, 0, devices[0])
+    model.zero_grad()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("stop")
+
+    def fail_after(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = model.first.register_forward_hook(fail_after) if rank == 1 else None
+    with pytest.raises((KeyError, PeerFailed)):
+        loss_of(model(batch_of(rank, 3).to(devices[0]))).backward()
+    if handle is not None:
+        handle.remove()
+    assert all(each is None for each in gradients(model))
+    for number in (3, 4):
+        assert_close(step(model, rank, number, devices[0]), on_one_device(number))
+
+
+@BOTH
+def test_a_backward_that_fails_on_one_rank_leaves_the_others_waiting_for_nothing(slots: int) -> None:
+    on_machines(backward_fails, slots=slots)

@@ -1,0 +1,203 @@
+"""Passes whose sums go on after the slots launch every bucket once, in order, and end, whatever happens."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from over_machines import CAP_MB, FIRST_MB, Branches, assert_close, batch_of, build, gradients, loss_of
+from torch import Tensor
+
+from dataparallel.composable import replicate
+from dataparallel.gradients.after_slots import BucketSum
+
+
+class Arrived:
+    """Something that is there."""
+
+    def __init__(self, result: Callable[[], Any]) -> None:
+        self._result = result
+
+    def wait(self) -> Any:
+        return self._result()
+
+
+class Recorder:
+    """An `AfterSlots` of one process that notes its calls. ``change`` makes what arrives of a sum."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor] = lambda flat: flat) -> None:
+        self.change = change
+        self.passes: list[Recorder] = []
+        self.contents = ""
+        self.launched: list[BucketSum] = []
+        self.ends: list[tuple[Sequence[bool], BaseException | None]] = []
+        self.failures: list[BaseException] = []
+
+    def begin(self, contents: str) -> Recorder:
+        self.passes.append(Recorder(self.change))
+        self.passes[-1].contents = contents
+        return self.passes[-1]
+
+    def signal_failure(self, error: BaseException) -> None:
+        self.failures.append(error)
+
+    def launch(self, sums: BucketSum) -> Arrived:
+        self.launched.append(sums)
+        return Arrived(lambda: self.change(sums.flat))
+
+    def end(self, used: Sequence[bool], error: BaseException | None = None) -> Arrived:
+        self.ends.append((used, error))
+        return Arrived(lambda: used)
+
+
+def followed(net: Branches, slots: list, recorder: Recorder) -> Any:
+    model = replicate(net, devices=slots, bucket_cap_mb=CAP_MB, first_bucket_mb=FIRST_MB)
+    replicate.state(model).tensors.take_further(recorder)
+    return model
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def model(root: torch.device, slots: list, recorder: Recorder) -> Any:
+    return followed(build(root), slots, recorder)
+
+
+def names_in(recorder: Recorder) -> list[str]:
+    return [name for sums in recorder.launched for name in sums.names]
+
+
+def test_every_pass_launches_every_bucket_once_and_in_order(model: Any, recorder: Recorder, root: torch.device) -> None:
+    used = [*model.first.parameters()]
+    for step in range(4):
+        x = batch_of(0, step).to(root)
+        loss_of(model(x)).backward(inputs=used if step == 3 else None)
+        this = recorder.passes[-1]
+        assert [sums.index for sums in this.launched] == [*range(this.launched[0].count)]
+        assert sorted(names_in(this)) == sorted(name for name, _ in model.named_parameters())
+        assert len(this.ends) == 1
+    assert len(recorder.passes) == 4
+    assert len(recorder.passes[0].launched) == len([*model.parameters()])  # before the order is known
+    assert len(recorder.passes[-1].launched) < len(recorder.passes[0].launched)
+    assert recorder.failures == []
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradients_are_what_has_arrived(
+    model: Any, recorder: Recorder, root: torch.device, slots: list, steps: int
+) -> None:
+    """Also where the result is another tensor than the sum, which nobody reads then."""
+    recorder.change = lambda flat: torch.full_like(flat, 3)
+    for step in range(steps):
+        model.zero_grad()
+        loss_of(model(batch_of(0, step).abs().to(root))).backward()
+        held = [torch.full((600,), 1.0, device=root) for _ in range(3)]  # takes the memory of sums that are free
+    for name, parameter in model.named_parameters():
+        is_used = not name.startswith(("unused", "branch"))
+        assert (parameter.grad is not None) is is_used, name
+        assert parameter.grad is None or bool((parameter.grad == 3).all()), name
+    del held
+
+
+def test_the_sum_itself_may_arrive(model: Any, recorder: Recorder, root: torch.device) -> None:
+    recorder.change = lambda flat: flat.mul_(2)
+    one = build(root)
+    for step in range(4):
+        x = batch_of(0, step).to(root)
+        for net in (one, model):
+            net.zero_grad()
+        loss_of(model(x)).backward()
+        (2 * loss_of(one(x))).backward()
+        assert_close(gradients(model), gradients(one))
+
+
+class Failing(torch.autograd.Function):
+    """The identity; its backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
+def test_a_pass_that_fails_before_it_launches_is_told(model: Any, recorder: Recorder, root: torch.device) -> None:
+    x = batch_of(0, 0).to(root)
+    model.last.register_forward_hook(lambda module, args, output: Failing.apply(output))
+    with pytest.raises(ArithmeticError):
+        loss_of(model(x)).backward()
+    until = time.monotonic() + 20  # the pass ends when the engine's threads have left it
+    while not recorder.failures and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (len(recorder.passes), len(recorder.failures)) == (0, 1)
+
+
+@pytest.mark.devices("cpu")
+def test_a_pass_that_fails_on_its_way_launches_the_rest_and_ends_with_an_error(
+    model: Any, recorder: Recorder, root: torch.device
+) -> None:
+    x = batch_of(0, 0).to(root)
+    for _ in range(2):  # learns the order
+        loss_of(model(x)).backward()
+        model.zero_grad()
+    recorder.passes.clear()
+    with model.no_sync():
+        loss_of(model(x)).backward()
+
+    def fail(module: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        """On slot 0, whose backward comes last."""
+        return Failing.apply(output) if torch.equal(args[0][0], x[0]) else output
+
+    handle = model.first.register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss_of(model(x)).backward()
+    (failed,) = recorder.passes
+    assert [sums.index for sums in failed.launched] == [*range(failed.launched[0].count)]
+    ((used, error),) = failed.ends
+    assert isinstance(error, RuntimeError)
+    assert not any(used)
+    assert recorder.failures == []
+    handle.remove()
+    loss_of(model(x)).backward()  # what waited on the slots waits still
+    one = build(root)
+    for _ in range(2):
+        loss_of(one(x)).backward()
+    assert_close(gradients(model), gradients(one))
+
+
+def test_a_backward_that_does_not_reach_parameters_is_no_pass(
+    model: Any, recorder: Recorder, root: torch.device
+) -> None:
+    x = batch_of(0, 0).to(root).requires_grad_()
+    torch.autograd.grad(loss_of(model(x)), [x])
+    handle = model.last.register_forward_hook(lambda module, args, output: Failing.apply(output))
+    with pytest.raises(ArithmeticError):
+        torch.autograd.grad(loss_of(model(x)), [x])
+    handle.remove()
+    with model.no_sync():
+        loss_of(model(x)).backward()
+    assert (recorder.passes, recorder.failures) == ([], [])
+
+
+def test_the_graph_holds_no_model(root: torch.device, slots: list, recorder: Recorder) -> None:
+    import weakref
+
+    model = followed(build(root), slots, recorder)
+    loss_of(model(batch_of(0, 0).to(root))).backward()
+    chains = replicate.state(model).tensors.passes.chains
+    gone = weakref.ref(model)
+    model.zero_grad()
+    recorder.passes.clear()
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(chains) == 0

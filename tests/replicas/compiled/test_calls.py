@@ -1,0 +1,77 @@
+"""The argument ``compile=``: what it takes, and what it refuses by name."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dataparallel import DataParallel
+from dataparallel.replicas.compiled.calls import CompileArgument
+
+pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
+
+SLOTS = ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("compile", [None, False])
+def test_nothing_is_to_be_compiled(compile: Any) -> None:
+    assert CompileArgument.checked(nn.Linear(2, 2), compile) is None
+
+
+@pytest.mark.parametrize("wrong", ["inductor", 1, ["eager"]])
+def test_it_is_a_truth_value_or_a_dict(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"compile is True, False or a dict of arguments for torch\.compile; got"):
+        DataParallel(nn.Linear(2, 2), SLOTS, compile=wrong)
+
+
+def test_names_in_the_dict_are_those_of_torch() -> None:
+    with pytest.raises(TypeError, match="'backends' is none of backend, mode, dynamic, fullgraph, options"):
+        DataParallel(nn.Linear(2, 2), SLOTS, compile={"backends": "eager"})
+
+
+def test_torch_says_what_it_does_not_take() -> None:
+    with pytest.raises(Exception, match="no_such_backend"):
+        DataParallel(nn.Linear(2, 2), SLOTS, compile={"backend": "no_such_backend"})(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_a_compiled_module_needs_no_argument(how: str) -> None:
+    module: nn.Module = nn.Linear(2, 2)
+    if how == "in place":
+        module.compile(backend="eager")
+    else:
+        module = torch.compile(module, backend="eager")
+    with pytest.raises(ValueError, match="is compiled already, and its replicas are compiled in the same way"):
+        DataParallel(module, SLOTS, compile=True)
+
+
+def test_a_module_that_is_compiled_later_as_well_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    wrapper = DataParallel(module, SLOTS, compile={"backend": "eager"})
+    module.compile(backend="eager")
+    with pytest.raises(RuntimeError, match="was compiled, and its wrapper has compile= as well"):
+        wrapper(torch.ones(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_script_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"torch\.compile takes no ScriptModule"):
+        DataParallel(torch.jit.script(nn.Linear(2, 2)), SLOTS, compile=True)
+
+
+def test_freezing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as config
+
+    wrapper = DataParallel(nn.Linear(2, 2), SLOTS, compile={"backend": "eager"})
+    with config.patch(freezing=True), pytest.raises(RuntimeError, match=r"freezing = True: graphs would hold"):
+        wrapper(torch.ones(2, 2))
+    wrapper(torch.ones(2, 2))
+
+
+def test_a_copy_has_the_same_options() -> None:
+    argument = CompileArgument({"backend": "eager", "dynamic": False})
+    for duplicate in (copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))):
+        assert duplicate(argument).options == argument.options

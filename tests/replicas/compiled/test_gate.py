@@ -1,0 +1,273 @@
+"""The gate: one thread compiles at a time, and no other thread is in compiled code meanwhile."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from at_once import in_threads
+from dataparallel.replicas.compiled import gate as room
+from dataparallel.replicas.compiled.gate import Gate, gate
+from dataparallel.threads.gang import Gang
+
+pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
+
+TIMEOUT = 20.0
+
+
+class Thread(threading.Thread):
+    """A thread whose error, if any, is raised by `end`."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.work, self.error = work, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.work()
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self.join(TIMEOUT)
+        assert not self.is_alive(), "it hangs"
+        if self.error is not None:
+            raise self.error
+
+
+def wait(event: threading.Event) -> None:
+    assert event.wait(TIMEOUT)
+
+
+def inside(one: Gate, left: threading.Event) -> tuple[Thread, threading.Event]:
+    """A thread that is inside until ``left`` is set, once it is inside."""
+    entered = threading.Event()
+
+    def stay() -> None:
+        entered.set()
+        wait(left)
+
+    thread = Thread(lambda: one.run_inside(stay))
+    wait(entered)
+    return thread, entered
+
+
+def test_results_and_errors_are_those_of_the_functions() -> None:
+    one = Gate()
+    assert one.run_inside(lambda a, b: (a, b), 1, b=2) == (1, 2)
+    assert one.run_inside(one.run_alone, lambda a: a + 1, 1) == 2
+    assert one.run_inside(one.run_aside, lambda a: a + 1, 1) == 2
+    assert one.run_aside(lambda a: a + 1, 1) == 2
+    for run in (one.run_inside, one.run_alone, one.run_aside):
+        with pytest.raises(ZeroDivisionError):
+            run(lambda: 1 / 0)
+    assert not one.is_taken
+    assert one.run_inside(one.run_alone, lambda: 3) == 3
+
+
+def test_many_are_inside_at_once() -> None:
+    one = Gate()
+    in_threads(4, lambda index, barrier: one.run_inside(barrier.wait, TIMEOUT))
+
+
+def test_who_is_to_be_alone_waits_until_the_others_are_outside() -> None:
+    one, left, order = Gate(), threading.Event(), []
+    stays, _ = inside(one, left)
+    compiles = Thread(lambda: one.run_inside(one.run_alone, order.append, "alone"))
+    time.sleep(0.05)
+    assert order == []
+    assert one.is_taken
+    left.set()
+    compiles.end()
+    stays.end()
+    assert order == ["alone"]
+    assert one.turns == 1
+
+
+def test_nobody_enters_while_one_is_alone() -> None:
+    one, begun, end, order = Gate(), threading.Event(), threading.Event(), []
+
+    def compile() -> None:
+        begun.set()
+        wait(end)
+        order.append("compiled")
+
+    compiles = Thread(lambda: one.run_inside(one.run_alone, compile))
+    wait(begun)
+    enters = Thread(lambda: one.run_inside(order.append, "entered"))
+    time.sleep(0.05)
+    assert order == []
+    end.set()
+    compiles.end()
+    enters.end()
+    assert order == ["compiled", "entered"]
+
+
+def test_one_is_alone_at_a_time_and_those_that_wait_for_a_turn_are_outside() -> None:
+    one, inside_now, most = Gate(), [], []
+
+    def compile() -> None:
+        inside_now.append(1)
+        most.append(len(inside_now))
+        time.sleep(0.002)
+        inside_now.pop()
+
+    def work(index: int, barrier: threading.Barrier) -> None:
+        barrier.wait(TIMEOUT)
+        for _ in range(10):
+            one.run_inside(one.run_alone, compile)
+
+    in_threads(6, work)
+    assert most == [1] * 60
+
+
+def test_it_may_be_nested() -> None:
+    one = Gate()
+    assert one.run_inside(one.run_inside, one.run_alone, one.run_alone, one.run_inside, lambda: 5) == 5
+    left = threading.Event()
+    left.set()
+    inside(one, left)[0].end()
+
+
+def test_who_waits_aside_holds_nobody_up() -> None:
+    """A thread waits, in compiled code, for one that compiles."""
+    one, compiled = Gate(), threading.Event()
+    waits = Thread(lambda: one.run_inside(one.run_aside, wait, compiled))
+    Thread(lambda: one.run_inside(one.run_alone, compiled.set)).end()
+    waits.end()
+
+
+def test_who_was_aside_is_inside_again_only_when_nobody_compiles() -> None:
+    one, begun, end, order = Gate(), threading.Event(), threading.Event(), []
+
+    def compile() -> None:
+        begun.set()
+        wait(end)
+        order.append("compiled")
+
+    def in_compiled_code() -> None:
+        one.run_aside(wait, begun)
+        order.append("went on")
+
+    goes_on = Thread(lambda: one.run_inside(in_compiled_code))
+    compiles = Thread(lambda: one.run_inside(one.run_alone, compile))
+    wait(begun)
+    time.sleep(0.05)
+    assert order == []
+    end.set()
+    goes_on.end()
+    compiles.end()
+    assert order == ["compiled", "went on"]
+
+
+def test_a_gang_inside_compiled_code_may_compile() -> None:
+    """Its tasks compile in other threads, while the thread that waits for them is in compiled code."""
+    outcomes = Thread(lambda: gate.run_inside(Gang([lambda: gate.run_inside(gate.run_alone, lambda: 1)] * 3, 2).run))
+    outcomes.end()
+
+
+def test_a_failure_while_others_wait_lets_them_go_on() -> None:
+    one, begun, fail, order = Gate(), threading.Event(), threading.Event(), []
+
+    def compile() -> None:
+        begun.set()
+        wait(fail)
+        raise ZeroDivisionError
+
+    compiles = Thread(lambda: one.run_inside(one.run_alone, compile))
+    wait(begun)
+    waiting = [Thread(lambda: one.run_inside(order.append, "entered")) for _ in range(2)]
+    waiting.append(Thread(lambda: one.run_inside(one.run_alone, order.append, "alone")))
+    time.sleep(0.02)
+    fail.set()
+    with pytest.raises(ZeroDivisionError):
+        compiles.end()
+    for thread in waiting:
+        thread.end()
+    assert sorted(order) == ["alone", "entered", "entered"]
+
+
+@pytest.mark.parametrize("what", ["compiles", "waits for others", "waits for a turn", "waits to enter"])
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Ctrl-C is sent to this thread")
+def test_ctrl_c_leaves_it_open(what: str, ctrl_c: None) -> None:
+    one, left = Gate(), threading.Event()
+    others: list[Thread] = []
+    if what == "waits for others":
+        others.append(inside(one, left)[0])
+    elif what != "compiles":
+        begun = threading.Event()
+        others.append(Thread(lambda: one.run_alone(lambda: (begun.set(), wait(left)))))
+        wait(begun)
+
+    def interrupt() -> None:
+        time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    interrupts = Thread(interrupt)
+    steps = (time.sleep, 5) if what == "waits to enter" else (one.run_alone, time.sleep, 5)
+    with pytest.raises(KeyboardInterrupt):
+        one.run_inside(*steps)
+    interrupts.end()
+    left.set()
+    for other in others:
+        other.end()
+    assert not one.is_taken
+    Thread(lambda: one.run_inside(one.run_alone, lambda: None)).end()
+
+
+def test_ctrl_c_at_any_moment_leaves_it_open(ctrl_c: None) -> None:
+    """Python may raise it after any step of the gate's own code, which is what this thread does most of the time."""
+    one, stop, armed = Gate(), threading.Event(), []
+
+    def raise_once(*_: Any) -> None:
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        while not stop.is_set():
+            time.sleep(0.0007)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    signal.signal(signal.SIGINT, raise_once)  # the fixture puts the former one back
+    interrupts = Thread(interrupt)
+    for _ in range(200):
+        try:
+            armed.append(True)
+            while True:
+                one.run_inside(one.run_alone, int)
+                one.run_inside(one.run_aside, int)
+        except KeyboardInterrupt:
+            pass
+    stop.set()
+    interrupts.end()
+    assert not one.is_taken
+    Thread(lambda: one.run_inside(one.run_alone, lambda: None)).end()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
+    left = threading.Event()
+    stays, _ = inside(gate, left)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if room.gate.run_alone(lambda: 3) == 3 else 1
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + TIMEOUT
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    left.set()
+    stays.end()
+    assert ended == (child, 0)

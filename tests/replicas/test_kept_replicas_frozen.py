@@ -1,0 +1,227 @@
+"""Inside `frozen` replicas are made once for each call that runs at the same time, and nothing is sent."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clocked import check_clocks
+from dataparallel import DataParallel
+from dataparallel.replicas import kept_replicas, kept_tensors
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+@pytest.fixture
+def net(root) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double().eval().to(root)
+
+
+@pytest.fixture
+def x(root) -> Tensor:
+    return torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[int]:
+    """The number of slots of each set of copies that is made."""
+    found: list[int] = []
+    original = kept_tensors.KeptCopies.refreshed
+
+    def refreshed(self, plan, slots, cap_bytes, arrivals=None):
+        found.append(len(slots))
+        return original(self, plan, slots, cap_bytes, arrivals)
+
+    monkeypatch.setattr(kept_tensors.KeptCopies, "refreshed", refreshed)
+    return found
+
+
+def one_device(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return net(x)
+
+
+def test_replicas_are_made_once(net, wrapped, call, x, made) -> None:
+    call()
+    with wrapped.frozen() as inside:
+        assert inside is wrapped
+        for _ in range(5):
+            torch.testing.assert_close(call(), one_device(net, x))
+        assert made == [3, 3]
+        call(2)
+        call(1)
+        assert made == [3, 3]
+
+
+@pytest.mark.slots(8)
+def test_larger_batches_later(net, wrapped, call, x, made) -> None:
+    """However many sizes there have been: the largest serves all."""
+    with wrapped.frozen():
+        for samples in (1, 2, 3, 4, 5, 6, 7, 8):
+            torch.testing.assert_close(call(samples), one_device(net, x[:samples]))
+        made.clear()
+        for samples in (8, 1, 8, 5, 8):
+            torch.testing.assert_close(call(samples), one_device(net, x[:samples]))
+        assert made == []
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_a_change_is_not_sent_inside_and_is_seen_after(net, wrapped, call, x) -> None:
+    call()
+    with wrapped.frozen():
+        before = call()
+        net[2].bias.data.add_(1)
+        elsewhere = slice(3, None)  # slot 0 shares the memory of the source
+        torch.testing.assert_close(call()[elsewhere], before[elsewhere])
+    torch.testing.assert_close(call(), one_device(net, x))
+
+
+def test_what_changes_before_and_between_blocks_is_seen(net, wrapped, call, x) -> None:
+    for _ in range(3):
+        net[0].weight.data.mul_(1.5)
+        net[2] = nn.Sequential(net[2])
+        with wrapped.frozen():
+            torch.testing.assert_close(call(), one_device(net, x))
+            torch.testing.assert_close(call(), one_device(net, x))
+        net[0].weight.data.mul_(1.5)
+        torch.testing.assert_close(call(), one_device(net, x))
+
+
+def test_blocks_may_be_nested(wrapped, call, made) -> None:
+    with wrapped.frozen():
+        call()
+        with wrapped.frozen():
+            call()
+        call()
+        assert made == [3]
+    call()
+    assert made == [3, 3]
+
+
+def test_a_call_that_records_gradients_is_refused(wrapped, call, x) -> None:
+    with wrapped.frozen():
+        call()
+        with pytest.raises(RuntimeError, match=r"inside model\.frozen\(\).*no_grad"):
+            wrapped(x)
+        call()
+    wrapped(x).sum().backward()
+
+
+def test_an_exception_ends_the_block(net, wrapped, call, x) -> None:
+    call()
+    with pytest.raises(ValueError, match="batch sizes"), wrapped.frozen():  # noqa: PT012
+        with torch.no_grad():
+            replicas = [*map(weakref.ref, wrapped.replicate(net, wrapped.device_ids))]
+        assert all(replica() for replica in replicas)
+        raise ValueError("batch sizes")
+    assert not any(replica() for replica in replicas)
+    net[0].weight.data.zero_()
+    torch.testing.assert_close(call(), one_device(net, x))
+
+
+def test_a_failed_call_inside(net, wrapped, call, x) -> None:
+    with wrapped.frozen():
+        call()
+        with torch.no_grad(), pytest.raises(RuntimeError):
+            wrapped(x[:, :3])
+        torch.testing.assert_close(call(), one_device(net, x))
+
+
+def test_calls_that_run_at_a_time_have_replicas_of_their_own(slots, root, without_graph) -> None:
+    threads = kept_replicas.MOST_FROZEN + 2
+    meet = threading.Barrier(threads, timeout=60)
+    seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    class Meets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.add(self)
+            self.mine = threading.get_ident(), x.device
+            if x[0, 0] == 0:  # the first chunk of each batch
+                meet.wait()
+            assert self.mine == (threading.get_ident(), x.device)
+            return self.linear(x)
+
+    module = Meets().to(root)
+    wrapped = DataParallel(module, slots, workers=len(slots))
+    batch = torch.arange(2.0 * len(slots), device=root).view(-1, 2)
+    expected = module.linear(batch).detach()
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for _ in range(5):
+                with without_graph():
+                    torch.testing.assert_close(wrapped(batch), expected)
+        except BaseException as error:
+            failed.append(error)
+            meet.abort()
+
+    with wrapped.frozen():
+        pool = [threading.Thread(target=run) for _ in range(threads)]
+        for thread in pool:
+            thread.start()
+        for thread in pool:
+            thread.join()
+        gc.collect()
+        assert len(seen) == kept_replicas.MOST_FROZEN * len(slots)
+    assert failed == []
+    gc.collect()
+    assert not seen
+
+
+@pytest.fixture
+def other_streams(slots: list) -> Iterator[Callable[[], None]]:
+    """Makes other streams current, or the default ones again. Only on the root do they wait for each other."""
+    devices = [torch.device(slot) for slot in dict.fromkeys(slots)]
+    here = torch.accelerator.current_device_index()
+    default = [torch.accelerator.current_stream(device) for device in devices]
+    pair = [default, [torch.Stream(device) for device in devices]]
+
+    def switch() -> None:
+        before, after = pair
+        after[0].wait_stream(before[0])
+        for stream in after:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(here)
+        pair.reverse()
+
+    yield switch
+    for stream in default:
+        torch.accelerator.set_stream(stream)
+        torch.accelerator.synchronize(stream.device)
+    torch.accelerator.set_device_index(here)
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.parametrize("calls", [1, 2, 3])
+@pytest.mark.parametrize("frozen", [False, True], ids=["refreshed", "frozen"])
+def test_calls_on_other_streams(frozen, calls, net, slots, x, without_graph, other_streams) -> None:
+    """Each reads what was written before, and no memory goes back while another stream may still use it."""
+    wrapped = DataParallel(net, slots, workers=len(slots))  # a choice of permits would wait for the devices
+    expected = one_device(net, x)
+    outputs = []
+    with without_graph():
+        with wrapped.frozen() if frozen else nullcontext():
+            for _ in range(calls):
+                outputs.append(wrapped(x))
+                other_streams()
+                outputs.append(wrapped(x))
+        del wrapped  # and what it keeps
+        other_streams()
+        made = [torch.ones(99, device=slot) for slot in slots]
+    check_clocks()
+    for slot in slots:
+        torch.accelerator.synchronize(slot)
+    assert all(bool(ones.all()) for ones in made)
+    for output in outputs:
+        torch.testing.assert_close(output, expected)

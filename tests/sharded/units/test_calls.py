@@ -1,0 +1,263 @@
+"""Around a call of a unit's module: what the unit and the tree are told, in which order, in forward and in backward."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dataparallel.composable import fully_shard
+from dataparallel.sharded.units.calls import ModuleOnSlot, TensorHooks
+from dataparallel.sharded.units.unit import Precision
+
+
+class Told:
+    """A tree that keeps what it and its units are told."""
+
+    ready: dict[Any, Any] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._hooks: dict[int, tuple[Tensor, TensorHooks]] = {}
+        self._positions = 0
+
+    def take(self) -> list[str]:
+        lines, self.lines = self.lines, []
+        return lines
+
+    def hooks_of(self, slot: int, tensor: Tensor) -> TensorHooks:
+        if id(tensor) not in self._hooks:
+            self._hooks[id(tensor)] = tensor, TensorHooks(tensor)
+        return self._hooks[id(tensor)][1]
+
+    def began(self, on_slot: Any) -> Any:
+        self.lines.append(f"{on_slot.name} began")
+        return on_slot.unit.versions()
+
+    def ended(self, on_slot: Any) -> int:
+        self.lines.append(f"{on_slot.name} ended")
+        self._positions += 1
+        return self._positions - 1
+
+    def gives_one_node(self, on_slot: Any) -> bool:
+        return True
+
+    def join_pass(self) -> None:
+        self.lines.append("join")
+
+    def backward_begins(self, on_slot: Any, position: int, running: Any) -> None:
+        self.lines.append(f"{on_slot.name} begins at {position}")
+        on_slot.is_full = True
+
+
+class OnSlot:
+    """A unit that keeps what it is told."""
+
+    slot = 0
+
+    def __init__(self, name: str, tree: Told, precision: Precision) -> None:
+        self.name, self._tree = name, tree
+        self.version = 0
+        self.unit = SimpleNamespace(
+            name=name,
+            precision=precision,
+            recorded=[0],
+            versions=lambda: [self.version],
+            refuse_overwritten=lambda slot: None,
+        )
+        self.is_full = False
+        self.is_in_backward = False
+        self._open: list[object] = []  # keeps them
+
+    def use(self, ready: Any, registers: Any) -> None:
+        self._tree.lines.append(f"{self.name} used")
+
+    def end_use(self) -> None:
+        self._tree.lines.append(f"{self.name} not used")
+
+    def module_ended(self, number: int, has_backward: bool, is_announced: bool) -> None:
+        self._tree.lines.append(f"{self.name} ran module {number}, {has_backward}")
+
+    def show_in(self, registers: Any) -> None:
+        self._tree.lines.append(f"{self.name} shown")
+
+    def backward_began(self, call: object | None) -> None:
+        self.is_in_backward = True
+        self._open.append(call)
+        self._tree.lines.append(f"{self.name} opens, {call is not None}")
+
+    def backward_ended(self, call: object) -> None:
+        self.is_full = False
+        self._tree.lines.append(f"{self.name} closes")
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def make(told: Told) -> Callable[..., ModuleOnSlot]:
+    def make(name: str = "a", precision: Precision | None = None, number: int = 0) -> ModuleOnSlot:
+        on_slot: Any = OnSlot(name, told, precision or Precision())
+        return ModuleOnSlot(on_slot, number, [], told)
+
+    return make
+
+
+def leaf() -> Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+BEGINS = ["join", "a begins at 0", "a shown"]
+
+
+class TestForward:
+    def test_uses_the_parameters_while_the_function_runs(self, make, told):
+        make(number=1).run(lambda x: told.lines.append("runs") or x * 2, leaf())
+        assert told.take() == ["a used", "a began", "runs", "a not used", "a ended", "a ran module 1, True"]
+
+    def test_without_a_graph_has_no_backward(self, make, told):
+        with torch.no_grad():
+            make().run(lambda x: x * 2, leaf())
+        assert told.take()[-1] == "a ran module 0, False"
+
+    def test_inside_itself_is_the_same_call(self, make, told):
+        """The class runs `__call__` and `forward` in this way, and the one calls the other."""
+        module = make()
+        module.run(lambda x: module.run(lambda y: y * 2, x), leaf())
+        assert told.take() == ["a used", "a began", "a not used", "a ended", "a ran module 0, True"]
+
+    def test_that_fails_uses_the_parameters_no_more(self, make, told):
+        module = make()
+        with pytest.raises(ZeroDivisionError):
+            module.run(lambda: 1 / 0)
+        assert told.take() == ["a used", "a began", "a not used"]
+        module.run(lambda: None)
+        assert told.take()[0] == "a used"
+
+    def test_casts_floating_inputs_and_outputs(self, make):
+        seen = []
+        module = make(precision=Precision(parameters=torch.float16, outputs=torch.float64))
+        (found,) = module.run(
+            lambda x, *, ids: seen.extend([x.dtype, ids.dtype]) or [x], torch.ones(2), ids=torch.ones(2).long()
+        )
+        assert seen == [torch.float16, torch.int64]
+        assert found.dtype == torch.float64
+
+    def test_leaves_inputs_as_they_are_if_asked(self, make):
+        module = make(precision=Precision(parameters=torch.float16, casts_inputs=False))
+        assert module.run(lambda x: x, torch.ones(2)).dtype == torch.float32
+
+
+class TestBackward:
+    def test_opens_at_the_output_and_closes_at_the_inputs(self, make, told):
+        output = make().run(lambda x: x * 2, leaf() * 1)
+        told.take()
+        output.sum().backward()
+        assert told.take() == ["a opens, True", *BEGINS, "a closes"]
+
+    def test_waits_for_all_inputs(self, make, told):
+        x, y = leaf(), leaf()
+        for name, tensor in (("x", x), ("y", y)):
+            tensor.register_hook(lambda grad, name=name: told.lines.append(name))
+        output = make().run(lambda x, *, more: x * more[0], x, more=[y])
+        told.take()
+        output.sum().backward()
+        assert told.take()[-1] == "a closes"
+        assert told.lines == []
+
+    def test_opens_once_for_several_outputs(self, make, told):
+        outputs = make().run(lambda x: {"one": x * 2, "more": (x * 3,)}, leaf())
+        told.take()
+        (outputs["one"] + outputs["more"][0]).sum().backward()
+        assert told.take() == ["a opens, True", *BEGINS, "a closes"]
+
+    def test_without_inputs_that_need_gradients_does_not_close_by_itself(self, make, told):
+        weight = leaf()
+        output = make().run(lambda x: x * weight, torch.ones(2))
+        told.take()
+        output.sum().backward()
+        assert told.take() == ["a opens, False", *BEGINS]
+
+    def test_ends_the_later_unit_before_the_earlier_one_begins(self, make, told):
+        """So the memory of the one is free for the other."""
+        output = make("b").run(lambda x: x * 2, make("a").run(lambda x: x * 2, leaf()))
+        told.take()
+        output.sum().backward()
+        lines = [line for line in told.take() if line != "join"]
+        assert lines == [
+            *["b opens, True", "b begins at 1", "b shown", "b closes"],
+            *["a opens, True", "a begins at 0", "a shown", "a closes"],
+        ]
+
+    def test_begins_if_a_view_that_is_the_output_is_changed_in_place(self, make, told):
+        """Then the gradient does not pass the hook on the output."""
+        output = make().run(lambda x: (x * 2).view(1, 2), leaf())
+        told.take()
+        output.mul_(3)
+        output.sum().backward()
+        assert told.take()[:2] == ["a opens, True", "join"]
+
+    def test_of_parameters_that_have_changed_since_is_refused(self, make, told):
+        module = make()
+        output = module.run(lambda x: x * 2, leaf())
+        module._on_slot.version += 1
+        with pytest.raises(RuntimeError, match="a parameter of the unit 'a' was changed in place between"):
+            output.sum().backward()
+
+    def test_runs_again_through_a_graph_that_was_kept(self, make, told):
+        output = make().run(lambda x: x * 2, leaf())
+        told.take()
+        for _ in range(2):
+            output.sum().backward(retain_graph=True)
+            assert told.take() == ["a opens, True", *BEGINS, "a closes"]
+
+
+class TestRecomputation:
+    def test_uses_the_parameters_and_tells_the_tree_nothing(self, make, told):
+        module = make()
+        output = checkpoint(lambda x: module.run(lambda y: y.sin(), x), leaf(), use_reentrant=False)
+        told.take()
+        output.sum().backward()
+        assert told.take() == ["a opens, True", *BEGINS, "a used", "a not used", "a closes"]
+
+    def test_of_a_reentrant_checkpoint_opens_at_once(self, make, told):
+        """Its outputs belonged to no graph in forward."""
+        module = make()
+        output = checkpoint(lambda x: module.run(lambda y: y.sin(), x), leaf(), use_reentrant=True)
+        assert told.take()[-1] == "a ran module 0, False"
+        output.sum().backward()
+        assert told.take() == ["a used", "a opens, True", "a not used", "a closes"]
+
+
+def test_hooks_tell_tensors_at_one_address_apart():
+    first = leaf()
+    hooks = TensorHooks(first)
+    assert hooks.is_of(first)
+    assert not hooks.is_of(leaf())
+    del first
+    assert not hooks.is_of(leaf())
+
+
+@pytest.mark.devices("sim", "stand-in")
+@pytest.mark.slots(4)
+def test_a_unit_may_have_been_called_by_another_tree_since(slots):
+    """The gradients of each backward go to the tree whose graph it is, as on one device."""
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Linear(5, 5)).to(slots[0])
+    x = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(1)).to(slots[0])
+    model = copy.deepcopy(single)
+    for module in (model[1], model):
+        fully_shard(module, devices=slots)
+    for _ in range(2):
+        whole, part = model(x[0]).square().mean(), model[1](x[1]).square().mean()
+        whole.backward()
+        part.backward()
+        (single(x[0]).square().mean() + single[1](x[1]).square().mean()).backward()
+    for found, expected in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)

@@ -1,0 +1,97 @@
+"""Units over machines: which gathers belong together, and gradients that wait for other machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from dataparallel.composable import fully_shard
+from dataparallel.machines.collectives import all_reduce, reduce_scatter, stage
+from dataparallel.machines.errors import PeerFailed
+from dataparallel.machines.group import Machines
+from dataparallel.sharded.units.gathers_over_machines import SourcesOverMachines
+from dataparallel.sharded.units.over_machines import MachinesOfTree
+from machine_ranks import on_machines
+from sharded_machines import spread
+
+pytestmark = [pytest.mark.usefixtures("one_intra_op_thread")]
+
+
+class Sent:
+    """A source that counts how often it is sent."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def begin(self, ready: Any) -> None:
+        self.times += 1
+
+
+class TestSources:
+    """The first gather of each slot is one gather, and so is the second."""
+
+    def test_slots_share_them_in_their_own_order(self):
+        sources: Any = SourcesOverMachines(2, lambda: [Sent()])  # type: ignore[list-item]
+        first, second = sources.next(0, {}), sources.next(0, {})
+        assert first is not second
+        assert sources.next(1, {}) is first
+        assert sources.next(1, {}) is second
+
+    def test_each_is_sent_once_by_the_slot_that_comes_first(self):
+        sources: Any = SourcesOverMachines(3, lambda: [Sent()])  # type: ignore[list-item]
+        for slot in (2, 0, 1):
+            (sent,) = sources.next(slot, {})
+            assert sent.times == 1
+
+
+def gathers(rank: int, devices: list[Any]) -> list[str]:
+    """What the queue of gathers begins in a step whose units are used by both slots."""
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).to(devices[0])
+    where = spread("1-D")
+    for unit in (*net, net):
+        fully_shard(unit, devices=devices, **where)
+    machines = fully_shard.state(net).machines
+    begun = []
+    queue = machines.gathers.queue
+    begin = queue.begin_round
+    queue.begin_round = lambda kind, contents: begun.append(contents.split("'")[1]) or begin(kind, contents)
+    net(torch.randn(4, 4, device=devices[0])).sum().backward()
+    return begun
+
+
+def test_slots_of_a_machine_share_a_gather():
+    """The last unit is gathered again in backward too, because only the root's units stay."""
+    for begun in on_machines(gathers):
+        assert begun == ["0", "1", "2", "2", "1", "0"]
+
+
+def ends(rank: int, devices: list[Any], failing: int) -> Any:
+    """Four machines, two groups; one machine fails in a round of all, in which each group has sums."""
+    rows = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    machines = MachinesOfTree(Machines.of(rows[rank // 2]), Machines.of(columns[rank % 2]))
+    row, column = machines.shard, machines.replicate
+    assert (row.ranks, column.ranks) == ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
+    outcomes = []
+    for fails in (True, False):
+        round = machines.all.queue.begin_round("backward", "a pass")
+        staged = stage(row, torch.full((2,), float(rank)), 1)
+        scattered = round.launch("x", lambda staged=staged: reduce_scatter(row, staged))
+        part = round.launch("x", lambda first=scattered: all_reduce(column, first.received()), [scattered])
+        end = round.end([rank == 3], RuntimeError("broken") if fails and rank == failing else None)
+        try:
+            outcomes.append((end.wait(), part.wait().tolist()))
+        except PeerFailed as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_failure_in_one_group_reaches_those_of_the_other(failing):
+    for failed, last in on_machines(ends, failing, ranks=4, slots=1, kind="cpu", group_timeout=20):
+        assert last == ([True], [6.0])
+        assert f"rank {failing} failed" in failed
+        assert "broken" in failed

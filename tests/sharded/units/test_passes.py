@@ -1,0 +1,349 @@
+"""A pass of backward ends once, with or without success, and a slot that waits for others is always woken."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dataparallel.comm.streams.current import Event, current_streams, streams_set
+from dataparallel.sharded.units import passes
+from dataparallel.sharded.units.passes import BackwardPass
+
+
+class Ended:
+    """Units and the tree in one: keeps what a pass tells them when it ends."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.error: Exception | None = None
+
+    def unit(self, name: str) -> Any:
+        def end(sums: Any) -> None:
+            self.told.append((name, "dropped" if sums is None else "summed"))
+            if self.error is not None and sums is not None:
+                raise self.error
+
+        def note_lost(computing: Any) -> None:
+            self.told.append((name, "lost"))
+
+        return SimpleNamespace(gradients=SimpleNamespace(end=end, note_lost=note_lost), is_last_backward=True)
+
+    def returned(self) -> None:
+        self.told.append("returned")
+
+    def pass_ended(self, ended: BackwardPass, has_failed: bool) -> None:
+        self.told.append("failed" if has_failed else "done")
+
+
+@pytest.fixture
+def ended() -> Ended:
+    return Ended()
+
+
+@pytest.fixture
+def running(ended: Ended, slots: list) -> BackwardPass:
+    devices = [torch.device(slot) for slot in slots]
+    return BackwardPass(
+        [ended.unit("a"), ended.unit("b")],
+        devices,
+        current_streams(devices),
+        lambda computing: None,
+        ended.pass_ended,
+        ended.returned,
+    )
+
+
+DONE = [("a", "summed"), ("b", "summed"), "done"]
+FAILED = [("a", "dropped"), ("b", "dropped"), "failed"]
+
+
+def in_backward(*works: Callable[[], Any]) -> None:
+    """Runs a backward that calls these in its nodes, one after the other."""
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True)
+        for work in reversed(works):
+            x = x * 1
+            x.register_hook(lambda grad, work=work: work() and None)
+        x.sum().backward()
+
+
+def fail() -> None:
+    raise ValueError("in backward")
+
+
+class TestTheEnd:
+    def test_comes_when_the_backward_has_ended(self, running, ended):
+        in_backward(running.join, lambda: ended.told.append("a later node"))
+        assert ended.told == ["a later node", *DONE]
+
+    def test_comes_once_however_many_nodes_join(self, running, ended):
+        in_backward(running.join, running.join, running.join)
+        assert ended.told == DONE
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_of_a_failed_backward_drops_what_waits(self, running, ended):
+        with pytest.raises(ValueError, match="in backward"):
+            in_backward(running.join, fail)
+        assert ended.told == FAILED
+
+    def test_comes_after_the_backward_around_a_reentrant_one(self, running, ended):
+        def inner() -> None:
+            in_backward(running.join)
+            assert ended.told == ["returned"]
+
+        in_backward(running.join, inner, lambda: ended.told.append("outer"))
+        assert ended.told == ["returned", "outer", *DONE]
+
+    def test_comes_when_one_of_two_fails_inside_the_other(self, running, ended):
+        with pytest.raises(ValueError, match="in backward"):
+            in_backward(running.join, lambda: in_backward(running.join, fail))
+        assert ended.told == FAILED
+
+    def test_comes_after_all_threads_that_joined(self, running, ended):
+        has_joined, may_end = threading.Event(), threading.Event()
+
+        def other() -> None:
+            in_backward(running.join, has_joined.set, lambda: may_end.wait(60))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert has_joined.wait(60)
+        in_backward(running.join)
+        assert ended.told == ["returned"]
+        may_end.set()
+        thread.join()
+        assert ended.told == ["returned", *DONE]
+
+    @pytest.mark.devices("sim", "stand-in")
+    def test_orders_the_streams_of_all_that_joined(self, running, slots, root):
+        """A ``backward()`` that has returned before the others gets its gradients when the pass ends."""
+        has_joined, may_end = threading.Event(), threading.Event()
+        total, early, summing = torch.zeros(2, device=root), torch.Stream(root), torch.Stream(root)
+
+        def add() -> None:
+            summing.wait_stream(torch.accelerator.current_stream(root))
+            with streams_set({root: summing}):
+                total.add_(1)
+            running.sums.latest = Event(summing)
+
+        def other() -> None:
+            in_backward(running.join, has_joined.set, lambda: may_end.wait(60), add)
+
+        early.wait_stream(torch.accelerator.current_stream(root))
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert has_joined.wait(60)
+        with streams_set({root: early}):
+            in_backward(running.join)
+        may_end.set()
+        thread.join()
+        with streams_set({root: early}):
+            total.mul_(2)  # the clocks see it
+        early.synchronize()
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_of_a_failed_backward_says_that_one_which_has_returned_lost_gradients(self, running, ended):
+        has_joined, may_fail = threading.Event(), threading.Event()
+
+        def other() -> None:
+            with pytest.raises(ValueError, match="in backward"):
+                in_backward(running.join, has_joined.set, lambda: may_fail.wait(60), fail)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert has_joined.wait(60)
+        in_backward(running.join)
+        may_fail.set()
+        thread.join()
+        assert ended.told == ["returned", *FAILED[:-1], ("a", "lost"), ("b", "lost"), "failed"]
+
+    def test_that_fails_itself_drops_what_waits_and_raises(self, running, ended):
+        ended.error = ValueError("in a sum")
+        with pytest.raises(ValueError, match="in a sum"):
+            in_backward(running.join)
+        assert ended.told == [("a", "summed"), *FAILED]
+
+    def test_a_backward_past_all_hooks_joins_too(self, running, ended):
+        in_backward(*[partial(running.join, only_if_alone=True)] * 2)
+        assert ended.told == DONE
+
+    def test_lets_no_more_tasks_join(self, running):
+        joined = []
+        for _ in range(2):
+            in_backward(lambda: joined.append(running.join()))
+        assert joined == [True, False]
+
+
+def waits(running: BackwardPass, slot: int) -> threading.Thread:
+    """A thread in which the slot waits for others, and does so already."""
+    entered = threading.Event()
+    condition = running._changed
+    real = condition.wait
+
+    def wait(timeout: float) -> bool:
+        entered.set()
+        return real(timeout)
+
+    condition.wait = wait
+    thread = threading.Thread(target=running.wait_for_others, args=(slot,))
+    thread.start()
+    assert entered.wait(60)
+    return thread
+
+
+def assert_ends(thread: threading.Thread) -> None:
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+MUCH = 2**21
+LONG = 3600.0
+UNITS: list[Any] = ["a", "b", "c", "d"]
+"""In the order of their forward, on each slot."""
+
+
+def delivers(running: BackwardPass, slot: int, units: str, size: int = MUCH) -> None:
+    for unit in units:
+        running.delivered(slot, cast("Any", unit), size)
+
+
+def begins(running: BackwardPass, order: list[list[Any]]) -> None:
+    """The last unit's backward begins on each slot."""
+    for slot, units in enumerate(order):
+        running.begins(slot, len(units) - 1, order)
+
+
+@pytest.mark.devices("sim", "stand-in")
+class TestASlotThatIsAhead:
+    @pytest.fixture(autouse=True)
+    def patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever is not woken hangs."""
+        monkeypatch.setattr(passes, "_PATIENCE", LONG)
+
+    @pytest.fixture
+    def order(self, running: BackwardPass) -> list[list[Any]]:
+        order = [UNITS] * 3
+        begins(running, order)
+        return order
+
+    def test_waits_until_the_others_have_delivered(self, running, order):
+        delivers(running, 0, "d")
+        thread = waits(running, 0)
+        delivers(running, 1, "d")
+        assert thread.is_alive()
+        delivers(running, 2, "d")
+        assert_ends(thread)
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_is_woken_by_a_failure(self, running, order):
+        delivers(running, 0, "d")
+        thread = waits(running, 0)
+        with pytest.raises(ValueError, match="in backward"):
+            in_backward(running.join, fail)
+        assert_ends(thread)
+
+    def test_is_woken_by_the_end(self, running, order):
+        delivers(running, 0, "d")
+        thread = waits(running, 0)
+        in_backward(running.join)
+        assert_ends(thread)
+
+    def test_does_not_wait_for_a_few_bytes(self, running, order):
+        delivers(running, 0, "d", size=1000)
+        running.wait_for_others(0)
+
+    def test_the_others_do_not_wait(self, running, order):
+        delivers(running, 0, "d")
+        running.wait_for_others(1)
+
+    def test_gives_up_if_nothing_moves(self, running, order, monkeypatch):
+        monkeypatch.setattr(passes, "_PATIENCE", 0.01)
+        delivers(running, 0, "d")
+        running.wait_for_others(0)
+
+    def test_waits_on_after_a_movement_that_does_not_help(self, running, order):
+        """All others have delivered something; this slot is still ahead."""
+        delivers(running, 0, "dcb")
+        thread = waits(running, 0)
+        for unit in "dc":
+            delivers(running, 1, unit)
+            delivers(running, 2, unit)
+            assert thread.is_alive()
+        delivers(running, 1, "b")
+        delivers(running, 2, "b")
+        assert_ends(thread)
+
+    def test_is_patient_while_another_slot_moves(self, running, order, monkeypatch):
+        monkeypatch.setattr(passes, "_PATIENCE", 1.0)
+        delivers(running, 0, "d")
+        thread = waits(running, 0)
+        for _ in range(15):
+            thread.join(0.1)
+            running.begins(1, 3, order)
+        assert thread.is_alive()
+        for slot in (1, 2):
+            delivers(running, slot, "d")
+        assert_ends(thread)
+
+    def test_that_has_given_up_waits_again_when_the_slot_behind_has_delivered(self, running, order, monkeypatch):
+        monkeypatch.setattr(passes, "_PATIENCE", 0.01)
+        delivers(running, 0, "d")
+        running.wait_for_others(0)
+        monkeypatch.setattr(passes, "_PATIENCE", LONG)
+        delivers(running, 0, "c")
+        running.wait_for_others(0)
+        delivers(running, 1, "d")
+        running.wait_for_others(0)  # slot 2 has not moved
+        delivers(running, 2, "d")
+        thread = waits(running, 0)
+        for slot in (1, 2):
+            delivers(running, slot, "c")
+        assert_ends(thread)
+
+    def test_does_not_wait_for_what_others_have_skipped(self, running):
+        begins(running, [UNITS, ["a", "d"], ["d"]])
+        for slot in range(3):
+            delivers(running, slot, "d")
+        delivers(running, 1, "a")
+        delivers(running, 0, "cb")
+        running.wait_for_others(0)
+        thread = waits(running, 1)
+        delivers(running, 0, "a")
+        assert_ends(thread)
+
+    def test_does_not_wait_for_what_the_backward_of_others_has_passed(self, running, order):
+        """Their graphs do not lead there."""
+        delivers(running, 0, "dcb")
+        thread = waits(running, 0)
+        running.begins(1, 0, order)
+        delivers(running, 1, "d")
+        assert thread.is_alive()
+        running.begins(2, 0, order)
+        delivers(running, 2, "d")
+        assert_ends(thread)
+
+    def test_does_not_wait_for_branches_that_others_take_in_another_order(self, running, order):
+        for slot in (1, 2):
+            running.begins(slot, 0, order)
+            delivers(running, slot, "da")
+            running.begins(slot, 1, order)
+        delivers(running, 0, "dba")
+        running.wait_for_others(0)
+
+    @pytest.mark.parametrize("count", [2])
+    def test_does_not_wait_for_a_slot_on_its_own_device(self, ended, slots, count):
+        """One thread of the engine runs the backward of both."""
+        devices = [slots[0]] * count
+        running = BackwardPass([], devices, current_streams(devices), lambda computing: None, ended.pass_ended)
+        begins(running, [UNITS] * count)
+        delivers(running, 0, "d")
+        running.wait_for_others(0)
+
+
+def test_patience_is_a_quarter_of_a_second():
+    """Long enough for another slot's unit, short enough that nobody takes it for a hang."""
+    assert passes._PATIENCE == 0.25

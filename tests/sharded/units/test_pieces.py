@@ -1,0 +1,297 @@
+"""``reshard_after_forward=k``: between forward and backward groups of k slots have the parameters, a piece on each."""
+
+from typing import Any
+
+import pytest
+import torch
+from loops import wait_for_the_engine
+from torch import Tensor, nn
+
+from dataparallel.comm.streams.current import Event, streams_set
+from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.sharded import ShardedTensor
+from dataparallel.sharded.units.owned import Source
+from dataparallel.testing.cases import numbers, seeded
+from dataparallel.testing.steps import assert_equal, mean_square_loss
+from made_units import recorded_gathers
+from memory import allocated
+from sharded_models import Awkward
+from sharded_steps import (
+    LOOPS,
+    MODELS,
+    Model,
+    assert_all_sharded,
+    assert_same_training,
+    gradients,
+    on_device,
+    sharded,
+    state,
+    whole,
+)
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+WIDTH = 16
+GROUP = 2
+
+
+class Layers(nn.Module):
+    """Layers of odd shapes, each a unit. Nothing else has parameters but the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.last = nn.Linear(WIDTH, 3)
+        self.fails = [""]
+
+    def units(self) -> list[nn.Module]:
+        return [*self.layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number == 2 and self.fails[0] == "forward":
+                raise ArithmeticError("in forward")
+            if number == 2 and self.fails[0] == "backward" and x.requires_grad:
+                x.register_hook(fail)
+        return self.last(x * self.scale)
+
+
+def fail(gradient: Tensor) -> None:
+    raise ArithmeticError("in backward")
+
+
+def rows(slots: list, seed: int = 0) -> Tensor:
+    (x,), _ = numbers(WIDTH)(2 * len(slots), seed)
+    return x.to(slots[0])
+
+
+def make(slots: list, **options: Any) -> Any:
+    return sharded(on_device(seeded(Layers), slots[0]), slots, **{"reshard_after_forward": GROUP, **options})
+
+
+def units(model: Any) -> list[Any]:
+    return [fully_shard.state(module).unit for module in (*model.layers, model)]
+
+
+def pieces(model: Any) -> list[Any]:
+    return [piece for unit in units(model) for piece in unit.pieces._kept if piece is not None]
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    """The sources that slots have pulled from, each slot by itself."""
+    return recorded_gathers(monkeypatch)
+
+
+class TestEqualsOneDevice:
+    @pytest.mark.slots(4, long=[8])
+    @pytest.mark.parametrize("loop", ["each_summed", "the_last_summed", "first_forward_first", "last_forward_first"])
+    def test_in_each_loop(self, loop, slots):
+        assert_same_training(
+            MODELS["gpt, units of several kinds"], slots, loop=LOOPS[loop], steps=3, reshard_after_forward=GROUP
+        )
+
+    @pytest.mark.slots(4, long=[8])
+    @pytest.mark.parametrize("model", MODELS)
+    def test_with_each_model(self, model, slots):
+        assert_same_training(MODELS[model], slots, steps=3, reshard_after_forward=GROUP)
+
+    @pytest.mark.slots(8)
+    def test_in_groups_of_four(self, slots):
+        """Rows that four slots divide in another way than eight."""
+        assert_same_training(Model(seeded(Awkward), numbers(6)), slots, steps=2, reshard_after_forward=4)
+
+    @pytest.mark.slots(4)
+    @pytest.mark.parametrize("loop", ["one_backward", "last_forward_first"])
+    def test_with_shards_in_host_memory(self, loop, slots):
+        model = MODELS["gpt, checkpoints around units"]
+        options = {"reshard_after_forward": GROUP, "offload_policy": CPUOffloadPolicy()}
+        assert_same_training(model, slots, loop=LOOPS[loop], steps=2, **options)
+
+
+@pytest.mark.devices("sim")
+class TestMemory:
+    @pytest.mark.slots(4, long=[8])
+    def test_a_slot_keeps_one_part_of_as_many_as_its_group_has_slots(self, slots):
+        held = {}
+        for option in (True, GROUP, False):
+            model = make(slots, reshard_after_forward=option)
+            mean_square_loss(model(rows(slots))).backward()  # some memory stays for good
+            model.zero_grad()
+            idle = allocated(slots)
+            with_graph = model(rows(slots))
+            held[option] = [now - before for now, before in zip(allocated(slots), idle, strict=True)]
+            del with_graph, model
+        full = 4 * (WIDTH + 1) * WIDTH * 8 + ((WIDTH + 1) * 3 + 1) * 8
+        for slot, nothing, pieces, everything in zip(slots, *held.values(), strict=True):
+            count = slots.count(slot)  # slots on this device
+            assert count * full / GROUP <= pieces - nothing <= count * (full / GROUP + 500)
+            assert everything - nothing >= count * full
+
+    @pytest.mark.slots(4, long=[8])
+    def test_backward_frees_them_as_it_goes(self, slots):
+        model = make(slots)
+        mean_square_loss(model(rows(slots))).backward()
+        model.zero_grad()
+        idle = allocated(slots)
+        loss = mean_square_loss(model(rows(slots)))
+        seen: list[int] = []
+        first = units(model)[0].gradients
+        deliver = first.deliver
+
+        def counted(slot: int, *args: Any) -> Any:
+            seen.append(len(pieces(model)))
+            return deliver(slot, *args)
+
+        first.deliver = counted
+        assert len(pieces(model)) == 5 * len(slots)
+        loss.backward()
+        assert seen[-1] == 0  # when the last slot delivers gradients of the first layer, all have read all pieces
+        model.zero_grad()
+        del loss
+        assert pieces(model) == []
+        assert allocated(slots, idle) == idle
+
+
+class TestWhatIsGatheredFromWhere:
+    @pytest.mark.slots(4)
+    def test_backward_asks_no_owner(self, slots, gathers):
+        model = make(slots)
+        loss = mean_square_loss(model(rows(slots)))
+        gathers.clear()
+        loss.backward()
+        assert gathers == []
+
+    @pytest.mark.slots(4)
+    def test_without_a_full_group_backward_asks_the_owners(self, slots, gathers):
+        """Three chunks: the third slot is alone in its group."""
+        model, twin = make(slots), on_device(seeded(Layers), slots[0])
+        x = rows(slots)[:3]
+        loss = mean_square_loss(model(x))
+        gathers.clear()
+        loss.backward()
+        assert len(gathers) == len(units(model))
+        mean_square_loss(twin(x)).backward()
+        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
+
+    @pytest.mark.slots(4)
+    def test_a_second_backward_asks_the_owners(self, slots, gathers):
+        """The pieces are freed at the end of the first."""
+        model = make(slots)
+        losses = [mean_square_loss(model(rows(slots, seed))) for seed in range(2)]
+        gathers.clear()
+        losses[0].backward()
+        assert gathers == []
+        losses[1].backward()
+        assert len(gathers) == len(slots) * len(units(model))
+
+
+@pytest.mark.slots(4)
+def test_pieces_that_are_dropped_while_a_slot_reads_them_last_as_long(slots):
+    model = make(slots)
+    model(rows(slots))
+    unit = units(model)[0]
+    expected = whole(model.layers[0].weight)
+    borrowed = unit.pieces.borrow(1)
+    unit.free()
+    assert pieces(model)
+    assert unit.pieces.borrow(0) is None
+    streams = unit.streams.pulling(1)
+    for piece in borrowed:
+        for stream in streams.values() if piece.made is not None else ():
+            piece.made.make_wait(stream)
+    with streams_set(streams):
+        found = [piece.flats[0].to(slots[1], copy=True) for piece in borrowed]
+        found = [part[: WIDTH * WIDTH // GROUP].clone().cpu() for part in found]
+    own = unit.streams.receiving[1]
+    unit.pieces.give_back(1, borrowed, None if own is None else Event(own))
+    assert_equal(torch.cat(found).view(WIDTH, WIDTH), expected, "weight", atol=0)
+    assert all(not piece.flats for piece in borrowed)
+
+
+class TestNothingIsKept:
+    @pytest.mark.slots(4)
+    def test_without_a_graph(self, slots, without_graph):
+        model = make(slots)
+        with without_graph():
+            model(rows(slots))
+        assert pieces(model) == []
+        assert_all_sharded(model)
+
+    @pytest.mark.slots(4)
+    @pytest.mark.parametrize("kind", ["forward", "backward"])
+    def test_after_a_failure(self, kind, slots):
+        model, twin = make(slots), on_device(seeded(Layers), slots[0])
+        earlier = model(rows(slots))
+        assert len(pieces(model)) == 5 * len(slots)
+        model.fails[0] = kind
+        with pytest.raises(ArithmeticError, match=f"in {kind}"):
+            mean_square_loss(model(rows(slots))).backward()
+        wait_for_the_engine(slots)
+        assert pieces(model) == []
+        assert_all_sharded(model)
+        model.fails[0] = ""
+        model.zero_grad()
+        for each in (model, twin):
+            mean_square_loss(each(rows(slots))).backward()
+        assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
+        del earlier
+
+    @pytest.mark.slots(4)
+    def test_of_values_that_have_changed(self, slots):
+        model, twin = make(slots), on_device(seeded(Layers), slots[0])
+        model(rows(slots))
+        kept = pieces(model)
+        with torch.no_grad():
+            for unit in units(model):
+                for parameter in unit.parameters:
+                    parameter.mul_(0.5)
+            for parameter in twin.parameters():
+                parameter.mul_(0.5)
+        with torch.no_grad():
+            assert_equal(whole(model(rows(slots))), whole(twin(rows(slots))), "outputs", atol=1e-9)
+        assert kept
+        assert pieces(model) == []
+        assert_all_sharded(model)
+
+
+class TestRegistered:
+    @pytest.mark.slots(4)
+    def test_after_forward_they_are_sharded_over_the_first_slots(self, slots):
+        model = make(slots)
+        before = state(model)
+        loss = mean_square_loss(model(rows(slots)))
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, ShardedTensor), name
+            assert isinstance(parameter, nn.Parameter), name
+            assert [*parameter.devices] == [torch.device(slot) for slot in slots[:GROUP]], name
+        assert_equal(state(model), before, "values", atol=0)
+        loss.backward()
+        assert_all_sharded(model)
+        assert all(len(parameter.devices) == len(slots) for parameter in model.parameters())
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+    @pytest.mark.slots(4)
+    def test_the_outermost_unit_decides_for_itself(self, slots):
+        """By default its parameters stay full."""
+        model = on_device(seeded(Layers), slots[0])
+        for layer in model.layers:
+            fully_shard(layer, devices=slots, reshard_after_forward=GROUP)
+        fully_shard(model, devices=slots)
+        model(rows(slots))
+        assert not isinstance(model.last.weight, ShardedTensor)
+        assert isinstance(model.layers[0].weight, ShardedTensor)
+        assert len(model.layers[0].weight.devices) == GROUP
+
+    @pytest.mark.slots(4)
+    def test_another_number_holds_from_the_next_forward(self, slots):
+        model = make(slots, reshard_after_forward=True)
+        model(rows(slots))
+        assert pieces(model) == []
+        model.set_reshard_after_forward(GROUP)
+        loss = mean_square_loss(model(rows(slots)))
+        assert len(pieces(model)) == 5 * len(slots)
+        loss.backward()
+        assert pieces(model) == []

@@ -1,0 +1,223 @@
+"""What a tree gathers ahead, and what it orders and frees at the end of a call."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dataparallel.sharded.units.calls import ForwardCall
+from dataparallel.sharded.units.on_slot import UnitOnSlot
+from dataparallel.sharded.units.tree import Tree
+from dataparallel.sharded.units.unit import Unit
+from made_units import Registry, unit_of, values
+
+
+@pytest.fixture
+def units(slots: list) -> list[Unit]:
+    return [unit_of(values(), slots) for _ in range(4)]
+
+
+@pytest.fixture
+def tree(units: list[Unit], slots: list) -> Tree:
+    return Tree(units, [torch.device(slot) for slot in slots])
+
+
+def call_units(call: ForwardCall, units: list[Unit], slots: list[Any], between: Callable[[Unit], Any]) -> None:
+    """Calls the units on the slots one after the other, each of which ends before the next begins."""
+    for slot in range(len(slots)):
+        for unit in units:
+            on_slot: UnitOnSlot = unit.on_slots[slot]
+            on_slot.use(call.ready, Registry())
+            call.began(on_slot)
+            between(unit)
+            on_slot.end_use()
+            call.ended(on_slot)
+            on_slot.module_ended(0, has_backward=True)
+
+
+def run(tree: Tree, order: list[Unit], slots: list[Any]) -> list[list[Unit]]:
+    """Calls the units in this order, and says which others had been started when each ran."""
+    found: list[list[Unit]] = []
+
+    def between(unit: Unit) -> None:
+        found.append([each for each in tree.units if each is not unit and each.on_slots[0].is_started])
+
+    tree.prepare()
+    with tree.calling(1) as call:
+        call_units(call, order, slots[:1], between)
+    return found
+
+
+class TestForward:
+    def test_gathers_what_came_next_the_last_time(self, tree, units, slots):
+        a, b, c, d = units
+        assert run(tree, [a, b, c, d], slots) == [[], [], [], []]
+        assert run(tree, [a, b, c, d], slots) == [[b], [c], [d], []]
+
+    def test_follows_a_changed_order_one_call_later(self, tree, units, slots):
+        a, b, c, d = units
+        run(tree, [a, b, c, d], slots)
+        assert run(tree, [a, c, b, d], slots)[0] == [b]
+        assert run(tree, [a, c, b, d], slots) == [[c], [b], [d], []]
+
+    def test_gathers_nothing_ahead_within_several_calls_of_one_unit(self, tree, units, slots):
+        a, b, *_ = units
+        for _ in range(2):
+            found = run(tree, [a, a, b], slots)
+        assert found == [[b], [b], []]
+
+    def test_lists_come_before_the_order(self, tree, units, slots):
+        a, b, c, d = units
+        run(tree, [a, b, c, d], slots)
+        a.forward_prefetch, b.forward_prefetch = [d, c], []
+        assert run(tree, [a, b, c, d], slots) == [[c, d], [c, d], [d], []]
+
+    def test_that_fails_keeps_the_known_order_and_leaves_nothing(self, tree, units, slots):
+        a, b, c, d = units
+        run(tree, [a, b, c, d], slots)
+        tree.prepare()
+        with pytest.raises(KeyError), tree.calling(1) as call:
+            call_units(call, [a, c], slots[:1], lambda unit: {}["no"] if unit is c else None)
+        for unit in (a, b, d):
+            assert not unit.on_slots[0].is_started
+        c.on_slots[0].end_use()
+        c.free()
+        assert run(tree, [a, b, c, d], slots) == [[b], [c], [d], []]
+
+    def test_drops_what_was_gathered_in_vain(self, tree, units, slots):
+        a, b, *_ = units
+        run(tree, [a, b], slots)
+        run(tree, [a], slots)
+        assert not b.on_slots[0].is_started
+
+    def test_one_tensor_between_two_units_has_one_hook(self, tree):
+        x = torch.ones(2, requires_grad=True) * 1
+        with tree.calling(1) as call:
+            assert call.hooks_of(0, x) is call.hooks_of(0, x)
+            assert call.hooks_of(0, x) is not call.hooks_of(0, x * 1)
+
+
+class TestBackward:
+    @pytest.fixture
+    def call(self, tree: Tree, units: list[Unit], slots: list) -> ForwardCall:
+        tree.prepare()
+        with tree.calling(1) as call:
+            call_units(call, units, slots[:1], lambda unit: None)
+        return call
+
+    def begin(self, call: ForwardCall, unit: Unit, position: int, units: list[Unit]) -> list[Unit]:
+        """The backward of a unit begins: which units it has started."""
+        found: list[Unit] = []
+
+        def begin(grad: object) -> None:
+            call.backward_begins(unit.on_slots[0], position, call.join_pass())
+            found.extend(each for each in units if each.on_slots[0].is_started)
+
+        x = torch.ones(1, requires_grad=True) * 1
+        x.register_hook(begin)
+        x.sum().backward()
+        assert not any(each.on_slots[0].is_started for each in units)  # the pass has ended
+        return found
+
+    def test_gathers_the_unit_and_the_one_that_ended_before_it(self, call, units):
+        assert self.begin(call, units[3], 3, units) == [units[2], units[3]]
+        assert self.begin(call, units[0], 0, units) == [units[0]]
+
+    def test_lists_come_before_the_order(self, call, units):
+        units[3].backward_prefetch = [units[0], units[1]]
+        units[2].backward_prefetch = []
+        assert self.begin(call, units[3], 3, units) == [units[0], units[1], units[3]]
+        assert self.begin(call, units[2], 2, units) == [units[2]]
+
+    def test_leaves_out_units_that_backward_does_not_read(self, call, units):
+        units[2].unshard_in_backward = False
+        assert self.begin(call, units[3], 3, units) == [units[3]]
+        assert self.begin(call, units[2], 2, units) == [units[1]]
+
+
+class TestSettling:
+    """A backward that has failed raises at once, while other threads may be in nodes of it."""
+
+    @pytest.fixture
+    def call(self, tree, units):
+        tree.prepare()
+        with tree.calling(1) as call:
+            pass
+        return call
+
+    @staticmethod
+    def backward(*works: Callable[[], Any]) -> None:
+        x = torch.ones(1, requires_grad=True)
+        y = x
+        for work in reversed(works):
+            y = y * 1
+            y.register_hook(lambda grad, work=work: work() and None)
+        y.sum().backward()
+
+    @pytest.mark.parametrize("use", ["prepare", "unshard", "reshard"])
+    def test_waits_until_the_pass_has_ended(self, tree, call, units, use):
+        has_joined, may_end, has_settled = (threading.Event() for _ in range(3))
+
+        def settle() -> None:
+            {"prepare": tree.prepare, "unshard": lambda: units[0].unshard(False), "reshard": units[0].reshard}[use]()
+            has_settled.set()
+
+        works = [lambda: tree.join_pass(call), has_joined.set, lambda: may_end.wait(60)]
+        threads = [threading.Thread(target=self.backward, args=works), threading.Thread(target=settle)]
+        threads[0].start()
+        assert has_joined.wait(60)
+        threads[1].start()
+        assert not has_settled.wait(0.1)
+        may_end.set()
+        for thread in threads:
+            thread.join(60)
+        assert has_settled.is_set()
+
+    def test_does_nothing_inside_the_backward(self, tree, call, units):
+        self.backward(lambda: tree.join_pass(call), tree.prepare, units[0].reshard)
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_a_backward_whose_gradients_were_dropped_with_it_raises(self, tree, call):
+        def other() -> None:
+            self.backward(lambda: tree.join_pass(call), lambda: {}["fails"])
+
+        def fail_elsewhere() -> None:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(60)
+
+        with pytest.raises(RuntimeError, match="this backward has lost gradients"):
+            self.backward(lambda: tree.join_pass(call), fail_elsewhere, lambda: tree.join_pass(call))
+        self.backward(lambda: tree.join_pass(call))
+
+
+@pytest.mark.devices("sim", "stand-in")
+class TestOrders:
+    """The clocks raise if owners write to shards that are still pulled."""
+
+    def write(self, units: list[Unit]) -> None:
+        with torch.no_grad():
+            for unit in units:
+                for parameter in unit.parameters:
+                    parameter.mul_(2)
+
+    def test_owners_write_after_a_call_without_a_backward(self, tree, units, slots):
+        for _ in range(2):
+            tree.prepare()
+            with tree.calling(len(slots)) as call:
+                call_units(call, units, slots, lambda unit: None)
+            self.write(units)
+
+    def test_owners_write_after_pulls_that_were_in_vain(self, tree, units, slots):
+        tree.prepare()
+        with tree.calling(len(slots)) as call:
+            for on_slot in units[1].on_slots:
+                on_slot.start(call.ready)
+        self.write(units)
+
+    def test_owners_write_after_a_user_has_resharded(self, units):
+        units[0].unshard(async_op=True)
+        units[0].reshard()
+        self.write(units[:1])
