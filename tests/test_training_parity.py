@@ -1,7 +1,7 @@
 """Training on slots equals training on one device, with both forms that replicate, for every model of the zoo.
 
 In float64. Not here: what single stages promise, which is tested beside the stage, and models that are divided, which
-are in composable/test_fully_shard_parity.
+are in forms/test_fully_shard_parity.
 """
 
 from typing import Any

@@ -66,7 +66,7 @@ def test_a_bare_module_has_no_attributes() -> None:
 
 
 # The registry of a replica's parameters waits once for each stream, and only for its own parameters.
-# ``tests/streams/test_arrivals_lookups.py`` shows by clocks that every way to a parameter waits.
+# ``tests/comm/streams/test_arrivals_lookups.py`` shows by clocks that every way to a parameter waits.
 
 HERE, THERE = "here", "there"
 
