@@ -15,7 +15,8 @@ from dataparallel._version import __version__
 if TYPE_CHECKING:
     from dataparallel import nn, peers
     from dataparallel.batches.per_replica import PerReplica
-    from dataparallel.batches.scatter_gather import gather, scatter, scatter_kwargs, whole
+    from dataparallel.batches.scatter_gather import gather, scatter, scatter_kwargs
+    from dataparallel.batches.structures import whole
     from dataparallel.call.parallel_apply import parallel_apply
     from dataparallel.forms.data_parallel import DataParallel, data_parallel
     from dataparallel.forms.prefetch import prefetch
@@ -50,7 +51,8 @@ import_on_demand(
         "forms.prefetch": ("prefetch",),
         "replicas.replicate": ("replicate",),
         "samples": ("samples",),
-        "batches.scatter_gather": ("gather", "scatter", "scatter_kwargs", "whole"),
+        "batches.scatter_gather": ("gather", "scatter", "scatter_kwargs"),
+        "batches.structures": ("whole",),
         "tracing": ("trace",),
     },
 )

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-__all__ = ["import_on_demand"]
-
 ROOT = __name__.partition(".")[0]
 
 # Python raises in one of two threads that wait for each other because one imports a folder and the other a file in it.

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["says_no"]
-
 
 def says_no(variable: str) -> bool:
     """True if the environment variable is set to ``0``, ``false``, ``no`` or ``off``, in upper or lower case."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-__all__ = ["in_forked_child"]
-
 
 def in_forked_child(function: Callable[[], None]) -> Callable[[], None]:
     """A decorator: each child that this process forks first calls the function. Without effect on Windows."""

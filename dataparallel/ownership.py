@@ -25,22 +25,6 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.environment import says_no
 
-__all__ = [
-    "VARIABLE",
-    "Holders",
-    "MemoryHolders",
-    "are_counts_trusted",
-    "are_in_one_list_only",
-    "are_weakly_held",
-    "holders_of_memory",
-    "references",
-    "references_inside",
-    "references_of_one",
-    "try_counts",
-    "weak_references",
-    "why_not_trusted",
-]
-
 VARIABLE = "DATAPARALLEL_REUSE"
 """Environment variable, read at import. ``0``: nothing is used again on the evidence of reference counts."""
 

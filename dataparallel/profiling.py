@@ -20,18 +20,6 @@ from dataparallel.forks import in_forked_child
 if TYPE_CHECKING:
     from dataparallel.tracing.recorder import Recorder
 
-__all__ = [
-    "Replicas",
-    "bytes_of",
-    "is_recording",
-    "note_copied_bytes",
-    "note_copy",
-    "note_gradients",
-    "profiled",
-    "replicas",
-    "stage",
-]
-
 T = TypeVar("T")
 
 _NOTHING = nullcontext()

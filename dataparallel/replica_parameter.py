@@ -8,8 +8,6 @@ import torch
 
 from dataparallel import _torch
 
-__all__ = ["ReplicaParameter"]
-
 
 class ReplicaParameter(torch.Tensor):
     """A parameter of a replica: ``isinstance(p, nn.Parameter)`` holds, but it is an output of the broadcast.

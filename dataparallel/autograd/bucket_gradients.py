@@ -26,8 +26,6 @@ from dataparallel import _torch, comm
 from dataparallel.autograd.gradient_streams import GradientStreams, Made
 from dataparallel.comm.buckets import Bucket, Layout, Planned, flatten, plan_buckets, unflatten
 
-__all__ = ["Packing", "SlotGradients", "SourceGradients", "contents_of", "empty_handle", "enveloped"]
-
 
 def empty_handle(device: torch.device) -> Tensor:
     """An empty tensor: a handle in a forward, whose gradient in backward is an envelope."""

@@ -52,8 +52,6 @@ from dataparallel.comm.streams.nodes import memory_of, note_forward_streams
 from dataparallel.comm.transport import Later
 from dataparallel.profiling import note_gradients, stage
 
-__all__ = ["FromSource", "OnSlot", "ToSlots", "broadcast_bucket"]
-
 
 def broadcast_bucket(
     slots: Sequence[torch.device],

@@ -26,8 +26,6 @@ from dataparallel.comm.transport import Later
 from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.profiling import stage
 
-__all__ = ["Broadcast", "Collect", "Gather", "ReduceAddCoalesced", "Scatter", "copies_for_slots", "sums_over_slots"]
-
 _ONE_BUFFER = sys.maxsize
 """Tensors of one call and one dtype travel as one flat buffer. Callers with many tensors make one call per bucket."""
 

@@ -40,8 +40,6 @@ from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.comm.streams.current import Event, kept_stream, make_current, run_apart
 from dataparallel.comm.streams.nodes import memory_of
 
-__all__ = ["GradientStreams", "Made", "side_stream"]
-
 _BUCKETS_HELD = 2
 """How many buckets have their flat buffers held. When one more bucket has been launched, the computing streams wait for
 the oldest bucket's sum, except on the root, and its buffers are freed."""

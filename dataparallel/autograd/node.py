@@ -17,8 +17,6 @@ from torch.autograd.function import BackwardCFunction
 from dataparallel import _torch
 from dataparallel.comm.buckets import alias
 
-__all__ = ["Node", "OneNode", "run_before_last", "run_first", "run_last", "sharing"]
-
 
 class Node(Function):
     """A ``torch.autograd.Function`` whose ``backward`` is never compiled by ``torch.compile``.

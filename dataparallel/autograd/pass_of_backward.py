@@ -13,8 +13,6 @@ from typing import TypeVar
 
 from dataparallel import _torch
 
-__all__ = ["PassOfBackward", "error_of_failed_pass", "running_pass"]
-
 T = TypeVar("T")
 
 _passes: dict[int, PassOfBackward] = {}  # those that run, by the engine's number

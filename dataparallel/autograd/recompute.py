@@ -16,8 +16,6 @@ from dataparallel import _torch
 from dataparallel.autograd.pass_of_backward import running_pass
 from dataparallel.comm.streams.current import run_apart
 
-__all__ = ["note_whether_to_recompute", "recompute_here", "restore_after_backward"]
-
 
 def restore_after_backward() -> None:
     """Restores the CPU generator's state of now when the running backward pass ends.

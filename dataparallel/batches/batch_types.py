@@ -22,8 +22,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from dataparallel._torch import pytree
 from dataparallel.batches.per_replica import PerReplica
 
-__all__ = ["Batch", "Container", "batch_of", "container_of", "is_written_to", "register_batch", "register_container"]
-
 
 class Container(NamedTuple):
     """How to walk one type: see `register_container`."""

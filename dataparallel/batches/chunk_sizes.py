@@ -16,8 +16,6 @@ from typing import Literal, Protocol, TypeAlias
 
 from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes
 
-__all__ = ["BALANCED", "ChunkSizes", "Exact", "Shares", "Splits", "checked", "near_equal", "split_by_shares"]
-
 BALANCED: Literal["balanced"] = "balanced"
 
 ChunkSizes: TypeAlias = "Sequence[float] | Literal['balanced'] | None"

@@ -22,8 +22,6 @@ from dataparallel.batches.structures import leaves
 from dataparallel.comm.checks import why_not_gatherable, why_not_movable
 from dataparallel.samples import Samples
 
-__all__ = ["joined_structures"]
-
 _HINT = "; if the list has one entry for each sample, return dataparallel.samples(list) from forward"
 
 

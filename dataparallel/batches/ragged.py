@@ -22,8 +22,6 @@ from torch import Tensor
 
 from dataparallel.autograd.functions import Broadcast, Gather, Scatter
 
-__all__ = ["RaggedCopies", "is_ragged", "joined", "why_not_joinable", "why_not_split"]
-
 _ORIGIN = "_dataparallel_cut_from"
 """Attribute of a chunk's offsets: `_Origin`."""
 

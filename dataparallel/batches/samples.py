@@ -21,8 +21,6 @@ from dataparallel.comm.checks import why_not_movable
 from dataparallel.comm.streams.ahead import take_sent_chunks
 from dataparallel.samples import Samples
 
-__all__ = ["SampleCopies", "check_entries", "joined_samples", "slots_of_tensors"]
-
 
 def check_entries(marked: Samples[Any], path: str) -> None:
     """Checks that all that is inside can be moved.

@@ -20,13 +20,11 @@ from dataparallel.batches.chunk_sizes import Splits, checked, near_equal
 from dataparallel.batches.joined import joined_structures
 from dataparallel.batches.per_replica import PerReplica
 from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
-from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas, whole
+from dataparallel.batches.structures import Arguments, is_whole, leaves, mark_whole, number_of_replicas
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_slots
 from dataparallel.samples import Samples
-
-__all__ = ["gather", "moved", "scatter", "scatter_arguments", "scatter_kwargs", "whole"]
 
 
 @_torch.not_traced

@@ -18,18 +18,6 @@ from dataparallel.batches.per_replica import PerReplica
 from dataparallel.comm.buckets import alias
 from dataparallel.samples import Samples
 
-__all__ = [
-    "Arguments",
-    "arguments_of_one",
-    "children_of",
-    "is_whole",
-    "leaves",
-    "mark_whole",
-    "number_of_replicas",
-    "tensors_in",
-    "whole",
-]
-
 _WHOLE = "_dataparallel_whole"
 
 

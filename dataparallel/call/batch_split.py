@@ -14,8 +14,6 @@ from dataparallel.batches.chunk_sizes import BALANCED, ChunkSizes, Exact, Shares
 from dataparallel.threads.balance import BalancedCall, Balancer
 from dataparallel.threads.permits import kind_of_call, size_of
 
-__all__ = ["BatchSplit"]
-
 
 class BatchSplit:
     """The split of one form.

@@ -27,8 +27,6 @@ from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.threads.balance import BalancedCall
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
-__all__ = ["Call", "call_of_this_thread", "run_alone"]
-
 R = TypeVar("R", bound=Sequence[nn.Module])
 
 _of_thread = threading.local()

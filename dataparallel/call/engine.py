@@ -35,8 +35,6 @@ from dataparallel.threads.permits import PermitChooser
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall
 
-__all__ = ["CallEngine", "CallOptions", "Method", "ReplicaMaker"]
-
 
 class Method(NamedTuple):
     """A method that runs on the slots: each replica runs its own of this ``name``, a single slot the module's."""

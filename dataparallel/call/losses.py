@@ -23,8 +23,6 @@ from dataparallel.replicas.placement import check_placement
 from dataparallel.replicas.replicate import make_replicas
 from dataparallel.samples import Samples
 
-__all__ = ["CallLoss", "Criterion", "Part", "ReplicaLoss"]
-
 Criterion = Callable[[Any, Any], Any]
 
 TARGET, OUTPUTS = "target", "outputs"

@@ -31,8 +31,6 @@ from dataparallel.threads.meetings import Meeting, is_wake_up
 from dataparallel.threads.permits import CallPermits, PermitChooser, kind_of_call, size_of
 from dataparallel.threads.waits import Outcome, Skipped
 
-__all__ = ["CALL", "SERIAL_VARIABLE", "check_workers", "is_serial", "parallel_apply", "run_replicas"]
-
 CALL = "__call__"
 
 SERIAL_VARIABLE = "DATAPARALLEL_SERIAL"

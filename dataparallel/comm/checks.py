@@ -10,16 +10,6 @@ from torch.nn.parameter import is_lazy
 
 from dataparallel.comm.buckets import PLAIN_TYPES
 
-__all__ = [
-    "check_chunk_sizes",
-    "check_exactly_one",
-    "check_movable",
-    "check_summable",
-    "near_equal_sizes",
-    "why_not_gatherable",
-    "why_not_movable",
-]
-
 
 def near_equal_sizes(total: int, slots: int) -> list[int]:
     """Chunk sizes as ``torch.chunk`` makes them: all but the last are equal, and there may be fewer than ``slots``.

@@ -33,8 +33,6 @@ from dataparallel.comm.peer_check import VARIABLE as PEER_CHECK_VARIABLE
 from dataparallel.comm.peer_check import Pair
 from dataparallel.comm.settings import Settings
 
-__all__ = ["MOST_PIECES", "Choice", "Collective", "Routed", "choose", "fastest", "pieces", "time_of"]
-
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "all_gather", "reduce_scatter"]
 
 SUPPORTED: dict[str, tuple[Collective, ...]] = {

@@ -15,8 +15,6 @@ import torch
 from dataparallel.comm.streams.current import current_streams, kept_stream
 from dataparallel.devices import current_device_set
 
-__all__ = ["RECEIVING", "SENDING", "PieceStreams", "are_pieces_under_way", "piece_streams", "piece_streams_kept"]
-
 RECEIVING, SENDING = 0, 1
 """The streams of a device, the caller's and a further one, where one receives and the other sends."""
 

@@ -20,8 +20,6 @@ from dataparallel.comm.transport import Transport
 from dataparallel.devices import CPU
 from dataparallel.profiling import note_copy
 
-__all__ = ["ThroughHost", "can_pin", "send"]
-
 
 def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
     """``tensor`` on ``device``, as `Transport.to_device` returns it, with no copy from accelerator to accelerator.

@@ -17,8 +17,6 @@ import torch
 
 from dataparallel.forks import in_forked_child
 
-__all__ = ["ALL_TO_ALL", "SHARED", "Links", "forget", "links_between"]
-
 
 class Links(NamedTuple):
     """What copies between accelerators share: ``latency`` in seconds, ``bandwidth`` in bytes per second and direction.

@@ -17,8 +17,6 @@ from dataparallel.comm.duplex import RECEIVING, SENDING, piece_streams
 from dataparallel.comm.streams.current import Event
 from dataparallel.devices import CPU
 
-__all__ = ["Memory", "all_gather", "are_apart", "memory", "reduce_scatter"]
-
 Copy = Callable[[Tensor, Tensor], object]
 """Copies into the first tensor what the second one has. Dtypes are the same."""
 

@@ -22,8 +22,6 @@ from dataparallel.comm.routes import STAR
 from dataparallel.comm.transport import Transport
 from dataparallel.profiling import note_copy
 
-__all__ = ["Nccl", "launching", "why_not"]
-
 _SUMMED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8),

@@ -20,8 +20,6 @@ from dataparallel.comm.streams.current import kept_stream, streams_set
 from dataparallel.environment import says_no
 from dataparallel.forks import in_forked_child
 
-__all__ = ["VARIABLE", "Pair", "check_all", "forget", "is_on", "trusted"]
-
 Pair: TypeAlias = "tuple[torch.device, torch.device]"
 
 VARIABLE = "DATAPARALLEL_PEER_CHECK"

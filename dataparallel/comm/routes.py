@@ -24,8 +24,6 @@ from dataparallel.comm.duplex import (
 from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.profiling import note_copy
 
-__all__ = ["STAR", "TorchCopies", "hops"]
-
 P = TypeVar("P")
 
 _ALIGNED = 128

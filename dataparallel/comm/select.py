@@ -27,8 +27,6 @@ from dataparallel.comm.settings import Settings
 from dataparallel.comm.transport import Transport, summed_in
 from dataparallel.forks import in_forked_child
 
-__all__ = ["choose_transport", "forget", "transport_for", "why_dropped", "wrong_sums"]
-
 _CHECKED_BYTES = 2**16 + 1
 """The size of the buffers by which a transport is compared with plain copies; no round number."""
 

@@ -12,17 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "ROUTES",
-    "ROUTE_VARIABLE",
-    "TRANSPORTS",
-    "TRANSPORT_VARIABLE",
-    "Settings",
-    "current",
-    "held",
-    "using",
-]
-
 TRANSPORTS = ("copy", "nccl", "cupy", "host")
 ROUTES = ("star", "tree", "chain", "shards")
 

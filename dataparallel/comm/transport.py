@@ -31,8 +31,6 @@ from dataparallel.comm.buckets import (
 )
 from dataparallel.profiling import note_copy
 
-__all__ = ["FlatBroadcast", "Later", "Transport", "Travelling", "summed_in", "travel_flat_on_every_slot"]
-
 Travelling: TypeAlias = "Callable[[Sequence[Tensor]], AbstractContextManager[None]]"
 """Opens the context in which flat buffers are copied and added. Its argument is every buffer that is used there."""
 

@@ -21,8 +21,6 @@ from dataparallel.forms.managed import KEY, ManagedModule, name_of_form
 from dataparallel.replicas import replaced_parameters
 from dataparallel.replicas.plan import ORIGINAL_CLASS
 
-__all__ = ["Form", "are_in_one_tree"]
-
 P = ParamSpec("P")
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 S = TypeVar("S")

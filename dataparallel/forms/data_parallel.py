@@ -30,8 +30,6 @@ from dataparallel.replicas.placement import check_placement
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
 from dataparallel.replicas.signatures import shows_forward_of_module
 
-__all__ = ["DataParallel", "data_parallel"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

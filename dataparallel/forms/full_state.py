@@ -31,8 +31,6 @@ from dataparallel.replicas.replaced_parameters import check_optimizer
 from dataparallel.sharded.optimizer_state import counters, sharded_value
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__ = ["full_state_dict", "load_full_state_dict"]
-
 StateDict: TypeAlias = "dict[str, Any]"
 
 

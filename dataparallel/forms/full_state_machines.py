@@ -23,16 +23,6 @@ from dataparallel.sharded.tensor import ShardedTensor
 if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
 
-__all__ = [
-    "all_machines",
-    "checked_together",
-    "described",
-    "sampled",
-    "saved_parameters",
-    "sharded_over",
-    "states_of",
-]
-
 T = TypeVar("T")
 
 SAMPLES = 64

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["fully_shard"]
-
 _P = ParamSpec("_P")
 
 

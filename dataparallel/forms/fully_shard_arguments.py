@@ -18,16 +18,6 @@ from dataparallel.forms.policies import MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.sharded.placements import check_placement
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__ = [
-    "check_children",
-    "check_kind",
-    "check_parameters",
-    "check_policies",
-    "check_reshard",
-    "parameters_of_unit",
-    "places_of",
-]
-
 
 def check_kind(module: nn.Module) -> None:
     """Checks that the module can be a unit: that it has a forward, and is no wrapper or ScriptModule."""

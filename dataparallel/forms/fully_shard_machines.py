@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from dataparallel.sharded.units.over_machines import MachinesOfTree
 
-__all__ = ["compare_start", "failing_together", "machines_for", "send_values"]
-
 
 def machines_for(
     process_group: ProcessGroup | None, mesh: DeviceMesh | None, slots: Sequence[torch.device]

@@ -27,14 +27,13 @@ from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.over_machines import MachinesOfTree
+from dataparallel.sharded.units.settings import Precision
 from dataparallel.sharded.units.tree import Tree
-from dataparallel.sharded.units.unit import Precision, Unit
+from dataparallel.sharded.units.unit import Unit
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall
     from dataparallel.sharded.units.over_machines import MachinesOfTree
-
-__all__ = ["FullyShardState"]
 
 
 class FullyShardState(StateOnSlots):

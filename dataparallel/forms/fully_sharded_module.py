@@ -18,8 +18,6 @@ from dataparallel.forms.on_slots import OnSlots, state_of
 from dataparallel.replicas.compiled.calls import CALL
 from dataparallel.replicas.plan import UNIT_ON_SLOT
 
-__all__ = ["FullyShardedModule", "UnshardHandle"]
-
 
 class UnshardHandle:
     """What `FullyShardedModule.unshard` returns. This one is of a module without devices: nothing is gathered."""

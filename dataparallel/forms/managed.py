@@ -15,8 +15,6 @@ from dataparallel._torch import HOOK_TABLES
 from dataparallel.replicas.build import bare_module, give_attributes
 from dataparallel.replicas.plan import TWIN_INFO, TwinInfo, dotted, instance_slots
 
-__all__ = ["KEY", "ManagedModule", "Twin", "held_by", "name_of_form", "original_class", "own_modules", "own_parameters"]
-
 KEY = "_dataparallel_form"
 """The attribute of a managed module that holds its form and the form's state."""
 

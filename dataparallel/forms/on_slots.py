@@ -25,8 +25,6 @@ from dataparallel.forms.managed import KEY, ManagedModule, held_by, original_cla
 from dataparallel.replicas.plan import UNIT_ON_SLOT
 from dataparallel.replicas.signatures import StandIns, left_alone
 
-__all__ = ["OnSlots", "StateOnSlots", "register_forward_method", "state_of"]
-
 
 def state_of(module: Any) -> Any:
     """The state of a managed module.

@@ -38,8 +38,6 @@ from dataparallel.replicas.replicate import copy_buffers, copy_constants, of_par
 if TYPE_CHECKING:
     from dataparallel.gradients.machine_sums import Agreement
 
-__all__ = ["PersistentTensors"]
-
 
 class PersistentTensors(ReplicaTensors):
     """The tensors of one module on all of its slots. One thread at a time may use them.

@@ -26,8 +26,6 @@ from dataparallel.forms.managed import ManagedModule
 from dataparallel.forms.on_slots import state_of
 from dataparallel.samples import Samples
 
-__all__ = ["Prefetch", "prefetch"]
-
 T = TypeVar("T")
 
 

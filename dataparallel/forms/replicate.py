@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from dataparallel.gradients.comm_hooks import GradBucket
     from dataparallel.machines.group import Machines
 
-__all__ = ["ReplicatedModule", "replicate"]
-
 
 class _OfReplicas:
     """An attribute that replicas have, and the module itself has not: ``None`` here, whatever was set.

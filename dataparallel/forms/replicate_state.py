@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from dataparallel.machines.group import Machines
     from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
 
-__all__ = ["ReplicateState"]
-
 
 class ReplicateState(StateOnSlots):
     """The state of one module. It refers to the module weakly, and to ignored modules and parameters strongly.

@@ -23,8 +23,6 @@ from dataparallel.replicas.replicate import put
 from dataparallel.sharded.units.calls import ForwardCall, ModuleOnSlot, UnitInReplica
 from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["UnitTensors"]
-
 
 class UnitTensors(ReplicaTensors):
     """The tensors of one tree.

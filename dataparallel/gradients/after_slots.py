@@ -17,8 +17,6 @@ from dataparallel.autograd.bucket_gradients import SourceGradients
 from dataparallel.comm.buckets import Bucket, Layout, flatten
 from dataparallel.gradients.exchanged_sums import ExchangedBucket
 
-__all__ = ["AfterSlots", "Arriving", "Backward", "BucketSum", "ChainedBucket"]
-
 
 @dataclass(frozen=True, slots=True)
 class BucketSum:

@@ -10,8 +10,6 @@ import weakref
 
 from dataparallel.replicas.plan import ModulePlan
 
-__all__ = ["BucketOrder", "recorded_in"]
-
 
 class BucketOrder:
     """The order in which the gradients of a tree arrive. It holds no tensors.

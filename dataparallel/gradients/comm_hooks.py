@@ -21,8 +21,6 @@ from dataparallel.comm.streams.nodes import memory_of
 from dataparallel.devices import current_device_set
 from dataparallel.gradients.after_slots import BucketSum
 
-__all__ = ["Called", "CommHook", "GradBucket", "HookedSums", "wait_for"]
-
 
 class GradBucket:
     """A bucket of gradients, for a communication hook. It has the methods of ``torch.distributed.GradBucket``.

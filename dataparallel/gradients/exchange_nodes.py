@@ -24,8 +24,6 @@ from dataparallel.gradients.after_slots import AfterSlots
 from dataparallel.gradients.exchanges import Chain, Exchange
 from dataparallel.gradients.gradient_sums import PersistentToSlots
 
-__all__ = ["Passes", "make_sources", "make_to_slots"]
-
 _LEFTOVER = 5.0
 """Seconds for the engine's threads to leave a pass that has failed, before the next one is refused."""
 

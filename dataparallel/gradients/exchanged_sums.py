@@ -25,8 +25,6 @@ from dataparallel.autograd.bucket_gradients import SlotGradients
 from dataparallel.autograd.pass_of_backward import PassOfBackward
 from dataparallel.gradients.gradient_sums import FormerGrad, GradientSums, Kept, WaitingBucket
 
-__all__ = ["ExchangedBucket", "ExchangedSums", "Taken"]
-
 
 class _Carried(NamedTuple):
     """What waits for a source that is in no bucket now."""

@@ -27,8 +27,6 @@ from dataparallel.gradients.gradient_sums import reached_sources
 if TYPE_CHECKING:
     from dataparallel.gradients.exchange_nodes import Passes
 
-__all__ = ["Chain", "Exchange"]
-
 _numbers = count()
 
 _OLDER = 300.0

@@ -36,8 +36,6 @@ from dataparallel.autograd.gradient_streams import GradientStreams, Made
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.comm.streams.current import streams_joined, streams_set
 
-__all__ = ["FormerGrad", "GradientSums", "Kept", "PersistentToSlots", "WaitingBucket", "reached_sources"]
-
 
 class PersistentToSlots(ToSlots):
     """A bucket's node, used by many passes. ``node.waiting`` is its `WaitingBucket`.

@@ -20,8 +20,6 @@ from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Launched, Round
 
-__all__ = ["HookedMachineSums"]
-
 
 class HookedMachineSums:
     """The `AfterSlots` of a hook, for a module that spans machines."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Agreement", "MachineSums", "machines_for"]
-
 
 def machines_for(
     process_group: ProcessGroup | None, mesh: DeviceMesh | None

@@ -21,8 +21,6 @@ from dataparallel.machines.errors import MachinesDiffer, PeerFailed
 if TYPE_CHECKING:
     from dataparallel.machines.group import Group
 
-__all__ = ["MOST", "Control", "Steps", "agree", "as_text", "differences", "exchange_used", "failures", "of_ranks"]
-
 _SHORT, _OF_LENGTH = 1024, 8  # bytes of the first message, and of the length in it
 
 Steps = Generator[Future[Any], None, Any]

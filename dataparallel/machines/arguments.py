@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_sendable", "machines_of", "one_device", "refuse_tensor_parallel", "shard_and_replicate_groups"]
-
 
 def machines_of(
     process_group: ProcessGroup | None, mesh: DeviceMesh | None, slots: Sequence[torch.device] = ()

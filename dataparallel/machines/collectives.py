@@ -25,18 +25,6 @@ from dataparallel.machines.health import SLICE, Check
 if TYPE_CHECKING:
     from dataparallel.machines.group import Group
 
-__all__ = [
-    "Operator",
-    "Staged",
-    "Transfer",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "reduce_scatter",
-    "stage",
-]
-
 Operator = Literal["sum", "max", "min", "product"]
 
 OPERATORS = {

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-__all__ = ["MachinesDiffer", "MachinesError", "PeerFailed", "PeerGone", "again", "in_words"]
-
 E = TypeVar("E", bound=BaseException)
 
 

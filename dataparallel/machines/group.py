@@ -23,8 +23,6 @@ from dataparallel.machines.health import Health
 from dataparallel.machines.launcher import launcher
 from dataparallel.machines.round_queue import RoundQueue
 
-__all__ = ["Group", "Machines"]
-
 _given: dict[int, Machines] = {}
 """Those of the users' groups, by the id of the group, which they hold: until it is destroyed, on all ranks alike."""
 _lock = threading.Lock()

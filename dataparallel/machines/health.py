@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from dataparallel.machines.launcher import Launcher
     from dataparallel.machines.round_queue import RoundQueue
 
-__all__ = ["AT_EXIT", "SLICE", "Check", "Health", "Watch", "is_of_network", "wait_for_event", "wait_for_future"]
-
 SLICE = 0.2
 """Seconds. A wait asks this often whether it is over for another reason."""
 

@@ -22,8 +22,6 @@ from dataparallel.machines.health import AT_EXIT, SLICE, Health
 if TYPE_CHECKING:
     from dataparallel.machines.round_queue import RoundQueue
 
-__all__ = ["Issuing", "Launcher", "Order", "launcher"]
-
 IDLE = 2.0
 """Seconds after which a thread ends if there is nothing to do."""
 

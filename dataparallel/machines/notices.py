@@ -14,8 +14,6 @@ from torch import distributed
 if TYPE_CHECKING:
     from dataparallel.machines.group import Group
 
-__all__ = ["LATE", "Notices"]
-
 LATE = 0.5
 """Seconds after which a wait is worth telling."""
 

@@ -25,8 +25,6 @@ from dataparallel.machines.collectives import all_to_all, stage
 from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 
-__all__ = ["Part", "PeerCall", "PeerRounds"]
-
 _FORWARD, _BACKWARD = "a collective across machines", "the backward of a collective across machines"
 
 _ALIGNED = 16  # bytes, the largest element of any dtype

@@ -27,8 +27,6 @@ from dataparallel.machines.rounds import Item, Round, make_call
 if TYPE_CHECKING:
     from dataparallel.machines.group import Group
 
-__all__ = ["RoundQueue"]
-
 _Pauses = Iterator[None]
 """Pauses where it yields. A generator's result is what it has waited for."""
 

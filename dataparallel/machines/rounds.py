@@ -23,8 +23,6 @@ from dataparallel.machines.health import Check, Health, Watch, wait_for_event, w
 if TYPE_CHECKING:
     from dataparallel.machines.round_queue import RoundQueue
 
-__all__ = ["Item", "Launched", "Round", "make_call"]
-
 GRACE = 2.0
 """Seconds that a call has to end after it has failed on another rank."""
 

@@ -26,8 +26,6 @@ from dataparallel.machines.errors import MachinesError
 from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Launched
 
-__all__ = ["CAP_BYTES", "compare", "describe", "failing_together", "send_values"]
-
 CAP_BYTES = 25 * 2**20
 """The size of the flat buffers in which values travel; a larger tensor has one of its own."""
 

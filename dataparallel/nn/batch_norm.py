@@ -24,8 +24,6 @@ from dataparallel.autograd.functions import Broadcast, Gather
 from dataparallel.autograd.node import Node
 from dataparallel.peers.across_machines import gathered
 
-__all__ = ["Normalised", "Statistics", "merged"]
-
 PIECES = 8  # of a chunk, at most
 VALUES = 64 * 1024  # of a piece, at least
 

@@ -16,8 +16,6 @@ from dataparallel.peers.checkpoint import replayed_place
 from dataparallel.peers.joint import Request, described, joint
 from dataparallel.peers.span import Span, span_of_caller
 
-__all__ = ["BatchNorm", "SyncBatchNorm", "check_sync_batch_norm", "prepare"]
-
 M = TypeVar("M", bound=nn.Module)
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

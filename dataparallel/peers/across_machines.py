@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["broadcast", "gathered", "near_equal", "scattered", "sent", "summed"]
-
 _SMALL = 64 * 1024
 """Bytes up to which each machine gets the tensors of all others and adds them up. For larger ones each machine adds up
 a part, and then gets the parts of the others."""

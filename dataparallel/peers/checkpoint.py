@@ -23,8 +23,6 @@ from dataparallel.threads.meetings import Place, here
 if TYPE_CHECKING:
     from dataparallel.peers.joint import Request
 
-__all__ = ["check_checkpoints", "checkpoint", "read_or_none", "replayed_place", "write"]
-
 T = TypeVar("T")
 
 _TORCHS = "torch.utils.checkpoint"

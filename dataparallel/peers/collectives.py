@@ -23,8 +23,6 @@ from dataparallel.peers import across_machines as between
 from dataparallel.peers.joint import Request, described, joint
 from dataparallel.peers.span import Span, span_of_caller
 
-__all__ = ["Operation", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "reduce_scatter"]
-
 S = TypeVar("S")
 Operation = Literal["sum", "mean", "max", "min", "prod"]
 

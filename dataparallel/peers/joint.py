@@ -27,8 +27,6 @@ from dataparallel.comm.streams.nodes import memory_of
 from dataparallel.peers.checkpoint import check_checkpoints, read_or_none, write
 from dataparallel.threads.meetings import Place
 
-__all__ = ["Request", "Together", "described", "joint"]
-
 Together: TypeAlias = Callable[[Sequence[torch.device], list[list[Tensor]], list[Any]], list[list[Tensor]]]
 """``function(devices, tensors of each replica, its notes)`` returns each replica's results, in memory of their own."""
 

@@ -9,8 +9,6 @@ from dataparallel import _torch
 from dataparallel.peers.checkpoint import replayed_place
 from dataparallel.threads.meetings import Place, here
 
-__all__ = ["Span", "count", "index", "span_of_caller"]
-
 
 @dataclass(frozen=True)
 class Span:

@@ -36,21 +36,6 @@ from dataparallel.replicas.plan import (
 )
 from dataparallel.replicas.references import Rebinding
 
-__all__ = [
-    "ParameterRegistry",
-    "bare_module",
-    "build_replica",
-    "call_compiled",
-    "collector_paused",
-    "device_of",
-    "empty_hook_flags",
-    "give_attributes",
-    "make_parameters",
-    "own_attributes",
-    "parameter_registry",
-    "tell_units",
-]
-
 
 @contextmanager
 def collector_paused() -> Iterator[None]:

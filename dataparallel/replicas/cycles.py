@@ -17,8 +17,6 @@ from dataparallel import ownership
 from dataparallel._torch import OWN_HOOK_TABLES, REGISTRIES
 from dataparallel.replicas.plan import MADE_FOR_ATTRIBUTES
 
-__all__ = ["CycleBreaker"]
-
 
 class CycleBreaker:
     """Takes replicas apart if they may hold cycles and nothing else holds a part of them.

@@ -28,8 +28,6 @@ from dataparallel.replicas.compiled.calls import CompiledCall
 from dataparallel.replicas.plan import TABLES, ModuleEntry, ModulePlan
 from dataparallel.replicas.references import ATOMIC, compiled_over, reached
 
-__all__ = ["ReplicaModules", "TreeSnapshot"]
-
 _Registration: TypeAlias = "list[tuple[str, int]]"
 """Names in a registry, with the position of the tensor in the plan."""
 

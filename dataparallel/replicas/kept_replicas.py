@@ -31,8 +31,6 @@ from dataparallel.replicas.placement import refuse_constants
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.replicate import build_replicas
 
-__all__ = ["MOST_FROZEN", "KeptReplicas"]
-
 MOST_FROZEN = 4
 """The number of sets of replicas that one ``frozen`` block keeps: one for each call that runs at the same time.
 

@@ -23,8 +23,6 @@ from dataparallel.replicas.build import make_parameters
 from dataparallel.replicas.plan import ModulePlan
 from dataparallel.replicas.replicate import copy_tensors, put
 
-__all__ = ["KeptCopies", "ReplicaTensors"]
-
 
 class ReplicaTensors(ABC):
     """Lends tensors to replicas, for one call at a time. A copy of it holds no tensors."""

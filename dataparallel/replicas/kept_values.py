@@ -21,8 +21,6 @@ from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.profiling import note_copy
 from dataparallel.replicas.plan import ModulePlan
 
-__all__ = ["CurrentValues", "MemoryOfCopies", "has_strides"]
-
 # Functions in C: they are called for thousands of tensors at each call.
 _READS: tuple[Callable[[Tensor], Any], ...] = (
     Tensor.data_ptr,

@@ -22,8 +22,6 @@ from dataparallel.devices import CPU
 if TYPE_CHECKING:
     from dataparallel.replicas.plan import ModulePlan
 
-__all__ = ["check_placement", "constants_of", "devices_of", "forward_on", "is_graph", "refuse_constants"]
-
 
 def check_placement(
     module: nn.Module,

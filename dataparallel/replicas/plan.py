@@ -23,21 +23,6 @@ from dataparallel.replicas.compiled.calls import Compiled, compiled_here
 from dataparallel.replicas.placement import constants_of, devices_of, is_graph
 from dataparallel.replicas.references import ATOMIC, behind_proxy, compiled_over, reached
 
-__all__ = [
-    "HAS_COMPILED",
-    "ORIGINAL_CLASS",
-    "REFUSAL",
-    "TWIN_INFO",
-    "UNIT_ON_SLOT",
-    "ModuleEntry",
-    "ModulePlan",
-    "TwinInfo",
-    "dotted",
-    "instance_slots",
-    "names_of",
-    "original_class",
-]
-
 TABLES = frozenset({dict, OrderedDict, list, tuple, set})
 """Types of containers that refer to nothing while they are empty."""
 

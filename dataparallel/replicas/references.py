@@ -20,8 +20,6 @@ from torch import nn
 
 from dataparallel import _torch
 
-__all__ = ["ATOMIC", "Rebinding", "behind_proxy", "compiled_over", "reached"]
-
 # Types are read with `type`, never `isinstance`: an attribute may pretend to be of another class, or be dead.
 ATOMIC = frozenset({type(None), bool, int, float, complex, str, bytes, type, types.ModuleType})
 """Types of values that refer to nothing."""

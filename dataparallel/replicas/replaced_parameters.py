@@ -20,8 +20,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dataparallel._torch import HOOK_TABLES, REGISTRIES
 from dataparallel.replicas.references import ATOMIC, Rebinding, reached
 
-__all__ = ["check_optimizer", "rebind", "remember", "replacement_of", "where"]
-
 _lock = threading.Lock()
 _replaced: Any = WeakIdKeyDictionary()
 """For each replaced parameter that is still there: its name, the form that has replaced it, and by what."""

@@ -25,19 +25,6 @@ from dataparallel.replicas.compiled.calls import Compiled
 from dataparallel.replicas.placement import refuse_constants
 from dataparallel.replicas.plan import ModulePlan
 
-__all__ = [
-    "BUCKET_CAP_MB",
-    "build_replicas",
-    "cap_in_bytes",
-    "copy_buffers",
-    "copy_constants",
-    "copy_tensors",
-    "make_replicas",
-    "of_part",
-    "put",
-    "replicate",
-]
-
 M = TypeVar("M", bound=nn.Module)
 
 BUCKET_CAP_MB = 25.0

@@ -16,8 +16,6 @@ import torch
 
 from dataparallel import _torch
 
-__all__ = ["StandIns", "left_alone", "shows_forward_of_module"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["prepare"]
-
 
 def _places(tensor: ShardedTensor) -> Iterator[tuple[Tensor, torch.Size, torch.Size]]:
     """Each part here that has elements: the part, where in the whole it begins, and its shape."""

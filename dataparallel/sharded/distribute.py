@@ -14,8 +14,6 @@ from dataparallel.sharded.parts import empty_parts
 from dataparallel.sharded.placements import Owners, Placement, Shard, check_placement, over_of
 from dataparallel.sharded.tensor import ShardedTensor, fill_parts
 
-__all__ = ["distribute_tensor"]
-
 _ON_META = torch.device("meta")
 
 

@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from dataparallel.comm.streams.current import Event
 from dataparallel.forks import in_forked_child
 
-__all__ = ["note", "wait"]
-
 MANY = 64
 """So many copies are noted before those are forgotten that have ended."""
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from dataparallel import _torch
 
-__all__ = ["METHODS"]
-
 Method = Callable[[Any, Any], Any]
 
 FORWARD: dict[str, Method] = {

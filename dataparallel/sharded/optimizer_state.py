@@ -21,8 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dataparallel import _torch
 from dataparallel.sharded.tensor import ShardedTensor, divided_like, is_divided_alike
 
-__all__ = ["counters", "sharded_value"]
-
 _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """What torch's optimizers keep as one number for a parameter, whatever its shape."""
 

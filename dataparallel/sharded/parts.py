@@ -18,21 +18,6 @@ from dataparallel import comm
 from dataparallel.devices import CPU
 from dataparallel.sharded.placements import Division, Over, Replicate, Rows, part_shapes, rows_of
 
-__all__ = [
-    "copy_parts",
-    "empty_parts",
-    "from_all",
-    "from_first",
-    "join",
-    "joined",
-    "local_shapes",
-    "move",
-    "of_all_owners",
-    "split_into",
-    "starts_of_parts",
-    "the_value",
-]
-
 AT_ONCE = 4 << 20
 """Bytes of a tensor that a device holds beside its own part while the tensor is joined, if its parts are smaller."""
 

@@ -23,8 +23,6 @@ from dataparallel.sharded import host_reads, methods, operators
 from dataparallel.sharded.parts import copy_parts, empty_parts, join, move, split_into
 from dataparallel.sharded.placements import Division, Over, Rows, after_loading, over_of
 
-__all__ = ["ShardedTensor", "distributed_as", "divided_beside", "divided_like", "fill_parts", "is_divided_alike"]
-
 _OWN = {"_shards", "_placement", "_devices", "_zeroed"}
 # torch's own, which the class overrides. Type checkers take them for the values.
 _GRAD: Any = Tensor.grad

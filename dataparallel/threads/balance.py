@@ -24,8 +24,6 @@ from dataparallel.threads.situations import LAST_CHECK, UNMEASURED, Chooser, low
 from dataparallel.threads.slot_times import SlotTimes, samples_that_fit, shares_by_memory
 from dataparallel.threads.split_search import Cost, fit, predicted, search, within
 
-__all__ = ["BalancedCall", "Balancer"]
-
 log = logging.getLogger("dataparallel")
 
 SAMPLES = 3  # calls of a round

@@ -14,8 +14,6 @@ from dataparallel.comm.streams.current import current_streams
 from dataparallel.threads import settings
 from dataparallel.threads.settings import INTRA_OP_THREADS, TRANSLATED, Setting
 
-__all__ = ["CallerState"]
-
 T = TypeVar("T")
 
 

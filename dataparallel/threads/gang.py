@@ -30,8 +30,6 @@ from dataparallel.replicas.compiled.gate import gate
 from dataparallel.threads import pool, waits
 from dataparallel.threads.waits import Outcome, Polls, Skipped, Turn
 
-__all__ = ["Gang", "current_gang"]
-
 
 class _CurrentTask(threading.local):
     """The task that the current thread runs."""

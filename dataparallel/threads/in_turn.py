@@ -24,8 +24,6 @@ from dataparallel.threads import gang, pool, waits
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.waits import Outcome, Polls, Skipped, Turn
 
-__all__ = ["SerialTasks"]
-
 _IDLE_POLLS = 25  # after so many polls without a call the watcher sleeps until it is woken
 
 

@@ -28,8 +28,6 @@ from dataparallel.replicas.compiled.gate import gate
 from dataparallel.threads.slot_times import waiting
 from dataparallel.threads.waits import POLL_SECONDS, Turn
 
-__all__ = ["LIMIT_VARIABLE", "Meeting", "Place", "Turns", "WokenUp", "here", "is_wake_up", "set_time_limit"]
-
 T = TypeVar("T")
 
 LIMIT_VARIABLE = "DATAPARALLEL_PEERS_TIMEOUT"

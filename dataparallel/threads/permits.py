@@ -29,8 +29,6 @@ from dataparallel.comm.streams.current import DeviceClock, Marks
 from dataparallel.devices import CPU
 from dataparallel.threads.situations import LAST_CHECK, UNMEASURED, Chooser, lower_third
 
-__all__ = ["CallPermits", "PermitChooser", "kind_of_call", "size_of"]
-
 TENSORS, VALUES = 8, 64  # how many of a replica's inputs tell the size
 
 SAMPLES = 6  # how many times a number is measured that may be the best

@@ -18,8 +18,6 @@ import torch
 from dataparallel import _torch
 from dataparallel.forks import in_forked_child
 
-__all__ = ["Job", "Worker", "note_use", "release", "start"]
-
 
 class Worker(threading.Thread):
     """A kept thread."""

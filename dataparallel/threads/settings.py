@@ -18,16 +18,6 @@ from dataparallel import _torch
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.devices import current_device_set
 
-__all__ = [
-    "CARRIED",
-    "INTRA_OP_THREADS",
-    "REFUSED",
-    "TRANSLATED",
-    "Setting",
-    "carry",
-    "refuse_what_cannot_be_shared",
-]
-
 INTRA_OP_THREADS = "intra-op threads"
 
 Slots: TypeAlias = Sequence[torch.device]

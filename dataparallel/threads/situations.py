@@ -14,8 +14,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dataparallel.forks import in_forked_child
 
-__all__ = ["LAST_CHECK", "UNMEASURED", "Chooser", "lower_third"]
-
 SITUATIONS = 64  # how many situations a wrapper remembers, the most recently used ones
 UNMEASURED = 2  # first calls of a situation, which allocate workspaces and choose kernels
 LAST_CHECK = 10_000  # calls until a choice is checked, at most; the number doubles from check to check

@@ -21,8 +21,6 @@ from dataparallel.comm.streams.current import current_streams
 from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
 
-__all__ = ["SlotTimes", "free_bytes", "samples_that_fit", "shares_by_memory", "waiting"]
-
 T = TypeVar("T")
 
 USABLE = 0.75  # part of the free memory that a forward may fill: gradients and the gathered output need the rest

@@ -13,8 +13,6 @@ from typing import Any
 
 from dataparallel.batches.chunk_sizes import split_by_shares
 
-__all__ = ["Cost", "fit", "predicted", "search", "within"]
-
 NEARLY = 1.05  # calls that are longer by this ratio are as good, where replicas wait for their turn
 LEAST_SLOPE = 0.05  # part of a slot's time, at least, that is taken to grow with its samples
 FAR = 1.2  # a ratio of sizes from which on their times tell what is fixed

@@ -8,8 +8,6 @@ from typing import Any
 
 from dataparallel.replicas.compiled.gate import gate
 
-__all__ = ["POLL_SECONDS", "Outcome", "Polls", "Skipped", "Turn"]
-
 POLL_SECONDS = 0.2
 """A thread that waits for a gang wakes up this often, to see signals and stalls."""
 

@@ -19,8 +19,6 @@ from dataparallel.tracing.results import DeviceMemory, Results, results
 from dataparallel.tracing.table import advice, text_of
 from dataparallel.tracing.torch_calls import recorded
 
-__all__ = ["Trace", "trace"]
-
 _TRIES, _RANGES = 20, 10
 """So many times so many ranges are recorded to see how long one takes; the shortest time counts."""
 

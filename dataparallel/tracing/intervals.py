@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-__all__ = ["Interval", "covered", "length_of_union", "parents", "union"]
-
 Interval = tuple[float, float]
 """Beginning and end."""
 

@@ -10,8 +10,6 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Event", "microseconds", "name", "span", "write"]
-
 Event = dict[str, Any]
 
 

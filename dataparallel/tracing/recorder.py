@@ -23,8 +23,6 @@ from dataparallel import _torch, profiling
 from dataparallel.comm.streams.current import DeviceClock, Marks, current_streams
 from dataparallel.forks import in_forked_child
 
-__all__ = ["ENGINE", "Copy", "Gradients", "Recorder", "Span", "Thread", "ThreadClocks", "Wait", "start", "stop"]
-
 T = TypeVar("T")
 
 ENGINE = "autograd engine"

@@ -16,8 +16,6 @@ import torch
 from dataparallel.tracing.intervals import covered, parents, union
 from dataparallel.tracing.recorder import Recorder, Span, Thread
 
-__all__ = ["REST", "STAGES", "DeviceMemory", "Results", "Sent", "Slot", "Stage", "results", "stage_of"]
-
 STAGES = {
     "scatter": "scatter",
     "replicate": "replicate",

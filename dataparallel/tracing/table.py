@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from dataparallel.tracing.results import REST, Results
 
-__all__ = ["advice", "text_of"]
-
 _SHOWN = 0.05
 """A wait for devices after the block that is shorter than this part of it is not worth a line."""
 

@@ -15,8 +15,6 @@ from dataparallel.tracing import perfetto
 from dataparallel.tracing.recorder import Gradients, Recorder, Span, Thread
 from dataparallel.tracing.results import stage_of
 
-__all__ = ["NO_PERMIT", "OF_SLOT", "Bar", "Row", "draw", "rows_of", "save"]
-
 NO_PERMIT = "no permit"
 OF_SLOT = "backward of the replica"
 

@@ -18,8 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from dataparallel import _torch, profiling
 from dataparallel.tracing.recorder import Recorder
 
-__all__ = ["recorded"]
-
 _ENGINE_CALLS = ("backward", "grad")
 """Functions of ``torch.autograd`` that run the engine."""
 

@@ -10,7 +10,7 @@ from dataparallel.forms import policies
 from dataparallel.forms.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 
-@pytest.mark.parametrize("name", policies.__all__)
+@pytest.mark.parametrize("name", ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"])
 def test_fields_and_defaults_are_those_of_torch(name):
     def fields(cls):
         return [(field.name, field.default) for field in dataclasses.fields(cls)]

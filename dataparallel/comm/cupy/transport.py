@@ -23,8 +23,6 @@ from dataparallel.comm.routes import STAR
 from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling, travel_flat_on_every_slot
 from dataparallel.profiling import note_copied_bytes, note_copy
 
-__all__ = ["Kernels"]
-
 
 class Kernels(Transport):
     """Kernels read and write tensors where they lie, on any of the devices."""

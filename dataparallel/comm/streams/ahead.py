@@ -23,8 +23,6 @@ from dataparallel.comm.streams.current import Event, current_streams, kept_strea
 from dataparallel.devices import CPU
 from dataparallel.profiling import note_copy
 
-__all__ = ["HostReads", "Sender", "SentBatch", "SentTensor", "can_be_sent", "copied_at_once", "take_sent_chunks"]
-
 _waiting: dict[int, list[SentTensor]] = {}
 """Tensors that were sent and not yet taken, by the id of the host tensor.
 

@@ -20,8 +20,6 @@ from dataparallel.comm.streams.current import Event, current_streams, kept_strea
 from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.environment import says_no
 
-__all__ = ["Arrival", "Arrivals", "Expected", "LateCopies", "arrivals_for", "parameter_stream"]
-
 VARIABLE = "DATAPARALLEL_LATE_COPIES"
 
 _FLATS_HELD = 2

@@ -15,20 +15,6 @@ import torch
 from dataparallel._torch import current_stream_at, exchange_device, go_back_to_device
 from dataparallel.devices import CPU, current_device_set
 
-__all__ = [
-    "DeviceClock",
-    "Event",
-    "GivenEvents",
-    "Marks",
-    "TimedEvent",
-    "current_streams",
-    "kept_stream",
-    "make_current",
-    "run_apart",
-    "streams_joined",
-    "streams_set",
-]
-
 _STREAMS: Mapping[str, tuple[int, ...]] = {
     "parameters": (0,),
     "gathers": (0,),

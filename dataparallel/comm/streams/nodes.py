@@ -18,8 +18,6 @@ from dataparallel import _torch
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.devices import CPU
 
-__all__ = ["forward_streams_set", "memory_of", "note_forward_streams"]
-
 
 def note_forward_streams(node: Any, inputs: Sequence[torch.device], outputs: Sequence[torch.device]) -> None:
     """Called in a forward: notes what `forward_streams_set` needs in the backward."""

@@ -16,17 +16,6 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.replicas.compiled.functions import CompiledFunctions, by_call, by_call_impl, functions_for
 
-__all__ = [
-    "CALL",
-    "NOT_COMPILED",
-    "CompileArgument",
-    "Compiled",
-    "CompiledCall",
-    "call_of",
-    "compiled_here",
-    "compiled_in_place",
-]
-
 CALL = "_compiled_call_impl"
 """The attribute of a module that ``module.compile()`` sets."""
 

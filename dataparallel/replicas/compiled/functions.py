@@ -23,8 +23,6 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.replicas.compiled.gate import gate
 
-__all__ = ["CompiledFunctions", "Counts", "by_call", "by_call_impl", "counts", "functions_for"]
-
 
 def by_call(module: Any, *args: Any, **kwargs: Any) -> Any:
     """What is compiled for a module that ``torch.compile`` has wrapped."""

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from dataparallel.forks import in_forked_child
 
-__all__ = ["Gate", "gate"]
-
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.002

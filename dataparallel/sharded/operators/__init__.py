@@ -19,19 +19,6 @@ from dataparallel.comm.streams.current import Event, current_streams, streams_jo
 from dataparallel.devices import current_device
 from dataparallel.sharded import host_reads
 
-__all__ = [
-    "RULES",
-    "TABLE",
-    "NeedsWhole",
-    "Operator",
-    "ordered_in_backward",
-    "refusal",
-    "register",
-    "register_on_wholes",
-    "register_rule",
-    "run",
-]
-
 Operator: TypeAlias = Callable[..., Any]
 """Takes the operator, then its arguments as its schema has them."""
 

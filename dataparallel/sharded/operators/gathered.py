@@ -26,8 +26,6 @@ from dataparallel.sharded.placements import Replicate, Shard
 from dataparallel.sharded.tensor import ShardedTensor, divided_beside, fill_parts
 from dataparallel.threads.meetings import here
 
-__all__ = ["GatheredView", "allow_gathers"]
-
 _lock = threading.Lock()
 _named: set[str] = set()
 _allowed: bool | None = None

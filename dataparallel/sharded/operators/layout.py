@@ -19,8 +19,6 @@ from dataparallel.sharded.parts import the_value
 from dataparallel.sharded.placements import Replicate, Rows, rows_of
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__ = ["leading", "on_each", "parts_of", "sharded_in", "single_value", "whole"]
-
 
 def sharded_in(values: Iterable[Any]) -> Iterator[ShardedTensor]:
     """The sharded tensors among the values and in lists there."""

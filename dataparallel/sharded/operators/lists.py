@@ -22,8 +22,6 @@ from dataparallel.sharded.operators.layout import on_each, parts_of, single_valu
 from dataparallel.sharded.parts import from_all
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__ = ["Group", "groups_of", "on_lists"]
-
 aten = torch.ops.aten
 
 NOT_TAGGED = frozenset({"copy", "zero"})

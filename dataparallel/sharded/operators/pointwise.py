@@ -23,8 +23,6 @@ from dataparallel.sharded.parts import from_all
 from dataparallel.sharded.placements import Replicate
 from dataparallel.sharded.tensor import ShardedTensor
 
-__all__ = ["pointwise"]
-
 aten = torch.ops.aten
 
 WITHOUT_TAG = frozenset(

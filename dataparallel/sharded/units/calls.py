@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.tree import Tree
     from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["ForwardCall", "ModuleOnSlot", "UnitCall", "UnitInReplica"]
-
 
 class ModuleOnSlot:
     """One of a unit's modules in the replica of one slot. Its class lets it run the module's calls.

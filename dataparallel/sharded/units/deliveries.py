@@ -22,8 +22,6 @@ from dataparallel.sharded.units.streams import wait_for
 if TYPE_CHECKING:
     from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
 
-__all__ = ["Delivery", "Group", "Summed", "SumsOfPass", "added_in"]
-
 
 class Summed:
     """The parameters of all units of a tree that have got gradients in one pass."""

@@ -19,8 +19,6 @@ from dataparallel.machines.group import Machines
 from dataparallel.machines.rounds import Launched
 from dataparallel.sharded.units.owned import LastCopies, OwnedShards, Source
 
-__all__ = ["SourceOverMachines", "SourcesOverMachines"]
-
 
 class SourceOverMachines(Source):
     """What slots pull from: each owner's parts of all machines, one after the other. ``name``: of the unit."""

@@ -35,8 +35,6 @@ from dataparallel.sharded.units.sums import UnitSums
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["UnitGradients"]
-
 
 class UnitGradients:
     """The gradients of one unit, for any thread.

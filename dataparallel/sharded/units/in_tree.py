@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.joint import JointGathers
     from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["InTree", "Room"]
-
 _MAY_HAVE_ARRIVED = 2**20
 """Bytes of small units that may be on a slot at a time before it has asked for them."""
 

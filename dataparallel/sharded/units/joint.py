@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.in_tree import Room
     from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["Arrived", "JointGathers"]
-
 _COLLECTED = 2**22
 """Bytes of a unit's parameters up to which one slot collects them. That takes three times the time for the bytes, and
 about half of the launches."""

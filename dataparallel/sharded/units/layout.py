@@ -26,8 +26,6 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.sharded.placements import Shard, part_shapes
 
-__all__ = ["Layout", "Place"]
-
 _ALIGNED_TO = 8
 """Elements. A part begins at a multiple, so that kernels can read 16 bytes at a time also in 16-bit types."""
 

@@ -15,8 +15,6 @@ from dataparallel import _torch, comm
 from dataparallel.replicas.kept_values import MemoryOfCopies
 from dataparallel.sharded.units.layout import Layout
 
-__all__ = ["FullBuffer", "named_if_no_room", "no_room_for"]
-
 
 def no_room_for(
     what: str, unit: str, device: torch.device, number_of_bytes: int, error: torch.OutOfMemoryError

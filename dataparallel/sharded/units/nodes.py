@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.on_slot import UnitOnSlot
     from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["Receiver", "TensorHooks", "make_outputs", "with_one_node"]
-
 
 def make_outputs(
     tensors: Sequence[Tensor], device: torch.device, receive: Callable[[Sequence[Tensor | None]], None]

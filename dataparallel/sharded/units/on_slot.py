@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.calls import ModuleOnSlot
     from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["UnitOnSlot"]
-
 
 class UnitOnSlot:
     """One unit on one slot. Any thread may use it.

@@ -16,8 +16,6 @@ from dataparallel.machines.peer_rounds import PeerRounds
 from dataparallel.machines.start import send_values
 from dataparallel.sharded.placements import Owners
 
-__all__ = ["MachinesOfTree"]
-
 
 class MachinesOfTree:
     """The machines of a tree: those given to shard over, to replicate over, or both: a row and a column of a mesh.

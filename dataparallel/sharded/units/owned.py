@@ -27,8 +27,6 @@ from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.layout import Layout
 from dataparallel.sharded.units.streams import wait_for
 
-__all__ = ["LastCopies", "OwnedShards", "Source", "cut_of"]
-
 
 class OwnedShards:
     """The parameters of one dtype in a unit, at their owners.

@@ -14,8 +14,6 @@ from torch import Tensor
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.deliveries import Group
 
-__all__ = ["FormerGrad", "PartialSums", "zeros_of"]
-
 
 class FormerGrad:
     """A parameter's ``.grad`` as it was when gradients were held for it."""

@@ -24,8 +24,6 @@ from dataparallel.sharded.units.unit import Unit
 if TYPE_CHECKING:
     from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
 
-__all__ = ["BackwardPass"]
-
 _PATIENCE = 0.25
 """Seconds. A slot moves when the backward of a unit begins there and when its gradients are there."""
 

@@ -28,8 +28,6 @@ from dataparallel.sharded.units.memory import FullBuffer
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["Piece", "Pieces"]
-
 
 @dataclass
 class Piece:

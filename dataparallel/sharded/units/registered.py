@@ -14,8 +14,6 @@ from dataparallel.sharded.units.owned import cut_of
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["Registered"]
-
 
 class Registered:
     """The registries of one unit's parameters in the user's modules.

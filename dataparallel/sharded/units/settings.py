@@ -12,8 +12,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["Precision", "Settings"]
-
 
 @dataclass(frozen=True)
 class Precision:

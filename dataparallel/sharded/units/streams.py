@@ -14,8 +14,6 @@ import torch
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream
 from dataparallel.devices import CPU
 
-__all__ = ["TreeStreams", "wait_for"]
-
 Purpose: TypeAlias = Literal["calls", "pulls", "deliveries", "sums"]
 """Who waits for events that meet: a call for the caller, owners for pulls, sums for deliveries, others for sums."""
 

@@ -27,8 +27,6 @@ from dataparallel.sharded.units.streams import TreeStreams, wait_for
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["UnitSums"]
-
 
 class UnitSums:
     """The sums of one unit. One thread at a time uses it.

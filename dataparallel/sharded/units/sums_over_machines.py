@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.gradients import UnitGradients
     from dataparallel.sharded.units.unit import Unit
 
-__all__ = ["SumsOverMachines"]
-
 
 @dataclass
 class _OfUnit:

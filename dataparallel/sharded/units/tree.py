@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.over_machines import MachinesOfTree
     from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
 
-__all__ = ["Tree", "before_next_step"]
-
 _lock = threading.Lock()
 
 _waiting: dict[weakref.WeakMethod[Callable[[Optimizer], bool]], None] = {}

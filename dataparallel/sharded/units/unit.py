@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from dataparallel.sharded.units.gathers_over_machines import SourceOverMachines, SourcesOverMachines
     from dataparallel.sharded.units.over_machines import MachinesOfTree
 
-__all__ = ["Precision", "Unit"]
-
 
 class Unit(Settings):
     """One unit.
