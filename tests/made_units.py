@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from dataparallel.sharded import Shard, distribute_tensor
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units import joint
-from dataparallel.sharded.units.owned import Source
-from dataparallel.sharded.units.unit import Precision, Unit
+from dataparallel.sharded.units import joint_gathers
+from dataparallel.sharded.units.bindings import Precision
+from dataparallel.sharded.units.shards import Source
+from dataparallel.sharded.units.unit import Unit
 
 
 def values(count: int = 2, rows: int = 6, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -64,7 +65,7 @@ class Registry:
 
 def without_joint_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each slot of units that are made from now on pulls from the owners."""
-    monkeypatch.setattr(joint.comm, "are_apart", lambda slots: False)
+    monkeypatch.setattr(joint_gathers.comm, "are_apart", lambda slots: False)
 
 
 def recorded_gathers(monkeypatch: pytest.MonkeyPatch, jointly: bool = False) -> list[Source]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import fully_shard
+from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.calls import ModuleOnSlot, TensorHooks
-from dataparallel.sharded.units.unit import Precision
 
 
 class Told:
@@ -34,11 +34,11 @@ class Told:
             self._hooks[id(tensor)] = tensor, TensorHooks(tensor)
         return self._hooks[id(tensor)][1]
 
-    def began(self, on_slot: Any) -> Any:
+    def unit_began(self, on_slot: Any) -> Any:
         self.lines.append(f"{on_slot.name} began")
         return on_slot.unit.versions()
 
-    def ended(self, on_slot: Any) -> int:
+    def unit_ended(self, on_slot: Any) -> int:
         self.lines.append(f"{on_slot.name} ended")
         self._positions += 1
         return self._positions - 1

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from clocked import check_clocks
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
-from dataparallel.sharded.units.deliveries import SumsOfPass
-from dataparallel.sharded.units.layout import Layout
+from dataparallel.sharded.units.bindings import Precision
+from dataparallel.sharded.units.buffers import Layout
+from dataparallel.sharded.units.passes import SumsOfPass
 from dataparallel.sharded.units.sums import UnitSums
-from dataparallel.sharded.units.unit import Precision, Unit
+from dataparallel.sharded.units.unit import Unit
 from made_units import unit_of, values
 from memory import Growth, nbytes
 
@@ -40,8 +41,8 @@ def run_pass(unit: Unit, slots: Sequence[Any], brings: dict[int, list[list[Tenso
     """One pass in which these slots deliver these gradients, and what each delivery returned."""
     sums = begin(slots, count)
     found = [unit.gradients.deliver(slot, each, sums) for slot, lists in brings.items() for each in lists]
-    unit.gradients.end(sums)
-    sums.end()
+    unit.gradients.end_pass(sums)
+    sums.wait_for_sums()
     return found
 
 
@@ -156,7 +157,7 @@ class TestWithoutSynchronisation:
         unit.requires_gradient_sync = False
         run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
         unit.requires_gradient_sync = True
-        unit.gradients.end(None)
+        unit.gradients.end_pass(None)
         run_pass(unit, slots, {})
         assert_sums(unit, [111, 222])
 
@@ -168,7 +169,7 @@ class TestWithoutSynchronisation:
             patch.setattr(Layout, "copy_in", _no_room)
             with pytest.raises(torch.OutOfMemoryError):
                 unit.gradients.deliver(1, grads(1, slots, unit), sums)
-        unit.gradients.end(None)
+        unit.gradients.end_pass(None)
         unit.requires_gradient_sync = True
         run_pass(unit, slots, {})
         total = sum(10.0**slot for slot in range(len(slots)))
@@ -185,8 +186,8 @@ class TestWithoutSynchronisation:
         sums = begin(slots)
         for slot in deliver:
             unit.gradients.deliver(slot, grads(slot, slots, unit, 5.0), sums)
-        unit.gradients.end(None)
-        sums.drop()
+        unit.gradients.end_pass(None)
+        sums.drop_all()
         run_pass(unit, slots, {slot: [grads(slot, slots, unit, 2.0)] for slot in range(3)})
         has_failed_ones = len(deliver) == 3 and not is_offloaded
         assert_sums(unit, [888, 1776] if has_failed_ones else [333, 666])
@@ -199,9 +200,9 @@ class TestWithoutSynchronisation:
         with monkeypatch.context() as patch:
             patch.setattr(UnitSums, "_end_sum", _no_room)
             with pytest.raises(torch.OutOfMemoryError):
-                unit.gradients.end(sums)
-        unit.gradients.end(None)
-        sums.drop()
+                unit.gradients.end_pass(sums)
+        unit.gradients.end_pass(None)
+        sums.drop_all()
         unit.gradients.refuse_lost()  # nothing was added
         run_pass(unit, slots, {})
         assert_sums(unit, [111, 222])
@@ -221,9 +222,9 @@ class TestWithoutSynchronisation:
         with monkeypatch.context() as patch:
             patch.setattr(UnitSums, "_end_sum", second_has_no_room)
             with pytest.raises(torch.OutOfMemoryError):
-                unit.gradients.end(sums)
-        unit.gradients.end(None)
-        sums.drop()
+                unit.gradients.end_pass(sums)
+        unit.gradients.end_pass(None)
+        sums.drop_all()
         for parameter in unit.parameters:
             with pytest.raises(RuntimeError, match="zero_grad"):
                 unit.gradients.refuse_lost()
@@ -248,7 +249,7 @@ class TestWithoutSynchronisation:
         with ThreadPoolExecutor(2) as threads:
             brought = [grads(0, slots, unit) for _ in range(2)]
             assert [*threads.map(lambda each: unit.gradients.deliver(0, each, sums), brought)] == [None, None]
-        unit.gradients.end(sums)
+        unit.gradients.end_pass(sums)
         unit.requires_gradient_sync = True
         run_pass(unit, slots, {})
         assert_sums(unit, [2.0, 4.0])
@@ -262,8 +263,8 @@ class TestAFailedPass:
     def test_drops_what_waits_for_other_slots(self, unit, slots):
         sums = begin(slots)
         unit.gradients.deliver(0, grads(0, slots, unit), sums)
-        unit.gradients.end(None)
-        sums.drop()
+        unit.gradients.end_pass(None)
+        sums.drop_all()
         run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
         assert_sums(unit, [111, 222])
 
@@ -296,9 +297,9 @@ class TestOrders:
             sums = begin(slots, len(deliver))
             for slot in deliver:
                 unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
-            unit.gradients.end(sums)
+            unit.gradients.end_pass(sums)
             check_clocks()  # before the computing streams wait for the sums
-            sums.end()
+            sums.wait_for_sums()
             del sums
             check_clocks()
 
@@ -321,8 +322,8 @@ class TestOrders:
             for slot in range(3):
                 unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
             check_clocks()
-        unit.gradients.end(sums)
-        sums.end()
+        unit.gradients.end_pass(sums)
+        sums.wait_for_sums()
         assert_sums(unit, [333, 666])
 
     @pytest.mark.slots(4)
@@ -344,16 +345,16 @@ class TestOrders:
                 unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
         growth = Growth(torch.device(slots[0]))
         for unit in units:
-            unit.gradients.end(sums)
+            unit.gradients.end_pass(sums)
         assert growth.peak <= 2 * part
-        sums.end()
+        sums.wait_for_sums()
 
     def test_a_failed_pass_drops_its_memory_after_the_sums(self, unit, slots):
         sums = begin(slots)
         for slot in (0, 1, 2, 0):
             unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
-        unit.gradients.end(None)
-        sums.drop()
+        unit.gradients.end_pass(None)
+        sums.drop_all()
         check_clocks()
 
     @pytest.mark.parametrize("deliver", [[0], [0, 1, 2]], ids=str)
@@ -371,8 +372,8 @@ class TestOrders:
                     with streams_set(default):
                         for slot in deliver:
                             unit.gradients.deliver(slot, before.pop(slot), sums)
-                    unit.gradients.end(sums)
-                    sums.end()
+                    unit.gradients.end_pass(sums)
+                    sums.wait_for_sums()
                     check_clocks()
                     for parameter in unit.parameters:
                         parameter.grad.mul_(2)
@@ -387,8 +388,8 @@ class TestOrders:
         for slot in range(3):
             unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
         check_clocks()
-        unit.gradients.end(sums)
-        sums.end()
+        unit.gradients.end_pass(sums)
+        sums.wait_for_sums()
         assert_sums(unit, [111, 222])
 
     def test_slots_on_one_device_are_read_after_both_have_delivered(self, root):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.sharded.placements import Shard
-from dataparallel.sharded.units.layout import Layout
+from dataparallel.sharded.units.buffers import Layout
 
 
 @st.composite
@@ -41,7 +41,7 @@ def parts(layout: Layout, whole: Tensor, at: int) -> list[Tensor]:
     """The parts of a parameter or a gradient as `torch.chunk` cuts it, one for each owner."""
     if whole.dim() == 0:
         return [whole, *[whole.new_empty(0)] * (layout.owners - 1)]
-    place = layout.places[at]
+    place = layout.columns[at]
     found = [*whole.chunk(layout.owners, place.dim)]
     return found + [whole.narrow(place.dim, 0, 0)] * (layout.owners - len(found))
 
@@ -49,7 +49,7 @@ def parts(layout: Layout, whole: Tensor, at: int) -> list[Tensor]:
 def full_parameters(layout: Layout, full: Tensor) -> list[Tensor]:
     return [
         full[offset : offset + place.shape.numel()].view(place.shape)
-        for place, offset in zip(layout.places, layout.full_offsets, strict=True)
+        for place, offset in zip(layout.columns, layout.full_offsets, strict=True)
     ]
 
 
@@ -81,14 +81,14 @@ class TestParameters:
         for owner in range(layout.owners):
             for at, view in enumerate(layout.parts_of(gathered[owner], owner)):
                 assert view.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
-                assert view.shape == layout.places[at].part_shapes[owner]
+                assert view.shape == layout.columns[at].part_shapes[owner]
                 torch.testing.assert_close(view, parts(layout, parameters[at], at)[owner], rtol=0, atol=0)
 
     @given(layouts())
     def test_lie_apart_and_begin_where_kernels_read_16_bytes(self, drawn):
         layout, _ = drawn
         free = 0
-        for place, offset in zip(layout.places, layout.full_offsets, strict=True):
+        for place, offset in zip(layout.columns, layout.full_offsets, strict=True):
             assert place.start == free
             assert place.start * 2 % 16 == 0
             assert offset + place.shape.numel() <= layout.owners * (place.start + place.numel)
@@ -101,7 +101,7 @@ def test_over_machines_an_owner_has_every_so_many_rows(drawn, machines):
     """Those of one owner follow each other, and all machines together have what one machine with as many owners has."""
     alone, values = drawn
     owners = alone.owners
-    shapes = [place.shape for place in alone.places]
+    shapes = [place.shape for place in alone.columns]
     cuts = [Shard(0)] * len(shapes)
     of_all = Layout(shapes, cuts, owners * machines)
     gathered = packed(of_all, values)
@@ -174,5 +174,5 @@ class TestGradients:
 
 @pytest.mark.parametrize(("rows", "is_even"), [(8, True), (7, False), (3, False), (0, True)])
 def test_even_are_parts_of_one_size(rows, is_even):
-    place = Layout([torch.Size((rows, 2))], [Shard(0)], 4).places[0]
+    place = Layout([torch.Size((rows, 2))], [Shard(0)], 4).columns[0]
     assert place.is_even is is_even

@@ -5,8 +5,7 @@ import torch
 
 from dataparallel import _torch
 from dataparallel.sharded.placements import Shard
-from dataparallel.sharded.units.layout import Layout
-from dataparallel.sharded.units.memory import FullBuffer
+from dataparallel.sharded.units.buffers import FullBuffer, Layout
 
 SHAPES = [torch.Size([5, 3]), torch.Size([]), torch.Size([2])]
 

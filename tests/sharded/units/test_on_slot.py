@@ -10,10 +10,11 @@ from torch import Tensor
 from clocked import check_clocks
 from dataparallel import comm
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
-from dataparallel.sharded.units import memory as module
+from dataparallel.sharded.units import buffers
+from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.on_slot import UnitOnSlot
-from dataparallel.sharded.units.streams import wait_for
-from dataparallel.sharded.units.unit import Precision, Unit
+from dataparallel.sharded.units.shards import wait_for
+from dataparallel.sharded.units.unit import Unit
 from made_units import Registry, unit_of, values
 
 
@@ -61,7 +62,7 @@ def pulls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         real(targets, sources)
 
     real = comm.copy_each
-    monkeypatch.setattr(module.comm, "copy_each", copy_each)
+    monkeypatch.setattr(buffers.comm, "copy_each", copy_each)
     return made
 
 

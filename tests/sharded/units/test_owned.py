@@ -9,8 +9,7 @@ import torch
 
 from clocked import check_clocks
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
-from dataparallel.sharded.units.owned import LastCopies, OwnedShards, Source
-from dataparallel.sharded.units.streams import TreeStreams
+from dataparallel.sharded.units.shards import LastCopies, OwnedShards, Source, TreeStreams
 from made_units import parameters, values
 
 
@@ -99,10 +98,10 @@ class TestSources:
     def test_casts_are_dropped_when_the_last_slot_has_pulled(self, owned):
         made, _ = source(owned, torch.float32, pulls=2)
         alive = weakref.ref(pieces_of(made)[0][0])
-        made.done([])
+        made.end_pull([])
         assert alive() is not None
         assert not made.is_used_up
-        made.done([])
+        made.end_pull([])
         assert made.is_used_up
         assert alive() is None
 
@@ -123,13 +122,13 @@ class TestSources:
             owned.parameters[0].add_(1)
         made, tree_streams = source(owned, torch.float32, pulls=1)
         pieces, ready = pieces_of(made)
-        readers = tree_streams.pulling(1)
+        readers = tree_streams.pulling[1]
         for device, stream in readers.items():
             ready[device].make_wait(stream)
         with streams_set(readers):
             for piece in pieces:
                 piece.clone()  # the clocks see that it follows the cast
-        made.done([Event(stream) for stream in readers.values()])
+        made.end_pull([Event(stream) for stream in readers.values()])
         del pieces
         check_clocks()  # and that the memory is free after it
 
@@ -137,14 +136,14 @@ class TestSources:
     def test_memory_waits_for_a_reader_that_another_slot_has_overtaken_by_a_second_pull(self, owned):
         made, tree_streams = source(owned, torch.float32, pulls=2)
         slow, ready = pieces_of(made)
-        made.done([])
-        made.done([])  # the other slot's, which has freed and gathered again: the copies are dropped
-        readers = tree_streams.pulling(1)
+        made.end_pull([])
+        made.end_pull([])  # the other slot's, which has freed and gathered again: the copies are dropped
+        readers = tree_streams.pulling[1]
         for device, stream in readers.items():
             ready[device].make_wait(stream)
         with streams_set(readers):
             for piece in slow:
                 piece.clone()
-        made.done([Event(stream) for stream in readers.values()])
+        made.end_pull([Event(stream) for stream in readers.values()])
         del piece, slow
         check_clocks()

@@ -21,8 +21,10 @@ class Ended:
         self.told: list[Any] = []
         self.error: Exception | None = None
 
+    units: Any = ()
+
     def unit(self, name: str) -> Any:
-        def end(sums: Any) -> None:
+        def end_pass(sums: Any) -> None:
             self.told.append((name, "dropped" if sums is None else "summed"))
             if self.error is not None and sums is not None:
                 raise self.error
@@ -30,10 +32,13 @@ class Ended:
         def note_lost(computing: Any) -> None:
             self.told.append((name, "lost"))
 
-        return SimpleNamespace(gradients=SimpleNamespace(end=end, note_lost=note_lost), is_last_backward=True)
+        return SimpleNamespace(gradients=SimpleNamespace(end_pass=end_pass, note_lost=note_lost), is_last_backward=True)
 
-    def returned(self) -> None:
+    def backward_returned(self) -> None:
         self.told.append("returned")
+
+    def before_last_sums(self, computing: Any) -> None:
+        pass
 
     def pass_ended(self, ended: BackwardPass, has_failed: bool) -> None:
         self.told.append("failed" if has_failed else "done")
@@ -47,14 +52,8 @@ def ended() -> Ended:
 @pytest.fixture
 def running(ended: Ended, slots: list) -> BackwardPass:
     devices = [torch.device(slot) for slot in slots]
-    return BackwardPass(
-        [ended.unit("a"), ended.unit("b")],
-        devices,
-        current_streams(devices),
-        lambda computing: None,
-        ended.pass_ended,
-        ended.returned,
-    )
+    ended.units = [ended.unit("a"), ended.unit("b")]
+    return BackwardPass(cast("Any", ended), devices, current_streams(devices))
 
 
 DONE = [("a", "summed"), ("b", "summed"), "done"]
@@ -214,7 +213,7 @@ def delivers(running: BackwardPass, slot: int, units: str, size: int = MUCH) -> 
 def begins(running: BackwardPass, order: list[list[Any]]) -> None:
     """The last unit's backward begins on each slot."""
     for slot, units in enumerate(order):
-        running.begins(slot, len(units) - 1, order)
+        running.unit_begins(slot, len(units) - 1, order)
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -283,7 +282,7 @@ class TestASlotThatIsAhead:
         thread = waits(running, 0)
         for _ in range(15):
             thread.join(0.1)
-            running.begins(1, 3, order)
+            running.unit_begins(1, 3, order)
         assert thread.is_alive()
         for slot in (1, 2):
             delivers(running, slot, "d")
@@ -319,18 +318,18 @@ class TestASlotThatIsAhead:
         """Their graphs do not lead there."""
         delivers(running, 0, "dcb")
         thread = waits(running, 0)
-        running.begins(1, 0, order)
+        running.unit_begins(1, 0, order)
         delivers(running, 1, "d")
         assert thread.is_alive()
-        running.begins(2, 0, order)
+        running.unit_begins(2, 0, order)
         delivers(running, 2, "d")
         assert_ends(thread)
 
     def test_does_not_wait_for_branches_that_others_take_in_another_order(self, running, order):
         for slot in (1, 2):
-            running.begins(slot, 0, order)
+            running.unit_begins(slot, 0, order)
             delivers(running, slot, "da")
-            running.begins(slot, 1, order)
+            running.unit_begins(slot, 1, order)
         delivers(running, 0, "dba")
         running.wait_for_others(0)
 
@@ -338,7 +337,7 @@ class TestASlotThatIsAhead:
     def test_does_not_wait_for_a_slot_on_its_own_device(self, ended, slots, count):
         """One thread of the engine runs the backward of both."""
         devices = [slots[0]] * count
-        running = BackwardPass([], devices, current_streams(devices), lambda computing: None, ended.pass_ended)
+        running = BackwardPass(cast("Any", ended), devices, current_streams(devices))
         begins(running, [UNITS] * count)
         delivers(running, 0, "d")
         running.wait_for_others(0)

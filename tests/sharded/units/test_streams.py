@@ -5,7 +5,7 @@ import torch
 
 from dataparallel.comm.streams import current
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
-from dataparallel.sharded.units.streams import TreeStreams, wait_for
+from dataparallel.sharded.units.shards import TreeStreams, wait_for
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -24,13 +24,13 @@ class TestOnAccelerators:
             *current_streams(slots).values(),
         ]
         assert len({(stream.device, stream.stream_id) for stream in used}) == len(used)
-        leaving = [s for slot in range(len(slots)) for d, s in tree_streams.pulling(slot).items() if d != slots[slot]]
+        leaving = [s for slot in range(len(slots)) for d, s in tree_streams.pulling[slot].items() if d != slots[slot]]
         assert not {*leaving} & {*used}
 
     def test_a_slot_receives_on_its_device_and_shards_leave_on_all_others(self, slots):
         tree_streams = TreeStreams(slots)
         for slot, device in enumerate(slots):
-            pulling = tree_streams.pulling(slot)
+            pulling = tree_streams.pulling[slot]
             assert {*pulling} == {*slots}
             assert pulling[device] == tree_streams.receiving[slot]
             assert all(stream.device == where for where, stream in pulling.items())
@@ -50,7 +50,7 @@ class TestOnAccelerators:
     def test_slots_on_one_device_share_streams(self, root):
         tree_streams = TreeStreams([root, root])
         assert tree_streams.receiving[0] == tree_streams.receiving[1]
-        assert tree_streams.pulling(1) == {root: tree_streams.receiving[1]}
+        assert tree_streams.pulling[1] == {root: tree_streams.receiving[1]}
 
     @pytest.mark.slots(8)
     def test_there_are_few_for_any_number_of_slots(self, slots):
@@ -62,13 +62,13 @@ class TestOnAccelerators:
                 *tree_streams.casting.values(),
             }
             for slot in range(len(tree_streams.slots)):
-                used.update(tree_streams.pulling(slot).values())
+                used.update(tree_streams.pulling[slot].values())
             for device in slots:
                 assert sum(1 for stream in used if stream.device == device) <= 8
 
     def test_are_kept_for_all_trees(self, slots):
         assert TreeStreams(slots).receiving == TreeStreams(slots).receiving
-        assert TreeStreams(slots).pulling(1) == TreeStreams(slots).pulling(1)
+        assert TreeStreams(slots).pulling[1] == TreeStreams(slots).pulling[1]
 
     def test_each_stream_waits_for_each_event(self, slots):
         tree_streams, written = TreeStreams(slots), []
@@ -87,5 +87,5 @@ def test_the_cpu_has_no_streams():
     assert tree_streams.receiving == [None, None]
     assert tree_streams.meet("pulls", []) is None
     assert not tree_streams.casting
-    assert not tree_streams.pulling(0)
+    assert not tree_streams.pulling[0]
     assert not tree_streams.adding

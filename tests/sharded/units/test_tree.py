@@ -30,10 +30,10 @@ def call_units(call: ForwardCall, units: list[Unit], slots: list[Any], between: 
         for unit in units:
             on_slot: UnitOnSlot = unit.on_slots[slot]
             on_slot.use(call.ready, Registry())
-            call.began(on_slot)
+            call.unit_began(on_slot)
             between(unit)
             on_slot.end_use()
-            call.ended(on_slot)
+            call.unit_ended(on_slot)
             on_slot.module_ended(0, has_backward=True)
 
 
