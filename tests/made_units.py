@@ -1,6 +1,6 @@
 """Units without modules, for the tests of the runtime of units."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,11 +21,11 @@ def values(count: int = 2, rows: int = 6, dtype: torch.dtype = torch.float64) ->
 
 
 def parameters(
-    of: Sequence[Tensor], slots: Sequence[Any], requires_grad: bool = True, is_offloaded: bool = False
+    tensors: Sequence[Tensor], slots: Sequence[Any], requires_grad: bool = True, is_offloaded: bool = False
 ) -> list[ShardedTensor]:
     """Sharded parameters with these values; their shards are in host memory if they are offloaded."""
     found: list[Any] = []
-    for tensor in of:
+    for tensor in tensors:
         made = distribute_tensor(tensor, ["cpu"] * len(slots) if is_offloaded else slots, Shard(0))
         owned = ShardedTensor(made.shards, made.placement, made.shape, devices=[*map(torch.device, slots)])
         found.append(nn.Parameter(owned, requires_grad=requires_grad))
@@ -33,7 +33,7 @@ def parameters(
 
 
 def unit_of(
-    of: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     slots: Sequence[Any],
     precision: Precision | None = None,
     *,
@@ -43,7 +43,7 @@ def unit_of(
     """A unit that is ready for a call. What is offloaded is pinned."""
     made = Unit(
         "made",
-        parameters(of, slots, requires_grad, is_offloaded),
+        parameters(tensors, slots, requires_grad, is_offloaded),
         [torch.device(slot) for slot in slots],
         precision or Precision(),
         is_offloaded=is_offloaded,
@@ -51,6 +51,16 @@ def unit_of(
     )
     made.refresh()
     return made
+
+
+def in_backward(*works: Callable[[], Any]) -> None:
+    """Runs a backward that calls these in its nodes, one after the other."""
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True)
+        for work in reversed(works):
+            x = x * 1
+            x.register_hook(lambda grad, work=work: work() and None)
+        x.sum().backward()
 
 
 class Registry:

@@ -28,7 +28,7 @@ class Precision:
     casts_inputs: bool = True
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Settings:
     """What a user may change on a unit at any time.
 
@@ -83,15 +83,11 @@ class TreeBinding:
 
 
 class Registered:
-    """The registries of one unit's parameters in the user's modules.
-
-    Attributes:
-        places: registry, name, and position in the unit.
-    """
+    """The registries of one unit's parameters in the user's modules."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self.places: list[tuple[dict[str, Any], str, int]] = []
+        self.places: list[tuple[dict[str, Any], str, int]] = []  # registry, name, and position in the unit
         self._pieces: list[nn.Parameter] | None = None  # if the modules have these
 
     def adopt(self) -> None:
@@ -126,11 +122,7 @@ class Registered:
             self._unit.parameters[position] = parameter
 
     def show_what_is_there(self) -> None:
-        """Registers in the user's module what FSDP2 does.
-
-        That is the full parameters while the first slot has them, or the pieces while its group has them, or else the
-        sharded parameters.
-        """
+        """Registers what FSDP2 does: the first slot's full parameters, else its group's pieces, else the shards."""
         is_full = bool(self._unit.on_slots) and self._unit.on_slots[0].is_full
         self._pieces = None if is_full else self._unit.pieces.as_parameters()
         self._register(self._unit.on_slots[0].parameters if is_full else self._pieces or self._unit.parameters)

@@ -29,13 +29,10 @@ if TYPE_CHECKING:
 
 
 class ModuleOnSlot:
-    """One of a unit's modules in the replica of one slot. Its class lets it run the module's calls.
+    """One of a unit's modules in the replica of one slot, for one call of the tree.
 
-    Args:
-        on_slot: the unit on that slot.
-        number: which of the unit's modules this is.
-        places: where the unit's parameters are registered in this replica: registry, name, position in the unit.
-        call: the call of the tree for which the replica was made.
+    ``number``: which of the unit's modules this is. ``places``: where the unit's parameters are registered in this
+    replica: registry, name, position in the unit.
     """
 
     def __init__(
@@ -83,9 +80,6 @@ class UnitInReplica:
         unit: which of the tree's units.
         number: which of its modules.
         places: where the unit's parameters are registered: number of the module in the replica, name, position.
-
-    Attributes:
-        is_root: the module is the outermost one of the replica.
     """
 
     def __init__(self, unit: int, number: int, places: Sequence[tuple[int, str, int]]) -> None:
@@ -145,8 +139,7 @@ class UnitCall:
             except BaseException:  # no room for a gather ahead
                 on_slot.end_use()
                 raise
-        # Inside a backward, a call of which there is no graph yet is that of a reentrant checkpoint. Its own backward
-        # follows at once.
+        # Inside a backward, a call without a graph is that of a reentrant checkpoint. Its own backward follows at once.
         if torch.is_grad_enabled() and not (self._is_recomputation and on_slot.is_in_backward):
             self._watch_inputs(args, kwargs)
             if self._is_recomputation:
@@ -280,12 +273,9 @@ class ForwardCall:
     def gives_one_node(self, on_slot: UnitOnSlot) -> bool:
         """True if the outputs of the unit's calls get one node, so that their gradients come together.
 
-        Losses of the root's outputs may be separate. They come together only where units are sharded over machines,
-        which have to gather in the same order.
+        Losses of the root's outputs may be separate, except where machines have to gather in the same order.
         """
-        machines = self._tree.machines
-        is_gathered_over_machines = machines is not None and machines.gathers is not None
-        return is_gathered_over_machines or on_slot.unit is not self._tree.units[0]
+        return on_slot.unit is not self._tree.units[0] or on_slot.unit.is_sharded_over_machines
 
     def join_pass(self) -> BackwardPass:
         """The pass of backward that runs now, begun if this is its first node in the tree."""

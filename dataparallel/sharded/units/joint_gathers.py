@@ -20,7 +20,7 @@ from dataparallel.comm import settings
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.replicas.compiled.gate import gate
 from dataparallel.sharded.units.buffers import no_room_for
-from dataparallel.sharded.units.shards import OwnedShards, wait_for
+from dataparallel.sharded.units.shards import OwnedShards, Source, wait_for
 from dataparallel.threads.meetings import Place, Turns, here
 from dataparallel.threads.slot_times import waiting
 
@@ -50,9 +50,6 @@ class Room:
     later than the unit that it waits for, because another slot has skipped that unit. A slot that waits may also be
     needed for the others to go on: when it has seen nothing move for `_PATIENCE` seconds, it waits no more in its call.
     Waiting saves launches, and is not needed for correct results.
-
-    Attributes:
-        was_taken: by a gather of this call or backward.
     """
 
     def __init__(self) -> None:
@@ -61,7 +58,8 @@ class Room:
         self._arrived: list[JointGathers] = []  # in the order in which they were launched
         self._aside: dict[int, Turns] = {}  # slots that wait without a permit
         self._movements = 0
-        self._has_given_up = self.was_taken = False
+        self._has_given_up = False  # in this call or backward
+        self.was_taken = False  # by a gather of this call or backward
 
     def renew(self) -> None:
         """A new call or backward begins."""
@@ -296,7 +294,7 @@ class JointGathers:
         wait_for({*ready.values()}, self._streams.values())
         arrived: list[list[Tensor]] = []
         for owned in unit.owned:
-            source = unit.new_source(owned, pulls=1)
+            source = Source(unit, owned, pulls=1)
             pieces, made = source.pieces(ready)
             try:
                 for device, event in made.items():

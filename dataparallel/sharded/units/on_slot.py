@@ -84,14 +84,8 @@ class UnitOnSlot:
     def start(self, ready: Mapping[torch.device, Event], ahead: bool = False) -> None:
         """Starts a gather, unless values are here or on their way.
 
-        In backward the slot gathers from its group where that has kept pieces, and else from the owners.
-
-        Args:
-            ready: for each device an event after which shards there may be read.
-            ahead: nothing is started if that would take memory on slots that need the unit later still.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no room for the matrix; the message names unit and device.
+        ``ready``: for each device an event after which shards there may be read. ``ahead``: nothing is started if that
+        would take memory on slots that need the unit later still. An error for lack of memory names unit and device.
         """
         with self._lock:
             if self.is_started:

@@ -20,7 +20,7 @@ from dataparallel.machines.peer_rounds import PeerRounds
 from dataparallel.machines.rounds import Launched
 from dataparallel.machines.start import send_values
 from dataparallel.sharded.placements import Owners
-from dataparallel.sharded.units.shards import LastCopies, OwnedShards, Source
+from dataparallel.sharded.units.shards import OwnedShards, Source
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
@@ -77,13 +77,6 @@ class MachinesOfTree:
         """The owners of parameters that are sharded over these slots."""
         return slots if self.shard is None else Owners(slots, self.shard.own("tensors"))
 
-    def describe(self) -> str:
-        """In words, for messages."""
-        shard, replicate = self.given
-        words = [] if shard is None else [f"sharded over {shard.size} machines"]
-        words += [] if replicate is None else [f"replicated over {replicate.size} machines"]
-        return " and ".join(words)
-
     def send_first_values(self, name: str, flats: Sequence[Tensor]) -> None:
         """Gives the flat shards of a unit, which have just got values, those of the first machine that has the same."""
         if self.replicate is not None:
@@ -102,20 +95,11 @@ class MachinesOfTree:
 
 
 class SourceOverMachines(Source):
-    """What slots pull from: each owner's parts of all machines, one after the other. ``name``: of the unit."""
+    """What slots pull from: each owner's parts of all machines, one after the other."""
 
-    def __init__(
-        self,
-        owned: OwnedShards,
-        dtype: torch.dtype,
-        pulls: int,
-        streams: Mapping[torch.device, torch.Stream],
-        copies: LastCopies,
-        machines: Machines,
-        name: str,
-    ) -> None:
-        super().__init__(owned, dtype, pulls, streams, copies)
-        self._machines, self._name = machines, name
+    def __init__(self, unit: Unit, owned: OwnedShards, pulls: int, machines: Machines) -> None:
+        super().__init__(unit, owned, pulls)
+        self._machines, self._name = machines, unit.name
         self._launched: list[Launched] | None = None
 
     @property
@@ -162,25 +146,12 @@ class SourceOverMachines(Source):
         ]
 
 
-def sources_over(machines: Machines, unit: Unit, pulls: int) -> list[SourceOverMachines]:
-    """What so many slots pull from in one gather of a unit, for each dtype."""
-    casting, copies = unit.streams.casting, unit.tree.copies
-    return [
-        SourceOverMachines(owned, unit.dtype_on_slots(owned.dtype), pulls, casting, copies, machines, unit.name)
-        for owned in unit.owned
-    ]
-
-
 class SourcesOverMachines:
     """The sources of one unit in a call or a pass of backward, for each slot in its own order, under the unit's lock.
 
     All machines have to gather the same units in one order, whichever of their slots comes first. So a slot's first
     gather of a unit belongs with the first ones of the other slots, its second with their second: then the order is
-    that of any one slot, because each slot runs the same units in the same order.
-
-    Args:
-        slots: how many there are.
-        make: makes the sources of one gather, one for each dtype.
+    that of any one slot, because each slot runs the same units in the same order. ``make``: the sources of one gather.
     """
 
     def __init__(self, slots: int, make: Callable[[], Sequence[SourceOverMachines]]) -> None:

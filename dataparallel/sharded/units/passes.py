@@ -37,7 +37,7 @@ _MAY_WAIT_BYTES = 2**20
 
 @dataclass
 class SumsOfPass:
-    """What all units of a tree share in one pass of backward.
+    """What the sums of all units of a tree share in one pass of backward.
 
     Attributes:
         slots: how many replicas take part.

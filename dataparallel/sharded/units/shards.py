@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from dataparallel.profiling import note_copy
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.buffers import Layout
+
+if TYPE_CHECKING:
+    from dataparallel.sharded.units.unit import Unit
 
 Purpose: TypeAlias = Literal["calls", "pulls", "deliveries", "sums"]
 """Who waits for events that meet: a call for the caller, owners for pulls, sums for deliveries, others for sums."""
@@ -189,22 +192,14 @@ class Source:
     the copies made, on the casting streams, whose memory they are, and the last one drops them.
 
     Args:
+        unit: says which dtype the slots want, on which streams copies are made, and where their end is recorded.
         owned: the shards.
-        dtype: that the slots want.
         pulls: how many slots will pull.
-        streams: for each owner's accelerator the stream on which copies are made.
-        copies: where the end of copies is recorded.
     """
 
-    def __init__(
-        self,
-        owned: OwnedShards,
-        dtype: torch.dtype,
-        pulls: int,
-        streams: Mapping[torch.device, torch.Stream],
-        copies: LastCopies,
-    ) -> None:
-        self._owned, self._dtype, self._streams, self._pulls, self._copies = owned, dtype, streams, pulls, copies
+    def __init__(self, unit: Unit, owned: OwnedShards, pulls: int) -> None:
+        self._owned, self._pulls, self._dtype = owned, pulls, unit.dtype_on_slots(owned.dtype)
+        self._streams, self._copies = unit.streams.casting, unit.tree.copies
         self._lock = threading.Lock()
         self._made: list[Tensor] | None = None
         self._ready: dict[torch.device, Event] = {}

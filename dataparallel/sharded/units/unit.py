@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,6 +107,11 @@ class Unit(Settings):
         )
 
     @property
+    def is_sharded_over_machines(self) -> bool:
+        """True if shards of other machines are gathered too."""
+        return self.machines is not None and self.machines.gathers is not None
+
+    @property
     def sharded_over(self) -> tuple[int, int]:
         """Over how many machines the parameters are sharded, and which of them this is."""
         return (1, 0) if self.machines is None else (self.machines.parts, self.machines.part)
@@ -203,27 +207,26 @@ class Unit(Settings):
 
     # ---- what slots pull from ----------------------------------------------------------------------------------------
 
-    def new_source(self, owned: OwnedShards, pulls: int) -> Source:
-        """What so many slots pull from, for one dtype."""
-        return Source(owned, self.dtype_on_slots(owned.dtype), pulls, self.streams.casting, self.tree.copies)
-
     def sources(self) -> list[Source]:
         """What slots pull from now: for each dtype the same source for all slots of a round."""
         with self._lock:
             if not self._sources or self._sources[0].is_used_up:
-                self._sources = [self.new_source(owned, self._pulls) for owned in self.owned]
+                self._sources = [Source(self, owned, self._pulls) for owned in self.owned]
             return self._sources
 
     def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[Source] | None:
         """If the unit is sharded over machines, what this slot pulls from next, on its way from now on."""
         if self.machines is None or self.machines.gathers is None:
             return None
-        from dataparallel.sharded.units.over_machines import SourcesOverMachines, sources_over
+        machines = self.machines.gathers
+        from dataparallel.sharded.units.over_machines import SourceOverMachines, SourcesOverMachines
 
         with self._lock:
             if self._over_machines is None:
-                make = partial(sources_over, self.machines.gathers, self, self._pulls)
-                self._over_machines = SourcesOverMachines(len(self.slots), make)
+                pulls = self._pulls
+                self._over_machines = SourcesOverMachines(
+                    len(self.slots), lambda: [SourceOverMachines(self, owned, pulls, machines) for owned in self.owned]
+                )
             return self._over_machines.next_sources(slot, ready)
 
     def _renew_sources(self, pulls: int) -> None:
@@ -260,7 +263,7 @@ class Unit(Settings):
 
         Calls in which other machines used more or fewer slots may have left slots with full parameters.
         """
-        if self.machines is None or self.machines.gathers is None:
+        if not self.is_sharded_over_machines:
             return
         first, *others = self.on_slots[:slots]
         for other in others:

@@ -109,17 +109,17 @@ class TestAGather:
         on_slot = unit.on_slots[1]
         on_slot.make_full(ready(unit))
         before = [*on_slot.parameters]
-        addresses = [p.data_ptr() for p in before]
         on_slot.free()
         assert is_freed(on_slot)
         on_slot.make_full(ready(unit))
         assert all(a is b for a, b in zip(before, on_slot.parameters, strict=True))
         assert_full(on_slot, WHOLE)
-        assert len(addresses) == len(before)
 
-    def test_of_former_values_is_dropped(self, unit, pulls):
+    def test_of_former_values_is_dropped_and_of_current_ones_stays(self, unit):
         on_slot = unit.on_slots[0]
         on_slot.start(ready(unit))
+        on_slot.free_if_changed()
+        assert on_slot.is_started
         let_owners_write(unit)
         with torch.no_grad():
             unit.parameters[0].add_(1)
@@ -127,12 +127,6 @@ class TestAGather:
         assert not on_slot.is_started
         on_slot.make_full(ready(unit))
         assert_full(on_slot, [WHOLE[0] + 1, WHOLE[1]])
-
-    def test_of_current_values_stays(self, unit):
-        on_slot = unit.on_slots[0]
-        on_slot.make_full(ready(unit))
-        on_slot.free_if_changed()
-        assert on_slot.is_full
 
     @pytest.mark.devices("sim")
     def test_that_finds_no_room_names_the_unit_and_the_device(self, unit):
@@ -150,29 +144,20 @@ class TestAGather:
         assert_full(on_slot, WHOLE)
 
 
-class TestWhatReplicasShow:
-    def test_is_full_while_the_unit_is_and_sharded_afterwards(self, unit):
+class TestAFree:
+    def test_waits_for_the_calls_that_use_the_parameters_and_show_them(self, unit):
         on_slot, registries = unit.on_slots[0], [Registry(), Registry()]
         for registry in registries:
             on_slot.use(ready(unit), registry)
-            on_slot.end_use()
-        assert all(registry.registered == on_slot.parameters for registry in registries)
-        on_slot.free()
-        for registry in registries:
-            assert all(a is b for a, b in zip(registry.registered, unit.parameters, strict=True))
-
-
-class TestAFree:
-    def test_waits_for_the_calls_that_use_the_parameters(self, unit):
-        on_slot, registry = unit.on_slots[0], Registry()
-        on_slot.use(ready(unit), registry)
-        on_slot.use(ready(unit), registry)
         on_slot.end_use()
         on_slot.free()
         assert_full(on_slot, WHOLE)
+        assert all(registry.registered == on_slot.parameters for registry in registries)
         on_slot.end_use()
         on_slot.free()
         assert is_freed(on_slot)
+        for registry in registries:
+            assert all(a is b for a, b in zip(registry.registered, unit.parameters, strict=True))
 
     @pytest.mark.parametrize(
         ("reshard", "is_automatic", "has_backward", "is_free"),
@@ -192,23 +177,16 @@ class TestAFree:
         on_slot.module_ended(0, has_backward)
         assert is_freed(on_slot) is is_free
 
-    def test_after_forward_comes_when_all_modules_have_run(self, unit):
+    def test_after_forward_comes_when_all_modules_have_run_or_at_the_end(self, unit):
         unit.number_of_modules = 2
         on_slot = unit.on_slots[0]
-        on_slot.make_full(ready(unit))
-        on_slot.module_ended(1, True)
-        on_slot.module_ended(1, True)
-        assert on_slot.is_full
-        on_slot.module_ended(0, True)
-        assert is_freed(on_slot)
-
-    def test_comes_at_the_end_if_not_all_modules_have_run(self, unit):
-        unit.number_of_modules = 2
-        on_slot = unit.on_slots[0]
-        on_slot.make_full(ready(unit))
-        on_slot.module_ended(1, True)
-        on_slot.forward_ended(has_failed=False)
-        assert is_freed(on_slot)
+        for last in (lambda: on_slot.module_ended(0, True), lambda: on_slot.forward_ended(has_failed=False)):
+            on_slot.make_full(ready(unit))
+            on_slot.module_ended(1, True)
+            on_slot.module_ended(1, True)
+            assert on_slot.is_full
+            last()
+            assert is_freed(on_slot)
 
     def test_of_a_gather_in_vain_comes_at_the_end_of_forward(self, unit):
         on_slot = unit.on_slots[0]

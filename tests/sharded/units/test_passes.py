@@ -1,7 +1,8 @@
 """A pass of backward ends once, with or without success, and a slot that waits for others is always woken."""
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ import torch
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.sharded.units import passes
 from dataparallel.sharded.units.passes import BackwardPass
+from made_units import in_backward
 
 
 class Ended:
@@ -20,8 +22,7 @@ class Ended:
     def __init__(self) -> None:
         self.told: list[Any] = []
         self.error: Exception | None = None
-
-    units: Any = ()
+        self.units: list[Any] = []
 
     def unit(self, name: str) -> Any:
         def end_pass(sums: Any) -> None:
@@ -60,28 +61,33 @@ DONE = [("a", "summed"), ("b", "summed"), "done"]
 FAILED = [("a", "dropped"), ("b", "dropped"), "failed"]
 
 
-def in_backward(*works: Callable[[], Any]) -> None:
-    """Runs a backward that calls these in its nodes, one after the other."""
-    with torch.enable_grad():
-        x = torch.ones(1, requires_grad=True)
-        for work in reversed(works):
-            x = x * 1
-            x.register_hook(lambda grad, work=work: work() and None)
-        x.sum().backward()
-
-
 def fail() -> None:
     raise ValueError("in backward")
 
 
-class TestTheEnd:
-    def test_comes_when_the_backward_has_ended(self, running, ended):
-        in_backward(running.join, lambda: ended.told.append("a later node"))
-        assert ended.told == ["a later node", *DONE]
+@contextlib.contextmanager
+def joined_elsewhere(running: BackwardPass, *works: Callable[[], Any]) -> Iterator[None]:
+    """A backward in another thread has joined. After the block it runs these and ends."""
+    has_joined, may_go_on = threading.Event(), threading.Event()
 
-    def test_comes_once_however_many_nodes_join(self, running, ended):
-        in_backward(running.join, running.join, running.join)
-        assert ended.told == DONE
+    def other() -> None:
+        with contextlib.suppress(ValueError):
+            in_backward(running.join, has_joined.set, lambda: may_go_on.wait(60), *works)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert has_joined.wait(60)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+        thread.join()
+
+
+class TestTheEnd:
+    def test_comes_once_when_the_backward_has_ended_however_many_nodes_join(self, running, ended):
+        in_backward(running.join, running.join, lambda: ended.told.append("a later node"))
+        assert ended.told == ["a later node", *DONE]
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_of_a_failed_backward_drops_what_waits(self, running, ended):
@@ -103,24 +109,14 @@ class TestTheEnd:
         assert ended.told == FAILED
 
     def test_comes_after_all_threads_that_joined(self, running, ended):
-        has_joined, may_end = threading.Event(), threading.Event()
-
-        def other() -> None:
-            in_backward(running.join, has_joined.set, lambda: may_end.wait(60))
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert has_joined.wait(60)
-        in_backward(running.join)
-        assert ended.told == ["returned"]
-        may_end.set()
-        thread.join()
+        with joined_elsewhere(running):
+            in_backward(running.join)
+            assert ended.told == ["returned"]
         assert ended.told == ["returned", *DONE]
 
     @pytest.mark.devices("sim", "stand-in")
     def test_orders_the_streams_of_all_that_joined(self, running, slots, root):
         """A ``backward()`` that has returned before the others gets its gradients when the pass ends."""
-        has_joined, may_end = threading.Event(), threading.Event()
         total, early, summing = torch.zeros(2, device=root), torch.Stream(root), torch.Stream(root)
 
         def add() -> None:
@@ -129,35 +125,17 @@ class TestTheEnd:
                 total.add_(1)
             running.sums.latest = Event(summing)
 
-        def other() -> None:
-            in_backward(running.join, has_joined.set, lambda: may_end.wait(60), add)
-
         early.wait_stream(torch.accelerator.current_stream(root))
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert has_joined.wait(60)
-        with streams_set({root: early}):
+        with joined_elsewhere(running, add), streams_set({root: early}):
             in_backward(running.join)
-        may_end.set()
-        thread.join()
         with streams_set({root: early}):
             total.mul_(2)  # the clocks see it
         early.synchronize()
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_of_a_failed_backward_says_that_one_which_has_returned_lost_gradients(self, running, ended):
-        has_joined, may_fail = threading.Event(), threading.Event()
-
-        def other() -> None:
-            with pytest.raises(ValueError, match="in backward"):
-                in_backward(running.join, has_joined.set, lambda: may_fail.wait(60), fail)
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert has_joined.wait(60)
-        in_backward(running.join)
-        may_fail.set()
-        thread.join()
+        with joined_elsewhere(running, fail):
+            in_backward(running.join)
         assert ended.told == ["returned", *FAILED[:-1], ("a", "lost"), ("b", "lost"), "failed"]
 
     def test_that_fails_itself_drops_what_waits_and_raises(self, running, ended):
@@ -238,17 +216,12 @@ class TestASlotThatIsAhead:
         assert_ends(thread)
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_is_woken_by_a_failure(self, running, order):
+    @pytest.mark.parametrize("has_failed", [False, True])
+    def test_is_woken_by_the_end(self, running, order, has_failed):
         delivers(running, 0, "d")
         thread = waits(running, 0)
-        with pytest.raises(ValueError, match="in backward"):
-            in_backward(running.join, fail)
-        assert_ends(thread)
-
-    def test_is_woken_by_the_end(self, running, order):
-        delivers(running, 0, "d")
-        thread = waits(running, 0)
-        in_backward(running.join)
+        with pytest.raises(ValueError, match="in backward") if has_failed else contextlib.nullcontext():
+            in_backward(running.join, fail if has_failed else lambda: None)
         assert_ends(thread)
 
     def test_does_not_wait_for_a_few_bytes(self, running, order):
@@ -333,16 +306,10 @@ class TestASlotThatIsAhead:
         delivers(running, 0, "dba")
         running.wait_for_others(0)
 
-    @pytest.mark.parametrize("count", [2])
-    def test_does_not_wait_for_a_slot_on_its_own_device(self, ended, slots, count):
+    def test_does_not_wait_for_a_slot_on_its_own_device(self, ended, slots):
         """One thread of the engine runs the backward of both."""
-        devices = [slots[0]] * count
+        devices = [slots[0]] * 2
         running = BackwardPass(cast("Any", ended), devices, current_streams(devices))
-        begins(running, [UNITS] * count)
+        begins(running, [UNITS] * 2)
         delivers(running, 0, "d")
         running.wait_for_others(0)
-
-
-def test_patience_is_a_quarter_of_a_second():
-    """Long enough for another slot's unit, short enough that nobody takes it for a hang."""
-    assert passes._PATIENCE == 0.25
