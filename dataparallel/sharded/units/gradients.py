@@ -90,6 +90,7 @@ class UnitGradients:
 
     Attributes:
         groups: for each dtype the parameters that need gradients, and their layout.
+        full_bytes: the size of one slot's gradients.
         partial: sums of this machine, or of its shard group, that wait for those of other machines.
     """
 
@@ -99,13 +100,15 @@ class UnitGradients:
         # While a slot's gradients are packed, with those that it holds: on the CPU passes of several threads deliver.
         self._packing = [threading.Lock() for _ in unit.slots]
         parts, part = unit.sharded_over
+        needs = {*unit.recorded}
         self.groups: list[Group] = []
         for indices, owned in zip(unit.indices, unit.owned, strict=True):
-            kept = [i for i in indices if i in unit.recorded]
+            kept = [i for i in indices if i in needs]
             if kept:
                 shapes, cuts = [unit.shapes[i] for i in kept], [unit.cuts[i] for i in kept]
                 layout = Layout(shapes, cuts, len(unit.slots), machines=parts, machine=part)
                 self.groups.append((kept, layout, owned.dtype))
+        self.full_bytes = sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self.groups)
         self._sums = UnitSums(unit, self.groups)
         self._rounds: list[dict[int, Delivery]] = []
         self._delivered: dict[int, int] = {}
@@ -114,11 +117,6 @@ class UnitGradients:
         self._former: dict[int, FormerGrad] = {}
         self.partial: PartialSums | None = None
         self._lost: dict[int, FormerGrad] = {}  # parameters whose gradients are incomplete until they are zeroed
-
-    @property
-    def full_bytes(self) -> int:
-        """The size of one slot's gradients."""
-        return self._sums.full_bytes
 
     def deliver(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
         """Takes the gradients of one slot, in the order of ``unit.recorded``, and adds up if it is the last.

@@ -132,11 +132,6 @@ class UnitSums:
         self._unit, self._groups = unit, groups
         self.is_torn = False
 
-    @property
-    def full_bytes(self) -> int:
-        """The size of one slot's gradients."""
-        return sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self._groups)
-
     def add_up(self, found: Mapping[int, Delivery], sums: SumsOfPass, overwrite: bool) -> None:
         """Launches the sums of one round.
 
@@ -183,9 +178,7 @@ class UnitSums:
             sums.over_machines.end_unit(self._unit, present)
             return
         if self._unit.is_offloaded:
-            for owner in range(len(slots)):
-                sums.waiting.append(partial(self._add_to_gradients, owner, totals, present, sums.summed))
-            sums.waiting.append(partial(self._set_gradients, totals, present, sums.summed))
+            sums.waiting.append(partial(self.add_parts, totals, present, sums.summed))
         else:
             self._set_gradients(totals, present, sums.summed)
         sums.summed.note(self._unit.parameters[i] for kept, _, _ in self._groups for i in kept if i in present)
@@ -220,7 +213,8 @@ class UnitSums:
                 comm.reduce_scatter(matrices, [own.sums[at] for own in owns], self._memory, overwrite)
 
     def _memory(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        with named_if_no_room("summed gradients", self._unit.name, device, self.full_bytes // len(self._unit.slots)):
+        number_of_bytes = self._unit.gradients.full_bytes // len(self._unit.slots)
+        with named_if_no_room("summed gradients", self._unit.name, device, number_of_bytes):
             return torch.empty(shape, dtype=dtype, device=device)
 
     def _end_sum(

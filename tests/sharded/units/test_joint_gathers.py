@@ -120,6 +120,13 @@ def permits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     may_run(request.param, monkeypatch)
 
 
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One unit waits at a slot, however small it is. Whoever is not woken hangs."""
+    monkeypatch.setattr(joint_gathers, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(joint_gathers, "_PATIENCE", 30.0)
+
+
 @pytest.fixture(params=[2**22, 0], ids=["collected", "exchanged"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot collects the pieces, or slots exchange what they have."""
@@ -142,11 +149,9 @@ def test_has_the_bits_of_gathers_by_each_slot(times, room, slots, monkeypatch):
 
 
 @pytest.mark.slots(4)
-@pytest.mark.usefixtures("way", "permits")
+@pytest.mark.usefixtures("way", "permits", "no_room")
 def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monkeypatch):
     """Also if one runs at a time. So there is one gather for all, and one unit waits at a slot."""
-    monkeypatch.setattr(joint_gathers, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(joint_gathers, "_PATIENCE", 30.0)
     most = 0
     take = joint_gathers.Room.take_room
 
@@ -178,10 +183,9 @@ def test_slots_that_nobody_lets_on_pull_by_themselves(slots, gathers, monkeypatc
 
 @pytest.mark.slots(4)
 @pytest.mark.parametrize("by_environment", [True, False])
+@pytest.mark.usefixtures("no_room")
 def test_slots_that_run_in_one_thread_wait_for_nobody(by_environment, slots, monkeypatch):
     """The others cannot come, and no thread is started for them."""
-    monkeypatch.setattr(joint_gathers, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(joint_gathers, "_PATIENCE", 30.0)
     if by_environment:
         monkeypatch.setenv(SERIAL_VARIABLE, "1")
     model = make(slots) if by_environment else make(slots, serial=True)
@@ -192,10 +196,8 @@ def test_slots_that_run_in_one_thread_wait_for_nobody(by_environment, slots, mon
 
 
 @pytest.mark.slots(4)
-@pytest.mark.usefixtures("permits")
-def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
-    monkeypatch.setattr(joint_gathers, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(joint_gathers, "_PATIENCE", 30.0)
+@pytest.mark.usefixtures("permits", "no_room")
+def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots):
     model = make(slots)
     expected = steps(make(slots), slots, 1)
     for skipped in range(3):
@@ -209,11 +211,9 @@ def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
 
 
 @pytest.mark.slots(4)
-@pytest.mark.usefixtures("permits")
+@pytest.mark.usefixtures("permits", "no_room")
 def test_a_slot_that_waits_drops_what_arrives_for_a_unit_that_it_has_passed_by(slots, monkeypatch):
     """Otherwise nobody gets room any more. Here it waits when the gather is launched."""
-    monkeypatch.setattr(joint_gathers, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(joint_gathers, "_PATIENCE", 30.0)
     launch = joint_gathers.JointGathers._launch_in_room
 
     def slowly(self: Any, ready: Any) -> None:

@@ -27,6 +27,11 @@ def unit(slots: list) -> Unit:
 WHOLE = [values(1)[0], torch.arange(5.0)]
 
 
+@pytest.fixture
+def on_slot(unit: Unit) -> UnitOnSlot:
+    return unit.on_slots[0]
+
+
 def ready(unit: Unit) -> dict[torch.device, Event]:
     return unit.streams.now()
 
@@ -81,8 +86,7 @@ class TestAGather:
             assert on_slot.parameters[0].dtype == torch.float16
             assert_full(on_slot, WHOLE)
 
-    def test_that_was_started_is_not_made_again(self, unit, pulls):
-        on_slot = unit.on_slots[0]
+    def test_that_was_started_is_not_made_again(self, unit, on_slot, pulls):
         on_slot.start(ready(unit))
         on_slot.start(ready(unit))
         assert len(pulls) == len(unit.owned)
@@ -93,8 +97,7 @@ class TestAGather:
         assert len(pulls) == len(unit.owned)
         assert_full(on_slot, WHOLE)
 
-    def test_is_made_once_by_threads_that_ask_at_the_same_time(self, unit, pulls):
-        on_slot = unit.on_slots[0]
+    def test_is_made_once_by_threads_that_ask_at_the_same_time(self, unit, on_slot, pulls):
         events = ready(unit)
         threads = [threading.Thread(target=on_slot.make_full, args=(events,)) for _ in range(4)]
         for thread in threads:
@@ -115,8 +118,7 @@ class TestAGather:
         assert all(a is b for a, b in zip(before, on_slot.parameters, strict=True))
         assert_full(on_slot, WHOLE)
 
-    def test_of_former_values_is_dropped_and_of_current_ones_stays(self, unit):
-        on_slot = unit.on_slots[0]
+    def test_of_former_values_is_dropped_and_of_current_ones_stays(self, unit, on_slot):
         on_slot.start(ready(unit))
         on_slot.free_if_changed()
         assert on_slot.is_started
@@ -170,16 +172,14 @@ class TestAFree:
             (False, True, False, True),  # nothing will need it: an evaluation
         ],
     )
-    def test_after_forward_is_as_set(self, unit, reshard, is_automatic, has_backward, is_free):
+    def test_after_forward_is_as_set(self, unit, on_slot, reshard, is_automatic, has_backward, is_free):
         unit.reshard_after_forward, unit.is_reshard_automatic = reshard, is_automatic
-        on_slot = unit.on_slots[0]
         on_slot.make_full(ready(unit))
         on_slot.module_ended(0, has_backward)
         assert is_freed(on_slot) is is_free
 
-    def test_after_forward_comes_when_all_modules_have_run_or_at_the_end(self, unit):
+    def test_after_forward_comes_when_all_modules_have_run_or_at_the_end(self, unit, on_slot):
         unit.number_of_modules = 2
-        on_slot = unit.on_slots[0]
         for last in (lambda: on_slot.module_ended(0, True), lambda: on_slot.forward_ended(has_failed=False)):
             on_slot.make_full(ready(unit))
             on_slot.module_ended(1, True)
@@ -188,15 +188,13 @@ class TestAFree:
             last()
             assert is_freed(on_slot)
 
-    def test_of_a_gather_in_vain_comes_at_the_end_of_forward(self, unit):
-        on_slot = unit.on_slots[0]
+    def test_of_a_gather_in_vain_comes_at_the_end_of_forward(self, unit, on_slot):
         on_slot.start(ready(unit))
         on_slot.forward_ended(has_failed=False)
         assert not on_slot.is_started
 
-    def test_after_a_failed_forward_comes_whatever_is_set(self, unit):
+    def test_after_a_failed_forward_comes_whatever_is_set(self, unit, on_slot):
         unit.reshard_after_forward = False
-        on_slot = unit.on_slots[0]
         on_slot.make_full(ready(unit))
         on_slot.forward_ended(has_failed=True)
         assert is_freed(on_slot)
@@ -236,8 +234,7 @@ class TestAFree:
         assert is_freed(on_slot)
 
     @torch.no_grad()
-    def test_gradients_of_an_earlier_backward_do_not_count(self, unit):
-        on_slot = unit.on_slots[0]
+    def test_gradients_of_an_earlier_backward_do_not_count(self, unit, on_slot):
         on_slot.make_full(ready(unit))
         on_slot.backward_began(None)
         on_slot.received()
