@@ -1,6 +1,6 @@
 """Units without modules, for the tests of the runtime of units."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from dataparallel.sharded import Shard, distribute_tensor
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units import joint
-from dataparallel.sharded.units.owned import Source
-from dataparallel.sharded.units.unit import Precision, Unit
+from dataparallel.sharded.units import joint_gathers
+from dataparallel.sharded.units.bindings import Precision
+from dataparallel.sharded.units.shards import Source
+from dataparallel.sharded.units.unit import Unit
 
 
 def values(count: int = 2, rows: int = 6, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -20,11 +21,11 @@ def values(count: int = 2, rows: int = 6, dtype: torch.dtype = torch.float64) ->
 
 
 def parameters(
-    of: Sequence[Tensor], slots: Sequence[Any], requires_grad: bool = True, is_offloaded: bool = False
+    tensors: Sequence[Tensor], slots: Sequence[Any], requires_grad: bool = True, is_offloaded: bool = False
 ) -> list[ShardedTensor]:
     """Sharded parameters with these values; their shards are in host memory if they are offloaded."""
     found: list[Any] = []
-    for tensor in of:
+    for tensor in tensors:
         made = distribute_tensor(tensor, ["cpu"] * len(slots) if is_offloaded else slots, Shard(0))
         owned = ShardedTensor(made.shards, made.placement, made.shape, devices=[*map(torch.device, slots)])
         found.append(nn.Parameter(owned, requires_grad=requires_grad))
@@ -32,7 +33,7 @@ def parameters(
 
 
 def unit_of(
-    of: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     slots: Sequence[Any],
     precision: Precision | None = None,
     *,
@@ -42,7 +43,7 @@ def unit_of(
     """A unit that is ready for a call. What is offloaded is pinned."""
     made = Unit(
         "made",
-        parameters(of, slots, requires_grad, is_offloaded),
+        parameters(tensors, slots, requires_grad, is_offloaded),
         [torch.device(slot) for slot in slots],
         precision or Precision(),
         is_offloaded=is_offloaded,
@@ -50,6 +51,16 @@ def unit_of(
     )
     made.refresh()
     return made
+
+
+def in_backward(*works: Callable[[], Any]) -> None:
+    """Runs a backward that calls these in its nodes, one after the other."""
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True)
+        for work in reversed(works):
+            x = x * 1
+            x.register_hook(lambda grad, work=work: work() and None)
+        x.sum().backward()
 
 
 class Registry:
@@ -64,7 +75,7 @@ class Registry:
 
 def without_joint_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each slot of units that are made from now on pulls from the owners."""
-    monkeypatch.setattr(joint.comm, "are_apart", lambda slots: False)
+    monkeypatch.setattr(joint_gathers.comm, "are_apart", lambda slots: False)
 
 
 def recorded_gathers(monkeypatch: pytest.MonkeyPatch, jointly: bool = False) -> list[Source]:

@@ -26,8 +26,7 @@ from dataparallel.replicas.plan import TwinInfo
 from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.over_machines import MachinesOfTree
-from dataparallel.sharded.units.settings import Precision
+from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.tree import Tree
 from dataparallel.sharded.units.unit import Unit
 

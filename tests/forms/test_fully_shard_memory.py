@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from dataparallel.composable import fully_shard
 from dataparallel.sharded import Shard
 from dataparallel.sharded.units import passes
+from dataparallel.sharded.units.buffers import FullBuffer
 from dataparallel.sharded.units.gradients import UnitGradients
-from dataparallel.sharded.units.joint import JointGathers
-from dataparallel.sharded.units.memory import FullBuffer
+from dataparallel.sharded.units.joint_gathers import JointGathers
 from dataparallel.sharded.units.passes import BackwardPass
 from dataparallel.sharded.units.sums import UnitSums
 from made_units import without_joint_gathers
@@ -316,13 +316,13 @@ def test_nobody_waits_for_a_slot_that_skips_blocks(skipped, slots, root, monkeyp
     """It has no gradients of them that could come."""
     monkeypatch.setattr(passes, "_PATIENCE", 3.0)
     gave_up: list[int] = []
-    end = BackwardPass.end
+    end = BackwardPass.end_task
 
     def ended(self: BackwardPass, *args: Any, **kwargs: Any) -> None:
         gave_up.extend(self._gave_up_at)
         end(self, *args, **kwargs)
 
-    monkeypatch.setattr(BackwardPass, "end", ended)
+    monkeypatch.setattr(BackwardPass, "end_task", ended)
     model = sharded(SkipsBlocks(BLOCKS).to(root), slots)
     model.skipped = skipped
     for _ in range(2):

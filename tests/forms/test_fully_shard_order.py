@@ -41,7 +41,7 @@ class Record:
         self._monkeypatch = monkeypatch
         self._around(UnitOnSlot, "start", "gather", lambda on_slot: on_slot.is_started, becomes=True)
         self._around(UnitOnSlot, "free", "free", lambda on_slot: on_slot.is_started, becomes=False)
-        self._before(ForwardCall, "began", "forward", lambda call, on_slot: (on_slot.slot, on_slot.unit))
+        self._before(ForwardCall, "unit_began", "forward", lambda call, on_slot: (on_slot.slot, on_slot.unit))
         self._before(ForwardCall, "backward_begins", "backward", lambda call, on_slot, *_: (on_slot.slot, on_slot.unit))
         self._before(UnitGradients, "deliver", "deliver", lambda of, slot, grads, sums: (slot, of._unit))
         self._before(UnitSums, "add_up", "sum", lambda of, found, sums, overwrite: ("sums", of._unit))

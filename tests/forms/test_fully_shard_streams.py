@@ -11,8 +11,8 @@ from clocked import check_clocks
 from dataparallel.comm.streams.current import Event, streams_joined
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.sharded.units import passes
+from dataparallel.sharded.units.buffers import FullBuffer
 from dataparallel.sharded.units.calls import ForwardCall
-from dataparallel.sharded.units.memory import FullBuffer
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -146,7 +146,7 @@ def test_gathers_ahead_in_backward_come_after_the_sums_that_were_launched(slots,
     def noted(call: ForwardCall, on_slot: Any, position: int, running: Any) -> None:
         before, of_thread.waits = running.sums.latest, []
         begins(call, on_slot, position, running)
-        receiving = on_slot._tree_streams.receiving[on_slot.slot]
+        receiving = on_slot.unit.streams.receiving[on_slot.slot]
         sums = {event for event in (before, running.sums.latest) if event is not None}
         made.append(any(event in sums and stream == receiving for event, stream in of_thread.waits))
 

@@ -1,13 +1,12 @@
 """What happens around a call of a unit's module in a replica and in backward around its nodes; one call of the root.
 
-Forward: the unit's gather is started and the next unit's too; the parameters are full while the module runs, and then
+In forward a unit's gather is started and the next unit's too; the parameters are full while the module runs, and then
 they are freed. In backward hooks on tensors do the same, from the last unit to the first.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -22,8 +21,6 @@ from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.replicas.plan import UNIT_ON_SLOT
 from dataparallel.sharded.units.nodes import TensorHooks, with_one_node
 from dataparallel.sharded.units.on_slot import UnitOnSlot
-from dataparallel.sharded.units.passes import BackwardPass
-from dataparallel.sharded.units.unit import Unit
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.passes import BackwardPass
@@ -32,13 +29,10 @@ if TYPE_CHECKING:
 
 
 class ModuleOnSlot:
-    """One of a unit's modules in the replica of one slot. Its class lets it run the module's calls.
+    """One of a unit's modules in the replica of one slot, for one call of the tree.
 
-    Args:
-        on_slot: the unit on that slot.
-        number: which of the unit's modules this is.
-        places: where the unit's parameters are registered in this replica: registry, name, position in the unit.
-        call: the call of the tree for which the replica was made.
+    ``number``: which of the unit's modules this is. ``places``: where the unit's parameters are registered in this
+    replica: registry, name, position in the unit.
     """
 
     def __init__(
@@ -55,7 +49,7 @@ class ModuleOnSlot:
         if unit.precision.casts_inputs and unit.precision.parameters is not None:
             args, kwargs = _cast((args, kwargs), unit.precision.parameters)
         this = UnitCall(on_slot, self._call, self)
-        this.begin(args, kwargs)
+        this.begin_module(args, kwargs)
         self._is_running = True
         try:
             output = function(*args, **kwargs)
@@ -66,7 +60,7 @@ class ModuleOnSlot:
             self._is_running = False
         if unit.precision.outputs is not None:
             output = _cast(output, unit.precision.outputs)
-        return this.end(output, self._number, (args, kwargs))
+        return this.end_module(output, self._number, (args, kwargs))
 
     def register(self, parameters: Sequence[Tensor]) -> None:
         """Registers these parameters in the replica: the full ones, or the sharded ones while there are no others."""
@@ -86,9 +80,6 @@ class UnitInReplica:
         unit: which of the tree's units.
         number: which of its modules.
         places: where the unit's parameters are registered: number of the module in the replica, name, position.
-
-    Attributes:
-        is_root: the module is the outermost one of the replica.
     """
 
     def __init__(self, unit: int, number: int, places: Sequence[tuple[int, str, int]]) -> None:
@@ -125,8 +116,8 @@ class UnitInReplica:
 class UnitCall:
     """One call of a unit's module on a slot, until its backward has ended."""
 
-    def __init__(self, on_slot: UnitOnSlot, call: ForwardCall, registers: ModuleOnSlot) -> None:
-        self._on_slot, self._call, self._registers = on_slot, call, registers
+    def __init__(self, on_slot: UnitOnSlot, call: ForwardCall, module: ModuleOnSlot) -> None:
+        self._on_slot, self._call, self._module = on_slot, call, module
         self._lock = threading.Lock()
         self._inputs = 0  # that need gradients
         self._awaited = 0  # of them, those whose gradients have not come in this backward
@@ -138,24 +129,23 @@ class UnitCall:
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes the parameters full, and starts the gathers of the units that come next."""
         on_slot = self._on_slot
-        on_slot.use(self._call.ready, self._registers)
+        on_slot.use(self._call.ready, self._module)
         if not self._is_recomputation:
             try:
-                self._versions = self._call.began(on_slot)
+                self._versions = self._call.unit_began(on_slot)
             except BaseException:  # no room for a gather ahead
                 on_slot.end_use()
                 raise
-        # Inside a backward, a call of which there is no graph yet is that of a reentrant checkpoint. Its own backward
-        # follows at once.
+        # Inside a backward, a call without a graph is that of a reentrant checkpoint. Its own backward follows at once.
         if torch.is_grad_enabled() and not (self._is_recomputation and on_slot.is_in_backward):
             self._watch_inputs(args, kwargs)
             if self._is_recomputation:
                 self._open()
 
-    def end(self, output: Any, number: int, given: Any) -> Any:
+    def end_module(self, output: Any, number: int, given: Any) -> Any:
         """Watches the gradients of the output, and frees the parameters unless they stay.
 
         Returns the output, in whose graph the call is one node if it needs to be. ``given``: the call's arguments.
@@ -165,14 +155,14 @@ class UnitCall:
         if self._is_recomputation:
             on_slot.unit.refuse_overwritten(on_slot.slot)
             return output
-        self._position = self._call.ended(on_slot)
+        self._position = self._call.unit_ended(on_slot)
         has_backward = torch.is_grad_enabled() and (bool(on_slot.unit.recorded) or self._inputs > 0)
         is_announced = False
         if has_backward:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     is_announced = True
-                    self._call.hooks_of(on_slot.slot, tensor).begin(self._backward_begins)
+                    self._call.hooks_of(on_slot.slot, tensor).call_at_begin(self._backward_begins)
         on_slot.module_ended(number, has_backward, is_announced)
         on_slot.unit.refuse_overwritten(on_slot.slot)  # freed parameters have been looked at
         gets_node = torch.is_grad_enabled() and self._call.gives_one_node(on_slot)
@@ -183,7 +173,7 @@ class UnitCall:
             if tensor.requires_grad:
                 self._inputs += 1
                 hooks = self._call.hooks_of(self._on_slot.slot, tensor)
-                hooks.ends.append(weakref.WeakMethod(self._input_done))
+                hooks.call_at_end(self._input_done)
                 self._watched.append(hooks)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
@@ -208,7 +198,7 @@ class UnitCall:
         on_slot.unit.refuse_overwritten(on_slot.slot)
         self._call.backward_begins(on_slot, self._position, running)
         if on_slot.is_full:
-            on_slot.show_in(self._registers)
+            on_slot.show_in(self._module)
 
     def _input_done(self) -> None:
         """The gradient of an input is there."""
@@ -238,12 +228,10 @@ class ForwardCall:
     def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:
         self._tree, self.slots = tree, list(slots)
         tree.last_call = self
-        tree._room.renew()
-        for number, unit in enumerate(tree.units):
-            unit.note_versions()
-            unit.renew_sources(len(slots))
-            unit.level(len(slots))
-            unit.in_tree = tree.places[number]
+        tree.room.renew()
+        for unit in tree.units:
+            unit.begin_gathers(len(slots))
+            unit.tree = tree.bindings[unit]
         self.computing = current_streams(tree.slots)
         ready = tree.take_post_optim_event() or tree.units[0].streams.meet("calls", map(Event, self.computing.values()))
         self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
@@ -260,9 +248,9 @@ class ForwardCall:
             found = self._hooks[slot][id(tensor)] = TensorHooks(tensor)
         return found
 
-    def began(self, on_slot: UnitOnSlot) -> list[int]:
+    def unit_began(self, on_slot: UnitOnSlot) -> list[int]:
         """A unit begins: gathers of those that come next are started. Returns its versions."""
-        unit, begun = self._unit_of(on_slot), self._begun[on_slot.slot]
+        unit, begun = on_slot.unit, self._begun[on_slot.slot]
         if not begun or begun[-1] is not unit:
             begun.append(unit)
         versions = self._versions[unit] = unit.versions()
@@ -274,23 +262,20 @@ class ForwardCall:
             other.on_slots[on_slot.slot].start(self.ready, ahead=True)
         return versions
 
-    def ended(self, on_slot: UnitOnSlot) -> int:
+    def unit_ended(self, on_slot: UnitOnSlot) -> int:
         """A unit ends: its position in the order of ends."""
-        unit, ended = self._unit_of(on_slot), self._ended[on_slot.slot]
+        unit, ended = on_slot.unit, self._ended[on_slot.slot]
         ended.append(unit)
         if unit is self._tree.units[0]:
-            self._tree._room.ended(on_slot.slot)
+            self._tree.room.end_forward(on_slot.slot)
         return len(ended) - 1
 
     def gives_one_node(self, on_slot: UnitOnSlot) -> bool:
         """True if the outputs of the unit's calls get one node, so that their gradients come together.
 
-        Losses of the root's outputs may be separate. They come together only where units are sharded over machines,
-        which have to gather in the same order.
+        Losses of the root's outputs may be separate, except where machines have to gather in the same order.
         """
-        machines = self._tree.machines
-        is_gathered_over_machines = machines is not None and machines.gathers is not None
-        return is_gathered_over_machines or self._unit_of(on_slot) is not self._tree.units[0]
+        return on_slot.unit is not self._tree.units[0] or on_slot.unit.is_sharded_over_machines
 
     def join_pass(self) -> BackwardPass:
         """The pass of backward that runs now, begun if this is its first node in the tree."""
@@ -300,13 +285,13 @@ class ForwardCall:
 
     def backward_begins(self, on_slot: UnitOnSlot, position: int, running: BackwardPass) -> None:
         """The backward of a unit that ended at this position comes next. Starts those that come after it."""
-        unit = self._unit_of(on_slot)
-        place = self._tree.place_of(unit)
-        if unit.in_tree is not place:
+        unit = on_slot.unit
+        binding = self._tree.bindings[unit]
+        if unit.tree is not binding:
             # A later call of another tree has the unit. Its copies and its room stay, because gathers there may be
             # under way; the gradients are for this tree.
-            unit.in_tree = replace(unit.in_tree, deliver=place.deliver)
-        running.begins(on_slot.slot, position, self._ended)
+            unit.tree = replace(unit.tree, deliver=binding.deliver)
+        running.unit_begins(on_slot.slot, position, self._ended)
         running.wait_for_others(on_slot.slot)
         if unit.unshard_in_backward:
             on_slot.make_full(self.ready)
@@ -332,13 +317,8 @@ class ForwardCall:
         if not has_failed:
             self._tree.next_unit = dict(reversed([*pairwise(order)]))
         for unit in self._tree.units:
-            unit.forget_versions()
             for on_slot in unit.on_slots:
                 on_slot.forward_ended(has_failed)
             if has_failed:
                 unit.pieces.drop()
-            unit.renew_sources()  # slots that have not pulled will not: drops the copies
-            unit.registered.show_what_is_there()
-
-    def _unit_of(self, on_slot: UnitOnSlot) -> Unit:
-        return self._tree.unit_of[id(on_slot.unit)]
+            unit.end_gathers()

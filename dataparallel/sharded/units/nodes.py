@@ -16,9 +16,6 @@ from dataparallel.batches.batch_types import container_of
 from dataparallel.batches.structures import children_of
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from dataparallel.sharded.units.on_slot import UnitOnSlot
     from dataparallel.sharded.units.unit import Unit
 
@@ -131,7 +128,7 @@ class TensorHooks:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.ends: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._ends: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._begins: list[Callable[[], None]] = []
         self._of = weakref.ref(tensor)
         hook = _Hook(self)
@@ -146,8 +143,12 @@ class TensorHooks:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self, function: Callable[[], None]) -> None:
-        """Has the function called when the tensor has its gradient. The tensor keeps it."""
+    def call_at_end(self, method: Callable[[], None]) -> None:
+        """Has the method of a call that takes the tensor called when this has its gradient. Nobody keeps it."""
+        self._ends.append(weakref.WeakMethod(method))
+
+    def call_at_begin(self, function: Callable[[], None]) -> None:
+        """Has the function called after that, for a call that has made the tensor. The tensor keeps it."""
         self._begins.append(function)
         hook = self._hook()
         assert hook is not None
@@ -157,9 +158,9 @@ class TensorHooks:
         """False if it was made for another tensor at the same address."""
         return self._of() is tensor
 
-    def run(self) -> None:
-        """The gradient is there."""
-        for end in self.ends:
+    def gradient_came(self) -> None:
+        """Ends the calls that take the tensor, and begins those that made it."""
+        for end in self._ends:
             if (input_done := end()) is not None:
                 input_done()
         for begin in self._begins:
@@ -177,7 +178,7 @@ class _Hook:
     def __call__(self, grad: object) -> None:
         hooks = self._hooks()
         if hooks is not None:
-            hooks.run()
+            hooks.gradient_came()
 
 
 class Receiver:
@@ -197,5 +198,5 @@ class Receiver:
                 "create_graph=True reaches sharded parameters: a graph of their gradients would need them full. Take "
                 "gradients of inputs only: torch.autograd.grad(loss, inputs, create_graph=True)"
             )
-        self._unit.in_tree.deliver(self._unit, self._on_slot.slot, grads)
+        self._unit.tree.deliver(self._unit, self._on_slot.slot, grads)
         self._on_slot.received()

@@ -19,9 +19,8 @@ from dataparallel import _torch
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
-from dataparallel.sharded.units.memory import FullBuffer, no_room_for
-from dataparallel.sharded.units.owned import Source
-from dataparallel.sharded.units.streams import TreeStreams, wait_for
+from dataparallel.sharded.units.buffers import FullBuffer, no_room_for
+from dataparallel.sharded.units.shards import Source, wait_for
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.calls import ModuleOnSlot
@@ -37,23 +36,20 @@ class UnitOnSlot:
     the unit runs there. Memory is freed to the stream it belongs to: the full buffer to the computing stream, which
     alone uses it, and the matrix to the receiving stream after an event at the end of the copy out.
 
-    Args:
-        unit: the unit.
-        slot, device: the number of the slot, and its device.
-        tree_streams: the streams of the tree.
-
     Attributes:
         parameters: in the order of the unit's, without a graph: `nodes.make_outputs` makes it.
         is_full: true while the parameters have their values.
         is_in_backward: the backward of a call has begun and not ended.
+        last_pull: after the last reads of shards.
     """
 
-    def __init__(self, unit: Unit, slot: int, device: torch.device, tree_streams: TreeStreams) -> None:
-        self.unit, self.slot, self.device = unit, slot, device
-        self._tree_streams = tree_streams
+    def __init__(self, unit: Unit, slot: int) -> None:
+        self.unit, self.slot, self.device = unit, slot, unit.slots[slot]
         self._lock = threading.RLock()
         with torch.inference_mode(False), torch.no_grad():
-            self._groups = [FullBuffer(group.layout, unit.dtype_on_slots(group.dtype), device) for group in unit.owned]
+            self._groups = [
+                FullBuffer(owned.layout, unit.dtype_on_slots(owned.dtype), self.device) for owned in unit.owned
+            ]
         self.parameters: list[Tensor] = [torch.empty(0)] * len(unit.parameters)
         for indices, full in zip(unit.indices, self._groups, strict=True):
             for i, tensor in zip(indices, full.tensors, strict=True):
@@ -88,14 +84,8 @@ class UnitOnSlot:
     def start(self, ready: Mapping[torch.device, Event], ahead: bool = False) -> None:
         """Starts a gather, unless values are here or on their way.
 
-        In backward the slot gathers from its group where that has kept pieces, and else from the owners.
-
-        Args:
-            ready: for each device an event after which shards there may be read.
-            ahead: nothing is started if that would take memory on slots that need the unit later still.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no room for the matrix; the message names unit and device.
+        ``ready``: for each device an event after which shards there may be read. ``ahead``: nothing is started if that
+        would take memory on slots that need the unit later still. An error for lack of memory names unit and device.
         """
         with self._lock:
             if self.is_started:
@@ -105,40 +95,31 @@ class UnitOnSlot:
 
     def _start(self, ready: Mapping[torch.device, Event], ahead: bool) -> None:
         """`start`, under the lock."""
-        own = self._tree_streams.receiving[self.slot]
+        unit, own = self.unit, self.unit.streams.receiving[self.slot]
+        self._versions = unit.versions()
         with torch.no_grad(), self._named_if_no_room():
-            versions = self.unit.versions()
-            has_pulled = _torch.is_in_backward() and self.unit.pieces.pull(self.slot, self._groups)
-        if has_pulled:
-            self._versions = versions
-        else:
-            self._sent = self.unit.sent_sources(self.slot, ready)
-            if self._sent is not None:
-                self._versions = self.unit.versions()
+            has_pulled = _torch.is_in_backward() and unit.pieces.pull(self.slot, self._groups)
+        if not has_pulled:
+            self._sent = unit.sent_sources(self.slot, ready)
+            if self._sent is not None or self._take_joint(ready, ahead):
                 return
-            if self._take_joint(ready, ahead):
-                return
-        with torch.no_grad(), self._named_if_no_room():
-            if not has_pulled:
-                self._versions = self.unit.versions()
-                self._pull_from_owners(self.unit.sources(), own, ready)
-            if own is not None and self._groups:
-                self.last_pull = self._pulled = Event(own)
+            with torch.no_grad(), self._named_if_no_room():
+                self._pull_from_owners(unit.sources(), ready)
+        if own is not None and self._groups:
+            self.last_pull = self._pulled = Event(own)
 
     def _take_joint(self, ready: Mapping[torch.device, Event], ahead: bool) -> bool:
         """Takes what arrives by a joint gather, if it does not come later. Returns false if the slot has to pull."""
-        arrived = self.unit.joint.take(self.slot, ready, ahead)
+        arrived = self.unit.joint.take_arrived(self.slot, ready, ahead)
         if isinstance(arrived, bool):
             return arrived
         for full, matrix in zip(self._groups, arrived.matrices, strict=True):
-            full.take(matrix)
+            full.set_gathered(matrix)
         self._pulled, self._versions = arrived.event, arrived.versions
         return True
 
-    def _pull_from_owners(
-        self, sources: Sequence[Source], own: torch.Stream | None, ready: Mapping[torch.device, Event]
-    ) -> None:
-        streams = self._tree_streams.pulling(self.slot)
+    def _pull_from_owners(self, sources: Sequence[Source], ready: Mapping[torch.device, Event]) -> None:
+        own, streams = self.unit.streams.receiving[self.slot], self.unit.streams.pulling[self.slot]
         if own is not None:  # copies to this stream begin after it, so the streams on which they leave need not wait
             wait_for({*ready.values()}, [own])
         for full, source in zip(self._groups, sources, strict=True):
@@ -149,7 +130,7 @@ class UnitOnSlot:
                 with streams_set(streams):
                     full.pull(pieces, self.slot)
             finally:
-                source.done([] if own is None else [Event(own)])
+                source.end_pull([] if own is None else [Event(own)])
 
     @contextmanager
     def _named_if_no_room(self) -> Iterator[None]:
@@ -171,11 +152,11 @@ class UnitOnSlot:
 
     def _fill(self, ready: Mapping[torch.device, Event]) -> None:
         """`make_full` of what has been started, under the lock."""
-        computing, own = current_streams([self.device]), self._tree_streams.receiving[self.slot]
+        computing, own = current_streams([self.device]), self.unit.streams.receiving[self.slot]
         with torch.no_grad(), self._named_if_no_room():
             if self._sent is not None:
                 sent, self._sent = self._sent, None
-                self._pull_from_owners(sent, own, ready)
+                self._pull_from_owners(sent, ready)
                 if own is not None:
                     self._pulled = Event(own)  # it reads copies, of which `LastCopies` knows, and no shards
             if self._pulled is not None:
@@ -190,18 +171,18 @@ class UnitOnSlot:
         if not self._full_versions:
             self._full_versions = self._versions_of_full()
 
-    def use(self, ready: Mapping[torch.device, Event], registers: ModuleOnSlot) -> None:
+    def use(self, ready: Mapping[torch.device, Event], module: ModuleOnSlot) -> None:
         """Makes the parameters full, and keeps them so until `end_use`."""
         with self._lock:
             self.make_full(ready)
-            self.show_in(registers)
+            self.show_in(module)
             self._users += 1
 
-    def show_in(self, registers: ModuleOnSlot) -> None:
+    def show_in(self, module: ModuleOnSlot) -> None:
         """Registers the full parameters in a replica, until they are freed. They are full now."""
         with self._lock:
-            self._shown_in.add(registers)
-            registers.register(self.parameters)
+            self._shown_in.add(module)
+            module.register(self.parameters)
 
     def end_use(self) -> None:
         """A call of one of the unit's modules has ended."""
@@ -221,8 +202,8 @@ class UnitOnSlot:
                 full.free()
             self._pulled = self._sent = None
             self.is_full = False
-            for registers in self._shown_in:
-                registers.register(self.unit.parameters)
+            for module in self._shown_in:
+                module.register(self.unit.parameters)
             self._shown_in.clear()
 
     def copy_from(self, other: UnitOnSlot) -> None:
@@ -232,7 +213,7 @@ class UnitOnSlot:
                 return
             with torch.no_grad(), self._named_if_no_room():
                 for full, theirs in zip(self._groups, other._groups, strict=True):
-                    full.take(theirs.copy_to(self.device), is_matrix=False)
+                    full.set_gathered(theirs.copy_to(self.device), is_matrix=False)
                 self._versions = other._versions
 
     def free_if_changed(self) -> None:
@@ -286,18 +267,18 @@ class UnitOnSlot:
                 self._free_after_forward(has_backward=True)
 
     def _free_after_forward(self, has_backward: bool) -> None:
-        unit = self.unit
-        keeps = unit.reshard_after_forward is False and (has_backward or not unit.is_reshard_automatic)
-        if not keeps and not self.is_in_backward:
-            size = unit.reshard_after_forward
-            if has_backward and not isinstance(size, bool) and not unit.has_group(self.slot, size):
+        unit, size = self.unit, self.unit.reshard_after_forward
+        if self.is_in_backward or (size is False and (has_backward or not unit.is_reshard_automatic)):
+            return
+        if has_backward and not isinstance(size, bool):
+            if not unit.has_group(self.slot, size):
                 return
-            if has_backward and not isinstance(size, bool) and self.is_full and not self._users:
+            if self.is_full and not self._users:
                 stream = self._stream
                 streams = {} if stream is None else {self.device: stream}
                 with self._named_if_no_room(), torch.no_grad(), streams_set(streams):
                     unit.pieces.keep(self.slot, size, self.parameters, self._versions, stream)
-            self.free()
+        self.free()
 
     def backward_began(self, call: object | None) -> None:
         """A call's backward begins. ``call`` is given if it will end with `backward_ended`."""

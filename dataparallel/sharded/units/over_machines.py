@@ -1,4 +1,4 @@
-"""The machines that the units of a tree are spread over: which groups, how many parts, and how failures are told.
+"""The machines that the units of a tree are spread over: their groups, and gathers of units that are sharded over them.
 
 Parameters are sharded over the owners of this machine, and over those of the machines of the *shard* group too if there
 is one. The machines of the *replicate* group have the same parts.
@@ -6,15 +6,24 @@ is one. The machines of the *replicate* group have the same parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from dataparallel.comm.streams.current import Event
+from dataparallel.machines.collectives import all_gather, stage
 from dataparallel.machines.group import Machines
 from dataparallel.machines.peer_rounds import PeerRounds
+from dataparallel.machines.rounds import Launched
 from dataparallel.machines.start import send_values
 from dataparallel.sharded.placements import Owners
+from dataparallel.sharded.units.shards import OwnedShards, Source
+
+if TYPE_CHECKING:
+    from dataparallel.sharded.units.unit import Unit
 
 
 class MachinesOfTree:
@@ -64,20 +73,9 @@ class MachinesOfTree:
                 machines.make_communicators(slots)
         self.all.make_communicators(slots[:1])
 
-    def is_like(self, other: MachinesOfTree | None) -> bool:
-        """True if both are over the same groups."""
-        return other is not None and self.given == other.given
-
     def owners(self, slots: Sequence[torch.device]) -> Sequence[torch.device]:
         """The owners of parameters that are sharded over these slots."""
         return slots if self.shard is None else Owners(slots, self.shard.own("tensors"))
-
-    def describe(self) -> str:
-        """In words, for messages."""
-        shard, replicate = self.given
-        words = [] if shard is None else [f"sharded over {shard.size} machines"]
-        words += [] if replicate is None else [f"replicated over {replicate.size} machines"]
-        return " and ".join(words)
 
     def send_first_values(self, name: str, flats: Sequence[Tensor]) -> None:
         """Gives the flat shards of a unit, which have just got values, those of the first machine that has the same."""
@@ -94,3 +92,79 @@ class MachinesOfTree:
         """Ends the gathers of a step that has failed here. Those of the next step begin once all ranks are here."""
         if self.gathers is not None:
             self.gathers.queue.signal_failure(error, until_all=True)
+
+
+class SourceOverMachines(Source):
+    """What slots pull from: each owner's parts of all machines, one after the other."""
+
+    def __init__(self, unit: Unit, owned: OwnedShards, pulls: int, machines: Machines) -> None:
+        super().__init__(unit, owned, pulls)
+        self._machines, self._name = machines, unit.name
+        self._launched: list[Launched] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Never: shards of other machines have to come first."""
+        return False
+
+    def send(self, ready: Mapping[torch.device, Event]) -> None:
+        """Has the shards sent if they have not been. ``ready``: for each device an event after which they are there."""
+        with self._lock:
+            if self._launched is None:
+                self._launched = self._launch(ready)
+
+    def _launch(self, ready: Mapping[torch.device, Event]) -> list[Launched]:
+        machines, owned = self._machines, self._owned
+        with self._copying(ready):
+            flats = map(self._cast, owned.flats, owned.owners)
+            staged = [stage(machines, flat, machines.size * flat.numel()) for flat in flats]
+        round = machines.queue.begin_round(
+            "gather", f"{len(staged)} x {owned.layout.numel} {self._dtype} of {self._name!r}"
+        )
+        launched = round.launch_together(
+            [f"the parameters of {self._name!r} for {owner}" for owner in owned.owners],
+            [partial(all_gather, machines, shard) for shard in staged],
+        )
+        round.close()
+        return launched
+
+    def _cast(self, flat: Tensor, owner: torch.device) -> Tensor:
+        if flat.device != owner and not self._machines.can_send(owner):
+            return flat.to(self._dtype)  # on the host, from where it is sent
+        return flat.to(owner, non_blocking=True).to(self._dtype)
+
+    def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
+        """As of `Source`. The calling thread waits until the shards of all machines are there, or raises."""
+        self.send(ready)
+        return super().pieces({})
+
+    def _copied(self) -> list[Tensor]:
+        assert self._launched is not None
+        return [
+            launched.wait().to(owner, non_blocking=True)
+            for launched, owner in zip(self._launched, self._owned.owners, strict=True)
+        ]
+
+
+class SourcesOverMachines:
+    """The sources of one unit in a call or a pass of backward, for each slot in its own order, under the unit's lock.
+
+    All machines have to gather the same units in one order, whichever of their slots comes first. So a slot's first
+    gather of a unit belongs with the first ones of the other slots, its second with their second: then the order is
+    that of any one slot, because each slot runs the same units in the same order. ``make``: the sources of one gather.
+    """
+
+    def __init__(self, slots: int, make: Callable[[], Sequence[SourceOverMachines]]) -> None:
+        self._make = make
+        self._gathers: list[Sequence[SourceOverMachines]] = []
+        self._next = [0] * slots
+
+    def next_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[SourceOverMachines]:
+        """The slot's next ones. They have been sent when this returns."""
+        number = self._next[slot]
+        self._next[slot] += 1
+        if number == len(self._gathers):
+            self._gathers.append(self._make())
+            for source in self._gathers[number]:
+                source.send(ready)
+        return self._gathers[number]

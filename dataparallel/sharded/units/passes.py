@@ -1,4 +1,4 @@
-"""One backward through a tree of units: when it begins, when it ends, and what happens if it fails.
+"""One backward through a tree of units: when it begins and ends, what its sums share, and what happens if it fails.
 
 It may be several passes of the engine: those that it starts inside one for reentrant checkpoints, and those of other
 threads at the same time. Their gradients are added up together, and it lasts until all of them have ended.
@@ -9,26 +9,119 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
-from dataparallel.comm.streams.current import streams_set
+from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.devices import CPU
 from dataparallel.profiling import stage
-from dataparallel.sharded.units.deliveries import SumsOfPass
-from dataparallel.sharded.units.unit import Unit
+from dataparallel.sharded.units.shards import wait_for
+from dataparallel.sharded.units.sums import Delivery, Summed
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
+    from dataparallel.sharded.units.tree import Tree
+    from dataparallel.sharded.units.unit import Unit
 
 _PATIENCE = 0.25
 """Seconds. A slot moves when the backward of a unit begins there and when its gradients are there."""
 
 _MAY_WAIT_BYTES = 2**20
 """So many bytes of a slot's gradients may wait for another slot before it stops."""
+
+
+@dataclass
+class SumsOfPass:
+    """What the sums of all units of a tree share in one pass of backward.
+
+    Attributes:
+        slots: how many replicas take part.
+        computing: the computing stream of each accelerator: those of the forward.
+        callers: the streams that were current where ``backward()`` was called, which may be others.
+        in_flight: for each slot the deliveries whose sums have been launched, with an event after they were read.
+        added: for each owner an event after its last sum.
+        waiting: what is added to gradients on the host when these events have passed.
+        summed: the parameters that have got gradients, and their hooks.
+        added_to: gradients of earlier passes that the sums are added to: others may drop them meanwhile.
+        latest: after all sums, and their reads.
+        over_machines: adds up over machines what slots have added up.
+        put_back: for a unit and a slot (their ``id`` and number) what leaves gradients of earlier passes on the slot
+            again, if the pass fails. They are part of deliveries that have not been added up.
+    """
+
+    slots: int
+    computing: Mapping[torch.device, torch.Stream]
+    in_flight: dict[int, list[tuple[Delivery, Event | None]]] = field(default_factory=dict)
+    added: dict[int, Event] = field(default_factory=dict)
+    waiting: list[Callable[[], object]] = field(default_factory=list)
+    summed: Summed = field(default_factory=Summed)
+    latest: Event | None = None
+    added_to: list[Tensor] = field(default_factory=list)
+    put_back: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
+    over_machines: SumsOverMachines | None = None
+    callers: set[torch.Stream] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def hold(self, slot: int, delivery: Delivery, read: Event | None) -> None:
+        """Keeps a delivery until `release`, which waits for the event after its reads."""
+        with self._lock:
+            self.in_flight.setdefault(slot, []).append((delivery, read))
+
+    def release(self, slot: int) -> None:
+        """Makes the slot's computing stream wait for the sums that read its deliveries, and drops these."""
+        with self._lock:
+            deliveries = self.in_flight.pop(slot, [])
+        for delivery, read in deliveries:
+            if read is not None:
+                read.make_wait(self.computing[(delivery.matrices or delivery.sums)[0].device])
+
+    def drop_all(self) -> None:
+        """Drops everything, in order with what reads it. The pass has failed."""
+        wait_for([] if self.latest is None else [self.latest], self.computing.values())
+        if self.over_machines is not None:
+            self.over_machines.fail_round(RuntimeError("its backward has failed, with an error that is shown there"))
+        self.in_flight.clear()
+        self.waiting.clear()
+        self.added_to.clear()
+        while self.put_back:
+            self.put_back.popitem()[1]()
+
+    def note_callers(self) -> None:
+        """Called when a task of the engine ends, which has made the streams current where ``backward()`` was called."""
+        self.callers.update(current_streams(self.computing).values())
+
+    def make_callers_wait(self) -> None:
+        """Orders the callers' streams, and those that are current, after the computing streams.
+
+        Other code uses gradients there, and an optimizer writes to the shards that pulls have read.
+        """
+        self.note_callers()
+        for device, computing in self.computing.items():
+            others = [stream for stream in self.callers if stream.device == device and stream != computing]
+            if others:
+                wait_for([Event(computing)], others)
+
+    def wait_for_sums(self) -> None:
+        """Orders all computing streams and callers' after all sums, and finishes gradients on the host."""
+        wait_for([] if self.latest is None else [self.latest], self.computing.values())
+        self.in_flight.clear()  # the event is behind the sums that read them
+        self.added_to.clear()
+        if self.over_machines is not None:
+            self.over_machines.add_to_gradients(self.summed)
+        if self.waiting:
+            for event in self.added.values():
+                event.synchronize()
+            for finish in self.waiting:
+                finish()
+        self.put_back.clear()
+        self.make_callers_wait()
+        # Hooks may use the gradients on the current streams, which wait for the sums now.
+        self.summed.run_hooks()
 
 
 class BackwardPass:
@@ -41,15 +134,10 @@ class BackwardPass:
     has delivered something: waiting saves memory and is not needed for correct results.
 
     Args:
-        units: of the tree.
+        tree: whose units are reached.
         slots: the devices of the replicas that take part.
         computing: the computing stream of each accelerator.
-        before_last_sums: called before the sums of this pass are waited for, with the computing streams. They are not
-            if ``is_last_backward`` is false for a unit.
-        when_ended: called at the end, with true if the pass has failed.
         over_machines: adds up over machines, if there are several.
-        when_returned: called when a task has ended before others of the pass: a ``backward()`` returns, and if the pass
-            fails later, gradients of it are lost.
 
     Attributes:
         sums: what the sums of all units share.
@@ -59,17 +147,13 @@ class BackwardPass:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        tree: Tree,
         slots: Sequence[torch.device],
         computing: Mapping[torch.device, torch.Stream],
-        before_last_sums: Callable[[Mapping[torch.device, torch.Stream]], None],
-        when_ended: Callable[[BackwardPass, bool], None],
-        when_returned: Callable[[], None] = lambda: None,
         over_machines: SumsOverMachines | None = None,
     ) -> None:
-        self._units, self._before_last_sums, self._when_ended = units, before_last_sums, when_ended
-        self._when_returned, self._has_returned = when_returned, False
-        self.has_finished = False
+        self._tree = tree
+        self._has_returned = self.has_finished = False
         self.sums = SumsOfPass(len(slots), computing, over_machines=over_machines)
         self._have_own_threads, self._included = False, 0
         self.include(slots)
@@ -107,7 +191,7 @@ class BackwardPass:
             if running in self._tasks or (only_if_alone and self._tasks):
                 return True
             self._tasks.add(running)
-        running.on_end(partial(self.end, running))
+        running.on_end(partial(self.end_task, running))
         return True
 
     @property
@@ -129,7 +213,7 @@ class BackwardPass:
             self._no_more(slot, unit)
             self._moved()
 
-    def begins(self, slot: int, position: int, order: Sequence[Sequence[Unit]]) -> None:
+    def unit_begins(self, slot: int, position: int, order: Sequence[Sequence[Unit]]) -> None:
         """The backward of a unit begins on a slot.
 
         ``order``: for each slot the units of a forward, in the order in which they ended. ``position``: of this one.
@@ -177,7 +261,7 @@ class BackwardPass:
         self._movements += 1
         self._changed.notify_all()
 
-    def end(self, task: PassOfBackward, ok: bool) -> None:
+    def end_task(self, task: PassOfBackward, ok: bool) -> None:
         """Ends the pass if ``task`` is its last one, or if it has failed."""
         has_failed = not ok
         with self._changed:
@@ -187,7 +271,7 @@ class BackwardPass:
             self.sums.note_callers()
             if self._tasks and not has_failed:
                 self._has_returned = True
-                self._when_returned()
+                self._tree.backward_returned()
                 return
             self._is_over = True
             self._changed.notify_all()
@@ -201,21 +285,21 @@ class BackwardPass:
         finally:
             if has_failed:
                 with streams_set(self.sums.computing):
-                    for unit in self._units:
-                        unit.gradients.end(None)
-                self.sums.drop()
+                    for unit in self._tree.units:
+                        unit.gradients.end_pass(None)
+                self.sums.drop_all()
                 if self._has_returned:
-                    for unit in self._units:
+                    for unit in self._tree.units:
                         unit.gradients.note_lost(self.sums.computing)
                 self.has_finished = True
-            self._when_ended(self, has_failed)
+            self._tree.pass_ended(self, has_failed)
 
     def _finish(self) -> None:
-        for unit in self._units:
-            unit.gradients.end(self.sums)
+        for unit in self._tree.units:
+            unit.gradients.end_pass(self.sums)
         if self.sums.over_machines is not None:
-            self.sums.over_machines.end()
-        if all(unit.is_last_backward for unit in self._units):
-            self._before_last_sums(self.sums.computing)
-            self.sums.end()
+            self.sums.over_machines.end_round()
+        if all(unit.is_last_backward for unit in self._tree.units):
+            self._tree.before_last_sums(self.sums.computing)
+            self.sums.wait_for_sums()
             self.has_finished = True

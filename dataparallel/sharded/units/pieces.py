@@ -2,17 +2,13 @@
 
 With ``reshard_after_forward=k`` the slots 0 to k - 1 make a group, the next k another, and so on. After forward a slot
 keeps its *piece*: the part of the parameters that it would own if they were sharded over the group. In backward a slot
-gathers from its group, where all members have pieces of the current values, and else from the owners. The layout of
-what is registered then follows FSDP2.
-
-A piece is memory of the computing stream that wrote it. Each reader leaves an event. The piece is freed once all slots
-of its group have read it, and at the latest when the pass ends; first its stream waits for these events.
+gathers from its group if all members have pieces of the current values, and else from the owners.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.comm.streams.current import Event, streams_set
-from dataparallel.sharded.placements import Shard, rows_of_parts
+from dataparallel.sharded.placements import rows_of_parts
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.layout import Layout
-from dataparallel.sharded.units.memory import FullBuffer
+from dataparallel.sharded.units.buffers import FullBuffer, Layout
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Piece:
-    """What one slot keeps.
+    """What one slot keeps: memory of the computing stream that wrote it, which waits for all reads before it is freed.
 
     Attributes:
         group: the slots that have the whole together. The position of a slot says which piece it has.
@@ -55,15 +50,12 @@ class Piece:
 class Pieces:
     """The pieces of one unit on all slots. Any thread may use it.
 
-    Args:
-        unit: the unit.
-        slots: how many there are.
-        when_dropped: called when the first slot's group has lost a piece.
+    A piece is freed once all slots of its group have read it, and at the latest when the pass ends.
     """
 
-    def __init__(self, unit: Unit, slots: int, when_dropped: Callable[[], None]) -> None:
-        self._unit, self._when_dropped = unit, when_dropped
-        self._kept: list[Piece | None] = [None] * slots
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._kept: list[Piece | None] = [None] * len(unit.slots)
         self._lock = threading.Lock()
         self._layouts: dict[int, list[Layout]] = {}
 
@@ -91,24 +83,28 @@ class Pieces:
         """The pieces of the slot's group, or ``None`` if there are not all. Give them back after the reads."""
         versions = self._unit.versions()
         with self._lock:
-            own = self._kept[slot]
-            if own is None:
-                return None
-            found = [piece for piece in self._kept[own.group.start : own.group.stop] if piece is not None]
-            if len(found) < len(own.group) or any(
-                piece.group != own.group or piece.versions != versions for piece in found
-            ):
+            found = self._group_of(slot)
+            if found is None or any(piece.versions != versions for piece in found):
                 return None
             for piece in found:
                 piece._readers_now += 1
             return found
+
+    def _group_of(self, slot: int) -> list[Piece] | None:
+        """The pieces of the slot's group, if they are all there."""
+        own = self._kept[slot]
+        if own is None:
+            return None
+        kept = self._kept[own.group.start : own.group.stop]
+        found = [piece for piece in kept if piece is not None and piece.group == own.group]
+        return found if len(found) == len(own.group) else None
 
     def pull(self, slot: int, buffers: Sequence[FullBuffer]) -> bool:
         """Pulls the pieces of the slot's group into its buffers. Returns false if they are not all there."""
         pieces = self.borrow(slot)
         if pieces is None:
             return False
-        own, streams = self._unit.streams.receiving[slot], self._unit.streams.pulling(slot)
+        own, streams = self._unit.streams.receiving[slot], self._unit.streams.pulling[slot]
         try:
             for member, piece in zip(pieces[0].group, pieces, strict=True):
                 if piece.made is not None:
@@ -152,10 +148,9 @@ class Pieces:
     def as_parameters(self) -> list[nn.Parameter] | None:
         """The parameters sharded over the first group, whose memory is the pieces'. ``None`` if not all are there."""
         with self._lock:
-            first = self._kept[0]
-            group = [] if first is None else [p for p in self._kept[: len(first.group)] if p is not None]
-            if first is None or len(group) < len(first.group) or any(piece.group != first.group for piece in group):
-                return None
+            group = self._group_of(0)
+        if group is None:
+            return None
         found: dict[int, nn.Parameter] = {}
         for at, indices in enumerate(self._unit.indices):
             by_slot = [piece.layouts[at].parts_of(piece.flats[at], member) for member, piece in enumerate(group)]
@@ -172,16 +167,17 @@ class Pieces:
 
     def _layouts_for(self, size: int) -> list[Layout]:
         """For each dtype the layout of the parameters for ``size`` owners, into full buffers as they are."""
+        unit = self._unit
         with self._lock:
             if size not in self._layouts:
                 self._layouts[size] = [
                     Layout(
-                        [place.shape for place in owned.layout.places],
-                        [Shard(place.dim) for place in owned.layout.places],
+                        [unit.shapes[i] for i in indices],
+                        [unit.cuts[i] for i in indices],
                         size,
                         owned.layout.full_offsets,
                     )
-                    for owned in self._unit.owned
+                    for indices, owned in zip(unit.indices, unit.owned, strict=True)
                 ]
             return self._layouts[size]
 
@@ -194,7 +190,7 @@ class Pieces:
                     was_shown = was_shown or piece.group.start == 0
                     _free_if_unread(piece)
         if was_shown:
-            self._when_dropped()
+            self._unit.registered.drop_pieces()
 
 
 def _free_if_unread(piece: Piece) -> None:

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,21 +19,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dataparallel import _torch
 from dataparallel.comm.streams.current import GivenEvents, current_streams
 from dataparallel.sharded import host_reads
+from dataparallel.sharded.units.bindings import TreeBinding
 from dataparallel.sharded.units.calls import ForwardCall
-from dataparallel.sharded.units.deliveries import SumsOfPass
-from dataparallel.sharded.units.in_tree import InTree, Room
-from dataparallel.sharded.units.owned import LastCopies
-from dataparallel.sharded.units.passes import BackwardPass
-from dataparallel.sharded.units.streams import wait_for
+from dataparallel.sharded.units.joint_gathers import Room
+from dataparallel.sharded.units.passes import BackwardPass, SumsOfPass
+from dataparallel.sharded.units.shards import LastCopies, wait_for
 from dataparallel.sharded.units.unit import Unit
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.over_machines import MachinesOfTree
     from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
 
 _lock = threading.Lock()
-
-_waiting: dict[weakref.WeakMethod[Callable[[Optimizer], bool]], None] = {}
+_before_step: dict[weakref.WeakMethod[Callable[[Optimizer], bool]], None] = {}
 _hook: Any = None
 
 
@@ -46,20 +42,18 @@ def before_next_step(method: Callable[[Optimizer], bool]) -> None:
     global _hook
     with _lock:
         if _hook is None:
-            _hook = register_optimizer_step_pre_hook(_run)
-        _waiting[weakref.WeakMethod(method)] = None
+            _hook = register_optimizer_step_pre_hook(_run_before_step)
+        _before_step[weakref.WeakMethod(method)] = None
 
 
 @_torch.not_traced
-def _run(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _run_before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs before each step of every optimizer."""
-    if not _waiting:
-        return
-    for reference in [*_waiting]:
+    for reference in [*_before_step]:
         method = reference()
         if method is None or method(optimizer):
             with _lock:
-                _waiting.pop(reference, None)
+                _before_step.pop(reference, None)
 
 
 class Tree:
@@ -71,26 +65,31 @@ class Tree:
 
     Attributes:
         machines: those that the units are spread over, if there are several.
-        places: for each unit what it has of the tree while that uses it.
+        bindings: for each unit what it has of the tree while that uses it.
+        room: how far joint gathers may run ahead.
+        next_unit: for each unit the one that came after it in the last forward.
+        last_call: the forward that began last.
+        order_of_sums: numbers of units, in which they are added up over machines, rank 0's once that is known.
     """
 
     def __init__(self, units: Sequence[Unit], slots: Sequence[torch.device]) -> None:
         self.units, self.slots = list(units), list(slots)
         self.next_unit: dict[Unit, Unit] = {}
-        self.unit_of = {id(unit): unit for unit in units}
         self.last_call: ForwardCall | None = None
         self._pass: BackwardPass | None = None
         self._failed: list[BackwardPass] = []  # passes with tasks of the engine that have not ended
         self._ending_thread: int | None = None
         self._changed = threading.Condition()
         self._copies = LastCopies()
-        self._room = Room()
-        self.places = [InTree(i, self.deliver, self.settle, self._copies, self._room) for i in range(len(self.units))]
+        self.room = Room()
+        self.bindings = {
+            unit: TreeBinding(i, self.deliver, self.settle, self._copies, self.room)
+            for i, unit in enumerate(self.units)
+        }
         self._unfinished: list[SumsOfPass] = []  # of passes that were not the last of a step
         self.machines = self.units[0].machines
-        # In which units are added up over machines: at first the reverse of that of their names.
-        self._order = [*reversed(range(len(self.units)))]
-        self._is_order_known = False
+        self.order_of_sums = [*reversed(range(len(self.units)))]  # at first the reverse of that of their names
+        self.is_order_known = False
 
     @contextmanager
     def calling(self, number_of_slots: int) -> Iterator[ForwardCall]:
@@ -117,10 +116,6 @@ class Tree:
             for on_slot in unit.on_slots:
                 on_slot.free_if_changed()
             unit.pieces.drop_if_changed()
-
-    def place_of(self, unit: Unit) -> InTree:
-        """What the unit has of this tree."""
-        return self.places[self.units.index(unit)]
 
     def settle(self) -> None:
         """Waits until the units are not in a backward. Inside a backward it does nothing.
@@ -150,18 +145,18 @@ class Tree:
     def _finish_sums(self) -> None:
         """Waits for the sums of passes that were not the last of a step."""
         while self._unfinished:
-            self._unfinished.pop(0).end()
+            self._unfinished.pop(0).wait_for_sums()
 
-    def _before_last_sums(self, computing: Mapping[torch.device, torch.Stream]) -> None:
+    def before_last_sums(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Gradients are complete soon. Hooks on them may step an optimizer, which writes to the shards."""
         self._finish_sums()
         self._make_owners_wait(computing)
 
-    def join_pass(self, call: ForwardCall) -> BackwardPass:
-        """The running pass of backward, begun now if there is none. It lasts at least until the engine's task ends."""
-        return self._joined_pass(call, only_if_alone=False)
+    def join_pass(self, call: ForwardCall, only_if_alone: bool = False) -> BackwardPass:
+        """The running pass of backward, begun now if there is none. It lasts at least until the engine's task ends.
 
-    def _joined_pass(self, call: ForwardCall, only_if_alone: bool) -> BackwardPass:
+        ``only_if_alone``: as for `BackwardPass.join`.
+        """
         with self._changed:
             if any(failed.has_current_task() for failed in self._failed):
                 raise RuntimeError(
@@ -179,14 +174,16 @@ class Tree:
                 self._refuse_lost()
             return self._pass
 
-    def _before_step(self, optimizer: Optimizer) -> bool:
-        """Before the step of an optimizer, if a ``backward()`` has returned while another one in its pass ran on.
+    def backward_returned(self) -> None:
+        """A ``backward()`` has returned while another one in its pass runs on: before the next step that has to end.
 
-        That one may have failed before: torch raises the error while threads are still in its nodes. A backward that
-        begins meanwhile takes part in the same pass, and loses gradients when that ends.
-
-        Returns false if the optimizer has none of the parameters, so that a later one is to be checked.
+        The other one may have failed before: torch raises the error while threads are still in its nodes. A backward
+        that begins meanwhile takes part in the same pass, and loses gradients when that ends.
         """
+        before_next_step(self._end_pass_before_step)
+
+    def _end_pass_before_step(self, optimizer: Optimizer) -> bool:
+        """Returns false if the optimizer has none of the parameters, so that a later one is to be checked."""
         own = {id(parameter) for unit in self.units for parameter in unit.parameters}
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return False
@@ -199,46 +196,38 @@ class Tree:
             unit.gradients.refuse_lost()
 
     def _new_pass(self, call: ForwardCall) -> BackwardPass:
-        self._room.renew()
+        self.room.renew()
         for unit in self.units:
-            unit.note_versions()
-            unit.renew_sources(len(call.slots))
-            unit.level(len(call.slots))
+            unit.begin_gathers(len(call.slots))
             unit.gradients.drop_void()
             # Until the pass has ended, however that may be. Replicas have the full parameters.
             unit.registered.show_sharded()
-        returned = partial(before_next_step, self._before_step)
-        over = None if self.machines is None else self._sums_over(self.machines, call.computing)
-        return BackwardPass(
-            self.units, call.slots, call.computing, self._before_last_sums, self._pass_ended, returned, over
-        )
+        return BackwardPass(self, call.slots, call.computing, self._sums_over_machines(call.computing))
 
-    def _sums_over(
-        self, machines: MachinesOfTree, computing: Mapping[torch.device, torch.Stream]
-    ) -> SumsOverMachines | None:
-        """What adds up over machines in a new pass. ``None`` if no unit is synchronised."""
-        if not any(unit.requires_gradient_sync for unit in self.units):
+    def _sums_over_machines(self, computing: Mapping[torch.device, torch.Stream]) -> SumsOverMachines | None:
+        """What adds up over machines in a new pass. ``None`` if there is one machine, or no unit is synchronised."""
+        if self.machines is None or not any(unit.requires_gradient_sync for unit in self.units):
             return None
         if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
             self._finish_sums()  # what waits for other machines is part of the next sums
         from dataparallel.sharded.units.sums_over_machines import SumsOverMachines
 
-        learn = None if self._is_order_known else self._learn_order
-        return SumsOverMachines(machines, self.units, self.slots, self._order, computing, learn)
+        return SumsOverMachines(self, self.machines, computing)
 
-    def _learn_order(self, order: list[int]) -> None:
+    def learn_order(self, order: list[int]) -> None:
         """That of rank 0, in which units are added up over machines from the next pass on."""
-        self._order, self._is_order_known = order, True
+        self.order_of_sums, self.is_order_known = order, True
 
     def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
         """Takes all gradients of a unit on a slot, in the backward of their node."""
         call = self.last_call
         assert call is not None
-        running = self._joined_pass(call, only_if_alone=True)
+        running = self.join_pass(call, only_if_alone=True)
         if unit.gradients.deliver(slot, grads, running.sums) is not None:
             running.delivered(slot, unit, unit.gradients.full_bytes)
 
-    def _pass_ended(self, ended: BackwardPass, has_failed: bool) -> None:
+    def pass_ended(self, ended: BackwardPass, has_failed: bool) -> None:
+        """Frees what the pass needs no more, and lets those go on that wait for its end."""
         with self._changed:
             self._pass, self._ending_thread = None, threading.get_ident()
             self._failed = [failed for failed in [*self._failed, ended] if failed.has_tasks]
@@ -248,12 +237,10 @@ class Tree:
             self.machines.step_failed(RuntimeError("its backward has failed, with an error that is shown there"))
         try:
             for unit in self.units:
-                unit.forget_versions()
                 for on_slot in unit.on_slots:
                     on_slot.pass_ended(has_failed, ended.is_recorded)
                 unit.pieces.drop()
-                unit.renew_sources()  # slots that have not pulled will not: drops the copies
-                unit.registered.show_what_is_there()
+                unit.end_gathers()
             self._make_owners_wait(ended.sums.computing)
             ended.sums.make_callers_wait()
         finally:
@@ -263,7 +250,7 @@ class Tree:
 
     def _make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
-        copies = self._copies.take()
+        copies = self._copies.take_last()
         reads = [*copies, *(event for unit in self.units for event in unit.take_pulls())]
         met = self.units[0].streams.meet("pulls", reads) if reads else None
         wait_for([] if met is None else [met], computing.values())

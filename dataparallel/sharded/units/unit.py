@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,22 +16,17 @@ from dataparallel.devices import CPU
 from dataparallel.profiling import note_copy
 from dataparallel.sharded import host_reads
 from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded.units.bindings import Precision, Registered, Settings, TreeBinding
+from dataparallel.sharded.units.buffers import named_if_no_room
 from dataparallel.sharded.units.gradients import UnitGradients
-from dataparallel.sharded.units.in_tree import InTree
-from dataparallel.sharded.units.joint import JointGathers
-from dataparallel.sharded.units.memory import named_if_no_room
+from dataparallel.sharded.units.joint_gathers import JointGathers
 from dataparallel.sharded.units.nodes import Receiver, make_outputs
 from dataparallel.sharded.units.on_slot import UnitOnSlot
-from dataparallel.sharded.units.owned import OwnedShards, Source, cut_of
 from dataparallel.sharded.units.pieces import Pieces
-from dataparallel.sharded.units.registered import Registered
-from dataparallel.sharded.units.settings import Precision, Settings
-from dataparallel.sharded.units.streams import TreeStreams, wait_for
+from dataparallel.sharded.units.shards import OwnedShards, Source, TreeStreams, cut_of, wait_for
 
 if TYPE_CHECKING:
-    from dataparallel.machines.group import Machines
-    from dataparallel.sharded.units.gathers_over_machines import SourceOverMachines, SourcesOverMachines
-    from dataparallel.sharded.units.over_machines import MachinesOfTree
+    from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
 
 
 class Unit(Settings):
@@ -50,7 +44,10 @@ class Unit(Settings):
     Attributes:
         number_of_modules: that the unit was made from.
         registered: what the user's modules have of the unit.
-        in_tree: what it has of the tree that uses it, which sets it.
+        tree: what it has of the tree that uses it, which sets it.
+        indices: for each dtype the positions of its parameters.
+        owned: for each dtype what the owners hold.
+        recorded: positions of the parameters that need gradients.
     """
 
     def __init__(
@@ -69,8 +66,9 @@ class Unit(Settings):
         self.is_offloaded, self._pin, self.machines = is_offloaded, pin, machines
         self.parameters = list(parameters)
         self.number_of_modules = 1
-        self.in_tree = InTree()
+        self.tree = TreeBinding()
         self.registered = Registered(self)
+        self.streams = TreeStreams(self.slots)
         self._lock = threading.Lock()
         self._make_owned()
 
@@ -80,8 +78,8 @@ class Unit(Settings):
             by_dtype.setdefault(parameter.dtype, []).append(i)
         self.indices = [*by_dtype.values()]
         self.owned = [
-            OwnedShards([self.parameters[i] for i in of], self.slots, self._pin, self.sharded_over)
-            for of in self.indices
+            OwnedShards([self.parameters[i] for i in indices], self.slots, self._pin, self.sharded_over)
+            for indices in self.indices
         ]
         self._noted: list[int] | None = None
         self._had_no_values = any(owned.are_on_meta for owned in self.owned)
@@ -89,10 +87,9 @@ class Unit(Settings):
         self.cuts = [cut_of(parameter) for parameter in self.parameters]
         self._flags = self._present_flags()
         self.recorded = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
-        self.streams = TreeStreams(self.slots)
-        self.pieces = Pieces(self, len(self.slots), self.registered.pieces_dropped)
-        self.joint = JointGathers(self, self.streams)
-        self.gradients = UnitGradients(self, self.recorded, self.streams)
+        self.pieces = Pieces(self)
+        self.joint = JointGathers(self)
+        self.gradients = UnitGradients(self)
         self.on_slots: list[UnitOnSlot] = []
         self._receivers: list[Receiver] = []  # nodes refer to them weakly
         self._sources: list[Source] = []
@@ -108,6 +105,11 @@ class Unit(Settings):
         return sum(
             owned.layout.owners * owned.layout.numel * self.dtype_on_slots(owned.dtype).itemsize for owned in self.owned
         )
+
+    @property
+    def is_sharded_over_machines(self) -> bool:
+        """True if shards of other machines are gathered too."""
+        return self.machines is not None and self.machines.gathers is not None
 
     @property
     def sharded_over(self) -> tuple[int, int]:
@@ -138,10 +140,9 @@ class Unit(Settings):
         memory gives those that are replicated the same values.
 
         Raises:
-            RuntimeError: a parameter has no memory, or is offloaded and not in host memory; or it is no sharded tensor
-                any more; or it has changed while gradients wait on the slots; or other code has written to a full one.
+            RuntimeError: a parameter cannot be used, or has changed while gradients wait on the slots.
         """
-        self.in_tree.settle()
+        self.tree.settle()
         self.refuse_overwritten()
         self.registered.adopt()
         self.registered.show_sharded()
@@ -171,7 +172,7 @@ class Unit(Settings):
             on_slots, receivers = [], []
             for slot, device in enumerate(self.slots):
                 with named_if_no_room("parameters", self.name, device, self.full_bytes):
-                    on_slot = UnitOnSlot(self, slot, device, self.streams)
+                    on_slot = UnitOnSlot(self, slot)
                 if self.recorded:
                     recorded = [on_slot.parameters[i] for i in self.recorded]
                     receivers.append(Receiver(self, on_slot))
@@ -204,50 +205,65 @@ class Unit(Settings):
                 "copy, so the change would be lost. Change the sharded one, which the module has after reshard()"
             )
 
+    # ---- what slots pull from ----------------------------------------------------------------------------------------
+
     def sources(self) -> list[Source]:
         """What slots pull from now: for each dtype the same source for all slots of a round."""
         with self._lock:
             if not self._sources or self._sources[0].is_used_up:
-                self._sources = [
-                    Source(
-                        owned, self.dtype_on_slots(owned.dtype), self._pulls, self.streams.casting, self.in_tree.copies
-                    )
-                    for owned in self.owned
-                ]
+                self._sources = [Source(self, owned, self._pulls) for owned in self.owned]
             return self._sources
 
     def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[Source] | None:
         """If the unit is sharded over machines, what this slot pulls from next, on its way from now on."""
         if self.machines is None or self.machines.gathers is None:
             return None
-        from dataparallel.sharded.units.gathers_over_machines import SourcesOverMachines
+        machines = self.machines.gathers
+        from dataparallel.sharded.units.over_machines import SourceOverMachines, SourcesOverMachines
 
         with self._lock:
             if self._over_machines is None:
+                pulls = self._pulls
                 self._over_machines = SourcesOverMachines(
-                    len(self.slots), partial(self._sources_of, self.machines.gathers)
+                    len(self.slots), lambda: [SourceOverMachines(self, owned, pulls, machines) for owned in self.owned]
                 )
-            return self._over_machines.next(slot, ready)
+            return self._over_machines.next_sources(slot, ready)
 
-    def _sources_of(self, machines: Machines) -> list[SourceOverMachines]:
-        from dataparallel.sharded.units.gathers_over_machines import SourceOverMachines
+    def _renew_sources(self, pulls: int) -> None:
+        """Has values cast or sent again before ``pulls`` slots pull."""
+        with self._lock:
+            self._sources, self._over_machines, self._pulls = [], None, pulls
+        self.joint.renew(pulls)
 
-        pulls, casting, copies = self._pulls, self.streams.casting, self.in_tree.copies
-        return [
-            SourceOverMachines(owned, self.dtype_on_slots(owned.dtype), pulls, casting, copies, machines, self.name)
-            for owned in self.owned
-        ]
+    # ---- a call or a pass of backward --------------------------------------------------------------------------------
+
+    def begin_gathers(self, slots: int) -> None:
+        """A call or a pass of backward begins on the first few slots. The parameters keep the values that they have."""
+        self._noted = None
+        self._noted = self.versions()
+        self._renew_sources(slots)
+        self._level(slots)
+
+    def end_gathers(self) -> None:
+        """It has ended: the parameters may change. Slots that have not pulled will not, so copies for them go."""
+        self._noted = None
+        self._renew_sources(len(self.slots))
+        self.registered.show_what_is_there()
+
+    def versions(self) -> list[int]:
+        """A number for each parameter that grows with every change in place; in a call or a pass, as it began."""
+        return [*map(_torch.version_of, self.parameters)] if self._noted is None else self._noted
 
     def has_group(self, slot: int, size: int) -> bool:
         """True if the slot may keep a piece: over machines only if its whole group takes part: all gather alike."""
         return self.sharded_over[0] == 1 or slot - slot % size + size <= self._pulls
 
-    def level(self, slots: int) -> None:
+    def _level(self, slots: int) -> None:
         """Over machines: these slots have full parameters if the first one has, so that all machines gather alike.
 
         Calls in which other machines used more or fewer slots may have left slots with full parameters.
         """
-        if self.machines is None or self.machines.gathers is None:
+        if not self.is_sharded_over_machines:
             return
         first, *others = self.on_slots[:slots]
         for other in others:
@@ -256,42 +272,27 @@ class Unit(Settings):
             elif not first.is_started and isinstance(self.reshard_after_forward, bool):
                 other.free()  # with a number, the first one may have a piece for a backward that the other waits for
 
-    def versions(self) -> list[int]:
-        """A number for each parameter that grows with every change in place: the numbers of `note_versions`, if any."""
-        return [*map(_torch.version_of, self.parameters)] if self._noted is None else self._noted
-
-    def note_versions(self) -> None:
-        """A call or a pass of backward begins, in which the parameters have the values that they have now."""
-        self._noted = None
-        self._noted = self.versions()
-
-    def forget_versions(self) -> None:
-        """It has ended: the parameters may change."""
-        self._noted = None
-
     def free(self) -> None:
         """Frees what all slots have."""
         for on_slot in self.on_slots:
             on_slot.free()
         self.pieces.drop()
-        self.renew_sources()
+        self._renew_sources(len(self.slots))
 
-    def renew_sources(self, pulls: int | None = None) -> None:
-        """Has values cast or sent again before ``pulls`` slots pull, by default all."""
-        with self._lock:
-            self._sources, self._over_machines = [], None
-            self._pulls = len(self.slots) if pulls is None else pulls
-        self.joint.renew(self._pulls)
+    @property
+    def _pullers(self) -> list[JointGathers | UnitOnSlot]:
+        return [self.joint, *self.on_slots]
 
     def take_pulls(self) -> list[Event]:
         """Events after the last pulls of all slots, once."""
-        joint = self.joint.take_last_pull()
-        found = [] if joint is None else [joint]
-        for on_slot in self.on_slots:
-            event, on_slot.last_pull = on_slot.last_pull, None
+        found = []
+        for puller in self._pullers:
+            event, puller.last_pull = puller.last_pull, None
             if event is not None:
                 found.append(event)
         return found
+
+    # ---- what the user asks for --------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool) -> _Unsharded:
         """Starts a gather on all slots, and without ``async_op`` waits for it.
@@ -307,7 +308,7 @@ class Unit(Settings):
         if not async_op:
             handle.wait()
         elif self.is_offloaded:
-            host_reads.note(self.in_tree.copies.last())
+            host_reads.note(self.tree.copies.last())
         return handle
 
     def reshard(self) -> None:
@@ -319,7 +320,7 @@ class Unit(Settings):
         if _torch.is_in_backward():
             self.registered.show_sharded()
             return
-        self.in_tree.settle()
+        self.tree.settle()
         self.free()
         self.make_owners_wait()
         self.registered.show_what_is_there()
@@ -327,11 +328,10 @@ class Unit(Settings):
 
     def make_owners_wait(self) -> None:
         """Orders later writes to the shards after all pulls, and after all copies: those of the host too."""
-        found = [self.joint.last_pull(), *(on_slot.last_pull for on_slot in self.on_slots)]
-        pulls = [event for event in found if event is not None]
-        wait_for([*self.in_tree.copies.last(), *pulls], current_streams(self.slots).values())
+        pulls = [event for each in self._pullers if (event := each.last_pull) is not None]
+        wait_for([*self.tree.copies.last(), *pulls], current_streams(self.slots).values())
         if self.is_offloaded:
-            host_reads.note(self.in_tree.copies.last())
+            host_reads.note(self.tree.copies.last())
 
 
 class _Unsharded:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel.composable import fully_shard
+from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.calls import ModuleOnSlot, TensorHooks
-from dataparallel.sharded.units.unit import Precision
 
 
 class Told:
@@ -34,11 +34,11 @@ class Told:
             self._hooks[id(tensor)] = tensor, TensorHooks(tensor)
         return self._hooks[id(tensor)][1]
 
-    def began(self, on_slot: Any) -> Any:
+    def unit_began(self, on_slot: Any) -> Any:
         self.lines.append(f"{on_slot.name} began")
         return on_slot.unit.versions()
 
-    def ended(self, on_slot: Any) -> int:
+    def unit_ended(self, on_slot: Any) -> int:
         self.lines.append(f"{on_slot.name} ended")
         self._positions += 1
         return self._positions - 1
@@ -116,6 +116,7 @@ def leaf() -> Tensor:
 BEGINS = ["join", "a begins at 0", "a shown"]
 
 
+@pytest.mark.devices("cpu")
 class TestForward:
     def test_uses_the_parameters_while_the_function_runs(self, make, told):
         make(number=1).run(lambda x: told.lines.append("runs") or x * 2, leaf())
@@ -154,6 +155,7 @@ class TestForward:
         assert module.run(lambda x: x, torch.ones(2)).dtype == torch.float32
 
 
+@pytest.mark.devices("cpu")
 class TestBackward:
     def test_opens_at_the_output_and_closes_at_the_inputs(self, make, told):
         output = make().run(lambda x: x * 2, leaf() * 1)
@@ -218,6 +220,7 @@ class TestBackward:
             assert told.take() == ["a opens, True", *BEGINS, "a closes"]
 
 
+@pytest.mark.devices("cpu")
 class TestRecomputation:
     def test_uses_the_parameters_and_tells_the_tree_nothing(self, make, told):
         module = make()
@@ -235,6 +238,7 @@ class TestRecomputation:
         assert told.take() == ["a used", "a opens, True", "a not used", "a closes"]
 
 
+@pytest.mark.devices("cpu")
 def test_hooks_tell_tensors_at_one_address_apart():
     first = leaf()
     hooks = TensorHooks(first)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from clocked import check_clocks
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
-from dataparallel.sharded.units.deliveries import SumsOfPass
-from dataparallel.sharded.units.layout import Layout
+from dataparallel.sharded.units.bindings import Precision
+from dataparallel.sharded.units.buffers import Layout
+from dataparallel.sharded.units.passes import SumsOfPass
 from dataparallel.sharded.units.sums import UnitSums
-from dataparallel.sharded.units.unit import Precision, Unit
+from dataparallel.sharded.units.unit import Unit
 from made_units import unit_of, values
 from memory import Growth, nbytes
 
@@ -36,13 +37,27 @@ def grads(slot: int, slots: Sequence[Any], unit: Unit, factor: float = 1.0) -> l
     ]
 
 
-def run_pass(unit: Unit, slots: Sequence[Any], brings: dict[int, list[list[Tensor | None]]], count: int | None = None):
+def run_pass(
+    unit: Unit, slots: Sequence[Any], brings: dict[int, list[Any]], count: int | None = None
+) -> list[bool | None]:
     """One pass in which these slots deliver these gradients, and what each delivery returned."""
     sums = begin(slots, count)
     found = [unit.gradients.deliver(slot, each, sums) for slot, lists in brings.items() for each in lists]
-    unit.gradients.end(sums)
-    sums.end()
+    unit.gradients.end_pass(sums)
+    sums.wait_for_sums()
     return found
+
+
+def run_all(unit: Unit, slots: Sequence[Any], factor: float = 1.0) -> list[bool | None]:
+    """One pass in which each slot brings its numbers."""
+    return run_pass(unit, slots, {slot: [grads(slot, slots, unit, factor)] for slot in range(len(slots))})
+
+
+def hold(unit: Unit, slots: Sequence[Any]) -> None:
+    """Leaves the numbers of each slot there, for a pass that synchronises."""
+    unit.requires_gradient_sync = False
+    run_all(unit, slots)
+    unit.requires_gradient_sync = True
 
 
 def summed(unit: Unit) -> list[Tensor | None]:
@@ -74,22 +89,14 @@ class TestSums:
         assert_sums(unit, [111, 222])
 
     def test_are_added_to_gradients_that_are_there_already(self, unit, slots):
-        for _ in range(2):
-            run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
-        assert_sums(unit, [222, 444])
-
-    def test_keep_the_gradients_that_are_there_already(self, unit, slots):
-        """The same object: other code may refer to it."""
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        """They stay the same objects: other code may refer to them."""
+        run_all(unit, slots)
         before = [parameter.grad for parameter in unit.parameters]
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        run_all(unit, slots)
+        assert_sums(unit, [222, 444])
         assert all(p.grad is grad for p, grad in zip(unit.parameters, before, strict=True))
 
-    def test_leave_none_where_no_slot_has_a_gradient(self, unit, slots):
-        run_pass(unit, slots, {slot: [[grads(slot, slots, unit)[0], None]] for slot in range(3)})
-        assert_sums(unit, [111, None])
-
-    def test_count_a_missing_gradient_as_zero(self, unit, slots):
+    def test_count_a_missing_gradient_as_zero_and_leave_none_where_no_slot_has_one(self, unit, slots):
         run_pass(unit, slots, {slot: [[grads(slot, slots, unit)[0] if slot else None, None]] for slot in range(3)})
         assert_sums(unit, [110, None])
 
@@ -116,7 +123,7 @@ class TestSums:
 
     def test_are_divided_by_the_factor(self, unit, slots):
         unit.gradient_divide_factor = 3.0
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        run_all(unit, slots)
         assert_sums(unit, [37, 74])
 
 
@@ -126,13 +133,11 @@ class TestWithoutSynchronisation:
         assert run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)}) == [None] * 3
         assert_sums(unit, [0, 0])  # it says that they wait
         unit.requires_gradient_sync = True
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit, 2.0)] for slot in range(3)})
+        run_all(unit, slots, 2.0)
         assert_sums(unit, [333, 666])
 
     def test_those_of_slots_that_are_not_in_that_pass_count_too(self, unit, slots):
-        unit.requires_gradient_sync = False
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
-        unit.requires_gradient_sync = True
+        hold(unit, slots)
         run_pass(unit, slots, {0: [grads(0, slots, unit)]}, count=1)
         assert_sums(unit, [112, 224])
 
@@ -145,72 +150,58 @@ class TestWithoutSynchronisation:
 
     def test_they_are_dropped_if_the_user_throws_away_the_gradients_they_belong_to(self, unit, slots):
         unit.requires_gradient_sync = False
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        run_all(unit, slots)
         unit.parameters[0].grad = None
         unit.gradients.drop_void()
         unit.requires_gradient_sync = True
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        run_all(unit, slots)
         assert_sums(unit, [111, 444])
-
-    def test_a_failed_pass_leaves_what_earlier_ones_have_brought(self, unit, slots):
-        unit.requires_gradient_sync = False
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
-        unit.requires_gradient_sync = True
-        unit.gradients.end(None)
-        run_pass(unit, slots, {})
-        assert_sums(unit, [111, 222])
 
     def test_a_delivery_that_fails_leaves_them(self, unit, slots, monkeypatch):
         unit.requires_gradient_sync = False
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(len(slots))})
+        run_all(unit, slots)
         sums = begin(slots)
         with monkeypatch.context() as patch:
             patch.setattr(Layout, "copy_in", _no_room)
             with pytest.raises(torch.OutOfMemoryError):
                 unit.gradients.deliver(1, grads(1, slots, unit), sums)
-        unit.gradients.end(None)
+        unit.gradients.end_pass(None)
         unit.requires_gradient_sync = True
         run_pass(unit, slots, {})
         total = sum(10.0**slot for slot in range(len(slots)))
         assert_sums(unit, [total, 2 * total])
 
     @pytest.mark.parametrize("is_offloaded", [False, True])
-    @pytest.mark.parametrize("deliver", [[1], [0, 2], [0, 1, 2]], ids=str)
+    @pytest.mark.parametrize("deliver", [[], [1], [0, 2], [0, 1, 2]], ids=str)
     def test_a_failed_pass_that_was_to_add_them_up_leaves_them(self, deliver, is_offloaded, slots):
         """If all slots have delivered they are in the gradients, which lie on the owners or else are not there yet."""
         unit = unit_of(values(), slots, is_offloaded=is_offloaded)
-        unit.requires_gradient_sync = False
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
-        unit.requires_gradient_sync = True
+        hold(unit, slots)
         sums = begin(slots)
         for slot in deliver:
             unit.gradients.deliver(slot, grads(slot, slots, unit, 5.0), sums)
-        unit.gradients.end(None)
-        sums.drop()
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit, 2.0)] for slot in range(3)})
+        unit.gradients.end_pass(None)
+        sums.drop_all()
+        run_all(unit, slots, 2.0)
         has_failed_ones = len(deliver) == 3 and not is_offloaded
         assert_sums(unit, [888, 1776] if has_failed_ones else [333, 666])
 
     def test_a_sum_at_the_end_of_a_pass_that_fails_leaves_them(self, unit, slots, monkeypatch):
-        unit.requires_gradient_sync = False
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
-        unit.requires_gradient_sync = True
+        hold(unit, slots)
         sums = begin(slots)
         with monkeypatch.context() as patch:
             patch.setattr(UnitSums, "_end_sum", _no_room)
             with pytest.raises(torch.OutOfMemoryError):
-                unit.gradients.end(sums)
-        unit.gradients.end(None)
-        sums.drop()
+                unit.gradients.end_pass(sums)
+        unit.gradients.end_pass(None)
+        sums.drop_all()
         unit.gradients.refuse_lost()  # nothing was added
         run_pass(unit, slots, {})
         assert_sums(unit, [111, 222])
 
     def test_a_sum_that_fails_in_between_is_refused_until_gradients_are_zeroed(self, unit, slots, monkeypatch):
         """Some owners have added their part and others have not."""
-        unit.requires_gradient_sync = False
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
-        unit.requires_gradient_sync = True
+        hold(unit, slots)
         sums, end_sum = begin(slots), UnitSums._end_sum
 
         def second_has_no_room(self, owner, *args):
@@ -221,16 +212,16 @@ class TestWithoutSynchronisation:
         with monkeypatch.context() as patch:
             patch.setattr(UnitSums, "_end_sum", second_has_no_room)
             with pytest.raises(torch.OutOfMemoryError):
-                unit.gradients.end(sums)
-        unit.gradients.end(None)
-        sums.drop()
+                unit.gradients.end_pass(sums)
+        unit.gradients.end_pass(None)
+        sums.drop_all()
         for parameter in unit.parameters:
             with pytest.raises(RuntimeError, match="zero_grad"):
                 unit.gradients.refuse_lost()
             parameter.grad = None
         unit.gradients.refuse_lost()
         unit.gradients.drop_void()
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        run_all(unit, slots)
         assert_sums(unit, [111, 222])
 
     def test_deliveries_of_two_threads_to_one_slot_are_added(self, unit, slots, monkeypatch):
@@ -248,7 +239,7 @@ class TestWithoutSynchronisation:
         with ThreadPoolExecutor(2) as threads:
             brought = [grads(0, slots, unit) for _ in range(2)]
             assert [*threads.map(lambda each: unit.gradients.deliver(0, each, sums), brought)] == [None, None]
-        unit.gradients.end(sums)
+        unit.gradients.end_pass(sums)
         unit.requires_gradient_sync = True
         run_pass(unit, slots, {})
         assert_sums(unit, [2.0, 4.0])
@@ -262,9 +253,9 @@ class TestAFailedPass:
     def test_drops_what_waits_for_other_slots(self, unit, slots):
         sums = begin(slots)
         unit.gradients.deliver(0, grads(0, slots, unit), sums)
-        unit.gradients.end(None)
-        sums.drop()
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        unit.gradients.end_pass(None)
+        sums.drop_all()
+        run_all(unit, slots)
         assert_sums(unit, [111, 222])
 
 
@@ -278,7 +269,7 @@ class TestDtypes:
 
     def test_gradients_have_the_dtype_of_the_parameters(self, slots):
         unit = unit_of([torch.zeros(3, dtype=torch.bfloat16)], slots, Precision(sums=torch.float32))
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        run_all(unit, slots)
         assert unit.parameters[0].grad.dtype == torch.bfloat16
         assert_sums(unit, [111])
 
@@ -296,23 +287,18 @@ class TestOrders:
             sums = begin(slots, len(deliver))
             for slot in deliver:
                 unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
-            unit.gradients.end(sums)
+            unit.gradients.end_pass(sums)
             check_clocks()  # before the computing streams wait for the sums
-            sums.end()
+            sums.wait_for_sums()
             del sums
             check_clocks()
 
-    def test_the_optimizer_may_write_when_the_pass_has_ended(self, unit, slots):
-        for _ in range(2):
-            run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
-            for parameter in unit.parameters:
-                parameter.grad.mul_(2)
-
     def test_sums_begin_after_what_the_slots_streams_did_to_gradients(self, unit, slots):
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        """As an optimizer does, once the pass has ended."""
+        run_all(unit, slots)
         for parameter in unit.parameters:
             parameter.grad.mul_(2)
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        run_all(unit, slots)
         assert_sums(unit, [333, 666])
 
     def test_a_slot_delivers_again_only_after_the_sums_have_read_its_last_delivery(self, unit, slots):
@@ -321,8 +307,8 @@ class TestOrders:
             for slot in range(3):
                 unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
             check_clocks()
-        unit.gradients.end(sums)
-        sums.end()
+        unit.gradients.end_pass(sums)
+        sums.wait_for_sums()
         assert_sums(unit, [333, 666])
 
     @pytest.mark.slots(4)
@@ -336,7 +322,7 @@ class TestOrders:
         """They are made in memory of their own, and are added to gradients that are there already."""
         units = [unit_of(values(rows=768), slots) for _ in range(5)]
         for unit in units:
-            run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+            run_all(unit, slots)
         part = nbytes(parameter.grad.shards[0] for parameter in units[0].parameters)
         sums = begin(slots)
         for unit in units:
@@ -344,16 +330,16 @@ class TestOrders:
                 unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
         growth = Growth(torch.device(slots[0]))
         for unit in units:
-            unit.gradients.end(sums)
+            unit.gradients.end_pass(sums)
         assert growth.peak <= 2 * part
-        sums.end()
+        sums.wait_for_sums()
 
     def test_a_failed_pass_drops_its_memory_after_the_sums(self, unit, slots):
         sums = begin(slots)
         for slot in (0, 1, 2, 0):
             unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
-        unit.gradients.end(None)
-        sums.drop()
+        unit.gradients.end_pass(None)
+        sums.drop_all()
         check_clocks()
 
     @pytest.mark.parametrize("deliver", [[0], [0, 1, 2]], ids=str)
@@ -371,8 +357,8 @@ class TestOrders:
                     with streams_set(default):
                         for slot in deliver:
                             unit.gradients.deliver(slot, before.pop(slot), sums)
-                    unit.gradients.end(sums)
-                    sums.end()
+                    unit.gradients.end_pass(sums)
+                    sums.wait_for_sums()
                     check_clocks()
                     for parameter in unit.parameters:
                         parameter.grad.mul_(2)
@@ -387,8 +373,8 @@ class TestOrders:
         for slot in range(3):
             unit.gradients.deliver(slot, grads(slot, slots, unit), sums)
         check_clocks()
-        unit.gradients.end(sums)
-        sums.end()
+        unit.gradients.end_pass(sums)
+        sums.wait_for_sums()
         assert_sums(unit, [111, 222])
 
     def test_slots_on_one_device_are_read_after_both_have_delivered(self, root):
@@ -403,14 +389,14 @@ class TestOrders:
         """Gradients of an offloaded unit are read by the host."""
         unit = unit_of(values(), slots, is_offloaded=True)
         for _ in range(2):
-            run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+            run_all(unit, slots)
         assert_sums(unit, [222, 444])
         assert {shard.device.type for shard in unit.parameters[0].grad.shards} == {"cpu"}
 
     def test_the_host_has_waited_for_what_arrives(self, slots, stream):
         """The clocks do not see the host's own accesses: another device writes in its place, as late as the host."""
         unit = unit_of(values(), slots, is_offloaded=True)
-        run_pass(unit, slots, {slot: [grads(slot, slots, unit)] for slot in range(3)})
+        run_all(unit, slots)
         with streams_set({stream.device: stream}):
             for parameter in unit.parameters:
                 for shard in parameter.grad.shards:

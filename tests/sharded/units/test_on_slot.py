@@ -10,10 +10,11 @@ from torch import Tensor
 from clocked import check_clocks
 from dataparallel import comm
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
-from dataparallel.sharded.units import memory as module
+from dataparallel.sharded.units import buffers
+from dataparallel.sharded.units.bindings import Precision
 from dataparallel.sharded.units.on_slot import UnitOnSlot
-from dataparallel.sharded.units.streams import wait_for
-from dataparallel.sharded.units.unit import Precision, Unit
+from dataparallel.sharded.units.shards import wait_for
+from dataparallel.sharded.units.unit import Unit
 from made_units import Registry, unit_of, values
 
 
@@ -24,6 +25,11 @@ def unit(slots: list) -> Unit:
 
 
 WHOLE = [values(1)[0], torch.arange(5.0)]
+
+
+@pytest.fixture
+def on_slot(unit: Unit) -> UnitOnSlot:
+    return unit.on_slots[0]
 
 
 def ready(unit: Unit) -> dict[torch.device, Event]:
@@ -61,7 +67,7 @@ def pulls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         real(targets, sources)
 
     real = comm.copy_each
-    monkeypatch.setattr(module.comm, "copy_each", copy_each)
+    monkeypatch.setattr(buffers.comm, "copy_each", copy_each)
     return made
 
 
@@ -80,8 +86,7 @@ class TestAGather:
             assert on_slot.parameters[0].dtype == torch.float16
             assert_full(on_slot, WHOLE)
 
-    def test_that_was_started_is_not_made_again(self, unit, pulls):
-        on_slot = unit.on_slots[0]
+    def test_that_was_started_is_not_made_again(self, unit, on_slot, pulls):
         on_slot.start(ready(unit))
         on_slot.start(ready(unit))
         assert len(pulls) == len(unit.owned)
@@ -92,8 +97,7 @@ class TestAGather:
         assert len(pulls) == len(unit.owned)
         assert_full(on_slot, WHOLE)
 
-    def test_is_made_once_by_threads_that_ask_at_the_same_time(self, unit, pulls):
-        on_slot = unit.on_slots[0]
+    def test_is_made_once_by_threads_that_ask_at_the_same_time(self, unit, on_slot, pulls):
         events = ready(unit)
         threads = [threading.Thread(target=on_slot.make_full, args=(events,)) for _ in range(4)]
         for thread in threads:
@@ -108,17 +112,16 @@ class TestAGather:
         on_slot = unit.on_slots[1]
         on_slot.make_full(ready(unit))
         before = [*on_slot.parameters]
-        addresses = [p.data_ptr() for p in before]
         on_slot.free()
         assert is_freed(on_slot)
         on_slot.make_full(ready(unit))
         assert all(a is b for a, b in zip(before, on_slot.parameters, strict=True))
         assert_full(on_slot, WHOLE)
-        assert len(addresses) == len(before)
 
-    def test_of_former_values_is_dropped(self, unit, pulls):
-        on_slot = unit.on_slots[0]
+    def test_of_former_values_is_dropped_and_of_current_ones_stays(self, unit, on_slot):
         on_slot.start(ready(unit))
+        on_slot.free_if_changed()
+        assert on_slot.is_started
         let_owners_write(unit)
         with torch.no_grad():
             unit.parameters[0].add_(1)
@@ -126,12 +129,6 @@ class TestAGather:
         assert not on_slot.is_started
         on_slot.make_full(ready(unit))
         assert_full(on_slot, [WHOLE[0] + 1, WHOLE[1]])
-
-    def test_of_current_values_stays(self, unit):
-        on_slot = unit.on_slots[0]
-        on_slot.make_full(ready(unit))
-        on_slot.free_if_changed()
-        assert on_slot.is_full
 
     @pytest.mark.devices("sim")
     def test_that_finds_no_room_names_the_unit_and_the_device(self, unit):
@@ -149,29 +146,20 @@ class TestAGather:
         assert_full(on_slot, WHOLE)
 
 
-class TestWhatReplicasShow:
-    def test_is_full_while_the_unit_is_and_sharded_afterwards(self, unit):
+class TestAFree:
+    def test_waits_for_the_calls_that_use_the_parameters_and_show_them(self, unit):
         on_slot, registries = unit.on_slots[0], [Registry(), Registry()]
         for registry in registries:
             on_slot.use(ready(unit), registry)
-            on_slot.end_use()
-        assert all(registry.registered == on_slot.parameters for registry in registries)
-        on_slot.free()
-        for registry in registries:
-            assert all(a is b for a, b in zip(registry.registered, unit.parameters, strict=True))
-
-
-class TestAFree:
-    def test_waits_for_the_calls_that_use_the_parameters(self, unit):
-        on_slot, registry = unit.on_slots[0], Registry()
-        on_slot.use(ready(unit), registry)
-        on_slot.use(ready(unit), registry)
         on_slot.end_use()
         on_slot.free()
         assert_full(on_slot, WHOLE)
+        assert all(registry.registered == on_slot.parameters for registry in registries)
         on_slot.end_use()
         on_slot.free()
         assert is_freed(on_slot)
+        for registry in registries:
+            assert all(a is b for a, b in zip(registry.registered, unit.parameters, strict=True))
 
     @pytest.mark.parametrize(
         ("reshard", "is_automatic", "has_backward", "is_free"),
@@ -184,40 +172,29 @@ class TestAFree:
             (False, True, False, True),  # nothing will need it: an evaluation
         ],
     )
-    def test_after_forward_is_as_set(self, unit, reshard, is_automatic, has_backward, is_free):
+    def test_after_forward_is_as_set(self, unit, on_slot, reshard, is_automatic, has_backward, is_free):
         unit.reshard_after_forward, unit.is_reshard_automatic = reshard, is_automatic
-        on_slot = unit.on_slots[0]
         on_slot.make_full(ready(unit))
         on_slot.module_ended(0, has_backward)
         assert is_freed(on_slot) is is_free
 
-    def test_after_forward_comes_when_all_modules_have_run(self, unit):
+    def test_after_forward_comes_when_all_modules_have_run_or_at_the_end(self, unit, on_slot):
         unit.number_of_modules = 2
-        on_slot = unit.on_slots[0]
-        on_slot.make_full(ready(unit))
-        on_slot.module_ended(1, True)
-        on_slot.module_ended(1, True)
-        assert on_slot.is_full
-        on_slot.module_ended(0, True)
-        assert is_freed(on_slot)
+        for last in (lambda: on_slot.module_ended(0, True), lambda: on_slot.forward_ended(has_failed=False)):
+            on_slot.make_full(ready(unit))
+            on_slot.module_ended(1, True)
+            on_slot.module_ended(1, True)
+            assert on_slot.is_full
+            last()
+            assert is_freed(on_slot)
 
-    def test_comes_at_the_end_if_not_all_modules_have_run(self, unit):
-        unit.number_of_modules = 2
-        on_slot = unit.on_slots[0]
-        on_slot.make_full(ready(unit))
-        on_slot.module_ended(1, True)
-        on_slot.forward_ended(has_failed=False)
-        assert is_freed(on_slot)
-
-    def test_of_a_gather_in_vain_comes_at_the_end_of_forward(self, unit):
-        on_slot = unit.on_slots[0]
+    def test_of_a_gather_in_vain_comes_at_the_end_of_forward(self, unit, on_slot):
         on_slot.start(ready(unit))
         on_slot.forward_ended(has_failed=False)
         assert not on_slot.is_started
 
-    def test_after_a_failed_forward_comes_whatever_is_set(self, unit):
+    def test_after_a_failed_forward_comes_whatever_is_set(self, unit, on_slot):
         unit.reshard_after_forward = False
-        on_slot = unit.on_slots[0]
         on_slot.make_full(ready(unit))
         on_slot.forward_ended(has_failed=True)
         assert is_freed(on_slot)
@@ -257,8 +234,7 @@ class TestAFree:
         assert is_freed(on_slot)
 
     @torch.no_grad()
-    def test_gradients_of_an_earlier_backward_do_not_count(self, unit):
-        on_slot = unit.on_slots[0]
+    def test_gradients_of_an_earlier_backward_do_not_count(self, unit, on_slot):
         on_slot.make_full(ready(unit))
         on_slot.backward_began(None)
         on_slot.received()

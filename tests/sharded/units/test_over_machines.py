@@ -12,8 +12,7 @@ from dataparallel.composable import fully_shard
 from dataparallel.machines.collectives import all_reduce, reduce_scatter, stage
 from dataparallel.machines.errors import PeerFailed
 from dataparallel.machines.group import Machines
-from dataparallel.sharded.units.gathers_over_machines import SourcesOverMachines
-from dataparallel.sharded.units.over_machines import MachinesOfTree
+from dataparallel.sharded.units.over_machines import MachinesOfTree, SourcesOverMachines
 from machine_ranks import on_machines
 from sharded_machines import spread
 
@@ -26,7 +25,7 @@ class Sent:
     def __init__(self) -> None:
         self.times = 0
 
-    def begin(self, ready: Any) -> None:
+    def send(self, ready: Any) -> None:
         self.times += 1
 
 
@@ -35,15 +34,15 @@ class TestSources:
 
     def test_slots_share_them_in_their_own_order(self):
         sources: Any = SourcesOverMachines(2, lambda: [Sent()])  # type: ignore[list-item]
-        first, second = sources.next(0, {}), sources.next(0, {})
+        first, second = sources.next_sources(0, {}), sources.next_sources(0, {})
         assert first is not second
-        assert sources.next(1, {}) is first
-        assert sources.next(1, {}) is second
+        assert sources.next_sources(1, {}) is first
+        assert sources.next_sources(1, {}) is second
 
     def test_each_is_sent_once_by_the_slot_that_comes_first(self):
         sources: Any = SourcesOverMachines(3, lambda: [Sent()])  # type: ignore[list-item]
         for slot in (2, 0, 1):
-            (sent,) = sources.next(slot, {})
+            (sent,) = sources.next_sources(slot, {})
             assert sent.times == 1
 
 

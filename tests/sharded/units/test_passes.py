@@ -1,7 +1,8 @@
 """A pass of backward ends once, with or without success, and a slot that waits for others is always woken."""
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ import torch
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.sharded.units import passes
 from dataparallel.sharded.units.passes import BackwardPass
+from made_units import in_backward
 
 
 class Ended:
@@ -20,9 +22,10 @@ class Ended:
     def __init__(self) -> None:
         self.told: list[Any] = []
         self.error: Exception | None = None
+        self.units: list[Any] = []
 
     def unit(self, name: str) -> Any:
-        def end(sums: Any) -> None:
+        def end_pass(sums: Any) -> None:
             self.told.append((name, "dropped" if sums is None else "summed"))
             if self.error is not None and sums is not None:
                 raise self.error
@@ -30,10 +33,13 @@ class Ended:
         def note_lost(computing: Any) -> None:
             self.told.append((name, "lost"))
 
-        return SimpleNamespace(gradients=SimpleNamespace(end=end, note_lost=note_lost), is_last_backward=True)
+        return SimpleNamespace(gradients=SimpleNamespace(end_pass=end_pass, note_lost=note_lost), is_last_backward=True)
 
-    def returned(self) -> None:
+    def backward_returned(self) -> None:
         self.told.append("returned")
+
+    def before_last_sums(self, computing: Any) -> None:
+        pass
 
     def pass_ended(self, ended: BackwardPass, has_failed: bool) -> None:
         self.told.append("failed" if has_failed else "done")
@@ -47,42 +53,41 @@ def ended() -> Ended:
 @pytest.fixture
 def running(ended: Ended, slots: list) -> BackwardPass:
     devices = [torch.device(slot) for slot in slots]
-    return BackwardPass(
-        [ended.unit("a"), ended.unit("b")],
-        devices,
-        current_streams(devices),
-        lambda computing: None,
-        ended.pass_ended,
-        ended.returned,
-    )
+    ended.units = [ended.unit("a"), ended.unit("b")]
+    return BackwardPass(cast("Any", ended), devices, current_streams(devices))
 
 
 DONE = [("a", "summed"), ("b", "summed"), "done"]
 FAILED = [("a", "dropped"), ("b", "dropped"), "failed"]
 
 
-def in_backward(*works: Callable[[], Any]) -> None:
-    """Runs a backward that calls these in its nodes, one after the other."""
-    with torch.enable_grad():
-        x = torch.ones(1, requires_grad=True)
-        for work in reversed(works):
-            x = x * 1
-            x.register_hook(lambda grad, work=work: work() and None)
-        x.sum().backward()
-
-
 def fail() -> None:
     raise ValueError("in backward")
 
 
-class TestTheEnd:
-    def test_comes_when_the_backward_has_ended(self, running, ended):
-        in_backward(running.join, lambda: ended.told.append("a later node"))
-        assert ended.told == ["a later node", *DONE]
+@contextlib.contextmanager
+def joined_elsewhere(running: BackwardPass, *works: Callable[[], Any]) -> Iterator[None]:
+    """A backward in another thread has joined. After the block it runs these and ends."""
+    has_joined, may_go_on = threading.Event(), threading.Event()
 
-    def test_comes_once_however_many_nodes_join(self, running, ended):
-        in_backward(running.join, running.join, running.join)
-        assert ended.told == DONE
+    def other() -> None:
+        with contextlib.suppress(ValueError):
+            in_backward(running.join, has_joined.set, lambda: may_go_on.wait(60), *works)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert has_joined.wait(60)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+        thread.join()
+
+
+class TestTheEnd:
+    def test_comes_once_when_the_backward_has_ended_however_many_nodes_join(self, running, ended):
+        in_backward(running.join, running.join, lambda: ended.told.append("a later node"))
+        assert ended.told == ["a later node", *DONE]
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_of_a_failed_backward_drops_what_waits(self, running, ended):
@@ -104,24 +109,14 @@ class TestTheEnd:
         assert ended.told == FAILED
 
     def test_comes_after_all_threads_that_joined(self, running, ended):
-        has_joined, may_end = threading.Event(), threading.Event()
-
-        def other() -> None:
-            in_backward(running.join, has_joined.set, lambda: may_end.wait(60))
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert has_joined.wait(60)
-        in_backward(running.join)
-        assert ended.told == ["returned"]
-        may_end.set()
-        thread.join()
+        with joined_elsewhere(running):
+            in_backward(running.join)
+            assert ended.told == ["returned"]
         assert ended.told == ["returned", *DONE]
 
     @pytest.mark.devices("sim", "stand-in")
     def test_orders_the_streams_of_all_that_joined(self, running, slots, root):
         """A ``backward()`` that has returned before the others gets its gradients when the pass ends."""
-        has_joined, may_end = threading.Event(), threading.Event()
         total, early, summing = torch.zeros(2, device=root), torch.Stream(root), torch.Stream(root)
 
         def add() -> None:
@@ -130,35 +125,17 @@ class TestTheEnd:
                 total.add_(1)
             running.sums.latest = Event(summing)
 
-        def other() -> None:
-            in_backward(running.join, has_joined.set, lambda: may_end.wait(60), add)
-
         early.wait_stream(torch.accelerator.current_stream(root))
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert has_joined.wait(60)
-        with streams_set({root: early}):
+        with joined_elsewhere(running, add), streams_set({root: early}):
             in_backward(running.join)
-        may_end.set()
-        thread.join()
         with streams_set({root: early}):
             total.mul_(2)  # the clocks see it
         early.synchronize()
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_of_a_failed_backward_says_that_one_which_has_returned_lost_gradients(self, running, ended):
-        has_joined, may_fail = threading.Event(), threading.Event()
-
-        def other() -> None:
-            with pytest.raises(ValueError, match="in backward"):
-                in_backward(running.join, has_joined.set, lambda: may_fail.wait(60), fail)
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert has_joined.wait(60)
-        in_backward(running.join)
-        may_fail.set()
-        thread.join()
+        with joined_elsewhere(running, fail):
+            in_backward(running.join)
         assert ended.told == ["returned", *FAILED[:-1], ("a", "lost"), ("b", "lost"), "failed"]
 
     def test_that_fails_itself_drops_what_waits_and_raises(self, running, ended):
@@ -214,7 +191,7 @@ def delivers(running: BackwardPass, slot: int, units: str, size: int = MUCH) -> 
 def begins(running: BackwardPass, order: list[list[Any]]) -> None:
     """The last unit's backward begins on each slot."""
     for slot, units in enumerate(order):
-        running.begins(slot, len(units) - 1, order)
+        running.unit_begins(slot, len(units) - 1, order)
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -239,17 +216,12 @@ class TestASlotThatIsAhead:
         assert_ends(thread)
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_is_woken_by_a_failure(self, running, order):
+    @pytest.mark.parametrize("has_failed", [False, True])
+    def test_is_woken_by_the_end(self, running, order, has_failed):
         delivers(running, 0, "d")
         thread = waits(running, 0)
-        with pytest.raises(ValueError, match="in backward"):
-            in_backward(running.join, fail)
-        assert_ends(thread)
-
-    def test_is_woken_by_the_end(self, running, order):
-        delivers(running, 0, "d")
-        thread = waits(running, 0)
-        in_backward(running.join)
+        with pytest.raises(ValueError, match="in backward") if has_failed else contextlib.nullcontext():
+            in_backward(running.join, fail if has_failed else lambda: None)
         assert_ends(thread)
 
     def test_does_not_wait_for_a_few_bytes(self, running, order):
@@ -283,7 +255,7 @@ class TestASlotThatIsAhead:
         thread = waits(running, 0)
         for _ in range(15):
             thread.join(0.1)
-            running.begins(1, 3, order)
+            running.unit_begins(1, 3, order)
         assert thread.is_alive()
         for slot in (1, 2):
             delivers(running, slot, "d")
@@ -319,31 +291,25 @@ class TestASlotThatIsAhead:
         """Their graphs do not lead there."""
         delivers(running, 0, "dcb")
         thread = waits(running, 0)
-        running.begins(1, 0, order)
+        running.unit_begins(1, 0, order)
         delivers(running, 1, "d")
         assert thread.is_alive()
-        running.begins(2, 0, order)
+        running.unit_begins(2, 0, order)
         delivers(running, 2, "d")
         assert_ends(thread)
 
     def test_does_not_wait_for_branches_that_others_take_in_another_order(self, running, order):
         for slot in (1, 2):
-            running.begins(slot, 0, order)
+            running.unit_begins(slot, 0, order)
             delivers(running, slot, "da")
-            running.begins(slot, 1, order)
+            running.unit_begins(slot, 1, order)
         delivers(running, 0, "dba")
         running.wait_for_others(0)
 
-    @pytest.mark.parametrize("count", [2])
-    def test_does_not_wait_for_a_slot_on_its_own_device(self, ended, slots, count):
+    def test_does_not_wait_for_a_slot_on_its_own_device(self, ended, slots):
         """One thread of the engine runs the backward of both."""
-        devices = [slots[0]] * count
-        running = BackwardPass([], devices, current_streams(devices), lambda computing: None, ended.pass_ended)
-        begins(running, [UNITS] * count)
+        devices = [slots[0]] * 2
+        running = BackwardPass(cast("Any", ended), devices, current_streams(devices))
+        begins(running, [UNITS] * 2)
         delivers(running, 0, "d")
         running.wait_for_others(0)
-
-
-def test_patience_is_a_quarter_of_a_second():
-    """Long enough for another slot's unit, short enough that nobody takes it for a hang."""
-    assert passes._PATIENCE == 0.25

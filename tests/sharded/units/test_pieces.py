@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
-from dataparallel.sharded.units.owned import Source
+from dataparallel.sharded.units.shards import Source
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from made_units import recorded_gathers
@@ -198,7 +198,7 @@ def test_pieces_that_are_dropped_while_a_slot_reads_them_last_as_long(slots):
     unit.free()
     assert pieces(model)
     assert unit.pieces.borrow(0) is None
-    streams = unit.streams.pulling(1)
+    streams = unit.streams.pulling[1]
     for piece in borrowed:
         for stream in streams.values() if piece.made is not None else ():
             piece.made.make_wait(stream)

@@ -1,4 +1,4 @@
-"""What a tree gathers ahead, and what it orders and frees at the end of a call."""
+"""What a tree gathers ahead, what it orders and frees at the end of a call, and what it does before a step."""
 
 import threading
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import torch
 
 from dataparallel.sharded.units.calls import ForwardCall
 from dataparallel.sharded.units.on_slot import UnitOnSlot
-from dataparallel.sharded.units.tree import Tree
+from dataparallel.sharded.units.tree import Tree, before_next_step
 from dataparallel.sharded.units.unit import Unit
-from made_units import Registry, unit_of, values
+from made_units import Registry, in_backward, unit_of, values
 
 
 @pytest.fixture
@@ -30,10 +30,10 @@ def call_units(call: ForwardCall, units: list[Unit], slots: list[Any], between: 
         for unit in units:
             on_slot: UnitOnSlot = unit.on_slots[slot]
             on_slot.use(call.ready, Registry())
-            call.began(on_slot)
+            call.unit_began(on_slot)
             between(unit)
             on_slot.end_use()
-            call.ended(on_slot)
+            call.unit_ended(on_slot)
             on_slot.module_ended(0, has_backward=True)
 
 
@@ -111,13 +111,11 @@ class TestBackward:
         """The backward of a unit begins: which units it has started."""
         found: list[Unit] = []
 
-        def begin(grad: object) -> None:
+        def begin() -> None:
             call.backward_begins(unit.on_slots[0], position, call.join_pass())
             found.extend(each for each in units if each.on_slots[0].is_started)
 
-        x = torch.ones(1, requires_grad=True) * 1
-        x.register_hook(begin)
-        x.sum().backward()
+        in_backward(begin)
         assert not any(each.on_slots[0].is_started for each in units)  # the pass has ended
         return found
 
@@ -147,15 +145,6 @@ class TestSettling:
             pass
         return call
 
-    @staticmethod
-    def backward(*works: Callable[[], Any]) -> None:
-        x = torch.ones(1, requires_grad=True)
-        y = x
-        for work in reversed(works):
-            y = y * 1
-            y.register_hook(lambda grad, work=work: work() and None)
-        y.sum().backward()
-
     @pytest.mark.parametrize("use", ["prepare", "unshard", "reshard"])
     def test_waits_until_the_pass_has_ended(self, tree, call, units, use):
         has_joined, may_end, has_settled = (threading.Event() for _ in range(3))
@@ -165,7 +154,7 @@ class TestSettling:
             has_settled.set()
 
         works = [lambda: tree.join_pass(call), has_joined.set, lambda: may_end.wait(60)]
-        threads = [threading.Thread(target=self.backward, args=works), threading.Thread(target=settle)]
+        threads = [threading.Thread(target=in_backward, args=works), threading.Thread(target=settle)]
         threads[0].start()
         assert has_joined.wait(60)
         threads[1].start()
@@ -176,12 +165,12 @@ class TestSettling:
         assert has_settled.is_set()
 
     def test_does_nothing_inside_the_backward(self, tree, call, units):
-        self.backward(lambda: tree.join_pass(call), tree.prepare, units[0].reshard)
+        in_backward(lambda: tree.join_pass(call), tree.prepare, units[0].reshard)
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_a_backward_whose_gradients_were_dropped_with_it_raises(self, tree, call):
         def other() -> None:
-            self.backward(lambda: tree.join_pass(call), lambda: {}["fails"])
+            in_backward(lambda: tree.join_pass(call), lambda: {}["fails"])
 
         def fail_elsewhere() -> None:
             thread = threading.Thread(target=other)
@@ -189,8 +178,8 @@ class TestSettling:
             thread.join(60)
 
         with pytest.raises(RuntimeError, match="this backward has lost gradients"):
-            self.backward(lambda: tree.join_pass(call), fail_elsewhere, lambda: tree.join_pass(call))
-        self.backward(lambda: tree.join_pass(call))
+            in_backward(lambda: tree.join_pass(call), fail_elsewhere, lambda: tree.join_pass(call))
+        in_backward(lambda: tree.join_pass(call))
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -221,3 +210,66 @@ class TestOrders:
         units[0].unshard(async_op=True)
         units[0].reshard()
         self.write(units[:1])
+
+
+class Works:
+    """Counts its calls, and raises or has not done yet if it is told to."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.error: Exception | None = None
+        self.is_done = True
+
+    def work(self, optimizer: torch.optim.Optimizer) -> bool:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        return self.is_done
+
+
+@pytest.fixture
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1)
+
+
+@pytest.mark.devices("cpu")
+def test_it_is_done_before_the_next_step_and_not_before_later_ones(optimizer):
+    works = Works()
+    for _ in range(2):
+        before_next_step(works.work)
+    assert works.calls == 0
+    for _ in range(2):
+        optimizer.step()
+    assert works.calls == 1
+
+
+@pytest.mark.devices("cpu")
+def test_what_raises_is_done_again(optimizer):
+    works = Works()
+    works.error = ArithmeticError("not yet")
+    before_next_step(works.work)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+    works.error = None
+    for _ in range(2):
+        optimizer.step()
+    assert works.calls == 3
+
+
+@pytest.mark.devices("cpu")
+def test_an_object_that_is_gone_has_nothing_to_do(optimizer):
+    before_next_step(Works().work)
+    optimizer.step()
+
+
+@pytest.mark.devices("cpu")
+def test_an_optimizer_that_it_is_not_about_leaves_it_to_later_ones(optimizer):
+    works = Works()
+    works.is_done = False
+    before_next_step(works.work)
+    optimizer.step()
+    works.is_done = True
+    for _ in range(2):
+        optimizer.step()
+    assert works.calls == 2

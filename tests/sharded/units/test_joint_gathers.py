@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from clocked import counted
 from dataparallel.call.parallel_apply import SERIAL_VARIABLE
 from dataparallel.composable import fully_shard
-from dataparallel.sharded.units import in_tree, joint
-from dataparallel.sharded.units.owned import Source
+from dataparallel.sharded.units import joint_gathers
+from dataparallel.sharded.units.shards import Source
 from made_units import recorded_gathers, without_joint_gathers
 
 pytestmark = pytest.mark.devices("sim", "stand-in")
@@ -59,7 +59,7 @@ def units(model: Any) -> list[Any]:
 
 def room_of(model: Any) -> int:
     """The bytes that wait at slots."""
-    (room,) = {unit.in_tree.room for unit in units(model)}
+    (room,) = {unit.tree.room for unit in units(model)}
     return room._used
 
 
@@ -120,10 +120,17 @@ def permits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     may_run(request.param, monkeypatch)
 
 
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One unit waits at a slot, however small it is. Whoever is not woken hangs."""
+    monkeypatch.setattr(joint_gathers, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(joint_gathers, "_PATIENCE", 30.0)
+
+
 @pytest.fixture(params=[2**22, 0], ids=["collected", "exchanged"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot collects the pieces, or slots exchange what they have."""
-    monkeypatch.setattr(joint, "_COLLECTED", request.param)
+    monkeypatch.setattr(joint_gathers, "_COLLECTED", request.param)
 
 
 @pytest.mark.slots(4, long=[3, 5, 8])
@@ -132,7 +139,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("way")
 def test_has_the_bits_of_gathers_by_each_slot(times, room, slots, monkeypatch):
     """Also where a slot needs a unit again before others have needed it, and where there is not room for all."""
-    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", room)
+    monkeypatch.setattr(joint_gathers, "_MAY_HAVE_ARRIVED", room)
     model = make(slots, times)
     found = steps(model, slots)
     assert room_of(model) == 0
@@ -142,13 +149,11 @@ def test_has_the_bits_of_gathers_by_each_slot(times, room, slots, monkeypatch):
 
 
 @pytest.mark.slots(4)
-@pytest.mark.usefixtures("way", "permits")
+@pytest.mark.usefixtures("way", "permits", "no_room")
 def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monkeypatch):
     """Also if one runs at a time. So there is one gather for all, and one unit waits at a slot."""
-    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(in_tree, "_PATIENCE", 30.0)
     most = 0
-    take = in_tree.Room.take
+    take = joint_gathers.Room.take_room
 
     def noted(self: Any, *args: Any) -> bool:
         nonlocal most
@@ -156,7 +161,7 @@ def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monke
         most = max(most, len(self._arrived))
         return found
 
-    monkeypatch.setattr(in_tree.Room, "take", noted)
+    monkeypatch.setattr(joint_gathers.Room, "take_room", noted)
     model = make(slots)
     for number in range(1, 4):
         with torch.no_grad():
@@ -169,8 +174,8 @@ def test_without_room_slots_wait_for_those_that_are_behind(slots, gathers, monke
 def test_slots_that_nobody_lets_on_pull_by_themselves(slots, gathers, monkeypatch):
     """The others do not come: one replica runs after the other, each in the turn of the one before."""
     may_run(1, monkeypatch)
-    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(in_tree.Room, "wait", lambda self, *args: False)
+    monkeypatch.setattr(joint_gathers, "_MAY_HAVE_ARRIVED", 0)
+    monkeypatch.setattr(joint_gathers.Room, "wait_for_room", lambda self, *args: None)
     with torch.no_grad():
         make(slots)(rows(slots))
     assert len(gathers) > 4
@@ -178,10 +183,9 @@ def test_slots_that_nobody_lets_on_pull_by_themselves(slots, gathers, monkeypatc
 
 @pytest.mark.slots(4)
 @pytest.mark.parametrize("by_environment", [True, False])
+@pytest.mark.usefixtures("no_room")
 def test_slots_that_run_in_one_thread_wait_for_nobody(by_environment, slots, monkeypatch):
     """The others cannot come, and no thread is started for them."""
-    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(in_tree, "_PATIENCE", 30.0)
     if by_environment:
         monkeypatch.setenv(SERIAL_VARIABLE, "1")
     model = make(slots) if by_environment else make(slots, serial=True)
@@ -192,10 +196,8 @@ def test_slots_that_run_in_one_thread_wait_for_nobody(by_environment, slots, mon
 
 
 @pytest.mark.slots(4)
-@pytest.mark.usefixtures("permits")
-def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
-    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(in_tree, "_PATIENCE", 30.0)
+@pytest.mark.usefixtures("permits", "no_room")
+def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots):
     model = make(slots)
     expected = steps(make(slots), slots, 1)
     for skipped in range(3):
@@ -203,31 +205,29 @@ def test_a_slot_that_passes_a_unit_by_holds_up_nobody(slots, monkeypatch):
         with torch.no_grad():
             model(rows(slots))
         assert room_of(model) == 0
-        assert not units(model)[0].in_tree.room._has_given_up
+        assert not units(model)[0].tree.room._has_given_up
     model.skips = {}
     assert all(map(torch.equal, steps(model, slots, 1), expected))
 
 
 @pytest.mark.slots(4)
-@pytest.mark.usefixtures("permits")
+@pytest.mark.usefixtures("permits", "no_room")
 def test_a_slot_that_waits_drops_what_arrives_for_a_unit_that_it_has_passed_by(slots, monkeypatch):
     """Otherwise nobody gets room any more. Here it waits when the gather is launched."""
-    monkeypatch.setattr(in_tree, "_MAY_HAVE_ARRIVED", 0)
-    monkeypatch.setattr(in_tree, "_PATIENCE", 30.0)
-    launch = joint.JointGathers._launch_in_room
+    launch = joint_gathers.JointGathers._launch_in_room
 
     def slowly(self: Any, ready: Any) -> None:
         time.sleep(0.02)
         launch(self, ready)
 
-    monkeypatch.setattr(joint.JointGathers, "_launch_in_room", slowly)
+    monkeypatch.setattr(joint_gathers.JointGathers, "_launch_in_room", slowly)
     model = make(slots)
     for skipping in range(4):
         model.skips = {torch.device(slots[skipping]): 0}
         with torch.no_grad():
             model(rows(slots))
         assert room_of(model) == 0
-        assert not units(model)[0].in_tree.room._has_given_up
+        assert not units(model)[0].tree.room._has_given_up
 
 
 @pytest.mark.slots(4)
@@ -277,7 +277,7 @@ def test_no_room_on_a_device_names_it(slots, monkeypatch):
     for unit in units(model):
         unit.refresh()
     with monkeypatch.context() as patch:
-        patch.setattr(joint.torch, "empty", without_room)
+        patch.setattr(joint_gathers.torch, "empty", without_room)
         for unit in units(model):
             with pytest.raises(torch.OutOfMemoryError, match=f"^{slots[2]} has no room for .* of parameters of the"):
                 unit.on_slots[0].start(unit.streams.now())

@@ -1,35 +1,93 @@
-"""What the owners hold of a unit: flat shards, and the copies of them that slots pull from.
+"""What the owners hold of a unit: flat shards, the copies of them that slots pull from, and the streams of a tree.
 
-A sharded parameter's shards are views of the owners' flat shards, so that each slot pulls one piece from each owner.
-Other code may give a parameter other memory: ``load_state_dict(assign=True)``, ``model.half()``, ``to_empty``. Then
-`OwnedShards` packs it again before the next call.
-
-If values have to be cast, or lie in host memory, each owner makes one copy that all slots pull from (`Source`): the
-first slot that gathers has it made, and the last one drops it. The copies are made on the casting streams, whose
-memory they are. `LastCopies` tells after which events the shards may be written again: while a shard in pinned memory
-is being sent, the host may not write to it.
+A sharded parameter's shards are views of the owners' flat shards. A copy between devices orders the two streams that
+are current on its ends: the source's waits for the target's before it, and the target's for the source's after it. So
+an event on the receiving stream follows every pull before it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from dataparallel.comm.host import can_pin
-from dataparallel.comm.streams.current import Event, streams_set
+from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
 from dataparallel.devices import CPU
 from dataparallel.profiling import note_copy
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.layout import Layout
-from dataparallel.sharded.units.streams import wait_for
+from dataparallel.sharded.units.buffers import Layout
+
+if TYPE_CHECKING:
+    from dataparallel.sharded.units.unit import Unit
+
+Purpose: TypeAlias = Literal["calls", "pulls", "deliveries", "sums"]
+"""Who waits for events that meet: a call for the caller, owners for pulls, sums for deliveries, others for sums."""
+
+
+class TreeStreams:
+    """The streams of a tree on these slots, which are the owners too. On the CPU there are none.
+
+    Attributes:
+        receiving: for each slot, on its device: its pulls end there, and what it receives into is memory of it.
+        pulling: for each slot the streams to be current while it pulls: on its own device that one, and on the other
+            owners those on which shards leave.
+        adding: for each device: gradients arrive, are added, and leave there.
+        casting: for each device: shards are cast or sent there before they are pulled.
+    """
+
+    def __init__(self, slots: Sequence[torch.device]) -> None:
+        self.slots = list(slots)
+        self.receiving = [_kept(device, "gathers", i) for i, device in enumerate(slots)]
+        self.adding = self._on_each("sums")
+        self.casting = self._on_each("shards are cast")
+        self.meeting = {purpose: _kept(slots[0], f"{purpose} meet") for purpose in get_args(Purpose)}
+        self.pulling: list[Mapping[torch.device, torch.Stream]] = []
+        for slot, (device, own) in enumerate(zip(slots, self.receiving, strict=True)):
+            # One stream of a device can be current.
+            self.pulling.append(self._on_each("shards leave", slot) | ({} if own is None else {device: own}))
+
+    def _on_each(self, purpose: str, number: int = 0) -> dict[torch.device, torch.Stream]:
+        return {d: stream for d in {*self.slots} if (stream := _kept(d, purpose, number)) is not None}
+
+    def meet(self, purpose: Purpose, events: Iterable[Event]) -> Event | None:
+        """One event after all of these, and after earlier ones of the same purpose: to wait for it takes one call.
+
+        ``None`` on the CPU.
+        """
+        stream = self.meeting[purpose]
+        if stream is None:
+            return None
+        wait_for(events, [stream])
+        return Event(stream)
+
+    def now(self) -> dict[torch.device, Event]:
+        """An event on the current stream of each device."""
+        return {device: Event(stream) for device, stream in current_streams(self.slots).items()}
+
+
+def wait_for(events: Iterable[Event], streams: Iterable[torch.Stream]) -> None:
+    """Makes each stream wait for each event."""
+    streams = [*streams]
+    for event in events:
+        for stream in streams:
+            event.make_wait(stream)
+
+
+def _kept(device: torch.device, purpose: str, number: int = 0) -> torch.Stream | None:
+    return None if device == CPU else kept_stream(device, purpose, number)
 
 
 class OwnedShards:
     """The parameters of one dtype in a unit, at their owners.
+
+    Other code may give a parameter other memory: ``load_state_dict(assign=True)``, ``model.half()``, ``to_empty``. Then
+    it is packed again before the next call.
 
     Args:
         parameters: sharded over the same owners. Their shards are repacked in place.
@@ -99,7 +157,10 @@ class OwnedShards:
 
 
 class LastCopies:
-    """For each device the event after the last copies that sources have made there. Units of a tree share it."""
+    """For each device the event after the last copies that sources have made there. Units of a tree share it.
+
+    Until then shards may not be written: while one in pinned memory is being sent, not by the host either.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -117,7 +178,7 @@ class LastCopies:
         with self._lock:
             return [*self._last.values()]
 
-    def take(self) -> list[Event]:
+    def take_last(self) -> list[Event]:
         """The events after the last copies, once."""
         with self._lock:
             last, self._last = self._last, {}
@@ -127,25 +188,18 @@ class LastCopies:
 class Source:
     """What the slots pull from in one round of gathers: the flat shards, cast and on their owners' devices.
 
-    Any thread may use it. Where flat shards can be pulled as they are, it only refers to them.
+    Any thread may use it. Where flat shards can be pulled as they are, it only refers to them. Else the first slot has
+    the copies made, on the casting streams, whose memory they are, and the last one drops them.
 
     Args:
+        unit: says which dtype the slots want, on which streams copies are made, and where their end is recorded.
         owned: the shards.
-        dtype: that the slots want.
-        pulls: how many slots will pull; after that many `done` the copies are dropped.
-        streams: for each owner's accelerator the stream on which copies are made.
-        copies: where the end of copies is recorded.
+        pulls: how many slots will pull.
     """
 
-    def __init__(
-        self,
-        owned: OwnedShards,
-        dtype: torch.dtype,
-        pulls: int,
-        streams: Mapping[torch.device, torch.Stream],
-        copies: LastCopies,
-    ) -> None:
-        self._owned, self._dtype, self._streams, self._pulls, self._copies = owned, dtype, streams, pulls, copies
+    def __init__(self, unit: Unit, owned: OwnedShards, pulls: int) -> None:
+        self._owned, self._pulls, self._dtype = owned, pulls, unit.dtype_on_slots(owned.dtype)
+        self._streams, self._copies = unit.streams.casting, unit.tree.copies
         self._lock = threading.Lock()
         self._made: list[Tensor] | None = None
         self._ready: dict[torch.device, Event] = {}
@@ -165,27 +219,37 @@ class Source:
     def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
         """For each owner its piece, and for each device the event after which a stream there may read it.
 
-        ``ready``: for each device an event after which shards there may be read. Call `done` after the reads, also
+        ``ready``: for each device an event after which shards there may be read. Call `end_pull` after the reads, also
         where they fail.
         """
         if self.is_plain:
             return self._owned.flats, {}
         with self._lock:
             if self._made is None:
-                for device, event in ready.items():
-                    event.make_wait(self._streams[device])
-                try:
-                    with torch.no_grad(), streams_set(self._streams):
-                        # First sent and then cast: a cast on the host would hold up this thread.
-                        self._made = [
-                            _sent(flat, owner).to(self._dtype)
-                            for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
-                        ]
-                finally:
-                    self._ready = self._copies.record(self._streams)
+                with self._copying(ready):
+                    self._made = self._copied()
             return self._made, self._ready
 
-    def done(self, readers: Sequence[Event]) -> None:
+    @contextmanager
+    def _copying(self, ready: Mapping[torch.device, Event]) -> Iterator[None]:
+        """Around copies, on their streams, which wait for ``ready``."""
+        for device, event in ready.items():
+            event.make_wait(self._streams[device])
+        try:
+            with torch.no_grad(), streams_set(self._streams):
+                yield
+        finally:
+            self._ready = self._copies.record(self._streams)
+
+    def _copied(self) -> list[Tensor]:
+        """For each owner its piece."""
+        # First sent and then cast: a cast on the host would hold up this thread.
+        return [
+            _sent(flat, owner).to(self._dtype)
+            for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
+        ]
+
+    def end_pull(self, readers: Sequence[Event]) -> None:
         """A slot has launched its pulls, which end at ``readers``. The streams that own the copies wait for them."""
         with self._lock:
             if self._ready:  # also if `_made` was dropped meanwhile, because another slot has pulled twice

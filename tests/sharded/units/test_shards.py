@@ -1,16 +1,18 @@
-"""What owners hold: shards are views of flat shards, and copies for the slots are made once and dropped in time."""
+"""What owners hold: shards are views of flat shards, copies for the slots are made once, and a tree has few streams."""
 
 import copy
 import weakref
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from clocked import check_clocks
+from dataparallel.comm.streams import current
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
-from dataparallel.sharded.units.owned import LastCopies, OwnedShards, Source
-from dataparallel.sharded.units.streams import TreeStreams
+from dataparallel.sharded.units.shards import LastCopies, OwnedShards, Source, TreeStreams, wait_for
 from made_units import parameters, values
 
 
@@ -30,14 +32,12 @@ def assert_holds(owned: OwnedShards, expected: list[torch.Tensor]) -> None:
 
 
 class TestShards:
-    def test_are_views_of_flat_shards_with_the_same_values(self, owned):
+    def test_are_views_of_flat_shards_with_the_same_values(self, slots):
+        given = parameters(values(rows=7), slots)
+        owned = OwnedShards(given, [torch.device(slot) for slot in slots])
         assert_holds(owned, values(rows=7))
         assert not owned.is_stale()
-
-    def test_parameters_stay_the_same_objects(self, slots):
-        given = parameters(values(), slots)
-        owned = OwnedShards(given, [torch.device(slot) for slot in slots])
-        assert [id(parameter) for parameter in owned.parameters] == [id(parameter) for parameter in given]
+        assert all(kept is parameter for kept, parameter in zip(owned.parameters, given, strict=True))
 
     def test_that_other_code_has_replaced_are_packed_again(self, owned):
         second = owned.parameters[1]
@@ -73,7 +73,10 @@ class TestShards:
 
 def source(owned: OwnedShards, dtype: torch.dtype, pulls: int = 2) -> tuple[Source, TreeStreams]:
     tree_streams = TreeStreams(owned.owners)
-    return Source(owned, dtype, pulls, tree_streams.casting, LastCopies()), tree_streams
+    unit: Any = SimpleNamespace(
+        dtype_on_slots=lambda _: dtype, streams=tree_streams, tree=SimpleNamespace(copies=LastCopies())
+    )
+    return Source(unit, owned, pulls), tree_streams
 
 
 def pieces_of(made: Source) -> tuple[list[torch.Tensor], Mapping[torch.device, Event]]:
@@ -99,10 +102,10 @@ class TestSources:
     def test_casts_are_dropped_when_the_last_slot_has_pulled(self, owned):
         made, _ = source(owned, torch.float32, pulls=2)
         alive = weakref.ref(pieces_of(made)[0][0])
-        made.done([])
+        made.end_pull([])
         assert alive() is not None
         assert not made.is_used_up
-        made.done([])
+        made.end_pull([])
         assert made.is_used_up
         assert alive() is None
 
@@ -123,13 +126,13 @@ class TestSources:
             owned.parameters[0].add_(1)
         made, tree_streams = source(owned, torch.float32, pulls=1)
         pieces, ready = pieces_of(made)
-        readers = tree_streams.pulling(1)
+        readers = tree_streams.pulling[1]
         for device, stream in readers.items():
             ready[device].make_wait(stream)
         with streams_set(readers):
             for piece in pieces:
                 piece.clone()  # the clocks see that it follows the cast
-        made.done([Event(stream) for stream in readers.values()])
+        made.end_pull([Event(stream) for stream in readers.values()])
         del pieces
         check_clocks()  # and that the memory is free after it
 
@@ -137,14 +140,84 @@ class TestSources:
     def test_memory_waits_for_a_reader_that_another_slot_has_overtaken_by_a_second_pull(self, owned):
         made, tree_streams = source(owned, torch.float32, pulls=2)
         slow, ready = pieces_of(made)
-        made.done([])
-        made.done([])  # the other slot's, which has freed and gathered again: the copies are dropped
-        readers = tree_streams.pulling(1)
+        made.end_pull([])
+        made.end_pull([])  # the other slot's, which has freed and gathered again: the copies are dropped
+        readers = tree_streams.pulling[1]
         for device, stream in readers.items():
             ready[device].make_wait(stream)
         with streams_set(readers):
             for piece in slow:
                 piece.clone()
-        made.done([Event(stream) for stream in readers.values()])
+        made.end_pull([Event(stream) for stream in readers.values()])
         del piece, slow
         check_clocks()
+
+
+@pytest.mark.devices("sim", "stand-in")
+class TestStreams:
+    @pytest.fixture(autouse=True)
+    def distinct_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """torch gives out the same 32 streams again and again: older ones may be one stream."""
+        monkeypatch.setattr(current, "_kept", {})
+
+    def test_what_ends_on_a_device_has_streams_of_its_own(self, slots):
+        tree_streams = TreeStreams(slots)
+        used = [
+            *tree_streams.receiving,
+            *tree_streams.adding.values(),
+            *tree_streams.casting.values(),
+            *current_streams(slots).values(),
+        ]
+        assert len({(stream.device, stream.stream_id) for stream in used}) == len(used)
+        leaving = [
+            s
+            for slot, streams in zip(slots, tree_streams.pulling, strict=True)
+            for d, s in streams.items()
+            if d != slot
+        ]
+        assert not {*leaving} & {*used}
+
+    def test_a_slot_receives_on_its_device_and_shards_leave_on_all_others(self, slots):
+        tree_streams = TreeStreams(slots)
+        for slot, device in enumerate(slots):
+            pulling = tree_streams.pulling[slot]
+            assert {*pulling} == {*slots}
+            assert pulling[device] == tree_streams.receiving[slot]
+            assert all(stream.device == where for where, stream in pulling.items())
+
+    def test_events_meet_in_one(self, slots):
+        tree_streams, written = TreeStreams(slots), []
+        for device, stream in tree_streams.adding.items():
+            with streams_set({device: stream}):
+                written.append(torch.ones(2, device=device))
+        met = tree_streams.meet("sums", [Event(stream) for stream in tree_streams.adding.values()])
+        for tensor, device, stream in zip(written, slots, tree_streams.receiving, strict=True):
+            met.make_wait(stream)
+            with streams_set({device: stream}):
+                tensor.add_(1)  # the clocks see it
+        wait_for([Event(stream) for stream in tree_streams.receiving], tree_streams.adding.values())
+
+    def test_slots_on_one_device_share_streams(self, root):
+        tree_streams = TreeStreams([root, root])
+        assert tree_streams.receiving[0] == tree_streams.receiving[1]
+        assert tree_streams.pulling[1] == {root: tree_streams.receiving[1]}
+
+    @pytest.mark.slots(8)
+    def test_there_are_few_for_any_number_of_slots(self, slots):
+        """Trees share them."""
+        used: set[torch.Stream] = set()
+        for tree_streams in (TreeStreams(slots), TreeStreams(slots), TreeStreams([*slots, *slots])):
+            used.update(tree_streams.receiving, tree_streams.meeting.values())
+            for streams in (tree_streams.adding, tree_streams.casting, *tree_streams.pulling):
+                used.update(streams.values())
+        for device in slots:
+            assert sum(1 for stream in used if stream.device == device) <= 8
+
+
+def test_the_cpu_has_no_streams():
+    tree_streams = TreeStreams([torch.device("cpu")] * 2)
+    assert tree_streams.receiving == [None, None]
+    assert tree_streams.meet("pulls", []) is None
+    assert not tree_streams.casting
+    assert not tree_streams.pulling[0]
+    assert not tree_streams.adding

@@ -1,30 +1,93 @@
-"""What the user's modules have of a unit: its sharded parameters, full ones of the first slot, or pieces of a group."""
+"""What is around a unit: the settings of a user, the user's modules that show its parameters, the tree that uses it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from dataparallel.sharded.placements import Shard, over_of
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.owned import cut_of
+from dataparallel.sharded.units.joint_gathers import Room
+from dataparallel.sharded.units.shards import LastCopies, cut_of
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.unit import Unit
 
 
-class Registered:
-    """The registries of one unit's parameters in the user's modules.
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a unit; ``None`` means those of the parameters, and for sums those of the gradients."""
+
+    parameters: torch.dtype | None = None
+    sums: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+    casts_inputs: bool = True
+
+
+@dataclass(eq=False, repr=False)
+class Settings:
+    """What a user may change on a unit at any time.
 
     Attributes:
-        places: registry, name, and position in the unit.
+        reshard_after_forward: free the parameters after forward (``True``), keep them (``False``), or keep a part of
+            them on each slot, so that so many slots have the whole (a number).
+        is_reshard_automatic: the user has not set ``reshard_after_forward``.
+        reshard_after_backward: free the parameters after backward.
+        requires_gradient_sync: add gradients of all slots in backward; else they stay on the slots.
+        requires_all_reduce: add gradients over the machines that have the same parts; else they wait for that.
+        gradient_divide_factor: sums are divided by it.
+        forward_prefetch, backward_prefetch: units whose gathers start when this one begins; ``None``: the next one.
+        unshard_in_backward: gather before this unit's backward.
+        is_last_backward: a pass of backward waits for its sums.
     """
+
+    reshard_after_forward: bool | int = True
+    is_reshard_automatic: bool = False
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    gradient_divide_factor: float = 1.0
+    forward_prefetch: list[Unit] | None = None
+    backward_prefetch: list[Unit] | None = None
+    unshard_in_backward: bool = True
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    post_optim_event: torch.Event | Sequence[torch.Event] | None = None
+    is_last_backward: bool = True
+
+
+def _no_tree(unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
+    raise RuntimeError(f"the unit {unit.name!r} belongs to no tree")
+
+
+@dataclass
+class TreeBinding:
+    """What a unit has of the tree whose call uses it. It may be in several trees, one after the other.
+
+    Attributes:
+        number: of the unit in the tree: units are collected on distinct slots.
+        deliver: takes a slot's gradients.
+        settle: waits until no backward uses the unit.
+        copies: the last copies of shards that slots have pulled from.
+        room: how far joint gathers may run ahead.
+    """
+
+    number: int = 0
+    deliver: Callable[[Unit, int, Sequence[Tensor | None]], None] = _no_tree
+    settle: Callable[[], None] = lambda: None
+    copies: LastCopies = field(default_factory=LastCopies)
+    room: Room = field(default_factory=Room)
+
+
+class Registered:
+    """The registries of one unit's parameters in the user's modules."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self.places: list[tuple[dict[str, Any], str, int]] = []
+        self.places: list[tuple[dict[str, Any], str, int]] = []  # registry, name, and position in the unit
         self._pieces: list[nn.Parameter] | None = None  # if the modules have these
 
     def adopt(self) -> None:
@@ -59,17 +122,13 @@ class Registered:
             self._unit.parameters[position] = parameter
 
     def show_what_is_there(self) -> None:
-        """Registers in the user's module what FSDP2 does.
-
-        That is the full parameters while the first slot has them, or the pieces while its group has them, or else the
-        sharded parameters.
-        """
+        """Registers what FSDP2 does: the first slot's full parameters, else its group's pieces, else the shards."""
         is_full = bool(self._unit.on_slots) and self._unit.on_slots[0].is_full
         self._pieces = None if is_full else self._unit.pieces.as_parameters()
         self._register(self._unit.on_slots[0].parameters if is_full else self._pieces or self._unit.parameters)
 
-    def pieces_dropped(self) -> None:
-        """Pieces that the user's module shows would hold memory."""
+    def drop_pieces(self) -> None:
+        """Shows the sharded parameters in place of pieces, which would hold memory."""
         if self._pieces is not None:
             self._pieces = None
             self.show_sharded()

@@ -1,4 +1,4 @@
-"""A layout loses nothing: what owners pack and slots gather are the parameters, and gradients go the other way."""
+"""A layout loses nothing on the way to slots or to owners, and a full buffer has no memory once it is freed."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.sharded.placements import Shard
-from dataparallel.sharded.units.layout import Layout
+from dataparallel.sharded.units.buffers import FullBuffer, Layout
 
 
 @st.composite
@@ -41,7 +41,7 @@ def parts(layout: Layout, whole: Tensor, at: int) -> list[Tensor]:
     """The parts of a parameter or a gradient as `torch.chunk` cuts it, one for each owner."""
     if whole.dim() == 0:
         return [whole, *[whole.new_empty(0)] * (layout.owners - 1)]
-    place = layout.places[at]
+    place = layout.columns[at]
     found = [*whole.chunk(layout.owners, place.dim)]
     return found + [whole.narrow(place.dim, 0, 0)] * (layout.owners - len(found))
 
@@ -49,7 +49,7 @@ def parts(layout: Layout, whole: Tensor, at: int) -> list[Tensor]:
 def full_parameters(layout: Layout, full: Tensor) -> list[Tensor]:
     return [
         full[offset : offset + place.shape.numel()].view(place.shape)
-        for place, offset in zip(layout.places, layout.full_offsets, strict=True)
+        for place, offset in zip(layout.columns, layout.full_offsets, strict=True)
     ]
 
 
@@ -66,6 +66,7 @@ def assert_all_equal(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.devices("cpu")
 class TestParameters:
     @given(layouts())
     def test_that_are_packed_and_gathered_are_the_same(self, drawn):
@@ -81,14 +82,14 @@ class TestParameters:
         for owner in range(layout.owners):
             for at, view in enumerate(layout.parts_of(gathered[owner], owner)):
                 assert view.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
-                assert view.shape == layout.places[at].part_shapes[owner]
+                assert view.shape == layout.columns[at].part_shapes[owner]
                 torch.testing.assert_close(view, parts(layout, parameters[at], at)[owner], rtol=0, atol=0)
 
     @given(layouts())
     def test_lie_apart_and_begin_where_kernels_read_16_bytes(self, drawn):
         layout, _ = drawn
         free = 0
-        for place, offset in zip(layout.places, layout.full_offsets, strict=True):
+        for place, offset in zip(layout.columns, layout.full_offsets, strict=True):
             assert place.start == free
             assert place.start * 2 % 16 == 0
             assert offset + place.shape.numel() <= layout.owners * (place.start + place.numel)
@@ -96,12 +97,13 @@ class TestParameters:
         assert layout.numel == free
 
 
+@pytest.mark.devices("cpu")
 @given(layouts(), st.sampled_from([2, 3]))
 def test_over_machines_an_owner_has_every_so_many_rows(drawn, machines):
     """Those of one owner follow each other, and all machines together have what one machine with as many owners has."""
     alone, values = drawn
     owners = alone.owners
-    shapes = [place.shape for place in alone.places]
+    shapes = [place.shape for place in alone.columns]
     cuts = [Shard(0)] * len(shapes)
     of_all = Layout(shapes, cuts, owners * machines)
     gathered = packed(of_all, values)
@@ -113,6 +115,7 @@ def test_over_machines_an_owner_has_every_so_many_rows(drawn, machines):
             assert_all_equal(layout.parts_of(row, owner), of_all.parts_of(row, owner * machines + machine))
 
 
+@pytest.mark.devices("cpu")
 class TestGradients:
     @given(layouts(), st.data())
     def test_arrive_at_their_owners_and_nothing_else_does(self, drawn, data):
@@ -126,15 +129,6 @@ class TestGradients:
                 if grads[at] is not None:
                     view.copy_(parts(layout, values[at], at)[owner])
         torch.testing.assert_close(gathered, expected, rtol=0, atol=0)
-
-    @given(layouts())
-    def test_copied_in_and_out_are_the_same(self, drawn):
-        layout, grads = drawn
-        gathered = grads[0].new_full((layout.owners, layout.numel), -1)
-        layout.copy_in(grads, gathered)
-        full = grads[0].new_full((layout.owners * layout.numel,), -2)
-        layout.copy_out(gathered, full)
-        assert_all_equal(full_parameters(layout, full), grads)
 
     @pytest.mark.parametrize("rows", [4, 5], ids=["even", "uneven"])
     @pytest.mark.parametrize("is_turned", [False, True])
@@ -172,7 +166,60 @@ class TestGradients:
         assert gathered.sum() == 8 * 3 + 7 * 2 + 3 + 1
 
 
-@pytest.mark.parametrize(("rows", "is_even"), [(8, True), (7, False), (3, False), (0, True)])
-def test_even_are_parts_of_one_size(rows, is_even):
-    place = Layout([torch.Size((rows, 2))], [Shard(0)], 4).places[0]
-    assert place.is_even is is_even
+SHAPES = [torch.Size([5, 3]), torch.Size([]), torch.Size([2])]
+
+
+@pytest.fixture
+def full(root):
+    return FullBuffer(Layout(SHAPES, [Shard(0)] * len(SHAPES), 2), torch.float64, torch.device(root))
+
+
+def fill(full: FullBuffer) -> list[Tensor]:
+    """Fills it with numbers, and returns the parameters that they are."""
+    values = [torch.randn(shape, dtype=torch.float64, device=full.tensors[0].device) for shape in SHAPES]
+    pieces = []
+    for owner in range(2):
+        pieces.append(torch.zeros(full.layout.numel, dtype=torch.float64, device=values[0].device))
+        parts = full.layout.parts_of(pieces[-1], owner)
+        for part, value in zip(parts, values, strict=True):
+            rows = value.reshape(-1, *value.shape[1:]) if value.dim() else value.reshape(1)
+            part.reshape(-1).copy_(rows.tensor_split([(len(rows) + 1) // 2])[owner].reshape(-1))
+    full.pull(pieces, first=1)
+    full.fill()
+    return values
+
+
+def test_it_has_the_values_of_all_pieces_and_no_bytes_once_it_is_free(full):
+    for _ in range(2):
+        assert full.tensors[0].untyped_storage().nbytes() == 0
+        for found, expected in zip(full.tensors, fill(full), strict=True):
+            assert torch.equal(found, expected)
+        assert full.gathered is None
+        full.free()
+    assert full.tensors[0].untyped_storage().nbytes() == 0
+
+
+def test_memory_that_forward_has_given_to_a_parameter_goes_too(full):
+    for _ in range(2):
+        values = fill(full)
+        moved = full.tensors[0]
+        moved.data = moved.data + 1
+        full.free()
+        assert moved.untyped_storage().nbytes() == 0
+        fill(full)
+        assert moved.shape == values[0].shape
+        assert moved.untyped_storage()._cdata == full.tensors[1].untyped_storage()._cdata
+        full.free()
+
+
+@pytest.mark.skipif(not _torch.set_versions, reason="this torch cannot set versions")
+def test_autograd_refuses_to_read_a_free_one_and_reads_it_once_it_is_full_again(full):
+    fill(full)
+    x = torch.ones(3, dtype=torch.float64, device=full.tensors[0].device, requires_grad=True)
+    first, second = (full.tensors[0] @ x for _ in range(2))
+    full.free()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.sum().backward()
+    fill(full)
+    second.sum().backward()
+    torch.testing.assert_close(x.grad, full.tensors[0].sum(0))

@@ -1,0 +1,250 @@
+"""Where the parameters of a unit lie in flat buffers, and a slot's memory for full ones, which comes and goes.
+
+An owner's *flat shard* holds its part of each parameter. All owners' flat shards are rows of the *gathered* matrix,
+where a parameter is a range of columns. A *full* buffer holds the parameters themselves, each contiguous. The layout of
+per-parameter sharding follows FSDP2 (``torch.distributed.fsdp.fully_shard``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dataparallel import _torch, comm
+from dataparallel.replicas.kept_values import MemoryOfCopies
+from dataparallel.sharded.placements import Shard, part_shapes
+
+_ALIGNED_TO = 8
+"""Elements. A part begins at a multiple, so that kernels can read 16 bytes at a time also in 16-bit types."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One parameter's range of columns: ``numel`` from ``start`` on, and ``padding`` more that belong to no parameter.
+
+    ``dim``: along which it is cut. ``part_shapes``: for each owner, without padding.
+    """
+
+    shape: torch.Size
+    dim: int
+    part_shapes: tuple[torch.Size, ...]
+    start: int
+    numel: int
+    padding: int
+
+    @cached_property
+    def is_even(self) -> bool:
+        """True if all owners have parts of one size, which fill their columns."""
+        return all(part.numel() == self.numel for part in self.part_shapes)
+
+
+class Layout:
+    """The layout of parameters of one dtype for a number of owners.
+
+    A part counts with ``ceil(rows / owners)`` rows, also where the owner has fewer: so all flat shards have one size.
+    Over machines, the rows of owner j of each machine follow each other: what owner j gathers is one piece again.
+
+    Args:
+        shapes, placements: of the parameters.
+        owners: how many on this machine, and on each of ``machines``, of which this is number ``machine``.
+        full_offsets: where each parameter begins in a full buffer, if that was laid out for a multiple of ``owners``.
+
+    Attributes:
+        numel: columns of the gathered matrix, which are the elements of a flat shard.
+        owners: its rows: all owners, on all machines. A full buffer has ``owners * numel`` elements.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        placements: Sequence[Shard],
+        owners: int,
+        full_offsets: Sequence[int] | None = None,
+        machines: int = 1,
+        machine: int = 0,
+    ) -> None:
+        here = range(machine, owners * machines, machines)
+        owners *= machines
+        self.owners, self.numel = owners, 0
+        self.columns: list[Columns] = []
+        for shape, placement in zip(shapes, placements, strict=True):
+            parts = part_shapes(shape, placement, owners)
+            numel = parts[0].numel()
+            padding = -numel % _ALIGNED_TO
+            self.columns.append(Columns(shape, placement.dim, tuple(parts), self.numel, numel, padding))
+            self.numel += numel + padding
+        self._views = [
+            [(each.part_shapes[owner], _contiguous(each.part_shapes[owner]), each.start) for each in self.columns]
+            for owner in here
+        ]
+        self.full_offsets = [owners * p.start for p in self.columns] if full_offsets is None else [*full_offsets]
+        # Of a full buffer: where the columns of each parameter and its padding begin, and how many there are.
+        self._blocks: list[tuple[int, int]] = []
+        for columns, start in zip(self.columns, self.full_offsets, strict=True):
+            self._blocks += [(start, columns.numel)] if columns.numel else []
+            self._blocks += [(start + owners * columns.numel, columns.padding)] if columns.padding else []
+
+    def parts_of(self, flat: Tensor, owner: int) -> list[Tensor]:
+        """The part of each parameter that an owner on this machine has, as views of its flat shard."""
+        offset = flat.storage_offset()
+        # One operator for each: backward asks for a view of every gradient at every owner.
+        return [flat.as_strided(size, stride, offset + start) for size, stride, start in self._views[owner]]
+
+    def pack(self, flat: Tensor, parts: Sequence[Tensor], owner: int) -> None:
+        """Copies the owner's part of each parameter into its flat shard."""
+        for view, part in zip(self.parts_of(flat, owner), parts, strict=True):
+            view.copy_(part)
+
+    def zero_columns(self, number: int, matrix: Tensor) -> None:
+        """Zeros a parameter's columns in a matrix of the layout, or in a flat shard."""
+        columns = self.columns[number]
+        matrix[..., columns.start : columns.start + columns.numel].zero_()
+
+    def copy_out(self, gathered: Tensor, full: Tensor) -> None:
+        """Copies the gathered matrix into the full buffer of a slot."""
+        offset = full.storage_offset()
+        targets = [full.as_strided((self.owners, size), (size, 1), offset + start) for start, size in self._blocks]
+        torch.split_with_sizes_copy(gathered, [size for _, size in self._blocks], dim=1, out=targets)
+        for columns, start in zip(self.columns, self.full_offsets, strict=True):
+            if columns.dim:
+                self._join_parts(columns, full, start)
+
+    def _join_parts(self, columns: Columns, full: Tensor, start: int) -> None:
+        """Makes a parameter that is cut along another dimension than 0 contiguous: its parts lie one after another."""
+        numel = prod(columns.shape)
+        region = full[start : start + numel]
+        parts = region.clone().view(self.owners, *columns.part_shapes[0])
+        torch.cat([*parts], columns.dim, out=region.view(columns.shape))
+
+    def copy_in(self, grads: Sequence[Tensor | None], gathered: Tensor) -> None:
+        """Copies gradients of whole parameters into the gathered matrix, and zeros where there is none.
+
+        It is one operator, which casts too. On CUDA it is one kernel where the gradients are contiguous.
+        """
+        like = next((grad for grad in grads if grad is not None), None)
+        if like is None:
+            gathered.zero_()
+            return
+        rows: list[Tensor] = []
+        zeros: dict[int, Tensor] = {}  # for each number of columns: parameters of like shapes share them
+        for grad, columns in zip(grads, self.columns, strict=True):
+            for numel, values in ((columns.numel, grad), (columns.padding, None)):
+                if numel and values is not None:
+                    rows.append(self._rows_of(values, columns))
+                elif numel:
+                    if numel not in zeros:
+                        zeros[numel] = like.new_zeros(self.owners, numel)
+                    rows.append(zeros[numel])
+        if rows:  # else all parameters are empty
+            _torch.chunk_cat(rows, 0, self.owners, out=gathered)
+
+    def _rows_of(self, grad: Tensor, columns: Columns) -> Tensor:
+        """A gradient with a row for each of its own, or, if it has even parts, for each owner."""
+        if columns.dim:
+            grad = torch.stack(grad.chunk(self.owners, columns.dim))
+        return grad.reshape(self.owners if columns.is_even else len(grad) if grad.dim() else 1, -1)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
+
+
+def no_room_for(
+    what: str, unit: str, device: torch.device, number_of_bytes: int, error: torch.OutOfMemoryError
+) -> torch.OutOfMemoryError:
+    """The error to raise from ``error``: ``device`` has no room for ``what`` of a unit, which takes so many bytes."""
+    return torch.OutOfMemoryError(
+        f"{device} has no room for the {number_of_bytes:,} bytes of {what} of the unit {unit!r}: shard smaller units, "
+        f"prefetch less, or use more devices. {error}"
+    )
+
+
+@contextmanager
+def named_if_no_room(what: str, unit: str, device: torch.device, number_of_bytes: int) -> Iterator[None]:
+    """Around allocations for a unit on a device. Arguments are those of `no_room_for`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise no_room_for(what, unit, device, number_of_bytes, error) from error
+
+
+class FullBuffer:
+    """The parameters of one dtype on one slot, without bytes at first.
+
+    Args:
+        layout: of the matrix that is gathered from the owners.
+        dtype, device: of the parameters on the slot.
+
+    Attributes:
+        tensors: the parameters, views of one storage. To read them while it has no bytes crashes the process.
+        gathered: the matrix that `pull` has filled and `fill` has not copied, or `None`.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self._buffer = torch.empty(layout.owners * layout.numel, dtype=dtype, device=device)
+        self._storage = self._buffer.untyped_storage()
+        self._bytes = self._storage.nbytes()
+        self.tensors: list[Tensor] = []
+        for columns, offset in zip(layout.columns, layout.full_offsets, strict=True):
+            tensor = torch.empty(0, dtype=dtype, device=device)
+            self.tensors.append(tensor.set_(self._storage, offset, columns.shape, _contiguous(columns.shape)))
+        self._memory = MemoryOfCopies(self.tensors)
+        self._versions: tuple[int, ...] = ()
+        self.gathered: Tensor | None = None
+        self._gathered_as: Layout | None = layout
+        self.free()
+
+    def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout | None = None) -> None:
+        """Copies the pieces into a new matrix, beginning with piece ``first``: so slots pull from distinct owners.
+
+        ``layout``: of the pieces; default the owners'.
+        """
+        self._gathered_as = layout = layout or self.layout
+        made = self._buffer.new_empty(layout.owners, layout.numel)
+        rows = made if len(made) == len(pieces) else made.view(len(pieces), -1)  # over machines a piece has several
+        order = [(first + i) % len(pieces) for i in range(len(pieces))]
+        comm.copy_each([rows[i] for i in order], [pieces[i] for i in order])
+        self.gathered = made
+
+    def set_gathered(self, gathered: Tensor, is_matrix: bool = True) -> None:
+        """Takes over what has arrived: a matrix, or a copy of the full buffer of another slot."""
+        self._gathered_as, self.gathered = self.layout if is_matrix else None, gathered
+
+    def copy_to(self, device: torch.device) -> Tensor:
+        """A copy of the full buffer on the device of another slot, for `set_gathered` there."""
+        copied = torch.empty_like(self._buffer, device=device)
+        comm.broadcast(self._buffer, out=[copied])
+        return copied
+
+    def fill(self) -> Tensor:
+        """Copies the parameters out of the matrix, and returns that."""
+        assert self.gathered is not None
+        self._storage.resize_(self._bytes)
+        if self._versions and _torch.set_versions:
+            _torch.set_versions(tuple(self.tensors), self._versions)
+        if self._gathered_as is None:
+            self._buffer.copy_(self.gathered)
+        else:
+            self._gathered_as.copy_out(self.gathered, self._buffer)
+        gathered, self.gathered = self.gathered, None
+        return gathered
+
+    def free(self) -> None:
+        """Frees the memory, and what ``forward`` has given to a parameter instead.
+
+        A backward that reads the parameters now raises, because their versions have moved.
+        """
+        if self._storage.nbytes():
+            self._memory.restore()
+            self._storage.resize_(0)
+            if _torch.set_versions:
+                self._versions = tuple(map(_torch.version_of, self.tensors))
+                torch.autograd.graph.increment_version(self.tensors)
