@@ -44,11 +44,10 @@ from dataparallel.autograd.bucket_gradients import (
 )
 from dataparallel.autograd.functions import copies_for_slots, sums_over_slots
 from dataparallel.autograd.gradient_streams import GradientStreams, Made
-from dataparallel.autograd.node import Node, run_first, run_last
+from dataparallel.autograd.node import Node, note_forward_streams, run_first, run_last
 from dataparallel.comm import settings
 from dataparallel.comm.buckets import unflatten
-from dataparallel.comm.streams.current import streams_set
-from dataparallel.comm.streams.nodes import memory_of, note_forward_streams
+from dataparallel.comm.streams.current import memory_of, streams_set
 from dataparallel.comm.transport import Later
 from dataparallel.profiling import note_gradients, stage
 

@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
-from dataparallel.comm.streams.current import Event, kept_stream, make_current, run_apart
-from dataparallel.comm.streams.nodes import memory_of
+from dataparallel.comm.streams.current import Event, kept_stream, make_current, memory_of, run_apart
 
 _BUCKETS_HELD = 2
 """How many buckets have their flat buffers held. When one more bucket has been launched, the computing streams wait for

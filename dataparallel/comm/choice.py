@@ -15,7 +15,7 @@ says why:
 
 A call that it supports raises ``ValueError`` if it can do nothing at all between these devices: none of the
 accelerators is a CUDA device, the transport is not available, or copies between two of the devices have failed
-`peer_check`.
+their check.
 
 *host* supports every call.
 """
@@ -28,9 +28,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from dataparallel.comm.links import Links
-from dataparallel.comm.peer_check import VARIABLE as PEER_CHECK_VARIABLE
-from dataparallel.comm.peer_check import Pair
+from dataparallel.comm.links import PEER_CHECK_VARIABLE, Links, Pair
 from dataparallel.comm.settings import Settings
 
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "all_gather", "reduce_scatter"]
@@ -68,7 +66,7 @@ def choose(
         nbytes: the bytes that each device receives in a broadcast, or brings to a sum.
         settings: what the user asks for. A route without a transport asks for plain copies: only they have routes.
         unavailable: why the transport that is asked for is not available between these devices.
-        untrusted: ordered pairs that have failed `peer_check`: a call with both goes through the host.
+        untrusted: ordered pairs that have failed their check: a call with both goes through the host.
         links: between the accelerators.
         widened: True for 16-bit floats, which are summed in 32 bits.
 

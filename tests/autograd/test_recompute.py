@@ -6,7 +6,7 @@ import torch
 import torch.utils.checkpoint  # without it nothing has to be restored
 from torch import Tensor
 
-from dataparallel.autograd.recompute import restore_after_backward
+from dataparallel.autograd.functions import restore_after_backward
 
 
 class Restoring(torch.autograd.Function):

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import DataParallel, comm
-from dataparallel.comm import peer_check, select
-from dataparallel.comm.cupy import launch
-from dataparallel.comm.cupy.launch import SUM_KERNELS
-from dataparallel.comm.cupy.transport import Kernels
+from dataparallel.comm import kernels, links, select
+from dataparallel.comm.cupy import Cupy
 from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.kernels import SUM_KERNELS
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import ROUTE_VARIABLE, TRANSPORT_VARIABLE
@@ -68,9 +67,9 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
     def garbage(source: Tensor, target: Tensor) -> None:
         target.fill_(0)
 
-    peer_check.forget()
+    links.forget()
     monkeypatch.setattr(torch.get_device_module(slots[0]), "copies_cannot_fail", False, raising=False)
-    monkeypatch.setattr(peer_check, "_copy", garbage)
+    monkeypatch.setattr(links, "_copy", garbage)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -85,7 +84,7 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
         chunks = comm.scatter(torch.arange(6.0, device=slots[0]), slots)
         assert torch.equal(comm.gather(chunks, 0, slots[0]).cpu(), torch.arange(6.0))
     finally:
-        peer_check.forget()
+        links.forget()
 
 
 @pytest.mark.devices("sim", "stand-in")
@@ -173,9 +172,9 @@ def test_kernels_whose_copies_are_right_and_whose_sums_are_not_are_dropped(slots
 
 def test_the_sums_that_are_compared_are_launches_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple] = []
-    monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(kernels, "launch", lambda *arguments: launched.append(arguments))
     flats = [torch.ones(5, dtype=torch.bfloat16) for _ in range(3)]
-    total = Kernels().add_up(flats, torch.device("cpu"))
+    total = Cupy().add_up(flats, torch.device("cpu"))
     rows = [[tensor.data_ptr()] for tensor in (total, *flats)]
     assert launched == [(SUM_KERNELS[torch.bfloat16], rows, [5], torch.device("cpu"), [torch.device("cpu")] * 3)]
 

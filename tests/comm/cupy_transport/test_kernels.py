@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kernel_runner import SOURCE, Kernels, copying, summing
 from torch import Tensor
 
-from dataparallel.comm.cupy import launch as launching
-from dataparallel.comm.cupy.launch import SUM_KERNELS
+from dataparallel.comm import kernels as launching
+from dataparallel.comm.kernels import SUM_KERNELS
 from selection import others_long
 
 # They know no slots: once is enough.

@@ -29,7 +29,7 @@ def asked_for(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         return Choice("copy", "star", "cupy does not support it")
 
     select.forget()
-    monkeypatch.setattr(select, "launch", launches)
+    monkeypatch.setattr(select, "kernels", launches)
     monkeypatch.setattr(select, "choose", choose)
     yield
     select.forget()

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from clocked import counted
-from dataparallel.comm.cupy import launch as launching
-from dataparallel.comm.cupy.launch import COPY_KERNEL, SUM_KERNELS, THREADS, launch, pack, why_not
+from dataparallel.comm import kernels as launching
+from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, THREADS, launch, pack, why_not
 from processes import run_script
 
 needs_cuda = pytest.mark.skipif(why_not() is not None, reason=f"needs CUDA and CuPy: {why_not()}")
@@ -247,7 +247,7 @@ def test_a_forked_child_copies_again_and_waits_for_nobody() -> None:
     run_script("""
 import os, warnings
 import torch
-from dataparallel.comm.cupy import launch as launching
+from dataparallel.comm import kernels as launching
 warnings.simplefilter("ignore")
 copied = []
 launching._copy = lambda source, target: copied.append((source.index, target.index))
