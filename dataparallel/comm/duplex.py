@@ -19,10 +19,6 @@ RECEIVING, SENDING = 0, 1
 """The streams of a device, the caller's and a further one, where one receives and the other sends."""
 
 
-def _further_stream(device: torch.device, number: int) -> torch.Stream:
-    return kept_stream(device, "pieces", number)
-
-
 class PieceStreams:
     """The caller's current stream and further ones, for each device of a call. ``turn``: which gets the next piece.
 
@@ -94,8 +90,8 @@ def piece_streams(devices: Iterable[torch.device], number: int = 2) -> Iterator[
     streams: dict[torch.device, list[torch.Stream]] = {}
     if len(here) > 1 < number:
         streams = {
-            device: [here[device], *(_further_stream(device, further) for further in range(number - 1))]
-            for device in here
+            device: [stream, *(kept_stream(device, "pieces", further) for further in range(number - 1))]
+            for device, stream in here.items()
         }
     used = PieceStreams(streams)
     if not streams:
