@@ -110,16 +110,6 @@ def streams_of(slots: list) -> dict[torch.device, torch.Stream]:
     return {torch.device(slot): torch.accelerator.current_stream(torch.device(slot)) for slot in slots}
 
 
-def test_buckets_take_turns_on_a_few_side_streams_of_each_device(slots: list) -> None:
-    sides = [kept_stream(torch.device(slot), "gradients", bucket) for slot in slots for bucket in range(12)]
-    assert sides == [kept_stream(torch.device(slot), "gradients", bucket) for slot in slots for bucket in range(12)]
-    assert not {*sides} & {*streams_of(slots).values()}
-    for device in {*streams_of(slots)}:
-        first, *others = [kept_stream(device, "gradients", bucket) for bucket in range(12)]
-        assert first != others[0]
-        assert first in others
-
-
 @pytest.mark.slots(2, 8)
 def test_gradients_travel_on_side_streams_and_arrive_on_the_callers(
     slots: list, root: torch.device, x: Tensor, monkeypatch: pytest.MonkeyPatch

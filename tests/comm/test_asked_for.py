@@ -17,7 +17,7 @@ from dataparallel import DataParallel, comm
 from dataparallel.comm import kernels, nccl, select
 from dataparallel.comm.choice import Choice, Collective, choose
 from dataparallel.comm.cupy import Cupy
-from dataparallel.comm.routes import STAR, TorchCopies
+from dataparallel.comm.routes import STAR
 from dataparallel.comm.select import transport_for
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
 
@@ -85,14 +85,6 @@ def test_where_it_serves_nothing_it_is_not_tried(name: str, machine: Machine) ->
         assert transport_for("broadcast", with_cpu, LARGE) == STAR
         assert transport_for("broadcast", with_cpu[:2], LARGE) == STAR
     assert machine.compared == []
-
-
-@pure
-def test_sums_in_slot_order_are_made_by_plain_copies(machine: Machine) -> None:
-    with comm.using(transport="nccl"):
-        assert transport_for("reduce_add", machine.devices, LARGE).route == "chain"
-        assert isinstance(transport_for("reduce_add", machine.devices, SMALL), TorchCopies)
-        assert not isinstance(transport_for("broadcast", machine.devices, SMALL), TorchCopies)
 
 
 @pure

@@ -262,13 +262,6 @@ def test_strides_that_differ_between_slots_are_left(launches: Launches) -> None:
         assert launches.tensors() == 1
 
 
-@pytest.mark.devices("cpu")
-def test_nothing_but_tensors_that_are_left(launches: Launches) -> None:
-    tensors = [misaligned(), torch.ones(8)[::2]]
-    assert_alike(KERNELS.reduce_add_coalesced([tensors, tensors], CPU), [2 * tensor for tensor in tensors])
-    assert launches.tensors() == 0
-
-
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "as it is": lambda tensor: tensor,
     "transposed": lambda tensor: tensor.t().contiguous().t(),

@@ -21,7 +21,7 @@ from dataparallel.composable import replicate
 from dataparallel.replicas.build import ParameterRegistry
 from dataparallel.testing.pytest import settle
 
-pytestmark = pytest.mark.devices("sim", "stand-in")
+pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
 
 WIDTH = 8
 
@@ -29,12 +29,6 @@ WIDTH = 8
 def slots() -> list[torch.device]:
     """Three slots. A function, because there is no such device where this file is collected for CPU slots."""
     return [torch.device(index) for index in range(3)]
-
-
-@pytest.fixture(autouse=True)
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests may have compiled something in this process. Nothing here is compiled."""
-    monkeypatch.setattr("dataparallel._torch.note_whether_compiler_is_in_use", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -307,18 +301,6 @@ def test_a_variable_turns_late_copies_off(
 
     in_single_buckets(Looked().to(slots()[0]))(x)
     assert found == {expected}
-
-
-def test_lookups_are_late_where_nothing_is_in_the_way(x: Tensor) -> None:
-    found: set[type] = set()
-
-    class Looked(Half):
-        def forward(self, x: Tensor) -> Tensor:
-            found.add(type(self.last._parameters))
-            return super().forward(x)
-
-    in_single_buckets(Looked().to(slots()[0]))(x)
-    assert found == {ParameterRegistry}
 
 
 def test_a_small_model_is_not_late(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

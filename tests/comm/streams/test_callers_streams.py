@@ -25,20 +25,6 @@ def test_a_step_on_the_callers_streams(slots: list, root: torch.device, side_str
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_training_on_the_callers_streams(slots: list, root: torch.device, side_streams: dict) -> None:
-    model, twin = build(root), build(root)
-    parallel = DataParallel(model, slots)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, twin)]
-    for _ in range(5):
-        x = numbers(root)
-        for each, call, optimizer in ((model, parallel, optimizers[0]), (twin, twin, optimizers[1])):
-            each.zero_grad()
-            call(x).square().sum().backward()
-            optimizer.step()
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
 @pytest.mark.slots(1, 2, 3, 8)
 @pytest.mark.parametrize("pin_memory", [False, True], ids=["pageable", "pinned"])
 @pytest.mark.parametrize("form", ["DataParallel", "replicate"])
@@ -60,18 +46,6 @@ def test_training_on_batches_in_host_memory_on_the_callers_streams(
             optimizer.step()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-def test_double_backward_on_the_callers_streams(slots: list, root: torch.device, side_streams: dict) -> None:
-    model, x = build(root), numbers(root)
-
-    def penalty(output: Tensor) -> Tensor:
-        (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-        return gradient.square().sum()
-
-    expected = gradients(penalty(model(x)), model, x)
-    for ours, theirs in zip(gradients(penalty(DataParallel(model, slots)(x)), model, x), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
 def penalty_of_gradients(model: nn.Module, x: Tensor, to: list[Tensor]) -> list[Tensor]:
