@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dataparallel import _torch, comm
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
-from dataparallel.comm.buckets import Bucket, Layout, Planned, flatten, plan_buckets, unflatten
+from dataparallel.comm.buckets import Bucket, FlatLayout, Planned, flatten, plan_buckets, unflatten
 from dataparallel.comm.streams.current import Event, kept_stream, make_current, memory_of, run_apart
 
 # ---- envelopes -------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Packing:
         self, slots: Sequence[torch.device], tensors: Sequence[Tensor], may_flatten: Callable[[], bool] | None
     ) -> None:
         self._may_flatten = may_flatten
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, FlatLayout] = {}
         self._buckets: dict[tuple[int, ...], Bucket] = {}
         self.planned: Planned | None = None
         if comm.sums_travel_flat(slots, tensors):

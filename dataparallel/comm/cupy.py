@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from dataparallel.comm import kernels
-from dataparallel.comm.buckets import Bucket, Layout, Planned, is_dense, plan_buckets, travels_flat, unflatten
+from dataparallel.comm.buckets import Bucket, FlatLayout, Planned, is_dense, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.transport import FlatBroadcast, Later, Transport, Travelling, travel_flat_on_every_slot
@@ -206,7 +206,7 @@ def _readable(
     return part, [[row[k] for k in kept] for row in addresses], [bucket.indices[k] for k in sorted(odd)]
 
 
-def _lies_as(tensor: Tensor, layout: Layout) -> bool:
+def _lies_as(tensor: Tensor, layout: FlatLayout) -> bool:
     """True if the elements lie in memory as in a flat buffer: without holes, and in the order of the layout."""
     return tensor.is_contiguous() if layout.row_major else tensor.stride() == layout.core_stride
 

@@ -29,9 +29,6 @@ from dataparallel.forks import in_forked_child
 _CHECKED_BYTES = 2**16 + 1
 """The size of the buffers by which a transport is compared with plain copies; no round number."""
 
-_TYPICAL_BYTES = DEFAULT_CAP_BYTES
-"""The bytes in a typical bucket of parameters."""
-
 _HOST = ThroughHost()
 _CUPY = Cupy()
 
@@ -103,7 +100,7 @@ def choose_transport(devices: Sequence[torch.device], work: Collective = "broadc
     """
     asked = settings.current()
     links = links_between(devices)
-    return choose(work, devices, _TYPICAL_BYTES, asked, _why_unavailable(asked.transport), (), links)
+    return choose(work, devices, DEFAULT_CAP_BYTES, asked, _why_unavailable(asked.transport), (), links)
 
 
 @lru_cache(maxsize=256)

@@ -262,5 +262,5 @@ def test_a_failed_wait_for_one_copy_leaves_no_other_copy_out() -> None:
     reads.note([torch.ones(1)], events[:2])
     reads.note([torch.ones(1)], events[2:])
     with pytest.raises(RuntimeError, match="gone"):
-        reads.wait()
+        reads.wait_for_copies()
     assert all(event.is_waited for event in events)

@@ -211,15 +211,15 @@ def test_a_failed_wait_for_copies_releases_the_replicas_all_the_same(monkeypatch
     """The call counts as failed, and the memory of its copies is held as long as the call."""
     kept = Kept()
     with monkeypatch.context() as patch:
-        patch.setattr(Arrivals, "end", lambda self: 1 / 0)
+        patch.setattr(Arrivals, "wait_for_copies", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError), Call(slots(), kept, False) as call:  # noqa: PT012
             with call.replicates():
                 arrivals = arrivals_for(slots(), [])
             call.uses([nn.Identity()])
     assert kept.told == ["forget_last_call"]
     ended = []
-    monkeypatch.setattr(Arrivals, "end", lambda self: ended.append(self))
-    call._copies.end()
+    monkeypatch.setattr(Arrivals, "wait_for_copies", lambda self: ended.append(self))
+    call._copies.wait_for_copies()
     assert ended == [arrivals]
 
 
@@ -232,7 +232,7 @@ def test_a_source_may_get_other_memory_while_its_copies_travel() -> None:
     arrivals.launch([broadcast_into(copies, planned, [source])], set())
     source.data = torch.empty(WIDTH, WIDTH, device=slots()[0])
     torch.zeros(WIDTH, WIDTH, device=slots()[0])
-    arrivals.end()
+    arrivals.wait_for_copies()
     assert [copy.sum().item() for copy in copies] == [WIDTH * WIDTH] * 2
 
 
