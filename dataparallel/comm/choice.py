@@ -1,23 +1,7 @@
 """The choice of transport and route for a call: pure functions, so that a test can try any machine.
 
-``comm.select`` collects the facts. Plain copies take the route that takes the least time, by the formulas below.
-
-A transport that was asked for serves the calls that it supports. All others fall back to plain copies, and the reason
-says why:
-
-- *nccl* supports broadcasts, ``all_gather``, and, if the caller allows any order, sums and ``reduce_scatter``. *cupy*
-  supports broadcasts and sums. All else uses plain copies.
-- Both work between CUDA devices. A call with the CPU or with another type of accelerator, or with fewer than two
-  accelerators, falls back.
-- *nccl* takes each device once. A sum with two terms on one device falls back.
-- Within a call that it serves, a transport leaves to plain copies: tensors that do not travel flat, dtypes that it
-  cannot add, and *nccl*'s sums on a device that brings no term.
-
-A call that it supports raises ``ValueError`` if it can do nothing at all between these devices: none of the
-accelerators is a CUDA device, the transport is not available, or copies between two of the devices have failed
-their check.
-
-*host* supports every call.
+``comm.select`` collects the facts. Plain copies take the route that takes the least time, by the formulas below. A
+transport that was asked for serves the calls that it supports; all others fall back to plain copies, with a reason.
 """
 
 from __future__ import annotations
@@ -37,7 +21,13 @@ SUPPORTED: dict[str, tuple[Collective, ...]] = {
     "nccl": ("broadcast", "reduce_add", "all_gather", "reduce_scatter"),
     "cupy": ("broadcast", "reduce_add"),
 }
-"""What these transports support. Plain copies and the host support everything."""
+"""What these transports support between CUDA devices. Plain copies and the host support everything.
+
+*nccl* makes sums only if the caller allows any order, and takes each device once. A call with the CPU, with another
+type of accelerator, or with fewer than two accelerators falls back to plain copies. Within a call that it serves, a
+transport leaves to them: tensors that do not travel flat, dtypes that it cannot add, and *nccl*'s sums on a device that
+brings no term.
+"""
 
 
 class Choice(NamedTuple):
