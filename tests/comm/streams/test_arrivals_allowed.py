@@ -3,7 +3,7 @@
 Clocks tell a race: a write to the source that no event orders after the copy that reads it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -236,18 +236,14 @@ def test_a_source_may_get_other_memory_while_its_copies_travel() -> None:
     assert [copy.sum().item() for copy in copies] == [WIDTH * WIDTH] * 2
 
 
-def writes_to_slot_0(net: nn.Module, name: str) -> None:
-    """Writes to a tensor of the replica that is not the last layer's weight, but has the same memory."""
-    with torch.no_grad():
-        getattr(net, name).mul_(0.5)
-
-
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
-@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
-def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: str, kind: str, x: Tensor) -> None:
+def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: Callable, kind: str, x: Tensor) -> None:
+    """A replica writes to a tensor that is not the last layer's weight, but has the same memory."""
+
     class Shares(Half):
         def forward(self, x: Tensor) -> Tensor:
-            writes_to_slot_0(self, "other")
+            with torch.no_grad():
+                self.other.mul_(0.5)
             return super().forward(x)
 
     model = Shares().to(slots()[0])
@@ -256,17 +252,13 @@ def test_two_tensors_on_one_storage_may_be_written_by_either_name(form: str, kin
         model.register_buffer("other", other)
     else:
         model.register_parameter("other", nn.Parameter(other))
-    if form == "DataParallel":
-        call: nn.Module = in_single_buckets(model)
-    else:
-        call = replicate(model, devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    call = form(model, slots())
     for _ in range(3):
         with torch.no_grad():
             call(x)
 
 
-@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
-def test_an_attribute_may_begin_to_refer_to_a_parameter(form: str, x: Tensor) -> None:
+def test_an_attribute_may_begin_to_refer_to_a_parameter(form: Callable, x: Tensor) -> None:
     class Reads(Half):
         held: Any = None
 
@@ -276,10 +268,7 @@ def test_an_attribute_may_begin_to_refer_to_a_parameter(form: str, x: Tensor) ->
             return self.last(super().forward(x))
 
     model = Reads().to(slots()[0])
-    if form == "DataParallel":
-        call: nn.Module = in_single_buckets(model)
-    else:
-        call = replicate(model, devices=slots(), bucket_cap_mb=1e-9, first_bucket_mb=1e-9)
+    call = form(model, slots())
     for _ in range(3):
         call(x).sum().backward()
     model.held = [model.last.bias]

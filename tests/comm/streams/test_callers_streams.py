@@ -83,7 +83,7 @@ def test_a_checkpoint_around_the_wrapper_recomputes_on_the_callers_streams(
         torch.testing.assert_close(ours.grad, theirs, rtol=0, atol=1e-12)
 
 
-def test_sparse_gradients_and_gradients_of_gradients(slots: list, root: torch.device, side_streams: dict) -> None:
+def test_sparse_gradients(slots: list, root: torch.device, side_streams: dict) -> None:
     """Their sums are on the caller's streams."""
     torch.manual_seed(0)
     table = nn.Embedding(5, 3, sparse=True).double().to(root)
@@ -93,12 +93,3 @@ def test_sparse_gradients_and_gradients_of_gradients(slots: list, root: torch.de
     for times in (1, 2, 3):
         wrapped(rows).square().sum().backward()
         torch.testing.assert_close(table.weight.grad.to_dense(), times * expected.to_dense(), rtol=0, atol=1e-9)
-    layer = nn.Linear(3, 2).double().to(root)
-    x = torch.randn(13, 3, dtype=torch.float64).to(root)
-
-    def second(call: nn.Module) -> list[Tensor]:
-        first = torch.autograd.grad(call(x).pow(3).sum(), [*layer.parameters()], create_graph=True)
-        return list(torch.autograd.grad(sum(grad.square().sum() for grad in first), [*layer.parameters()]))
-
-    for ours, theirs in zip(second(DataParallel(layer, slots)), second(layer), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
