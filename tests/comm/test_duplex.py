@@ -113,7 +113,7 @@ def test_a_small_buffer_that_follows_along_a_chain_takes_one_step(
 def test_what_a_bucket_came_on_is_told_once(everyone: list) -> None:
     buckets = [[torch.zeros(SIZE, device=device) for device in everyone] for _ in range(3)]
     with piece_streams_kept(everyone, 3) as streams:
-        first, second, third = streams.of(everyone[1])
+        first, second, third = streams.of_device(everyone[1])
         expected = [[first, second], [third], [first, second, third]]
         for (source, *buffers), pieces, came_on in zip(buckets, [2, 1, 4], expected, strict=True):
             TorchCopies("chain", pieces).broadcast_flat(source, buffers)
@@ -125,7 +125,7 @@ def test_what_a_bucket_came_on_is_told_once(everyone: list) -> None:
 @pytest.mark.slots(4)
 def test_a_block_is_for_its_devices_and_their_current_streams_only(everyone: list) -> None:
     with piece_streams_kept(everyone[:3]) as outer:
-        for stream in outer.of(everyone[0])[:1]:
+        for stream in outer.of_device(everyone[0])[:1]:
             assert stream == torch.accelerator.current_stream(everyone[0])
         with piece_streams_kept(everyone[:2]) as inner:
             assert inner is outer
@@ -139,7 +139,7 @@ def test_a_block_is_for_its_devices_and_their_current_streams_only(everyone: lis
     with piece_streams_kept(everyone[:3]) as later:
         assert later is not outer
     with piece_streams_kept(everyone, 1) as none:
-        assert none.of(everyone[0]) == ()
+        assert none.of_device(everyone[0]) == ()
 
 
 # Orders
