@@ -204,25 +204,19 @@ def test_threads_that_ask_at_once_wait_for_one_answer(
 
 
 @on_devices
-def test_random_states_stay(pair: tuple) -> None:
+def test_random_states_and_what_is_current_stay(pair: tuple) -> None:
     def states() -> list[Tensor]:
         module = torch.get_device_module(pair[0].type)
         return [torch.get_rng_state(), *(module.get_rng_state(device) for device in pair)]
 
-    before = states()
-    assert trusted(*pair)
-    assert all(map(torch.equal, before, states()))
-
-
-@on_devices
-def test_current_devices_and_streams_stay(pair: tuple) -> None:
     def now() -> list:
         streams = [torch.accelerator.current_stream(device) for device in pair]
         return [torch.accelerator.current_device_index(), *streams]
 
-    before = now()
+    before, random = now(), states()
     assert trusted(*pair)
     assert now() == before
+    assert all(map(torch.equal, random, states()))
 
 
 @pytest.mark.devices("sim", "stand-in")
